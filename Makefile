@@ -1,0 +1,42 @@
+# Two commands on a fresh machine: `make run` and `make test`. Both set up .venv themselves and are safe to run twice.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: run test check format gpu clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make run     train the paper's MNIST network through Algorithm 2 on the embedded data"
+	@echo "make test    run the tests"
+	@echo "make check   ruff (format and lint) and mypy"
+	@echo "make format  let ruff rewrite the files"
+	@echo "make clean   remove .venv and caches"
+
+# torch first and alone: with it in place no other requirement can pull another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[all]' \
+		pytest pytest-xdist hypothesis expecttest ruff mypy triton
+	@touch $@
+
+run: $(STAMP)
+	$(BIN)/batchnorm reproduce algorithm2
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n auto
+
+check: $(STAMP)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,16 @@
+"""Batch Normalization (Ioffe & Szegedy, 2015) for PyTorch."""
+
+from . import data, ops
+from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, freeze_, unfreeze_
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "data",
+    "freeze_",
+    "ops",
+    "unfreeze_",
+]

@@ -1,0 +1,6 @@
+"""Algorithm 1 as modules, with the state that training keeps between batches."""
+
+from .batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from .freeze import freeze_, unfreeze_
+
+__all__ = ["BatchNorm", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "freeze_", "unfreeze_"]

@@ -1,0 +1,254 @@
+"""BatchNorm1d, 2d and 3d: ``torch.nn``'s, with the nonlinearity, a residual and a mask in the same call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+
+from .. import ops
+from ..ops.activation import Activation, as_activation
+
+# Bits of the state-dict entry "frozen".
+STATISTICS, WEIGHT, BIAS = 1, 2, 4
+
+
+class BatchNorm(TorchBatchNorm):
+    """Normalize by batch statistics in training and by running averages in evaluation; the base of the three layers.
+
+    Beyond the paper: state around Alg. 1 (running averages, freezing, policies for degenerate batches).
+    """
+
+    num_features: int | tuple[int, ...]  # type: ignore[assignment]
+    num_batches_skipped: Tensor | None
+    _input_dims: tuple[int, ...]
+
+    def __init__(
+        self,
+        num_features: int | tuple[int, ...],
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        activation: str | Activation | nn.Module | None = None,
+        on_single: Literal["error", "running"] = "error",
+    ) -> None:
+        if on_single not in ("error", "running"):
+            raise ValueError(f"on_single must be 'error' or 'running', not {on_single!r}")
+        if on_single == "running" and not track_running_stats:
+            raise ValueError("on_single='running' needs track_running_stats=True")
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)  # type: ignore[arg-type]
+        if not bias:
+            self.bias = None  # type: ignore[assignment]
+        self.activation = as_activation(activation)
+        self.on_single = on_single
+        self._frozen = 0
+        skipped = torch.zeros((), dtype=torch.long, device=device) if track_running_stats else None
+        self.register_buffer("num_batches_skipped", skipped, persistent=False)
+        self._keep_statistics_wide()
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The shape of one set of statistics: (C,), or (C, H, W) per activation."""
+        return self.num_features if isinstance(self.num_features, tuple) else (self.num_features,)
+
+    @property
+    def frozen_statistics(self) -> bool:
+        """Whether the running statistics are used, and left alone, in training too."""
+        return bool(self._frozen & STATISTICS)
+
+    @property
+    def uses_batch_statistics(self) -> bool:
+        """Whether a forward pass now would normalize by the statistics of its mini-batch."""
+        return not self.frozen_statistics and (self.training or self.running_mean is None or self.running_var is None)
+
+    def forward(self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Return g(BN(input) + residual); ``mask`` (N, *locations) is True where a position counts."""
+        self._check_input_dim(input)
+        self._check_input(input)
+        options: dict[str, Any] = {
+            "feature_dims": len(self.features),
+            "activation": self.activation,
+            "residual": residual,
+            "mask": mask,
+        }
+        if not self.uses_batch_statistics or self._falls_back_on_running(input, mask):
+            if self.running_mean is None or self.running_var is None:
+                raise RuntimeError(f"{path_of(self)}: frozen statistics, but the layer keeps none; unfreeze_ it")
+            return ops.normalize(
+                input, self.running_mean, self.running_var, self.weight, self.bias, self.eps, **options
+            )
+        if not self._updates_statistics:
+            return ops.batch_norm(input, self.weight, self.bias, self.eps, **options)[0]
+        running = ops.Running(self.running_mean, self.running_var, self.num_batches_tracked, self.num_batches_skipped)  # type: ignore[arg-type]
+        return ops.batch_norm_(input, self.weight, self.bias, running, self.momentum, self.eps, **options)[0]
+
+    @property
+    def _updates_statistics(self) -> bool:
+        return self.training and self.track_running_stats and self.running_mean is not None
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() not in self._input_dims:
+            wanted = " or ".join(f"{d}D" for d in self._input_dims)
+            raise ValueError(f"{path_of(self)}: expected {wanted} input (got {input.dim()}D input)")
+
+    def _check_input(self, input: Tensor) -> None:
+        if not input.is_floating_point():
+            raise TypeError(
+                f"{path_of(self)}: batch normalization needs real floating-point input, not {input.dtype};"
+                " convert it first (complex values: normalize real and imaginary parts with a layer each)"
+            )
+        if tuple(input.shape[1 : 1 + len(self.features)]) != self.features:
+            raise ValueError(
+                f"{path_of(self)}: made for {' x '.join(map(str, self.features))} features, but the input of shape"
+                f" {tuple(input.shape)} has {' x '.join(map(str, input.shape[1 : 1 + len(self.features)]))};"
+                f" set num_features to match the layer before it"
+            )
+
+    def _falls_back_on_running(self, input: Tensor, mask: Tensor | None) -> bool:
+        """Apply the policy for a batch of one value per feature, whose variance says nothing."""
+        m = input.shape[0] * prod(input.shape[1 + len(self.features) :])
+        if mask is not None and mask.device.type == "cpu" and not torch.compiler.is_compiling():
+            m = int(mask.sum())
+        if m != 1:
+            return False
+        if self.on_single == "running":
+            return True
+        raise ValueError(
+            f"{path_of(self)}: expected more than 1 value per channel when training, got input size"
+            f" {tuple(input.shape)}. Use a larger batch, drop or balance the loader's last batch"
+            " (batchnorm.data.BalancedBatches), freeze the statistics (batchnorm.freeze_), or make the layer with"
+            " on_single='running' to normalize such a batch by the running statistics"
+        )
+
+    def reset_running_stats(self) -> None:
+        """Set the running averages and both counters back to their start."""
+        super().reset_running_stats()
+        if self._buffers.get("num_batches_skipped") is not None:
+            self.num_batches_skipped.zero_()  # type: ignore[union-attr]
+
+    def extra_repr(self) -> str:
+        """Extend ``torch.nn``'s line by what is not at its default."""
+        text: str = super().extra_repr()
+        if self.activation.name != "identity":
+            text += f", activation={self.activation.name}"
+            if self.activation.name == "leaky_relu":
+                text += f"({self.activation.slope})"
+        if self.on_single != "error":
+            text += f", on_single={self.on_single}"
+        if self._frozen:
+            names = {STATISTICS: "statistics", WEIGHT: "weight", BIAS: "bias"}
+            text += f", frozen={'+'.join(name for bit, name in names.items() if self._frozen & bit)}"
+        return text
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BatchNorm:
+        kept = {k: v for k in ("running_mean", "running_var") if (v := self._buffers.get(k)) is not None}
+        super()._apply(fn, recurse)
+        for key, old in kept.items():
+            new = self._buffers[key]
+            if new is not None and new.dtype.itemsize < 4:
+                # From the old tensor, so that nothing is rounded on the way.
+                wide = torch.empty_like(new, dtype=torch.float32) if old.is_meta else old.to(new.device, torch.float32)
+                self._buffers[key] = wide
+        return self
+
+    def _keep_statistics_wide(self) -> None:
+        for key in ("running_mean", "running_var"):
+            buffer = self._buffers.get(key)
+            if buffer is not None and buffer.dtype.itemsize < 4:
+                self._buffers[key] = buffer.float()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._frozen:
+            destination[prefix + "frozen"] = torch.tensor(self._frozen, dtype=torch.uint8)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # A checkpoint that says nothing about freezing leaves a frozen layer frozen.
+        frozen = state_dict.pop(prefix + "frozen", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._keep_statistics_wide()  # load_state_dict(assign=True) may bring half-precision tensors
+        if frozen is not None:
+            self._frozen = int(frozen)
+            for bit, parameter in ((WEIGHT, self.weight), (BIAS, self.bias)):
+                if self._frozen & bit and parameter is not None:
+                    parameter.requires_grad_(False)
+
+
+class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
+    """Normalize (N, C) or (N, C, L) input; a drop-in for ``torch.nn.BatchNorm1d``.
+
+    y = g(gamma * (x - E[x]) / sqrt(Var[x] + eps) + beta + residual)
+
+    Args:
+        num_features: C, or (C, L) for statistics and parameters per activation.
+        eps: added to the variance.
+        momentum: the weight of the new batch in the running averages; None averages all batches alike.
+        affine: learn gamma (``weight``) and beta (``bias``).
+        track_running_stats: keep running averages for evaluation.
+        device: where the parameters live.
+        dtype: their type; running statistics are kept in at least float32.
+        bias: learn beta, where ``affine``.
+        activation: g: relu, leaky_relu, sigmoid, tanh, silu, or such a ``torch.nn`` module.
+        on_single: what a training batch of one value per feature gets: "error", or "running" to normalize it by
+            the running statistics.
+
+    >>> layer = BatchNorm1d(2, activation="sigmoid")
+    >>> layer(torch.tensor([[0.0, 1.0], [0.0, 3.0]])).shape
+    torch.Size([2, 2])
+
+    Paper: Alg. 1
+    """
+
+    _input_dims = (2, 3)
+
+
+class BatchNorm2d(BatchNorm, nn.BatchNorm2d):
+    """Normalize (N, C, H, W) input; a drop-in for ``torch.nn.BatchNorm2d``. Arguments as for :class:`BatchNorm1d`.
+
+    ``num_features=C`` gives each feature map one pair gamma, beta and statistics over batch and locations;
+    ``num_features=(C, H, W)`` gives each activation its own.
+
+    >>> block = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), BatchNorm2d(8, activation="relu"))
+    >>> bool((block(torch.randn(4, 3, 9, 9)) >= 0).all())
+    True
+
+    Paper: Sec. 3.2; Sec. 4.2.3 (per activation)
+    """
+
+    _input_dims = (4,)
+
+
+class BatchNorm3d(BatchNorm, nn.BatchNorm3d):
+    """Normalize (N, C, D, H, W) input; a drop-in for ``torch.nn.BatchNorm3d``. Arguments as for :class:`BatchNorm1d`.
+
+    >>> BatchNorm3d(2)(torch.randn(2, 2, 3, 3, 3)).shape
+    torch.Size([2, 2, 3, 3, 3])
+
+    Paper: Sec. 3.2
+    """
+
+    _input_dims = (5,)
+
+
+def path_of(layer: nn.Module) -> str:
+    """Return the layer's name in the network that is running, found on the call stack, for use in errors."""
+    kind = type(layer).__name__
+    if torch.compiler.is_compiling():
+        return kind
+    frame, path = sys._getframe(1), ""
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and owner is not layer:
+            path = next((name for name, m in owner.named_modules() if m is layer), path)
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"layer '{path}' ({kind})" if path else kind

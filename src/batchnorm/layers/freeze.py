@@ -1,0 +1,73 @@
+"""Freezing as a state of the layer: ``train()`` does not undo it, the state dict carries it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+
+from .batch_norm import BIAS, STATISTICS, WEIGHT, BatchNorm
+
+
+def freeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> None:
+    """Freeze the batch normalization of a network, in place, until :func:`unfreeze_`.
+
+    Args:
+        net: any network with layers of this library.
+        statistics: normalize by the running statistics in training too, and do not move them.
+        affine: stop training gamma and beta.
+
+    Raises:
+        ValueError: where the network has ``torch.nn`` layers (convert them first), none at all, or layers without
+            running statistics to freeze. Nothing is changed then.
+
+    >>> layer = BatchNorm(3); freeze_(layer); layer.train().frozen_statistics
+    True
+
+    Beyond the paper: fine-tuning with fixed statistics.
+    """
+    layers = list(_layers(net, "freeze"))
+    for name, layer in layers:
+        if statistics and layer.running_mean is None:
+            raise ValueError(f"{name}: no running statistics to freeze; make it with track_running_stats=True")
+    for _, layer in layers:
+        if statistics:
+            layer._frozen |= STATISTICS
+        if affine:
+            for bit, parameter in ((WEIGHT, layer.weight), (BIAS, layer.bias)):
+                # A parameter that did not train before stays out of it: unfreeze_ must not start to train it.
+                if parameter is not None and parameter.requires_grad:
+                    parameter.requires_grad_(False)
+                    layer._frozen |= bit
+
+
+def unfreeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> None:
+    """Undo :func:`freeze_`, in place; parameters that did not train before it stay as they were.
+
+    >>> layer = BatchNorm(3); freeze_(layer); unfreeze_(layer); layer.weight.requires_grad
+    True
+
+    Beyond the paper: fine-tuning with fixed statistics.
+    """
+    for _, layer in _layers(net, "unfreeze"):
+        if statistics:
+            layer._frozen &= ~STATISTICS
+        if affine:
+            for bit, parameter in ((WEIGHT, layer.weight), (BIAS, layer.bias)):
+                if layer._frozen & bit and parameter is not None:
+                    parameter.requires_grad_(True)
+                    layer._frozen &= ~bit
+
+
+def _layers(net: nn.Module, verb: str) -> Iterator[tuple[str, BatchNorm]]:
+    found = [(name or type(m).__name__, m) for name, m in net.named_modules() if isinstance(m, TorchBatchNorm)]
+    foreign = [name for name, m in found if not isinstance(m, BatchNorm)]
+    if foreign:
+        raise ValueError(
+            f"cannot {verb} torch.nn layers, whose train() would undo it: {', '.join(foreign)}; convert the network"
+            " first: net = batchnorm.convert(net, example)"
+        )
+    if not found:
+        raise ValueError(f"nothing to {verb}: the network has no batch normalization layers")
+    return ((name, m) for name, m in found if isinstance(m, BatchNorm))

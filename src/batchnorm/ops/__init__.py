@@ -1,0 +1,19 @@
+"""Algorithm 1 as arithmetic: pure functions of tensors, and one that also moves running averages."""
+
+from .activation import Activation, as_activation
+from .dispatch import Choice, batch_norm, batch_norm_, explain, normalize
+from .moments import Moments, merge
+from .running import Running
+
+__all__ = [
+    "Activation",
+    "Choice",
+    "Moments",
+    "Running",
+    "as_activation",
+    "batch_norm",
+    "batch_norm_",
+    "explain",
+    "merge",
+    "normalize",
+]

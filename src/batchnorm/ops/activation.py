@@ -1,0 +1,77 @@
+"""The nonlinearities g in z = g(BN(Wu)) that a batch normalization can apply in the same call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NAMES = ("identity", "relu", "leaky_relu", "sigmoid", "tanh", "silu")
+
+
+class Activation(NamedTuple):
+    """Name a nonlinearity; ``slope`` is leaky_relu's slope below zero and means nothing to the others.
+
+    Beyond the paper: the paper applies g after BN; here both are one call.
+    """
+
+    name: str = "identity"
+    slope: float = 0.01
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """Return g(z)."""
+        match self.name:
+            case "relu":
+                return F.relu(z)
+            case "leaky_relu":
+                return F.leaky_relu(z, self.slope)
+            case "sigmoid":
+                return torch.sigmoid(z)
+            case "tanh":
+                return torch.tanh(z)
+            case "silu":
+                return F.silu(z)
+        return z
+
+
+def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
+    """Read an activation from a name, an ``Activation``, a ``torch.nn`` module or None.
+
+    Raises:
+        ValueError: for a nonlinearity that cannot be fused.
+
+    >>> as_activation("relu").name, as_activation(nn.LeakyReLU(0.2)).slope, as_activation(None).name
+    ('relu', 0.2, 'identity')
+
+    Beyond the paper: a convenience of the layers.
+    """
+    if spec is None:
+        return Activation()
+    if isinstance(spec, nn.Module):
+        found = from_module(spec)
+        if found is None:
+            raise ValueError(f"{spec} cannot be fused into a batch normalization; call it after the layer instead")
+        return found
+    if isinstance(spec, str):
+        spec = Activation(spec)
+    if spec.name not in NAMES:
+        raise ValueError(f"activation {spec.name!r} is not one of {', '.join(NAMES)}; call it after the layer instead")
+    return spec
+
+
+def from_module(module: nn.Module) -> Activation | None:
+    """Return the activation that a ``torch.nn`` module computes, or None where it is not one of ours."""
+    # Exact types: a subclass may compute something else.
+    kind = type(module)
+    if kind is nn.LeakyReLU:
+        return Activation("leaky_relu", float(module.negative_slope))  # type: ignore[arg-type]
+    names = {
+        nn.Identity: "identity",
+        nn.ReLU: "relu",
+        nn.Sigmoid: "sigmoid",
+        nn.Tanh: "tanh",
+        nn.SiLU: "silu",
+    }
+    return Activation(names[kind]) if kind in names else None

@@ -1,0 +1,250 @@
+"""The batch normalizing transform for callers: shapes in, the right path chosen, shapes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import composite, cpu
+from .activation import Activation, as_activation
+from .moments import Moments
+from .running import Running, update_
+
+
+class Choice(NamedTuple):
+    """Name the path that a call takes and say why.
+
+    Beyond the paper: shows what the dispatcher decided.
+    """
+
+    path: str
+    reason: str
+
+
+def batch_norm(
+    x: Tensor,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    feature_dims: int = 1,
+    activation: str | Activation | None = None,
+    residual: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Moments]:
+    """Normalize a mini-batch by its own statistics and return it with them; nothing is changed in place.
+
+    y = g(gamma * (x - mu_B) / sqrt(sigma_B^2 + eps) + beta + residual), with mu_B and sigma_B^2 over the batch and
+    every dimension that is not a feature. The moments are differentiable too.
+
+    Args:
+        x: values of shape (N, C), (N, C, L), (N, C, H, W), ...: a batch, features, locations.
+        gamma: scale, of the features' shape; None is 1.
+        beta: shift, of the features' shape; None is 0.
+        eps: added to the variance.
+        feature_dims: how many dimensions after the first are features, each with its own statistics. 1 is the
+            convolutional form (statistics over batch and locations); ``x.dim() - 1`` is per activation.
+        activation: the nonlinearity g: relu, leaky_relu, sigmoid, tanh, silu or identity.
+        residual: added before the nonlinearity; of x's shape.
+        mask: bool, of shape (N, *locations): False leaves a position out of the statistics and makes its output 0.
+
+    Raises:
+        TypeError: where ``x`` is complex or an integer.
+        ValueError: where shapes do not fit.
+
+    >>> y, moments = batch_norm(torch.tensor([[1.0], [3.0]]), eps=0.0)
+    >>> y.flatten(), moments.mean, moments.var
+    (tensor([-1.,  1.]), tensor([2.]), tensor([1.]))
+
+    Paper: Alg. 1; Sec. 3.2 (convolutional); Sec. 4.2.3 (per activation)
+    """
+    call = _Call(x, gamma, beta, feature_dims, activation, residual, mask)
+    y, moments = _choose(call)[1](call, eps)
+    return call.restore(y), call.restore_moments(moments)
+
+
+def batch_norm_(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    running: Running,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    *,
+    feature_dims: int = 1,
+    activation: str | Activation | None = None,
+    residual: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Moments]:
+    """Do what :func:`batch_norm` does and move the running averages in place, as the layers do in training.
+
+    >>> running = Running(torch.zeros(1), torch.ones(1), torch.tensor(0), torch.tensor(0))
+    >>> _ = batch_norm_(torch.tensor([[1.0], [3.0]]), None, None, running, momentum=None)
+    >>> running.mean, running.var  # the variance is the unbiased one
+    (tensor([2.]), tensor([2.]))
+
+    Paper: Alg. 1; Sec. 3.1, moving averages
+    """
+    y, moments = batch_norm(
+        x, gamma, beta, eps, feature_dims=feature_dims, activation=activation, residual=residual, mask=mask
+    )
+    update_(running, moments, momentum)
+    return y, moments
+
+
+def normalize(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    feature_dims: int = 1,
+    activation: str | Activation | None = None,
+    residual: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Normalize by given statistics, as at inference: each example's output depends on that example alone.
+
+    y = g(gamma * (x - mean) / sqrt(var + eps) + beta + residual)
+
+    >>> normalize(torch.tensor([[3.0]]), torch.tensor([1.0]), torch.tensor([4.0]), eps=0.0)
+    tensor([[1.]])
+
+    Paper: Alg. 2, l. 11
+    """
+    call = _Call(x, gamma, beta, feature_dims, activation, residual, mask)
+    mean, var = call.features_flat(mean), call.features_flat(var)
+    y = composite.normalize(call.x, mean, var, call.gamma, call.beta, eps, call.activation, call.residual, call.mask)
+    return call.restore(y)
+
+
+def explain(
+    x: Tensor,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    feature_dims: int = 1,
+    activation: str | Activation | None = None,
+    residual: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Choice:
+    """Say which path :func:`batch_norm` takes for these arguments, and why.
+
+    >>> explain(torch.randn(8, 3)).path
+    'cpu'
+
+    Beyond the paper: shows what the dispatcher decided.
+    """
+    return _choose(_Call(x, gamma, beta, feature_dims, activation, residual, mask))[0]
+
+
+class _Call:
+    """One call in canonical form: x as (N, C, ...), parameters as (C,), mask as (N, 1, ...)."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        feature_dims: int,
+        activation: str | Activation | None,
+        residual: Tensor | None,
+        mask: Tensor | None,
+    ) -> None:
+        if not x.is_floating_point():
+            raise TypeError(f"batch normalization needs real floating-point input, not {x.dtype}; convert it first")
+        if not 1 <= feature_dims < x.dim():
+            raise ValueError(
+                f"an input of shape {tuple(x.shape)} has no batch dimension and {feature_dims} feature dimension(s)"
+            )
+        self.features = x.shape[1 : 1 + feature_dims]
+        self.shape = x.shape
+        for name, p in (("gamma", gamma), ("beta", beta)):
+            if p is not None and p.shape != self.features:
+                raise ValueError(
+                    f"{name} has shape {tuple(p.shape)}, the features of an input {tuple(x.shape)} are"
+                    f" {tuple(self.features)}"
+                )
+        if residual is not None and residual.shape != x.shape:
+            raise ValueError(f"the residual has shape {tuple(residual.shape)}, the input {tuple(x.shape)}")
+        # Per activation on a channels_last input: the features flattened in memory order need no copy.
+        self.nhwc = feature_dims > 1 and _features_last(x, feature_dims)
+        self.activation = as_activation(activation)
+        self.x = self.flat(x)
+        self.residual = None if residual is None else self.flat(residual)
+        self.gamma = None if gamma is None else self.features_flat(gamma)
+        self.beta = None if beta is None else self.features_flat(beta)
+        self.mask = None
+        if mask is not None:
+            where = (x.shape[0], *x.shape[1 + feature_dims :])
+            if mask.dtype != torch.bool or mask.shape != where:
+                raise ValueError(
+                    f"the mask must be bool of shape {where} for an input {tuple(x.shape)},"
+                    f" not {mask.dtype} of shape {tuple(mask.shape)}"
+                )
+            self.mask = mask.unsqueeze(1)
+
+    def flat(self, x: Tensor) -> Tensor:
+        if len(self.features) == 1:
+            return x
+        if self.nhwc:
+            x = x.movedim(1, len(self.features))
+        return x.flatten(1, len(self.features))
+
+    def features_flat(self, p: Tensor) -> Tensor:
+        if len(self.features) == 1:
+            return p
+        return (p.movedim(0, -1) if self.nhwc else p).flatten()
+
+    def restore(self, y: Tensor) -> Tensor:
+        if len(self.features) == 1:
+            return y
+        if self.nhwc:
+            k = len(self.features)
+            return y.unflatten(1, (*self.features[1:], self.features[0])).movedim(k, 1)
+        return y.reshape(self.shape)
+
+    def restore_moments(self, moments: Moments) -> Moments:
+        if len(self.features) == 1:
+            return moments
+        return Moments(moments.count, self._features_shaped(moments.mean), self._features_shaped(moments.var))
+
+    def _features_shaped(self, v: Tensor) -> Tensor:
+        if self.nhwc:
+            return v.unflatten(0, (*self.features[1:], self.features[0])).movedim(-1, 0)
+        return v.reshape(self.features)
+
+
+def _features_last(x: Tensor, feature_dims: int) -> bool:
+    return feature_dims == x.dim() - 1 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+
+
+def _run_composite(call: _Call, eps: float) -> tuple[Tensor, Moments]:
+    return composite.batch_norm(call.x, call.gamma, call.beta, eps, call.activation, call.residual, call.mask)
+
+
+def _run_cpu(call: _Call, eps: float) -> tuple[Tensor, Moments]:
+    return cpu.batch_norm(call.x, call.gamma, call.beta, eps, call.activation, call.residual)
+
+
+def _choose(call: _Call) -> tuple[Choice, Callable[[_Call, float], tuple[Tensor, Moments]]]:
+    x = call.x
+    if torch.compiler.is_compiling():
+        return Choice("composite", "torch.compile fuses plain operations itself"), _run_composite
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return Choice("composite", "a torch.func transform differentiates plain operations itself"), _run_composite
+    if forward_ad._current_level >= 0:
+        return Choice("composite", "forward-mode differentiation needs plain operations"), _run_composite
+    if call.mask is not None:
+        return Choice("composite", "a mask is given"), _run_composite
+    if x.numel() == 0:
+        return Choice("composite", "the batch is empty"), _run_composite
+    if x.device.type == "cpu":
+        return Choice("cpu", "a CPU tensor"), _run_cpu
+    return Choice("composite", f"no faster path for {x.device.type} tensors"), _run_composite

@@ -1,0 +1,1 @@
+"""Triton kernels; nothing else imports triton."""
