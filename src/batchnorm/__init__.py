@@ -2,6 +2,7 @@
 
 from . import data, ops
 from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, freeze_, unfreeze_
+from .population import estimate_
 
 __version__ = "0.1.0"
 
@@ -10,6 +11,7 @@ __all__ = [
     "BatchNorm2d",
     "BatchNorm3d",
     "data",
+    "estimate_",
     "freeze_",
     "ops",
     "unfreeze_",
