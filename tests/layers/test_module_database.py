@@ -51,7 +51,11 @@ def test_same_as_torch(training, dtype):
         theirs = make(kind, sample, training, dtype)
         ours = make(OURS[kind], sample, training, dtype)
         ours.load_state_dict(theirs.state_dict(), strict=True)
-        torch.testing.assert_close(run(ours, sample), run(theirs, sample), rtol=1e-4, atol=1e-5, msg=parameter.id)
+        got, want = run(ours, sample), run(theirs, sample)
+        if training and sample.forward_input.args[0].numel() == 0:
+            # Where we differ on purpose: torch counts an empty batch as a batch (row 6 of the known problems).
+            assert [state.pop("num_batches_tracked") for *_, state in (got, want)] == [0, 1]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=parameter.id)
         count += 1
     assert count >= 12
 
