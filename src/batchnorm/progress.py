@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterat
 
     Beyond the paper: for people who wait.
     """
-    if total is None and hasattr(items, "__len__"):
+    if total is None and isinstance(items, Sized):
         total = len(items)
     start = time.monotonic()
     iterator = enumerate(items, 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -62,7 +64,12 @@ class Tally:
         self._waiting = []
         m = torch.tensor([float(c) for c in counts], dtype=torch.float64)
         new = _sum_up(m, torch.stack(means).cpu().double(), torch.stack(variances).cpu().double())
-        self._totals = new if self._totals is None else _merge(self._totals, new)
+        self._totals = merge([self._totals, new])
+
+
+def merge(parts: Iterable[Totals | None]) -> Totals | None:
+    """Add up the totals of several tallies, those of other ranks too; None counts for nothing."""
+    return reduce(_add, filter(None, parts), None)
 
 
 def _sum_up(m: Tensor, means: Tensor, variances: Tensor) -> Totals:
@@ -82,7 +89,9 @@ def _sum_up(m: Tensor, means: Tensor, variances: Tensor) -> Totals:
     )
 
 
-def _merge(a: Totals, b: Totals) -> Totals:
+def _add(a: Totals | None, b: Totals) -> Totals:
+    if a is None:
+        return b
     count = a.count + b.count
     share = a.count * b.count / max(count, 1.0)
     delta = b.mean - a.mean

@@ -1,12 +1,14 @@
 """Algorithm 1 as arithmetic: pure functions of tensors, and one that also moves running averages."""
 
+from . import moments
 from .activation import Activation, as_activation
-from .dispatch import Choice, batch_norm, batch_norm_, explain, normalize
+from .dispatch import Call, Choice, batch_norm, batch_norm_, explain, normalize
 from .moments import Moments, merge
-from .running import Running
+from .running import Running, update_
 
 __all__ = [
     "Activation",
+    "Call",
     "Choice",
     "Moments",
     "Running",
@@ -15,5 +17,7 @@ __all__ = [
     "batch_norm_",
     "explain",
     "merge",
+    "moments",
     "normalize",
+    "update_",
 ]

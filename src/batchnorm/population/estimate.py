@@ -14,7 +14,7 @@ from .. import calling
 from ..graph import Call, Graph, trace
 from ..progress import progress
 from ..sites import Site
-from ..tally import Tally
+from ..tally import Totals
 from .observer import Observer
 from .report import Population, Rule, compare, statistics
 
@@ -38,7 +38,8 @@ def estimate_(
     Only batch normalization runs as in training: dropout is off, frozen layers (frozen by ``freeze_``, or in evaluation
     mode inside a network in training mode) keep their statistics and normalize by them. Nothing else of the network
     changes, and nothing at all where an exception ends the pass. After weights were averaged (EMA, SWA), call it once:
-    averaged weights have other statistics than any of the networks they come from.
+    averaged weights have other statistics than any of the networks they come from. In a distributed run every rank
+    calls it on its own batches, and all get the statistics of all batches.
 
     Args:
         net: any network with batch normalization of this library or of ``torch.nn``.
@@ -66,8 +67,7 @@ def estimate_(
     layers, left_alone = _choose(net)
     with torch.no_grad(), _restored(net):
         run = _batch_pass if upstream == "batch" else _population_passes
-        tallies = run(net, layers, batches, rule, forward)
-    reached = {layer: totals for layer, tally in tallies.items() if (totals := tally.totals()) is not None}
+        reached = run(net, layers, batches, rule, forward)
     if not reached:
         raise ValueError("no batches, or none that reaches a batch normalization layer: nothing was estimated")
     for layer, path in layers.items():
@@ -124,13 +124,13 @@ def _batch_pass(
     batches: Iterable[Any],
     rule: Rule,
     forward: calling.Forward | None,
-) -> dict[TorchBatchNorm, Tally]:
+) -> dict[TorchBatchNorm, Totals]:
     """Let every layer normalize by its mini-batch and note the statistics it used."""
-    observers = {layer: Observer(layer, path) for layer, path in layers.items()}
+    observers = [Observer(layer, path) for layer, path in layers.items()]
     for layer in layers:
         layer.training = True
-    _run(net, batches, forward, list(observers.values()), "estimating population statistics")
-    return {layer: observer.tally for layer, observer in observers.items()}
+    _run(net, batches, forward, observers, "estimating population statistics")
+    return {observer.layer: observer.totals for observer in observers if observer.totals is not None}
 
 
 def _population_passes(
@@ -139,7 +139,7 @@ def _population_passes(
     batches: Iterable[Any],
     rule: Rule,
     forward: calling.Forward | None,
-) -> dict[TorchBatchNorm, Tally]:
+) -> dict[TorchBatchNorm, Totals]:
     """Find the statistics of the layers at one depth at a time, each with those above it already in place."""
     if iter(batches) is batches:
         raise ValueError(
@@ -151,7 +151,7 @@ def _population_passes(
     for layer in layers:
         # What a layer gives to its own later calls can only be normalized by the mini-batch until it is found.
         layer.training = len(graph.calls_of(layer)) > 1
-    tallies = {}
+    found: dict[TorchBatchNorm, Totals] = {}
     depths = _depths(graph, layers)
     for depth in range(1, max(depths.values(), default=0) + 1):
         observers = [Observer(m, path, direct=True) for m, path in layers.items() if depths.get(m) == depth]
@@ -160,13 +160,13 @@ def _population_passes(
         _run(net, batches, forward, observers, f"estimating population statistics, depth {depth}")
         for observer in observers:
             observer.layer.training = False
-            tallies[observer.layer] = observer.tally
-            if (totals := observer.tally.totals()) is not None:
-                mean, var = statistics(totals, rule)
+            if observer.totals is not None:
+                found[observer.layer] = observer.totals
+                mean, var = statistics(observer.totals, rule)
                 buffers = observer.layer._buffers
                 buffers["running_mean"] = mean.to(buffers["running_mean"])
                 buffers["running_var"] = var.to(buffers["running_var"])
-    return tallies
+    return found
 
 
 def _depths(graph: Graph, layers: dict[TorchBatchNorm, str]) -> dict[TorchBatchNorm, int]:
@@ -195,7 +195,7 @@ def _run(
         for handle in handles:
             handle.remove()
     for observer in observers:
-        observer.check()
+        observer.conclude()
 
 
 def _write(layer: TorchBatchNorm, mean: Tensor, var: Tensor, batches: int) -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
+from .. import collectives
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from ..ops.moments import batch_moments
-from ..tally import Tally
+from ..tally import Tally, Totals, merge
 
 # Layers known to leave exactly a batch's mean and unbiased variance in their buffers when momentum is 1.
 KNOWN = (
@@ -25,13 +26,15 @@ class Observer:
     """Note the moments of each call of a layer.
 
     A known layer computes them itself in training mode: with momentum 1 and fresh buffers, the buffers hold exactly
-    them after the call, and nothing is computed twice. For other layers, and ``direct``, they are computed here.
+    them after the call, and nothing is computed twice. For other layers, and where ``direct``, they are computed here.
     """
 
     def __init__(self, layer: TorchBatchNorm, path: str, *, direct: bool = False) -> None:
         self.layer, self.path, self.tally = layer, path, Tally()
         wide = layer.running_mean is not None and layer.running_mean.dtype.itemsize >= 4
-        self.direct = direct or type(layer) not in KNOWN or not wide
+        own = getattr(layer, "statistics", None)
+        self.direct = direct or type(layer) not in KNOWN or not wide or own is not None
+        self.totals: Totals | None = None
         self.calls = 0
         self.updates: Tensor | int = 0
         self._count: Tensor | int = 0
@@ -74,11 +77,13 @@ class Observer:
         self.calls, self.updates = self.calls + 1, self.updates + updated
         self.tally.add(m, mean, var * ((m - 1) / m))
 
-    def check(self) -> None:
-        """Refuse what no statistics can be made of."""
-        totals = self.tally.totals()
+    def conclude(self) -> None:
+        """Add up what all ranks noted, and refuse what no statistics can be made of."""
+        lost = int(self.updates) != self.calls
+        ranks = collectives.gather_objects((self.tally.totals(), lost))
+        self.totals = totals = merge(part for part, _ in ranks)
         finite = totals is None or bool((totals.mean + totals.within + totals.between).isfinite().all())
-        if not finite or int(self.updates) != self.calls:
+        if not finite or any(lost for _, lost in ranks):
             raise ValueError(
                 f"layer '{self.path}': a batch gave infinite or undefined statistics; the network is as it was."
                 " Look for inf or NaN in the batches or in the weights before this layer"
