@@ -83,7 +83,7 @@ class BatchNorm(TorchBatchNorm):
     def forward(self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Return g(BN(input) + residual); ``mask`` (N, *locations) is True where a position counts."""
         if _is_symbolic(input):
-            return self._as_leaf(input, {"residual": residual, "mask": mask})
+            return self._as_leaf(input, {"residual": residual, "mask": mask})  # type: ignore[no-any-return]
         self._check_input_dim(input)
         self._check_input(input)
         options: dict[str, Any] = {
