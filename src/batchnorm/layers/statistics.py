@@ -11,6 +11,8 @@ from torch import Tensor, distributed
 from .. import collectives, ops
 from ..ops import Moments, Running
 from ..ops.composite import finish, per_channel, scale_and_shift
+from ..ops.dispatch import Call
+from ..ops.moments import batch_moments
 
 
 class Statistics(Protocol):
@@ -48,9 +50,9 @@ class Sync:
         """Normalize by the moments of all ranks' samples."""
         if collectives.world_size(self.group) == 1:
             return ops.batch_norm(x, gamma, beta, eps, **options)
-        call = ops.Call(x, gamma, beta, **options)
+        call = Call(x, gamma, beta, **options)
         # The difference of two means must keep its digits where the means themselves are large: float64.
-        local, centred = ops.moments.batch_moments(call.x, call.reduced_dims, call.mask, mean_dtype=torch.float64)
+        local, centred = batch_moments(call.x, call.reduced_dims, call.mask, mean_dtype=torch.float64)
         merged = collectives.merge_across_ranks(
             Moments(local.count.double(), local.mean.flatten(), local.var.double().flatten()), self.group
         )
@@ -124,7 +126,7 @@ class Renorm:
         """Normalize by the batch's statistics, corrected by the running ones."""
         if running is None:
             raise ValueError("Renorm needs running statistics; make the layer with track_running_stats=True")
-        call = ops.Call(x, None, None, **options)
+        call = Call(x, None, None, **options)
         x_hat, moments = ops.batch_norm(x, None, None, eps, feature_dims=options["feature_dims"], mask=options["mask"])
         sigma = torch.sqrt(running.var + eps)
         r = (torch.sqrt(moments.var.detach() + eps) / sigma).clamp(1 / self.r_max, self.r_max)

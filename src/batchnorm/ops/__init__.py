@@ -1,14 +1,12 @@
 """Algorithm 1 as arithmetic: pure functions of tensors, and one that also moves running averages."""
 
-from . import moments
 from .activation import Activation, as_activation
-from .dispatch import Call, Choice, batch_norm, batch_norm_, explain, normalize
+from .dispatch import Choice, batch_norm, batch_norm_, explain, normalize
 from .moments import Moments, merge
 from .running import Running, update_
 
 __all__ = [
     "Activation",
-    "Call",
     "Choice",
     "Moments",
     "Running",
@@ -17,7 +15,6 @@ __all__ = [
     "batch_norm_",
     "explain",
     "merge",
-    "moments",
     "normalize",
     "update_",
 ]

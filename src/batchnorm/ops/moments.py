@@ -34,7 +34,9 @@ def batch_moments(
 ) -> tuple[Moments, Tensor]:
     """Return the moments of ``x`` over ``dims`` (kept as ones) and the centred values x - mu_B, in at least float32.
 
-    ``mean_dtype`` asks for the mean in another type than the rest. ``mask`` has the shape of ``x`` with a one for the features; where it is False, x counts for nothing and the
+    ``mean_dtype`` asks for the mean in another type than the rest.
+
+    ``mask`` has the shape of ``x`` with a one for the features; where it is False, x counts for nothing and the
     centred value is 0.
 
     The mean is found in two parts, mu = hi + lo with lo the mean of x - hi: x - hi is exact for values near
