@@ -4,7 +4,7 @@ from . import data, ops
 from .inference import fold
 from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, Ghost, Renorm, Sync, freeze_, unfreeze_
 from .population import estimate_
-from .surgery import insert
+from .surgery import convert, insert, revert
 
 __version__ = "0.1.0"
 
@@ -15,11 +15,13 @@ __all__ = [
     "Ghost",
     "Renorm",
     "Sync",
+    "convert",
     "data",
     "estimate_",
     "fold",
     "freeze_",
     "insert",
     "ops",
+    "revert",
     "unfreeze_",
 ]
