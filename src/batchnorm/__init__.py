@@ -1,8 +1,8 @@
 """Batch Normalization (Ioffe & Szegedy, 2015) for PyTorch."""
 
 from . import data, ops
-from .inference import fold
-from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, Ghost, Renorm, Sync, freeze_, unfreeze_
+from .inference import export, fold
+from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, Ghost, Renorm, Sync, freeze_, param_groups, unfreeze_
 from .population import estimate_
 from .surgery import convert, insert, revert
 
@@ -18,10 +18,12 @@ __all__ = [
     "convert",
     "data",
     "estimate_",
+    "export",
     "fold",
     "freeze_",
     "insert",
     "ops",
+    "param_groups",
     "revert",
     "unfreeze_",
 ]
