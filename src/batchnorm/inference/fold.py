@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from .. import calling
 from ..exchange import Memo, exchange, private_copy, relative_error, tolerance_for
 from ..graph import Graph, trace
-from ..graph.kinds import Affine, has_hooks, keeps_torch_forward
+from ..graph.kinds import Affine, base_type, has_hooks, keeps_torch_forward
 from ..layers import BatchNorm
 from ..layers.fusion import Fused, activations_after
 from ..layers.normalized import Normalized
@@ -155,8 +155,10 @@ def _folded_affine(module: nn.Module, plan: Plan) -> Callable[[Memo], nn.Module]
         if module in plan.after:
             weights = fold_after(affine, weights, plan.after[module])
         trained, like = affine.weight.requires_grad, affine.weight.detach()
-        for name in list(getattr(affine, "parametrizations", {})):
-            parametrize.remove_parametrizations(affine, name)
+        if parametrize.is_parametrized(affine):
+            # remove_parametrizations would take the property from a class that the user's module shares.
+            affine.__class__ = base_type(affine)
+            del affine._modules["parametrizations"]
         affine.weight = nn.Parameter(weights.weight.to(like), requires_grad=trained)
         affine.bias = nn.Parameter(weights.bias.to(like), requires_grad=trained)
         return affine
