@@ -13,24 +13,23 @@ from ..moments import Moments, statistics_dtype
 # Largest ||mean / std|| for which a*x + b in float32 is good to 100 * 2^-24 * a few = 2e-5 of a standard deviation.
 CONDITION = 100.0
 
-# Up to here one call of a slower kernel beats several calls of faster ones; torch's loop over (N, C) is vectorized,
-# that over (N, C, L) is not. The kernel adds the rows of (N, C) one after the other in float32: not too many.
-MATRIX_ELEMENTS, IMAGE_ELEMENTS, MATRIX_ROWS = 1 << 17, 1 << 13, 4096
+# Up to here one call of a slower kernel beats several calls of faster ones. torch's loop over channels that lie side
+# by side is vectorized, that over (N, C, L) is not. The former adds rows one after the other in float32: not too many.
+MATRIX_ELEMENTS, IMAGE_ELEMENTS, MATRIX_ROWS = 1 << 17, 1 << 14, 4096
 
 
 def is_fast(x: Tensor) -> bool:
     """Say whether torch's kernels are the fastest for ``x``."""
-    count, channels = x.shape[0], x.shape[1]
-    if count * x.stride(0) == 0 or x.numel() == channels:
+    elements, channels = x.numel(), x.shape[1]
+    if elements == channels:  # one value per channel: the kernel's unbiased variance is 0/0
         return False
-    if x.dtype.itemsize == 2:
-        # Half-precision kernels exist only fused. They are vectorized over locations, or over channels_last.
-        return x.is_contiguous() or (channels >= 16 and x.movedim(1, -1).is_contiguous())
-    if not x.is_contiguous():
+    half, contiguous = x.dtype.itemsize == 2, x.is_contiguous()
+    if contiguous and elements > x.shape[0] * channels:
+        return half or elements <= IMAGE_ELEMENTS
+    # In half precision there is nothing faster than the fused kernel, whatever the size.
+    if not half and (elements > MATRIX_ELEMENTS or elements > MATRIX_ROWS * channels):
         return False
-    if x.numel() == count * channels:
-        return x.numel() <= MATRIX_ELEMENTS and count <= MATRIX_ROWS
-    return x.numel() <= IMAGE_ELEMENTS
+    return contiguous or (channels >= 16 and x.movedim(1, -1).is_contiguous())
 
 
 def batch_norm(
@@ -40,6 +39,7 @@ def batch_norm(
     eps: float,
     activation: Activation,
     residual: Tensor | None,
+    constant_moments: bool,
 ) -> tuple[Tensor, Moments] | None:
     """Normalize ``x``, or return None where the result would be inaccurate or is not finite."""
     dtype = statistics_dtype(x)
@@ -51,13 +51,13 @@ def batch_norm(
     # momentum (m-1)/m, is the biased variance itself; that of the mean has no use.
     var, unused = torch.zeros(channels, dtype=dtype), torch.zeros(channels, dtype=dtype)
     y, mean, invstd = torch.native_batch_norm(x, gamma, beta, unused, var, True, (m - 1) / m, eps)
-    ratio = mean * invstd
-    if not torch.dot(ratio, ratio).item() <= CONDITION**2:  # NaN is not
+    ratio = mean.numpy() * invstd.numpy()
+    if not ratio.dot(ratio) <= CONDITION**2:  # NaN is not
         return None
     if residual is not None:
         y = (y + residual).to(x.dtype)
     y = y.relu_() if activation.name == "relu" else activation(y)
-    if x.requires_grad and torch.is_grad_enabled():
+    if x.requires_grad and not constant_moments and torch.is_grad_enabled():
         mean, var = _DifferentiableMoments.apply(x, mean, var)  # type: ignore[no-untyped-call]
     return y, Moments(torch.full((), m, dtype=dtype), mean, var)
 
