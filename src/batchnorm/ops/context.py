@@ -25,4 +25,8 @@ def is_forward_mode() -> bool:
 
 def is_observed(x: Tensor) -> bool:
     """Say whether someone records or replaces the operations on ``x``: what leaves torch would be lost to them."""
-    return type(x) not in (Tensor, nn.Parameter) or torch._C._len_torch_dispatch_stack() > 0 or torch.jit.is_tracing()
+    return (
+        type(x) not in (Tensor, nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
