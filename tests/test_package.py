@@ -20,8 +20,8 @@ LAYERS = [
     ["evaluate", "diagnosis", "report"],
     ["surgery", "population", "inference", "monitor", "models", "data"],
     ["layers"],
-    ["collectives", "exchange", "graph"],
-    ["ops"],
+    ["collectives", "graph"],
+    ["ops", "exchange"],
     ["calling", "extras", "progress", "sites", "tally"],
 ]
 LEVEL = {name: -i for i, row in enumerate(LAYERS) for name in row}

@@ -79,13 +79,21 @@ def exchange(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], n
 
 @contextmanager
 def restored(net: nn.Module) -> Iterator[None]:
-    """Put modes, momentum and buffers back as they were, and the very same buffers, whatever happens inside."""
+    """Put modes, momentum and buffers back as they were, and the very same buffers, whatever happens inside.
+
+    Inside, modules run as they are written, not as ``module.compile()`` compiled them: compiled code skips new hooks.
+    """
     modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
     # Contents, not versions: torch's kernels move running statistics without counting it as a change.
     buffers = [(m, key, b, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]
+    compiled = {m: impl for m in modes if (impl := m._compiled_call_impl) is not None}
     try:
+        for m in compiled:
+            m._compiled_call_impl = None
         yield
     finally:
+        for m, impl in compiled.items():
+            m._compiled_call_impl = impl
         for m, (training, momentum) in modes.items():
             m.training = training
             if isinstance(m, TorchBatchNorm):
@@ -94,6 +102,19 @@ def restored(net: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 buffer.copy_(content)
             m._buffers[key] = buffer
+
+
+def outputs(
+    net: nn.Module, example: Any, forward: calling.Forward | None = None, *, training: bool | None = None
+) -> Any:
+    """Return what the network computes, run as a copy: no gradients, fixed random numbers, nothing left behind."""
+    twin = private_copy(net)
+    if training is not None:
+        twin.train(training)
+    batch = calling.to_device(example, calling.device_of(net), copy=True)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        return calling.call(twin, batch, forward)
 
 
 def relative_error(new: Any, old: Any) -> float:

@@ -12,9 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.nn.utils import parametrize
 
 from .. import calling
-from ..exchange import Memo, exchange, private_copy, relative_error, tolerance_for
+from ..exchange import Memo, exchange, outputs, private_copy, relative_error, tolerance_for
 from ..graph import Graph, trace
 from ..graph.kinds import Affine, base_type, has_hooks, keeps_torch_forward
+from ..graph.trace import READS
 from ..layers import BatchNorm
 from ..layers.fusion import Fused, activations_after
 from ..layers.normalized import Normalized
@@ -64,24 +65,20 @@ def fold(
 
     Paper: Alg. 2, l. 11
     """
-    original = private_copy(net).eval()
-    notes: list[str] = []
-    source = original
+    source = net
     if traced:
         from .traced import as_graph_module
 
-        source = as_graph_module(private_copy(original))
-    graph = trace(source, example, forward)
+        source = as_graph_module(private_copy(net).eval())
+    graph = trace(source, example, forward, training=False)
     layers, kept = _choose(source)
     plan = make_plan(graph, layers)
     fused, _ = activations_after([graph], [m for m in plan.remaining if not _nonlinear(graph, m)])
     result = exchange(source, _makers(source, graph, plan, fused)).eval()
-    error = _verify(original, result, example, forward, tolerance)
-    sites = _sites(source, graph, plan, fused, kept)
-    reads = graph.functions("item", "__bool__", "__int__", "__float__", "tolist")
-    if reads:
-        notes.append(f"Python code reads values ({reads[0]}): an input that takes another path was not looked at")
-    return attach(result, Report("fold", tuple(sites), error, tuple(notes)))
+    error = _verify(net, result, example, forward, tolerance)
+    reads = graph.functions(*READS)[:1]
+    notes = tuple(f"Python code reads values ({call}): other inputs may take another path" for call in reads)
+    return attach(result, Report("fold", tuple(_sites(source, graph, plan, fused, kept)), error, notes))
 
 
 def _choose(net: nn.Module) -> tuple[list[TorchBatchNorm], dict[nn.Module, str]]:
@@ -157,7 +154,7 @@ def _folded_affine(module: nn.Module, plan: Plan) -> Callable[[Memo], nn.Module]
         trained, like = affine.weight.requires_grad, affine.weight.detach()
         if parametrize.is_parametrized(affine):
             # remove_parametrizations would take the property from a class that the user's module shares.
-            affine.__class__ = base_type(affine)
+            affine.__class__ = base_type(affine)  # type: ignore[assignment]
             del affine._modules["parametrizations"]
         affine.weight = nn.Parameter(weights.weight.to(like), requires_grad=trained)
         affine.bias = nn.Parameter(weights.bias.to(like), requires_grad=trained)
@@ -190,7 +187,7 @@ def _verify(
     old: nn.Module, new: nn.Module, example: Any, forward: calling.Forward | None, tolerance: float | None
 ) -> float:
     limit = tolerance_for(old) if tolerance is None else tolerance
-    error = relative_error(calling.evaluate(new, example, forward), calling.evaluate(old, example, forward))
+    error = relative_error(outputs(new, example, forward), outputs(old, example, forward, training=False))
     if not error <= limit:
         raise ValueError(
             f"the folded network's output differs from the original's by {error:.2e} (relative), more than {limit:.0e};"
