@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -40,6 +42,14 @@ def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
         return forward(net, batch)
     args, kwargs = arguments(batch)
     return net(*args, **kwargs)
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Run what is compiled as it is written, for a while: compiled code need not see hooks that came after it."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def device_of(net: nn.Module) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf, isnan
 from typing import Any
 
 import torch
@@ -79,21 +80,13 @@ def exchange(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], n
 
 @contextmanager
 def restored(net: nn.Module) -> Iterator[None]:
-    """Put modes, momentum and buffers back as they were, and the very same buffers, whatever happens inside.
-
-    Inside, modules run as they are written, not as ``module.compile()`` compiled them: compiled code skips new hooks.
-    """
+    """Put modes, momentum and buffers back as they were, and the very same buffers, whatever happens inside."""
     modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
     # Contents, not versions: torch's kernels move running statistics without counting it as a change.
     buffers = [(m, key, b, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]
-    compiled = {m: impl for m in modes if (impl := m._compiled_call_impl) is not None}
     try:
-        for m in compiled:
-            m._compiled_call_impl = None
         yield
     finally:
-        for m, impl in compiled.items():
-            m._compiled_call_impl = impl
         for m, (training, momentum) in modes.items():
             m.training = training
             if isinstance(m, TorchBatchNorm):
@@ -112,7 +105,7 @@ def outputs(
     if training is not None:
         twin.train(training)
     batch = calling.to_device(example, calling.device_of(net), copy=True)
-    with torch.no_grad(), torch.random.fork_rng():
+    with torch.no_grad(), calling.eagerly(), torch.random.fork_rng():
         torch.manual_seed(0)
         return calling.call(twin, batch, forward)
 
@@ -121,7 +114,7 @@ def relative_error(new: Any, old: Any) -> float:
     """Return max |new - old| / max |old| over all tensors of two outputs; inf where their structure differs."""
     news, olds = calling.tensors_in(new), calling.tensors_in(old)
     if [t.shape for t in news] != [t.shape for t in olds]:
-        return float("inf")
+        return inf
     return max((_relative(a, b) for a, b in zip(news, olds, strict=True)), default=0.0)
 
 
@@ -133,6 +126,8 @@ def _relative(new: Tensor, old: Tensor) -> float:
     difference = torch.where(same, 0.0, (new - old).abs())
     scale = float(old.abs()[old.isfinite()].max()) if old.isfinite().any() else 0.0
     worst = float(difference.max())
+    if isnan(worst):
+        return inf  # a NaN or an infinity where the other has none
     return worst / scale if scale > 0 else worst
 
 

@@ -54,7 +54,7 @@ def trace(
     example = calling.to_device(example, calling.device_of(net), copy=True)
     recorder = _Recorder(twin)
     recorder.watch(twin)
-    with torch.no_grad(), recorder, _Resurface():  # type: ignore[no-untyped-call]
+    with torch.no_grad(), calling.eagerly(), recorder, _Resurface():  # type: ignore[no-untyped-call]
         out = calling.call(twin, example, forward)
     for t in calling.tensors_in(out):
         recorder.value(t).escapes = True

@@ -34,7 +34,7 @@ def set_identity(
     for place, tally in tallies.items():
         twin.get_submodule(place.path).register_forward_hook(partial(_measure, place, norms[place], tally))
     device = calling.device_of(net)
-    with torch.no_grad():
+    with torch.no_grad(), calling.eagerly():
         for batch in progress(batches, "measuring activations"):
             calling.call(twin, calling.to_device(batch, device, copy=True), forward)
     for place, tally in tallies.items():
