@@ -12,6 +12,7 @@ from .extras import MissingExtraError
 # word(s) -> (module:function, what it does). Modules are imported only when their word is used.
 COMMANDS: dict[str, tuple[str, str]] = {
     "fold": ("batchnorm.inference.command:fold", "fold a network's BN into its weights and write ONNX or torch.export"),
+    "bench algorithm2": ("batchnorm.bench.algorithm2:algorithm2", "time estimate_ and fold against plain torch"),
     "bench cpu": ("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side"),
 }
 

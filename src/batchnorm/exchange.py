@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+from torch.nn.parameter import is_lazy
 
 from . import calling
 
@@ -22,7 +23,7 @@ def private_copy(net: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: where the network is a wrapper (compiled, parallel) around the one to work on.
-        ValueError: where it cannot be copied.
+        ValueError: where it cannot be copied, or has lazy layers that never ran.
     """
     for wrapper, inner in (
         ("OptimizedModule", "_orig_mod"),
@@ -31,6 +32,9 @@ def private_copy(net: nn.Module) -> nn.Module:
     ):
         if type(net).__name__ == wrapper:
             raise TypeError(f"the network is wrapped in {wrapper}; pass the network inside it, net.{inner}")
+    lazy = [name for name, p in net.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise ValueError(f"{lazy[0]} has no shape yet: run the network on a batch once, to settle its lazy layers")
     memo = _uncopied(net)
     try:
         return copy.deepcopy(net, memo)

@@ -309,3 +309,16 @@ def test_torch_fx_can_trace_the_result():
     torch.testing.assert_close(torch.fx.symbolic_trace(inserted)(x), inserted(x))
     folded = bn.fold(scramble_(inserted), x, traced=True)
     torch.testing.assert_close(folded(x), inserted(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_loader_that_breaks_leaves_the_network_as_it_was():
+    def batches():
+        yield torch.randn(4, 3, 8, 8)
+        raise OSError("disk")
+
+    net = Plain()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(OSError, match="disk"):
+        bn.insert(net, torch.randn(4, 3, 8, 8), init="identity", batches=batches())
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert not any(m._forward_hooks for m in net.modules())

@@ -50,6 +50,8 @@ class Call:
     """The module of the user's network; None for a function."""
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
+    writes: bool = False
+    """Whether it wrote into one of its inputs."""
     passes: bool = False
     """Whether it only handed its input on, as Identity does, and Dropout in evaluation."""
 

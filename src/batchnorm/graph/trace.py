@@ -164,6 +164,7 @@ class _Recorder(TorchFunctionMode):
                 if old not in call.inputs:
                     call.inputs.append(old)
                 call.outputs.append(self._bind(alias, call))
+        call.writes = bool(written)
         results = calling.tensors_in(out)
         call.passes = bool(results) and not written and all(id(t) in self.values for t in results)
         call.outputs = list(
