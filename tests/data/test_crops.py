@@ -40,7 +40,9 @@ def test_random_boxes_are_distributed_as_stated(area):
     assert aspect.max() < CROP_ASPECT[1] * 1.02
     # All but the largest fit in every aspect ratio, so their area is uniform.
     small = share[share < 0.5]
-    np.testing.assert_allclose(np.quantile(small, [0.25, 0.5, 0.75]), area[0] + (0.5 - area[0]) * np.arange(1, 4) / 4, atol=0.02)
+    np.testing.assert_allclose(
+        np.quantile(small, [0.25, 0.5, 0.75]), area[0] + (0.5 - area[0]) * np.arange(1, 4) / 4, atol=0.02
+    )
     place = boxes[w < width, 0] / (width - w[w < width])
     np.testing.assert_allclose(np.quantile(place, [0.25, 0.5, 0.75]), [0.25, 0.5, 0.75], atol=0.03)
 

@@ -5,8 +5,8 @@ import io
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from pictures import encoded, smooth
+from PIL import Image
 
 from batchnorm.data.crops import Box
 from batchnorm.data.decode import CorruptImageError, _load, decode_crop

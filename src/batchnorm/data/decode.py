@@ -31,7 +31,8 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
 
     Pixels are those of "convert to RGB, crop, resize with an antialiased bilinear filter", but a JPEG much larger than
     the crop needs is decoded at a half, a quarter or an eighth of its size (then the box is rounded to whole pixels of
-    that, at most half a pixel of the result), and the filter is torch's, several times faster than Pillow's. Grey, palette, CMYK and 16-bit images become RGB; transparency is dropped.
+    that, at most half a pixel of the result), and the filter is torch's, several times faster than Pillow's. Grey,
+    palette, CMYK and 16-bit images become RGB; transparency is dropped.
 
     Args:
         data: the encoded image.
