@@ -1,5 +1,6 @@
 """Image batches as a whole: exact epochs and resumption, workers, ranks, the cache, and files that cannot be read."""
 
+import multiprocessing
 import subprocess
 import sys
 
@@ -305,7 +306,7 @@ def test_a_set_that_does_not_fit_on_the_gpu_says_so(pictures, monkeypatch):
 
 
 STOPPED = """
-import os, signal, sys
+import os, signal, subprocess, sys
 from batchnorm.data import open_images
 
 asked = []
@@ -315,10 +316,11 @@ batches = open_images(sys.argv[1], size=4, batch_size=4, train=True, workers=2)
 count = 0
 for images, labels in batches.epoch(0):
     if count == 0:
-        os.killpg(0, signal.SIGINT)
-        os.killpg(0, signal.SIGTERM)
+        # By another process, as a terminal or a batch system would.
+        subprocess.run(["kill", "-INT", "--", f"-{os.getpgid(0)}"], check=False)
+        subprocess.run(["setsid", "kill", "-TERM", "--", f"-{os.getpgid(0)}"], check=False)
     count += len(labels)
-assert len(asked) == 2
+assert sorted(asked) == [signal.SIGINT, signal.SIGTERM]
 print(count)
 """
 
@@ -327,3 +329,12 @@ def test_workers_outlive_the_signals_that_ask_the_parent_to_stop(sets):
     command = [sys.executable, "-c", STOPPED, str(sets["folder"])]
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=120)
     assert (done.stdout, done.stderr) == (f"{len(SIZES)}\n", "")
+
+
+def test_workers_end_with_their_batches(sets):
+    batches = open_images(sets["folder"], size=4, batch_size=4, train=True, workers=2)
+    next(batches.epoch(0))
+    workers = set(multiprocessing.active_children())
+    assert len(workers) >= 2
+    del batches
+    assert not workers & set(multiprocessing.active_children())

@@ -75,10 +75,8 @@ class ImageBatches:
         """
         if not 0 <= start <= len(self):
             raise ValueError(f"start={start} is outside of the {len(self)} steps of an epoch")
-        examples = self.order.examples(epoch)
-        steps = range(start, len(self))
-        requests = (Request(epoch, self.order.batch(examples, step)) for step in steps)
-        for step, (images, labels) in zip(steps, self._batches(requests), strict=True):
+        requests = _requests(self.order, epoch, start)
+        for step, (images, labels) in enumerate(self._batches(requests), start):
             if self.order.train and len(labels) < 2:
                 raise TooManyCorruptError(
                     f"step {step} of epoch {epoch} has {len(labels)} readable image(s) left, too few to normalize:"
@@ -104,6 +102,16 @@ class ImageBatches:
 
     def _listed(self) -> str:
         return "; ".join(f"{file.name} ({file.reason})" for file in self.corrupt[:5])
+
+
+def _requests(order: Order, epoch: int, start: int) -> Iterator[Request]:
+    """Yield the requests of an epoch.
+
+    No method: a generator that held the batches would be part of a cycle, and workers would live until it is collected.
+    """
+    examples = order.examples(epoch)
+    for step in range(start, len(order)):
+        yield Request(epoch, order.batch(examples, step))
 
 
 def open_images(

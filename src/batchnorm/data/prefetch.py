@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
+import os
 import signal
-import weakref
+import threading
 from collections.abc import Iterable, Iterator
 from typing import cast
 
@@ -34,9 +34,6 @@ class Prefetcher:
         self._requests = _Requests()
         self._turn = 0
         self._loader = self._start() if workers else None
-        if self._loader is not None:
-            # Before multiprocessing's own end, which would wait for workers that ignore its signal.
-            atexit.register(_stop, weakref.ref(self._loader))
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[Decoded]:
         """Yield the answers, images and labels on the device."""
@@ -65,25 +62,27 @@ class Prefetcher:
             num_workers=self.workers,
             persistent_workers=True,
             pin_memory=self.device.type == "cuda",
-            worker_init_fn=_leave_signals_to_the_parent,
+            worker_init_fn=_obey_the_parent_alone,
             # Else each epoch would draw from torch's global generator, and runs with and without workers would differ.
             generator=torch.Generator(),
         )
 
 
-def _stop(loader: weakref.ref[DataLoader[Decoded]]) -> None:
-    iterator = getattr(loader(), "_iterator", None)
-    if iterator is not None:
-        iterator._shutdown_workers()
+def _obey_the_parent_alone(worker: int) -> None:
+    """Let this worker ignore Ctrl-C, and any SIGTERM that is not its parent's.
 
-
-def _leave_signals_to_the_parent(worker: int) -> None:
-    """Ignore Ctrl-C and SIGTERM, which reach the whole group: a parent that saves its work first still needs data.
-
-    Workers end when the parent says so, or when it is gone.
+    Both often reach the whole group of processes, and a parent that saves its work first must not lose its workers.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_await_the_parents_end, args=(os.getppid(),), daemon=True).start()
+
+
+def _await_the_parents_end(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)  # as torch's own handler does it
 
 
 def _copy_ahead(answers: Iterator[Decoded], device: torch.device) -> Iterator[Decoded]:
