@@ -93,7 +93,7 @@ def test_state_dict_goes_both_ways_strictly(kind):
 def test_loads_a_checkpoint_from_before_the_counter():
     state = nn.BatchNorm2d(3).state_dict()
     del state["num_batches_tracked"]
-    old = {k: v for k, v in state.items()}  # a plain dict: no version metadata, as in old files
+    old = dict(state.items())  # a plain dict: no version metadata, as in old files
     bn.BatchNorm2d(3).load_state_dict(old)
 
 
@@ -148,7 +148,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool])
     def test_wrong_types(self, dtype):
-        with pytest.raises(TypeError, match="layer '1.1'.*real floating-point input"):
+        with pytest.raises(TypeError, match=r"layer '1\.1'.*real floating-point input"):
             self.net(torch.ones(2, 3, 5, 5, dtype=dtype))
 
 

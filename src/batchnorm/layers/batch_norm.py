@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
-from .. import ops
+from .. import collectives, ops
 from ..ops.activation import Activation, as_activation
+from .statistics import Statistics, Sync
 
 # Bits of the state-dict entry "frozen".
 STATISTICS, WEIGHT, BIAS = 1, 2, 4
@@ -41,6 +42,7 @@ class BatchNorm(TorchBatchNorm):
         *,
         bias: bool = True,
         activation: str | Activation | nn.Module | None = None,
+        statistics: Statistics | None = None,
         on_single: Literal["error", "running"] = "error",
     ) -> None:
         if on_single not in ("error", "running"):
@@ -51,8 +53,10 @@ class BatchNorm(TorchBatchNorm):
         if not bias:
             self.bias = None  # type: ignore[assignment]
         self.activation = as_activation(activation)
+        self.statistics = statistics
         self.on_single = on_single
         self._frozen = 0
+        self._ranks_checked = False
         skipped = torch.zeros((), dtype=torch.long, device=device) if track_running_stats else None
         self.register_buffer("num_batches_skipped", skipped, persistent=False)
         self._keep_statistics_wide()
@@ -88,14 +92,30 @@ class BatchNorm(TorchBatchNorm):
             return ops.normalize(
                 input, self.running_mean, self.running_var, self.weight, self.bias, self.eps, **options
             )
-        if not self._updates_statistics:
+        running = self._running()
+        if self.statistics is not None:
+            self._check_ranks()
+            y, moments = self.statistics.batch_norm(input, self.weight, self.bias, self.eps, running, **options)
+            if running is not None:
+                ops.update_(running, moments, self.momentum)
+            return y
+        if running is None:
             return ops.batch_norm(input, self.weight, self.bias, self.eps, **options)[0]
-        running = ops.Running(self.running_mean, self.running_var, self.num_batches_tracked, self.num_batches_skipped)  # type: ignore[arg-type]
         return ops.batch_norm_(input, self.weight, self.bias, running, self.momentum, self.eps, **options)[0]
 
-    @property
-    def _updates_statistics(self) -> bool:
-        return self.training and self.track_running_stats and self.running_mean is not None
+    def _check_ranks(self) -> None:
+        """Once, before the first exchange: ranks whose layers differ would hang or mix up their statistics."""
+        if isinstance(self.statistics, Sync) and not self._ranks_checked:
+            if collectives.world_size(self.statistics.group) > 1:
+                collectives.check_same_features(self.features, path_of(self), self.statistics.group)
+            self._ranks_checked = True
+
+    def _running(self) -> ops.Running | None:
+        """Return the running averages that a batch should move, if it should."""
+        kept = (self.running_mean, self.running_var, self.num_batches_tracked, self.num_batches_skipped)
+        if not (self.training and self.track_running_stats) or kept[0] is None:
+            return None
+        return ops.Running(*kept)  # type: ignore[arg-type]
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self._input_dims:
@@ -117,6 +137,8 @@ class BatchNorm(TorchBatchNorm):
 
     def _falls_back_on_running(self, input: Tensor, mask: Tensor | None) -> bool:
         """Apply the policy for a batch of one value per feature, whose variance says nothing."""
+        if isinstance(self.statistics, Sync):
+            return False  # other ranks may have more
         m = input.shape[0] * prod(input.shape[1 + len(self.features) :])
         if mask is not None and mask.device.type == "cpu" and not torch.compiler.is_compiling():
             m = int(mask.sum())
@@ -144,6 +166,8 @@ class BatchNorm(TorchBatchNorm):
             text += f", activation={self.activation.name}"
             if self.activation.name == "leaky_relu":
                 text += f"({self.activation.slope})"
+        if self.statistics is not None:
+            text += f", statistics={self.statistics}"
         if self.on_single != "error":
             text += f", on_single={self.on_single}"
         if self._frozen:
@@ -200,6 +224,8 @@ class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
         dtype: their type; running statistics are kept in at least float32.
         bias: learn beta, where ``affine``.
         activation: g: relu, leaky_relu, sigmoid, tanh, silu, or such a ``torch.nn`` module.
+        statistics: where a training batch's statistics come from, if not from itself: ``Sync()``, ``Ghost(size)``,
+            ``Renorm()``.
         on_single: what a training batch of one value per feature gets: "error", or "running" to normalize it by
             the running statistics.
 
