@@ -36,6 +36,16 @@ class Row(NamedTuple):
         """Return the channels of the concatenation; a pool without projection passes its input through."""
         return self.one + self.three + self.double33 + (self.projection or inputs)
 
+    def scaled(self, width: float) -> Row:
+        """Return the row with all numbers of filters times ``width``, at least 1 where there are any."""
+        filters = ("one", "reduce3", "three", "reduce33", "double33", "projection")
+        return self._replace(**{name: scaled(getattr(self, name), width) for name in filters})
+
+
+def scaled(filters: int, width: float) -> int:
+    """Return a number of filters times ``width``, rounded, but never none of some."""
+    return max(1, round(filters * width)) if filters else 0
+
 
 class Unit(nn.Sequential):
     """A convolution, then its normalization with the nonlinearity fused, or the nonlinearity alone.

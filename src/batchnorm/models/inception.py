@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..layers import BatchNorm2d
-from .blocks import InceptionModule, Row, SeparableConv2d, Unit
+from .blocks import InceptionModule, Row, SeparableConv2d, Unit, scaled
 
 # As printed. 4c and 4d sum to 608 channels, while the output column says 576: see `projection` of inception().
 # fmt: off
@@ -43,6 +43,7 @@ def inception(
     local_response: bool = False,
     dropout: float = 0.0,
     per_activation: Collection[str] = (),
+    width: float = 1.0,
     init: Literal["kaiming", "xavier"] = "kaiming",
     init_scale: float = 1.0,
     eps: float = 1e-3,
@@ -68,6 +69,7 @@ def inception(
         dropout: its probability, before the classifier.
         per_activation: rows, such as ("5b",), whose normalization has statistics, gamma and beta for each activation
             instead of each feature map.
+        width: factor on all numbers of filters; 1 is the paper's, less is for a quick try on a CPU.
         init: "kaiming", or "xavier" as in 2014. The paper does not say.
         init_scale: factor on the initial weights of the convolutions.
         eps: of the normalization; the paper does not say (1e-3 is TF-slim's).
@@ -100,21 +102,22 @@ def inception(
         return Unit(OrderedDict(conv=conv, bn=BatchNorm2d(features, eps, momentum, activation=activation)))
 
     stem_stride, pool_stride = early_strides(size)
+    first, channels = scaled(64, width), scaled(192, width)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
-    layers["stem"] = unit(3, 64, 7, stem_stride, size, "stem")
+    layers["stem"] = unit(3, first, 7, stem_stride, size, "stem")
     size = -(-size // stem_stride)
     if pool_stride == 2:
         layers["pool1"] = nn.MaxPool2d(3, 2, 1)
         size = -(-size // 2)
     if local_response:
         layers["lrn1"] = nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75)  # not in the paper: GoogLeNet's constants
-    layers["reduce2"] = unit(64, 64, 1, 1, size)
-    layers["conv2"] = unit(64, 192, 3, 1, size)
+    layers["reduce2"] = unit(first, first, 1, 1, size)
+    layers["conv2"] = unit(first, channels, 3, 1, size)
     if local_response:
         layers["lrn2"] = nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75)  # not in the paper: GoogLeNet's constants
     layers["pool2"] = nn.MaxPool2d(3, 2, 1)
-    size, channels = -(-size // 2), 192
-    for row in rows(projection):
+    size = -(-size // 2)
+    for row in (row.scaled(width) for row in rows(projection)):
         layers[f"inception_{row.name}"] = InceptionModule(channels, row, size, unit)
         size, channels = -(-size // row.stride), row.outputs(channels)
     layers["pool"] = nn.AdaptiveAvgPool2d(1)
