@@ -204,29 +204,38 @@ class _Run:
         return int(found.state["metrics"]), sums[self.ranks.rank] if same else sums.sum(0) / self.ranks.world_size
 
     def _conclude(self, diverged: bool) -> Result:
+        """Take Algorithm 2 to its end, keep the network and write down how the run went."""
+        accuracy = None if diverged else self._accuracy(self._inference_network())
         result = Result(
             self.recipe.name,
             self.step,
             self.batches.num_examples,
             len(self.batches.classes),
             diverged,
+            top1=None if accuracy is None else accuracy.top1,
+            top5=None if accuracy is None else accuracy.top5,
             corrupt=len(self.batches.corrupt),
             hardware=hardware(self.ranks),
         )
-        accuracy = None
-        if not diverged:
-            final = population_network(self.net, self.batches, self.normalize, self.options, self.ranks)
-            accuracy = self._accuracy(final)
-            result.top1, result.top5 = accuracy.top1, accuracy.top5
         if self.report is not None:
             if accuracy is not None:
-                self.report.line(
-                    {"step": self.step, "final": True, "val_top1": accuracy.top1, "val_top5": accuracy.top5}
-                )
+                record = {"step": self.step, "final": True, "val_top1": accuracy.top1, "val_top5": accuracy.top5}
+                self.report.line(record)
             self._compare(result)
             write_result(self.options.out, result)
         self.ranks.wait()
         return result
+
+    def _inference_network(self) -> nn.Module:
+        epoch = -(-self.step // len(self.batches))
+        count, seed = self.options.estimate_batches, self.recipe.seed
+        final = population_network(
+            self.net, self.batches, self.augment, epoch=epoch, seed=seed, count=count, bf16=self.bf16
+        )
+        if self.ranks.main:
+            state = {"classes": list(self.batches.classes)}
+            checkpoint.save(self.options.out / "final", self.step, final.state_dict(), state)
+        return final
 
     def _compare(self, result: Result) -> None:
         points = metrics.curve(metrics.read(self.options.out / "metrics.jsonl"))
