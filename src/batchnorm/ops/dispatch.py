@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import composite, cpu
 from .activation import Activation, as_activation
+from .context import is_forward_mode, is_transformed
 from .moments import Moments
 from .running import Running, update_
 
@@ -245,9 +245,9 @@ def _choose(call: Call) -> tuple[Choice, Callable[[Call, float], tuple[Tensor, M
     x = call.x
     if torch.compiler.is_compiling():
         return Choice("composite", "torch.compile fuses plain operations itself"), _run_composite
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_transformed():
         return Choice("composite", "a torch.func transform differentiates plain operations itself"), _run_composite
-    if forward_ad._current_level >= 0:
+    if is_forward_mode():
         return Choice("composite", "forward-mode differentiation needs plain operations"), _run_composite
     if call.mask is not None:
         return Choice("composite", "a mask is given"), _run_composite
