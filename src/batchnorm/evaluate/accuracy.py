@@ -17,14 +17,14 @@ class Accuracy(NamedTuple):
 
     top1: float
     top5: float
-    count: int
+    examples: int
 
     @classmethod
     def of(cls, counts: Tensor) -> Accuracy:
         """Read what :func:`count_correct` counted, summed over ranks where there are several.
 
         >>> Accuracy.of(torch.tensor([1.0, 3.0, 4.0]))
-        Accuracy(top1=0.25, top5=0.75, count=4)
+        Accuracy(top1=0.25, top5=0.75, examples=4)
         """
         top1, top5, count = counts.tolist()
         return cls(top1 / max(count, 1), top5 / max(count, 1), int(count))
