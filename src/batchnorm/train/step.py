@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from .recipe import Recipe
 # Steps run as they come before the graph is captured: allocations, autotuning and, for DistributedDataParallel, its
 # first iterations (torch's notes on CUDA graphs ask for 11) must be behind.
 WARMUP, WARMUP_DISTRIBUTED = 3, 11
+# torch 2.13 renamed it.
+_PARAMETERS = signature(nn.parallel.DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
 
 
 def make_optimizer(net: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.SGD:
@@ -70,7 +74,7 @@ class TrainStep:
         self.model: Any = torch.compile(net, dynamic=False) if compile else net
         if ranks.world_size > 1:
             # Running averages are averaged over the ranks below, instead of rank 0's being copied to the others.
-            self.model = nn.parallel.DistributedDataParallel(self.model, broadcast_buffers=False)
+            self.model = nn.parallel.DistributedDataParallel(self.model, **{_SYNC_BUFFERS: False})
         self.sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
         self._graph = _Graph(self._compute, WARMUP if ranks.world_size == 1 else WARMUP_DISTRIBUTED) if graph else None
 
@@ -91,7 +95,7 @@ class TrainStep:
             x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             scores = self.model(x)
-        loss = F.cross_entropy(scores.float(), labels)
+        loss = F.cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), labels)
         (loss * self._share(labels)).backward()
         self.optimizer.step()
         self.ranks.average_statistics_(self.net)
@@ -102,7 +106,8 @@ class TrainStep:
         """Return what makes the mean over ranks of the ranks' means the mean over all examples."""
         if self.ranks.world_size == 1:
             return 1.0
-        total = self.ranks.sum_(torch.full((), float(len(labels)), device=labels.device))
+        # In double precision: a third of a batch should weigh a third.
+        total = self.ranks.sum_(torch.full((), len(labels), dtype=torch.float64, device=labels.device))
         return len(labels) * self.ranks.world_size / total
 
 
