@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from . import calling
 
@@ -28,16 +30,26 @@ def private_copy(net: nn.Module) -> nn.Module:
     ):
         if type(net).__name__ == wrapper:
             raise TypeError(f"the network is wrapped in {wrapper}; pass the network inside it, net.{inner}")
-    memo: Memo = {}
-    for module in net.modules():
-        for value in vars(module).values():
-            # Results that old-style weight_norm and spectral_norm keep as attributes; copy refuses such tensors.
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
+    memo = _uncopied(net)
     try:
         return copy.deepcopy(net, memo)
     except Exception as error:
         raise ValueError(f"the network cannot be copied with copy.deepcopy, so nothing was changed: {error}") from error
+
+
+def _uncopied(net: nn.Module) -> Memo:
+    """Start a copy's memo with what copy.deepcopy cannot or should not copy."""
+    memo: Memo = {}
+    for module in net.modules():
+        for value in vars(module).values():
+            # Results that old-style weight_norm and spectral_norm keep as attributes.
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+            # A group of ranks is not the network's; the copy talks to the same one.
+            group = getattr(value, "group", value)
+            if type(group).__name__.startswith("ProcessGroup"):
+                memo[id(group)] = group
+    return memo
 
 
 def exchange(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], nn.Module]]) -> nn.Module:
@@ -57,12 +69,31 @@ def exchange(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], n
 
     Beyond the paper: Alg. 2, l. 4 and 11, without a line of the user's code changed.
     """
-    memo: Memo = {}
+    memo = _uncopied(net)
     made = {module: make(memo) for module, make in replacements.items()}
     for module, new in made.items():
         memo[id(module)] = new
     result: nn.Module = made[net] if net in made else copy.deepcopy(net, memo)
     return result
+
+
+@contextmanager
+def restored(net: nn.Module) -> Iterator[None]:
+    """Put modes, momentum and buffers back as they were, and the very same buffers, whatever happens inside."""
+    modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
+    # Contents, not versions: torch's kernels move running statistics without counting it as a change.
+    buffers = [(m, key, b, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]
+    try:
+        yield
+    finally:
+        for m, (training, momentum) in modes.items():
+            m.training = training
+            if isinstance(m, TorchBatchNorm):
+                m.momentum = momentum
+        for m, key, buffer, content in buffers:
+            with torch.no_grad():
+                buffer.copy_(content)
+            m._buffers[key] = buffer
 
 
 def relative_error(new: Any, old: Any) -> float:
