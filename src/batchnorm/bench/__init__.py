@@ -1,0 +1,1 @@
+"""Benchmarks: one file per question; users run them on their own machine."""
