@@ -10,6 +10,8 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ..layers import BatchNorm
 
@@ -102,9 +104,9 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
     if world_size == 1:
         yield Ranks(device=place)
         return
-    store, rank, _ = next(distributed.rendezvous("env://", timeout=TIMEOUT))
+    store, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
     # Workers that torchrun has restarted may meet the addresses that the dead ones left in its store.
-    store = distributed.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     backend = "nccl" if cuda else "gloo"
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     try:

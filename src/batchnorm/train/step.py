@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data import Augment
+from ..layers import param_groups
 from .distributed import Ranks
 from .recipe import Recipe
 
@@ -17,12 +18,12 @@ from .recipe import Recipe
 # first iterations (torch's notes on CUDA graphs ask for 11) must be behind.
 WARMUP, WARMUP_DISTRIBUTED = 3, 11
 # torch 2.13 renamed it.
-_PARAMETERS = signature(nn.parallel.DistributedDataParallel).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
+_RENAMED = "forward_sync_buffers" in signature(nn.parallel.DistributedDataParallel).parameters
+_KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 
 def make_optimizer(net: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.SGD:
-    """Return SGD with momentum whose weight decay leaves biases, gamma and beta alone.
+    """Return SGD with momentum whose weight decay leaves gamma and beta alone.
 
     >>> optimizer = make_optimizer(nn.Conv2d(1, 1, 1), Recipe(), torch.device("cpu"))
     >>> [group["weight_decay"] for group in optimizer.param_groups]
@@ -30,16 +31,10 @@ def make_optimizer(net: nn.Module, recipe: Recipe, device: torch.device) -> torc
 
     Paper: Sec. 4.2, "a version of Stochastic Gradient Descent with momentum"
     """
-    # Per-activation gamma and beta have three dimensions; weights are the layers' matrices and kernels.
-    weights = {id(m.weight) for m in net.modules() if isinstance(m, nn.Conv2d | nn.Linear)}
-    groups = [
-        {"params": [p for p in net.parameters() if id(p) in weights], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in net.parameters() if id(p) not in weights], "weight_decay": 0.0},
-    ]
     # On a GPU the rate is a tensor that the captured graph reads.
     cuda = device.type == "cuda"
     rate = torch.tensor(recipe.rate, device=device) if cuda else recipe.rate
-    return torch.optim.SGD(groups, rate, recipe.momentum, fused=True if cuda else None)
+    return torch.optim.SGD(param_groups(net, recipe.weight_decay), rate, recipe.momentum, fused=True if cuda else None)
 
 
 class TrainStep:
@@ -74,7 +69,7 @@ class TrainStep:
         self.model: Any = torch.compile(net, dynamic=False) if compile else net
         if ranks.world_size > 1:
             # Running averages are averaged over the ranks below, instead of rank 0's being copied to the others.
-            self.model = nn.parallel.DistributedDataParallel(self.model, **{_SYNC_BUFFERS: False})
+            self.model = nn.parallel.DistributedDataParallel(self.model, **_KEEP_BUFFERS)
         self.sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
         self._graph = _Graph(self._compute, WARMUP if ranks.world_size == 1 else WARMUP_DISTRIBUTED) if graph else None
 
