@@ -167,6 +167,18 @@ def test_the_rearranged_form_computes_the_same_function_and_gradients(norm):
     torch.testing.assert_close(results[0], results[1])
 
 
+@pytest.mark.parametrize("size", [(32, 32), (33, 37)])
+@pytest.mark.parametrize("kernel", [3, 5, 7])
+def test_the_stem_by_blocks_of_pixels(size, kernel):
+    conv = SeparableConv2d(3, 8, kernel, stride=2).double()
+    x = torch.randn(2, 3, *size, dtype=torch.float64)
+    expected = conv(x)
+    conv.rearrange = conv.by_blocks = True
+    torch.testing.assert_close(conv(x), expected)
+    last = conv(x.contiguous(memory_format=torch.channels_last))
+    torch.testing.assert_close(last, expected)
+
+
 def test_initialization():
     kaiming, xavier = (inception(init=init, seed=3) for init in ("kaiming", "xavier"))
     conv = "inception_4c.double33.conv1.conv.weight"  # 128 -> 160, 3x3

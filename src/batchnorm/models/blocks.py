@@ -65,7 +65,9 @@ class SeparableConv2d(nn.Sequential):
     """Convolve each input channel with ``multiplier`` filters of its own, then mix them with a 1x1 convolution.
 
     W[o, i] = sum_m P[o, i, m] D[i, m] is one dense convolution with the same result; ``rearrange`` uses it: it has
-    more multiply-adds, but runs as one matrix product and keeps no depthwise activations.
+    more multiply-adds, but runs as one matrix product and keeps no depthwise activations. Where its stride is 2,
+    ``by_blocks`` reads the image as blocks of 2x2 pixels with four times the channels: the same products again, in an
+    order that suits matrix units better than three channels do.
 
     >>> conv = SeparableConv2d(3, 64, 7, stride=2, multiplier=8)
     >>> x, conv.rearrange = torch.randn(1, 3, 16, 16), True
@@ -86,6 +88,7 @@ class SeparableConv2d(nn.Sequential):
         pointwise = nn.Conv2d(wide, outputs, 1, bias=bias)
         super().__init__(OrderedDict(depthwise=depthwise, pointwise=pointwise))
         self.rearrange: bool | None = None
+        self.by_blocks = False
 
     def composed_weight(self) -> Tensor:
         """Return the dense kernel W, differentiable and in the parameters' precision (autocast leaves it alone)."""
@@ -99,9 +102,25 @@ class SeparableConv2d(nn.Sequential):
         """Convolve, in one step or two."""
         if not _rearranged(self, x):
             return self.pointwise(self.depthwise(x))  # type: ignore[no-any-return]
-        stride, padding = self.depthwise.stride, self.depthwise.padding
-        assert not isinstance(padding, str)
-        return F.conv2d(x, self.composed_weight(), self.pointwise.bias, stride, padding)
+        weight, bias, stride = self.composed_weight(), self.pointwise.bias, self.depthwise.stride
+        if self.by_blocks and stride == (2, 2):
+            return _convolve_blocks(x, weight, bias)
+        return F.conv2d(x, weight, bias, stride, weight.shape[-1] // 2)
+
+
+def _convolve_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Convolve at stride 2 with an odd kernel k, padded by k // 2, as stride 1 over blocks of 2x2 pixels."""
+    k = weight.shape[-1]
+    before = k // 2 + 1  # one tap of zeros in front makes the kernel even
+    weight = F.pad(weight, (1, 0, 1, 0))
+    taps = (k + 1) // 2
+    blocks = [-(-n // 2) + taps - 1 for n in x.shape[-2:]]
+    after = [2 * b - n - before for b, n in zip(blocks, x.shape[-2:], strict=True)]
+    x = F.pad(x, (before, after[1], before, after[0]))
+    channels_last = x.is_contiguous(memory_format=torch.channels_last)
+    x = F.pixel_unshuffle(x, 2)
+    weight = weight.unflatten(-1, (taps, 2)).unflatten(2, (taps, 2)).movedim((3, 5), (2, 3)).flatten(1, 3)
+    return F.conv2d(x.contiguous(memory_format=torch.channels_last) if channels_last else x, weight, bias)
 
 
 class InceptionModule(nn.Module):

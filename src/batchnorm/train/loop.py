@@ -76,7 +76,8 @@ class _Run:
             self.augment,
             here,
             bf16=self.bf16,
-            compile=cuda if options.compile is None else options.compile,
+            compile=options.compile or ("network" if cuda else "nothing"),
+            cast_once=cuda,
             graph=cuda if options.graph is None else options.graph,
         )
         if sums is not None:

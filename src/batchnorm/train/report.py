@@ -7,9 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
 from ..extras import require
 from .metrics import Metrics
 
@@ -32,13 +29,13 @@ class Reporter:
         self.board: Any = None
         if tensorboard:
             self.board = require("torch.utils.tensorboard", "train").SummaryWriter(str(folder / "tensorboard"))
-        self.bar: Progress | None = None
-        self.task = TaskID(0)
+        self.bar: Any = None
         if sys.stderr.isatty():
-            text = TextColumn("{task.description}")
-            self.bar = Progress(
-                text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)
-            )
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.bar = Progress(*columns, console=Console(stderr=True))
             self.task = self.bar.add_task("training", total=total)
             self.bar.start()
 

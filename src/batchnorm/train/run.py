@@ -30,8 +30,8 @@ class Options:
     """cpu, cuda, or auto"""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU"""
-    compile: bool | None = None
-    """torch.compile the network; by default on a GPU"""
+    compile: Literal["network", "pools", "nothing"] | None = None
+    """what torch.compile takes over; by default the network on a GPU, nothing on a CPU"""
     graph: bool | None = None
     """capture the step as a CUDA graph; by default on a GPU"""
     workers: int = 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from ..data import Augment
 from ..layers import param_groups
+from ..models.blocks import SeparableConv2d
 from .distributed import Ranks
 from .recipe import Recipe
 
+Compile = Literal["network", "pools", "nothing"]
 # Steps run as they come before the graph is captured: allocations, autotuning and, for DistributedDataParallel, its
 # first iterations (torch's notes on CUDA graphs ask for 11) must be behind.
 WARMUP, WARMUP_DISTRIBUTED = 3, 11
@@ -37,6 +39,57 @@ def make_optimizer(net: nn.Module, recipe: Recipe, device: torch.device) -> torc
     return torch.optim.SGD(param_groups(net, recipe.weight_decay), rate, recipe.momentum, fused=True if cuda else None)
 
 
+def compile_pools_(net: nn.Module) -> None:
+    """Let torch.compile write the pooling kernels: torch's own are slow at channels_last and keep 8-byte indices.
+
+    Beyond the paper: speed.
+    """
+    import torch._dynamo  # costs a second or two: only where something is compiled
+
+    # Each shape counts as a recompilation of the same forward.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    for module in net.modules():
+        if isinstance(module, nn.MaxPool2d | nn.AvgPool2d | nn.AdaptiveAvgPool2d):
+            module.compile(dynamic=False)
+
+
+class Shadows:
+    """Run a network with bfloat16 copies of its kernels and matrices, all made at once.
+
+    Autocast casts each of them when it is used, and each gradient when it comes back: two launches a layer. The
+    separable stem keeps its own precision, in which its composed kernel is computed.
+
+    Beyond the paper: speed; autocast computes the same.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+        kept = {id(p) for m in net.modules() if isinstance(m, SeparableConv2d) for p in m.parameters()}
+        chosen = {name: p for name, p in net.named_parameters() if p.dim() in (2, 4) and id(p) not in kept}
+        self.masters: list[Tensor] = list(chosen.values())
+        self.copies = {name: p.detach().to(torch.bfloat16).requires_grad_() for name, p in chosen.items()}
+
+    def run(self, x: Tensor) -> Tensor:
+        """Call the network."""
+        y: Tensor = torch.func.functional_call(self.net, self.copies, x)
+        return y
+
+    def hand_over_gradients(self) -> None:
+        """Give the masters the copies' gradients, in their precision."""
+        for master in self.masters:
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+        wide = [master.grad for master in self.masters if master.grad is not None]
+        torch._foreach_copy_(wide, [copy.grad for copy in self.copies.values() if copy.grad is not None])
+        for copy in self.copies.values():
+            copy.grad = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the masters again."""
+        torch._foreach_copy_(list(self.copies.values()), self.masters)
+
+
 class TrainStep:
     """Train a network by one batch a call, and add up what it saw in ``sums``: loss, right at 1, examples.
 
@@ -48,7 +101,10 @@ class TrainStep:
         augment: what is done to the images on the device.
         ranks: the processes that train together.
         bf16: run forward and backward under autocast.
-        compile: let torch.compile fuse the network.
+        compile: what torch.compile takes over: the whole "network", or its "pools" alone, which leaves batch
+            normalization to this library's kernels; or "nothing".
+        cast_once: with ``bf16`` and in one process, cast all kernels and matrices together after each update instead
+            of one by one in each forward and backward pass: the same numbers from two launches instead of hundreds.
         graph: capture the whole step as a CUDA graph. Batches of another size than the first run without.
 
     Beyond the paper: speed; the step computes what the paper's does.
@@ -62,11 +118,17 @@ class TrainStep:
         ranks: Ranks,
         *,
         bf16: bool = False,
-        compile: bool = False,
+        compile: Compile = "nothing",
+        cast_once: bool = False,
         graph: bool = False,
     ) -> None:
         self.net, self.optimizer, self.augment, self.ranks, self.bf16 = net, optimizer, augment, ranks, bf16
-        self.model: Any = torch.compile(net, dynamic=False) if compile else net
+        self.shadows = Shadows(net) if cast_once and bf16 and ranks.world_size == 1 else None
+        self.model: Any = net if self.shadows is None else self.shadows.run
+        if compile == "network":
+            self.model = torch.compile(self.model, dynamic=False)
+        elif compile == "pools":
+            compile_pools_(net)
         if ranks.world_size > 1:
             # Running averages are averaged over the ranks below, instead of rank 0's being copied to the others.
             self.model = nn.parallel.DistributedDataParallel(self.model, **_KEEP_BUFFERS)
@@ -92,7 +154,11 @@ class TrainStep:
             scores = self.model(x)
         loss = F.cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), labels)
         (loss * self._share(labels)).backward()
+        if self.shadows is not None:
+            self.shadows.hand_over_gradients()
         self.optimizer.step()
+        if self.shadows is not None:
+            self.shadows.refresh()
         self.ranks.average_statistics_(self.net)
         right = (scores.detach().argmax(1) == labels).sum()
         self.sums += torch.stack([loss.detach().double() * len(labels), right, torch.full_like(right, len(labels))])
