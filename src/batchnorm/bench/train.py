@@ -226,7 +226,8 @@ def train(
     contenders = (STOCK, STOCK_COMPOSED, *(c for c in OURS if not only or c.name.removeprefix("ours: ") in only))
     rows: list[Measured] = []
     for batch in batches:
-        rows += measure(contenders, batch, size, rounds, device)
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+            rows += measure(contenders, batch, size, rounds, device)
         torch.cuda.empty_cache()
         print(report(rows, batch), flush=True)
         if out is not None:  # after each size, so that an interrupted run leaves what it has

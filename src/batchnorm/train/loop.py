@@ -45,7 +45,8 @@ def train(recipe: Recipe, options: Options) -> Result:
 
     Paper: Sec. 4.2.2; Alg. 2 at the end
     """
-    with ranks(options.device) as here, stop_signal() as stop:
+    tuned = torch.backends.cudnn.flags(enabled=True, benchmark=True)
+    with ranks(options.device) as here, stop_signal() as stop, tuned:
         if here.main:
             claim_folder(options.folder(recipe), recipe)
         here.wait()
@@ -78,7 +79,7 @@ class _Run:
             bf16=self.bf16,
             compile=options.compile or ("network" if cuda else "nothing"),
             cast_once=cuda,
-            graph=cuda if options.graph is None else options.graph,
+            graph=cuda and here.world_size == 1 if options.graph is None else options.graph,
         )
         if sums is not None:
             self.train_step.sums.copy_(sums)
@@ -127,7 +128,6 @@ class _Run:
         torch.manual_seed(seed_at(self.recipe.seed, 1, self.step, self.ranks.rank))  # dropout
         generator = torch.Generator().manual_seed(seed_at(self.recipe.seed, 2, self.step))
         draws = self.augment.draw(self.batches.order.step_size(k), generator)[self.batches.order.rows(k)]
-        self.net.train()
         self.train_step(images, labels, draws[: len(labels)], rate)
         self.step += 1
         if self.report is not None:
@@ -156,6 +156,7 @@ class _Run:
     def _accuracy(self, net: nn.Module) -> Accuracy:
         net.eval()
         counts = count_correct(net, self._interruptible(), self.normalize, self.ranks.device, bf16=self.bf16)
+        net.train()
         return Accuracy.of(self.ranks.sum_(counts))
 
     def _interruptible(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -196,7 +197,10 @@ class _Run:
             print(f"passed over a checkpoint: {problem}")
         try:
             self.net.load_state_dict(found.model)
+            rates = [group["lr"] for group in self.optimizer.param_groups]
             self.optimizer.load_state_dict(found.state["optimizer"])
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate  # on a GPU the tensor itself, on its device; its value is set before each step
         except (RuntimeError, ValueError, KeyError) as error:
             raise ValueError(f"the checkpoint in {self.folder} does not fit the network: {error}") from error
         self.step, self.evaluated = found.step, int(found.state["evaluated"])

@@ -33,7 +33,7 @@ class Options:
     compile: Literal["network", "pools", "nothing"] | None = None
     """what torch.compile takes over; by default the network on a GPU, nothing on a CPU"""
     graph: bool | None = None
-    """capture the step as a CUDA graph; by default on a GPU"""
+    """capture the step as a CUDA graph; by default on a single GPU"""
     workers: int = 4
     """processes that decode images, for each rank; 0 decodes in this one"""
     cache: Literal["none", "device"] = "none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from inspect import signature
 from typing import Any, Literal
 
@@ -37,6 +38,15 @@ def make_optimizer(net: nn.Module, recipe: Recipe, device: torch.device) -> torc
     cuda = device.type == "cuda"
     rate = torch.tensor(recipe.rate, device=device) if cuda else recipe.rate
     return torch.optim.SGD(param_groups(net, recipe.weight_decay), rate, recipe.momentum, fused=True if cuda else None)
+
+
+def set_rate_(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Change the learning rate, in the tensor that a captured graph reads where there is one."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def compile_pools_(net: nn.Module) -> None:
@@ -129,19 +139,19 @@ class TrainStep:
             self.model = torch.compile(self.model, dynamic=False)
         elif compile == "pools":
             compile_pools_(net)
-        if ranks.world_size > 1:
-            # Running averages are averaged over the ranks below, instead of rank 0's being copied to the others.
-            self.model = nn.parallel.DistributedDataParallel(self.model, **_KEEP_BUFFERS)
-        self.sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
         self._graph = _Graph(self._compute, WARMUP if ranks.world_size == 1 else WARMUP_DISTRIBUTED) if graph else None
+        if ranks.world_size > 1:
+            with nullcontext() if self._graph is None else torch.cuda.stream(self._graph.stream):
+                # Running averages are averaged over the ranks below, instead of rank 0's being copied to the others.
+                self.model = nn.parallel.DistributedDataParallel(self.model, **_KEEP_BUFFERS)
+        self.sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
+        self._rate = -1.0
 
     def __call__(self, images: Tensor, labels: Tensor, draws: Tensor, rate: float) -> None:
         """Take one step at the given learning rate; returns before a GPU is done."""
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        if rate != self._rate:
+            set_rate_(self.optimizer, rate)
+            self._rate = rate
         draws = draws.to(images.device, non_blocking=True)
         (self._graph or self._compute)(images, labels, draws)
 
@@ -198,6 +208,7 @@ class _Graph:
             static.copy_(v)
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            # Other threads, such as nccl's watchdog, may go on calling CUDA meanwhile.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.function(*self.inputs)
         self.graph.replay()
