@@ -14,6 +14,7 @@ SOURCE = ROOT / "src" / "batchnorm"
 
 # From the top down; a module may import from the rows below its own, and from its own package.
 LAYERS = [
+    ["__main__"],
     ["cli"],
     ["reproduce", "bench"],
     ["train"],

@@ -11,8 +11,11 @@ from .extras import MissingExtraError
 
 # word(s) -> (module:function, what it does). Modules are imported only when their word is used.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("batchnorm.train.command:train", "train the paper's network, or a variant, on images of your own"),
+    "describe": ("batchnorm.train.command:describe", "print a network's layers and costs beside the paper's claims"),
     "fold": ("batchnorm.inference.command:fold", "fold a network's BN into its weights and write ONNX or torch.export"),
     "bench algorithm2": ("batchnorm.bench.algorithm2:algorithm2", "time estimate_ and fold against plain torch"),
+    "bench train": ("batchnorm.bench.train:train", "time the appendix network's training step against stock parts"),
     "bench cpu": ("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side"),
 }
 
