@@ -2,6 +2,7 @@
 
 from . import data, ops
 from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, Ghost, Renorm, Sync, freeze_, unfreeze_
+from .population import estimate_
 
 __version__ = "0.1.0"
 
@@ -13,6 +14,7 @@ __all__ = [
     "Renorm",
     "Sync",
     "data",
+    "estimate_",
     "freeze_",
     "ops",
     "unfreeze_",

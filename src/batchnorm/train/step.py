@@ -1,0 +1,137 @@
+"""One training step: augment, forward, backward, update; on a GPU compiled and replayed as one CUDA graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..data import Augment
+from .distributed import Ranks
+from .recipe import Recipe
+
+# Steps run as they come before the graph is captured: allocations, autotuning and, for DistributedDataParallel, its
+# first iterations (torch's notes on CUDA graphs ask for 11) must be behind.
+WARMUP, WARMUP_DISTRIBUTED = 3, 11
+
+
+def make_optimizer(net: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.SGD:
+    """Return SGD with momentum whose weight decay leaves biases, gamma and beta alone.
+
+    >>> optimizer = make_optimizer(nn.Conv2d(1, 1, 1), Recipe(), torch.device("cpu"))
+    >>> [group["weight_decay"] for group in optimizer.param_groups]
+    [0.0002, 0.0]
+
+    Paper: Sec. 4.2, "a version of Stochastic Gradient Descent with momentum"
+    """
+    # Per-activation gamma and beta have three dimensions; weights are the layers' matrices and kernels.
+    weights = {id(m.weight) for m in net.modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+    groups = [
+        {"params": [p for p in net.parameters() if id(p) in weights], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in net.parameters() if id(p) not in weights], "weight_decay": 0.0},
+    ]
+    # On a GPU the rate is a tensor that the captured graph reads.
+    cuda = device.type == "cuda"
+    rate = torch.tensor(recipe.rate, device=device) if cuda else recipe.rate
+    return torch.optim.SGD(groups, rate, recipe.momentum, fused=True if cuda else None)
+
+
+class TrainStep:
+    """Train a network by one batch a call, and add up what it saw in ``sums``: loss, right at 1, examples.
+
+    The gradient is that of the mean loss over all ranks' examples, however unevenly they are spread.
+
+    Args:
+        net: gives class scores; on the ranks' device.
+        optimizer: of its parameters.
+        augment: what is done to the images on the device.
+        ranks: the processes that train together.
+        bf16: run forward and backward under autocast.
+        compile: let torch.compile fuse the network.
+        graph: capture the whole step as a CUDA graph. Batches of another size than the first run without.
+
+    Beyond the paper: speed; the step computes what the paper's does.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        augment: Augment,
+        ranks: Ranks,
+        *,
+        bf16: bool = False,
+        compile: bool = False,
+        graph: bool = False,
+    ) -> None:
+        self.net, self.optimizer, self.augment, self.ranks, self.bf16 = net, optimizer, augment, ranks, bf16
+        self.model: Any = torch.compile(net, dynamic=False) if compile else net
+        if ranks.world_size > 1:
+            # Running averages are averaged over the ranks below, instead of rank 0's being copied to the others.
+            self.model = nn.parallel.DistributedDataParallel(self.model, broadcast_buffers=False)
+        self.sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
+        self._graph = _Graph(self._compute, WARMUP if ranks.world_size == 1 else WARMUP_DISTRIBUTED) if graph else None
+
+    def __call__(self, images: Tensor, labels: Tensor, draws: Tensor, rate: float) -> None:
+        """Take one step at the given learning rate; returns before a GPU is done."""
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        draws = draws.to(images.device, non_blocking=True)
+        (self._graph or self._compute)(images, labels, draws)
+
+    def _compute(self, images: Tensor, labels: Tensor, draws: Tensor) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        x = self.augment(images, draws)
+        if x.is_cuda:
+            x = x.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
+            scores = self.model(x)
+        loss = F.cross_entropy(scores.float(), labels)
+        (loss * self._share(labels)).backward()
+        self.optimizer.step()
+        self.ranks.average_statistics_(self.net)
+        right = (scores.detach().argmax(1) == labels).sum()
+        self.sums += torch.stack([loss.detach().double() * len(labels), right, torch.full_like(right, len(labels))])
+
+    def _share(self, labels: Tensor) -> Tensor | float:
+        """Return what makes the mean over ranks of the ranks' means the mean over all examples."""
+        if self.ranks.world_size == 1:
+            return 1.0
+        total = self.ranks.sum_(torch.full((), float(len(labels)), device=labels.device))
+        return len(labels) * self.ranks.world_size / total
+
+
+class _Graph:
+    """Replay a function of tensors as a CUDA graph once it has run a few times; other shapes run it directly."""
+
+    def __init__(self, function: Any, warmup: int) -> None:
+        self.function, self.left = function, warmup
+        self.inputs: tuple[Tensor, ...] | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.stream = torch.cuda.Stream()
+
+    def __call__(self, *inputs: Tensor) -> None:
+        if self.inputs is None:
+            self.inputs = tuple(torch.empty_like(v) for v in inputs)
+        if any(v.shape != static.shape for v, static in zip(inputs, self.inputs, strict=True)):
+            self.function(*inputs)
+            return
+        if self.left > 0:
+            self.left -= 1
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self.function(*inputs)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return
+        for static, v in zip(self.inputs, inputs, strict=True):
+            static.copy_(v)
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.function(*self.inputs)
+        self.graph.replay()
