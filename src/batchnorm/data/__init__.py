@@ -4,7 +4,8 @@ from .augment import Augment, Normalize
 from .batches import BalancedBatches
 from .digits import MNIST, Digits, mnist
 from .draws import seed_at
-from .images import ImageBatches, open_images
+from .images import ImageBatches, TooManyCorruptError, open_images
+from .order import Order
 
 __all__ = [
     "MNIST",
@@ -13,6 +14,8 @@ __all__ = [
     "Digits",
     "ImageBatches",
     "Normalize",
+    "Order",
+    "TooManyCorruptError",
     "mnist",
     "open_images",
     "seed_at",
