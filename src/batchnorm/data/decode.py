@@ -67,10 +67,11 @@ def _load(data: bytes, choose: Choose, size: int) -> tuple[Image, Box, tuple[int
     if scale > 1 and image.format == "JPEG":
         image.draft(None, (width // scale, height // scale))
     x, y = image.size[0] / width, image.size[1] / height
-    return _to_rgb(image), box.scaled(x, y), (width, height)
+    return to_rgb(image), box.scaled(x, y), (width, height)
 
 
-def _to_rgb(image: Image) -> Image:
+def to_rgb(image: Image) -> Image:
+    """Return the image, loaded, as RGB; transparency is dropped and 16 bits become 8."""
     if image.mode == "RGB":
         image.load()
         return image

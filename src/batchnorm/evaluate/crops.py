@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-from ..data.crops import Box
+from typing import Literal, NamedTuple
 
 # GoogLeNet's ("Going deeper with convolutions", Sec. 7): short sides for crops of 224. Other sizes keep the ratios.
 SCALES = (256, 288, 320, 352)
 CROP = 224
 
 Count = Literal[1, 10, 144]
+
+
+class Square(NamedTuple):
+    """Hold a square of an image in whole pixels; right and bottom are outside of it."""
+
+    left: int
+    top: int
+    right: int
+    bottom: int
 
 
 @dataclass(frozen=True)
@@ -104,11 +111,11 @@ def resized(width: int, height: int, scale: int) -> tuple[int, int]:
     return round(width * scale / short), round(height * scale / short)
 
 
-def square_boxes(width: int, height: int, squares: Literal[1, 3]) -> tuple[Box, ...]:
-    """Return the squares of a resized image: left, centre and right of a wide one, top, centre and bottom of a high one.
+def square_boxes(width: int, height: int, squares: int) -> tuple[Square, ...]:
+    """Return the squares of a resized image: left, centre and right of a wide one, top to bottom of a high one.
 
     >>> square_boxes(341, 256, 3)[1]
-    Box(left=42, top=0, right=298, bottom=256)
+    Square(left=42, top=0, right=298, bottom=256)
 
     Beyond the paper: GoogLeNet's protocol.
     """
@@ -118,11 +125,11 @@ def square_boxes(width: int, height: int, squares: Literal[1, 3]) -> tuple[Box, 
     return tuple(_square(o, 0, side) if width >= height else _square(0, o, side) for o in offsets)
 
 
-def crop_boxes(side: int, size: int, corners: bool) -> tuple[Box, ...]:
+def crop_boxes(side: int, size: int, corners: bool) -> tuple[Square, ...]:
     """Return where the crops lie in a square: the centre, then the corners.
 
     >>> crop_boxes(256, 224, corners=False)
-    (Box(left=16, top=16, right=240, bottom=240),)
+    (Square(left=16, top=16, right=240, bottom=240),)
 
     Beyond the paper: GoogLeNet's protocol.
     """
@@ -133,5 +140,5 @@ def crop_boxes(side: int, size: int, corners: bool) -> tuple[Box, ...]:
     return (centre, *(_square(left, top, size) for top in (0, room) for left in (0, room)))
 
 
-def _square(left: int, top: int, side: int) -> Box:
-    return Box(left, top, left + side, top + side)
+def _square(left: int, top: int, side: int) -> Square:
+    return Square(left, top, left + side, top + side)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import io
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from ..data.crops import centre_box
-from ..data.images import CorruptFile
+from ..data.decode import CorruptImageError, decode_crop, to_rgb
 from ..data.order import Order
+from ..data.reader import CorruptFile
 from ..data.source import ImageSource, open_source
 from ..extras import require
 from .crops import Crops, resized, square_boxes
 
-Pixels = NDArray[np.uint8]
+# Past this a long image's squares do not overlap, and most of it is in none of them.
+LONG = 3
 
 
 class Squares(NamedTuple):
@@ -30,23 +34,76 @@ class Squares(NamedTuple):
     All squares of one scale have the same size, whatever their images' shapes, so they are one tensor.
     """
 
-    examples: Tensor
-    """the number of each readable image in its split"""
-    labels: Tensor
+    pixels: list[Tensor]
+    """uint8 of shape (squares, side, side, 3), one for each scale"""
     owner: Tensor
-    """the row in ``examples`` that each square is of"""
-    pixels: tuple[Tensor, ...]
-    """(squares, side, side, 3), one tensor for each scale"""
-    corrupt: tuple[CorruptFile, ...]
+    """the image, as a row of ``labels``, that each square is of"""
+    labels: Tensor
+    examples: Tensor
+    """the number of each image in its split"""
     enlarged: int
     """images smaller than the crop"""
+    corrupt: list[CorruptFile]
+
+
+@dataclass(frozen=True)
+class SquareReader(Dataset[Squares]):
+    """Read, decode and cut images; corrupt ones are left out and listed."""
+
+    source: ImageSource
+    crops: Crops
+
+    def __getitem__(self, examples: NDArray[np.int64]) -> Squares:
+        kept: list[int] = []
+        found: list[list[Tensor]] = []
+        corrupt: list[CorruptFile] = []
+        enlarged = 0
+        for example in examples.tolist():
+            try:
+                squares, short = self._read(example)
+            except (CorruptImageError, OSError) as error:
+                corrupt.append(CorruptFile(example, self.source.name(example), str(error)))
+                continue
+            kept.append(example)
+            found.append(squares)
+            enlarged += short < self.crops.size
+        pixels = [
+            torch.cat([torch.empty(0, side, side, 3, dtype=torch.uint8), *(squares[k] for squares in found)])
+            for k, side in enumerate(self.crops.sides)
+        ]
+        owner = torch.arange(len(kept)).repeat_interleave(torch.tensor([len(s[0]) for s in found], dtype=torch.int64))
+        labels = torch.from_numpy(self.source.labels[kept])
+        return Squares(pixels, owner, labels, torch.tensor(kept, dtype=torch.int64), enlarged, corrupt)
+
+    def _read(self, example: int) -> tuple[list[Tensor], int]:
+        """Return an image's squares and its short side."""
+        data, size = self.source.read(example), self.crops.size
+        if self.crops.scales:
+            image = decode(data)
+            return cut_squares(image, self.crops), min(image.shape[:2])
+        square = torch.empty(1, size, size, 3, dtype=torch.uint8)
+        return [square], min(decode_crop(data, partial(centre_box, size=size), square[0]))
 
 
 class SquareBatches:
-    """Give every image of a split once, as squares; made by :func:`open_squares`."""
+    """Give every image of a split once, as squares, as often as asked; :func:`open_squares` makes them."""
 
-    def __init__(self, source: ImageSource, crops: Crops, order: Order, workers: int) -> None:
-        self.source, self.crops, self.order, self.workers = source, crops, order, workers
+    def __init__(self, source: ImageSource, crops: Crops, order: Order, workers: int, device: torch.device) -> None:
+        self.source, self.crops, self.order, self.device = source, crops, order, device
+        examples = order.examples(0)
+        steps = [order.batch(examples, step) for step in range(len(order))]
+        self.num_examples = sum(map(len, steps))
+        """images of this rank, corrupt ones included"""
+        self._loader = DataLoader(
+            SquareReader(source, crops),
+            batch_size=None,
+            # Arrays of examples where torch's types expect an index.
+            sampler=cast("list[int]", steps),
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # an evaluation must not move torch's global one
+        )
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -54,49 +111,12 @@ class SquareBatches:
         return self.source.classes
 
     def __len__(self) -> int:
+        """Return the steps, the same on every rank."""
         return len(self.order)
 
     def __iter__(self) -> Iterator[Squares]:
-        """Yield this rank's part of each step, decoded a few steps ahead by threads: Pillow leaves them free to run."""
-        examples = self.order.examples(0)
-        parts = (self.order.batch(examples, step) for step in range(len(self)))
-        pool, ahead = ThreadPoolExecutor(max(1, self.workers)), deque[Future[Squares]]()
-        try:
-            for part in parts:
-                ahead.append(pool.submit(self._cut, part))
-                if len(ahead) > self.workers + 1:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-    def _cut(self, examples: NDArray[np.int64]) -> Squares:
-        kept: list[int] = []
-        owner: list[int] = []
-        levels: list[list[Pixels]] = [[] for _ in self.crops.sides]
-        corrupt: list[CorruptFile] = []
-        enlarged = 0
-        for index in examples.tolist():
-            try:
-                image = _decode(self.source.read(index))
-                squares = cut(image, self.crops)
-            except Exception as error:  # whatever a decoder raises for a broken file
-                corrupt.append(CorruptFile(self.source.name(index), str(error)))
-                continue
-            owner += [len(kept)] * len(squares[0])
-            kept.append(index)
-            enlarged += min(image.size) < self.crops.size
-            for level, found in zip(levels, squares, strict=True):
-                level += found
-        return Squares(
-            torch.tensor(kept, dtype=torch.int64),
-            torch.from_numpy(self.source.labels[kept].astype(np.int64)),
-            torch.tensor(owner, dtype=torch.int64),
-            tuple(_stack(level, side) for level, side in zip(levels, self.crops.sides, strict=True)),
-            tuple(corrupt),
-            enlarged,
-        )
+        """Yield this rank's part of each step, pixels in pinned memory where the device is a GPU."""
+        return cast("Iterator[Squares]", iter(self._loader))
 
 
 def open_squares(
@@ -105,9 +125,10 @@ def open_squares(
     *,
     crops: Crops,
     batch_size: int = 256,
-    workers: int = 4,
+    workers: int = 0,
     rank: int = 0,
     world_size: int = 1,
+    device: torch.device | str = "cpu",
 ) -> SquareBatches:
     """Open a split of an image folder or of tar shards for evaluation: every image exactly once over all ranks.
 
@@ -116,8 +137,9 @@ def open_squares(
         split: which one.
         crops: which crops of each image will be wanted.
         batch_size: crops that a network takes at a time, on each rank; a step has the images that give as many.
-        workers: threads that decode.
+        workers: processes that decode ahead; 0 decodes in this one.
         rank, world_size: this process among all.
+        device: where the network is.
 
     Raises:
         FileNotFoundError: where the folder or its images are not found.
@@ -126,55 +148,57 @@ def open_squares(
     Beyond the paper: how it is run.
     """
     source = open_source(path, split)
-    if not len(source.labels):
-        raise FileNotFoundError(f"{path} has no images in its split {split!r}")
     _check_classes(source, path, split)
     images = max(1, round(batch_size / crops.per_square))
     order = Order(source.shard_sizes, images * world_size, False, "epoch", 0, rank, world_size)
-    return SquareBatches(source, crops, order, workers)
+    return SquareBatches(source, crops, order, workers, torch.device(device))
 
 
-def cut(image: Any, crops: Crops) -> list[list[Pixels]]:
-    """Return the squares of a decoded image for each scale.
+def decode(data: bytes) -> Tensor:
+    """Return an image's pixels, uint8 of shape (height, width, 3).
+
+    Raises:
+        CorruptImageError: with the decoder's reason.
+    """
+    try:
+        return torch.from_numpy(np.array(to_rgb(require("PIL.Image", "train").open(io.BytesIO(data)))))
+    # Pillow has no one error for a broken file.
+    except Exception as error:
+        raise CorruptImageError(f"{type(error).__name__}: {error}") from error
+
+
+def cut_squares(image: Tensor, crops: Crops) -> list[Tensor]:
+    """Return the squares of an image for each scale, in tensors of shape (squares, side, side, 3).
 
     Left, centre and right square of a square image are the same one, which then stands for all three.
 
+    >>> [tuple(squares.shape) for squares in cut_squares(torch.zeros(48, 64, 3, dtype=torch.uint8), Crops.of(10, 32))]
+    [(1, 37, 37, 3)]
+
     Beyond the paper: GoogLeNet's protocol.
     """
-    bilinear = require("PIL.Image", "train").Resampling.BILINEAR
-    if not crops.scales:
-        box = centre_box(*image.size, crops.size)
-        return [[np.asarray(image.resize((crops.size, crops.size), bilinear, box=box))]]
-    squares = 1 if image.width == image.height else crops.squares
-    levels: list[list[Pixels]] = []
+    height, width = image.shape[:2]
+    squares = 1 if width == height else crops.squares
+    if max(width, height) > LONG * min(width, height):
+        # differs from the protocol: cut first, then resize, as an extreme image enlarged as a whole fills the memory.
+        parts = [image[t:b, left:r] for left, t, r, b in square_boxes(width, height, squares)]
+        return [torch.stack([_resize(part, scale, scale) for part in parts]) for scale in crops.scales]
+    levels = []
     for scale in crops.scales:
-        width, height = resized(*image.size, scale)
-        boxes = square_boxes(width, height, squares)  # type: ignore[arg-type]
-        if max(width, height) <= 3 * scale:
-            whole = np.asarray(image.resize((width, height), bilinear))
-            levels.append([whole[int(b.top) : int(b.bottom), int(b.left) : int(b.right)] for b in boxes])
-        else:
-            # Of a long image most is in no square, and an extreme one would not fit into memory: the same pixels
-            # come from resizing the squares alone.
-            x, y = image.width / width, image.height / height
-            levels.append([np.asarray(image.resize((scale, scale), bilinear, box=b.scaled(x, y))) for b in boxes])
+        w, h = resized(width, height, scale)
+        scaled = _resize(image, w, h)
+        levels.append(torch.stack([scaled[t:b, left:r] for left, t, r, b in square_boxes(w, h, squares)]))
     return levels
 
 
-def _decode(data: bytes) -> Any:
-    return require("PIL.Image", "train").open(io.BytesIO(data)).convert("RGB")
-
-
-def _stack(squares: list[Pixels], side: int) -> Tensor:
-    return torch.from_numpy(np.stack(squares) if squares else np.empty((0, side, side, 3), np.uint8))
+def _resize(image: Tensor, width: int, height: int) -> Tensor:
+    """Resize by the antialiased bilinear filter that training's images are resized by."""
+    planes = image.permute(2, 0, 1)[None]
+    return F.interpolate(planes, (height, width), mode="bilinear", antialias=True)[0].permute(1, 2, 0)
 
 
 def _check_classes(source: ImageSource, path: str | Path, split: str) -> None:
     examples = np.bincount(source.labels, minlength=len(source.classes))
-    if len(examples) > len(source.classes):
-        raise ValueError(
-            f"{path} has label {len(examples) - 1} in its split {split!r}, but names only {len(source.classes)} classes"
-        )
     empty = [name for name, n in zip(source.classes, examples.tolist(), strict=True) if not n]
     if empty:
         raise ValueError(

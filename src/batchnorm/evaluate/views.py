@@ -26,8 +26,7 @@ def cut_views(squares: Tensor, crops: Crops) -> Tensor:
     # Filled in place, in the layout that convolutions like best: one write for each crop.
     views = squares.new_empty(crops.per_square, n, size, size, 3).movedim(-1, 2)
     for view, box in zip(views, boxes, strict=False):
-        left, top = int(box.left), int(box.top)
-        view.copy_(squares[..., top : top + size, left : left + size])
+        view.copy_(squares[..., box.top : box.bottom, box.left : box.right])
     plain = len(boxes)
     if crops.whole:
         views[plain] = _shrink(squares, size)
@@ -62,7 +61,7 @@ class MeanProbabilities(nn.Module):
         device = self.normalize.mean.device
         per_square: Tensor | None = None
         for pixels in squares.pixels:
-            level = self._level(_upload(pixels, device).movedim(-1, 1))
+            level = self._level(pixels.to(device, non_blocking=True).movedim(-1, 1))
             per_square = level if per_square is None else per_square + level
         assert per_square is not None, "crops always have a scale"
         owner = squares.owner.to(device)
@@ -75,7 +74,7 @@ class MeanProbabilities(nn.Module):
         # Even parts: a small last one would leave the device idle.
         parts = max(1, round(len(views) / self.batch_size))
         probabilities = torch.cat([self.probabilities(part) for part in views.tensor_split(parts)])
-        return probabilities.unflatten(0, (self.crops.per_square, -1)).mean(0)
+        return probabilities.view(self.crops.per_square, -1, probabilities.shape[1]).mean(0)
 
     def probabilities(self, images: Tensor) -> Tensor:
         """Return the network's class probabilities for uint8 images."""
@@ -89,8 +88,3 @@ def _shrink(squares: Tensor, size: int) -> Tensor:
         return squares
     small = F.interpolate(squares.float(), (size, size), mode="bilinear", antialias=True, align_corners=False)
     return small.round().to(torch.uint8)
-
-
-def _upload(pixels: Tensor, device: torch.device) -> Tensor:
-    # From pinned memory the copy does not wait for the kernels before it.
-    return pixels.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else pixels
