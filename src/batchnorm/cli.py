@@ -11,6 +11,8 @@ from .extras import MissingExtraError
 
 # word(s) -> (module:function, what it does). Modules are imported only when their word is used.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("batchnorm.train.command:train", "train the paper's network, or a variant, on images of your own"),
+    "describe": ("batchnorm.train.command:describe", "print a network's layers and costs beside the paper's claims"),
     "bench cpu": ("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side"),
 }
 

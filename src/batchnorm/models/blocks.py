@@ -36,10 +36,11 @@ class Row(NamedTuple):
         """Return the channels of the concatenation; a pool without projection passes its input through."""
         return self.one + self.three + self.double33 + (self.projection or inputs)
 
-    def scaled(self, width: float) -> Row:
-        """Return the row with all numbers of filters times ``width``, at least 1 where there are any."""
-        filters = ("one", "reduce3", "three", "reduce33", "double33", "projection")
-        return self._replace(**{name: scaled(getattr(self, name), width) for name in filters})
+    def times(self, width: float) -> Row:
+        """Return the row with all numbers of filters times ``width``."""
+        one, reduce3, three, reduce33, double33 = (scaled(n, width) for n in self[2:7])
+        projection = scaled(self.projection, width)
+        return Row(self.name, self.stride, one, reduce3, three, reduce33, double33, self.pool, projection)
 
 
 def scaled(filters: int, width: float) -> int:

@@ -117,7 +117,7 @@ def inception(
         layers["lrn2"] = nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75)  # not in the paper: GoogLeNet's constants
     layers["pool2"] = nn.MaxPool2d(3, 2, 1)
     size = -(-size // 2)
-    for row in (row.scaled(width) for row in rows(projection)):
+    for row in (row.times(width) for row in rows(projection)):
         layers[f"inception_{row.name}"] = InceptionModule(channels, row, size, unit)
         size, channels = -(-size // row.stride), row.outputs(channels)
     layers["pool"] = nn.AdaptiveAvgPool2d(1)

@@ -64,8 +64,8 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
     final, temporary = folder / f"step-{step:09d}", folder / f".writing-{step:09d}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    # Contiguous copies: safetensors refuses views and shared memory.
-    tensors = {k: v.detach().cpu().contiguous() for k, v in model.items()}
+    # Copies of their own: safetensors refuses views and shared memory.
+    tensors = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in model.items()}
     safetensors.save_file(tensors, temporary / "model.safetensors")
     torch.save(state, temporary / "state.pt")
     files = {name: _fingerprint(temporary / name) for name in ("model.safetensors", "state.pt")}
@@ -127,8 +127,12 @@ def load(path: Path) -> Checkpoint:
             raise CheckpointError(f"{path}: {name} has {actual['bytes']} bytes instead of {expected.get('bytes')}")
         if expected.get("sha256") != actual["sha256"]:
             raise CheckpointError(f"{path}: {name} was altered after it was written (its SHA-256 differs)")
-    model = safetensors.load_file(path / "model.safetensors")
-    state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    try:
+        model = safetensors.load_file(path / "model.safetensors")
+        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    except Exception as error:
+        # The hashes fit, so this is what was written: not by us.
+        raise CheckpointError(f"{path}: model.safetensors or state.pt cannot be read ({error})") from error
     return Checkpoint(step, model, state)
 
 

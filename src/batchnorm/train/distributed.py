@@ -13,6 +13,8 @@ from torch import Tensor, distributed, nn
 
 from ..layers import BatchNorm
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -26,7 +28,7 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     control: distributed.ProcessGroup | None = None
     """for decisions of the host, beside nccl's group"""
 
@@ -93,7 +95,7 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
     world_size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     if cuda and local >= torch.cuda.device_count():
         raise ValueError(f"local rank {local} needs a GPU of its own, there are {torch.cuda.device_count()}")
-    place = torch.device("cuda", local) if cuda else torch.device("cpu")
+    place = torch.device("cuda", local) if cuda else CPU
     if cuda:
         torch.cuda.set_device(place)
     if world_size == 1:

@@ -47,7 +47,7 @@ def train(recipe: Recipe, options: Options) -> Result:
     """
     with ranks(options.device) as here, stop_signal() as stop:
         if here.main:
-            claim_folder(options.out, recipe)
+            claim_folder(options.folder(recipe), recipe)
         here.wait()
         return _Run(recipe, options, here, stop).finish()
 
@@ -55,6 +55,7 @@ def train(recipe: Recipe, options: Options) -> Result:
 class _Run:
     def __init__(self, recipe: Recipe, options: Options, here: Ranks, stop: StopSignal) -> None:
         self.recipe, self.options, self.ranks, self.stop = recipe, options, here, stop
+        self.folder = options.folder(recipe)
         self.batches = self._open("train", recipe.batch_size)
         self.validation = self._open("val", options.evaluate_batch)
         if self.validation.classes != self.batches.classes:
@@ -80,7 +81,9 @@ class _Run:
         )
         if sums is not None:
             self.train_step.sums.copy_(sums)
-        self.report = Reporter(options, position, self.total_steps) if here.main else None
+        self.report = (
+            Reporter(self.folder, position, self.total_steps, tensorboard=options.tensorboard) if here.main else None
+        )
 
     @property
     def total_steps(self) -> int:
@@ -180,12 +183,12 @@ class _Run:
                 "metrics": self.report.position(),
                 "threads": torch.get_num_threads(),
             }
-            checkpoint.save(self.options.out / "checkpoints", self.step, self.net.state_dict(), state)
+            checkpoint.save(self.folder / "checkpoints", self.step, self.net.state_dict(), state)
         self.ranks.wait()
 
     def _resume(self) -> tuple[int, Tensor | None]:
         """Load the newest good checkpoint; return the metrics file's length and this rank's sums then."""
-        found = checkpoint.load_latest(self.options.out / "checkpoints")
+        found = checkpoint.load_latest(self.folder / "checkpoints")
         if found is None:
             return 0, None
         for problem in found.passed_over if self.ranks.main else ():
@@ -194,7 +197,7 @@ class _Run:
             self.net.load_state_dict(found.model)
             self.optimizer.load_state_dict(found.state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
-            raise ValueError(f"the checkpoint in {self.options.out} does not fit the network: {error}") from error
+            raise ValueError(f"the checkpoint in {self.folder} does not fit the network: {error}") from error
         self.step, self.evaluated = found.step, int(found.state["evaluated"])
         sums = found.state["sums"]
         same = len(sums) == self.ranks.world_size and found.state["threads"] == torch.get_num_threads()
@@ -204,32 +207,41 @@ class _Run:
         return int(found.state["metrics"]), sums[self.ranks.rank] if same else sums.sum(0) / self.ranks.world_size
 
     def _conclude(self, diverged: bool) -> Result:
+        """Take Algorithm 2 to its end, keep the network and write down how the run went."""
+        accuracy = None if diverged else self._accuracy(self._inference_network())
         result = Result(
             self.recipe.name,
             self.step,
             self.batches.num_examples,
             len(self.batches.classes),
             diverged,
+            top1=None if accuracy is None else accuracy.top1,
+            top5=None if accuracy is None else accuracy.top5,
             corrupt=len(self.batches.corrupt),
             hardware=hardware(self.ranks),
         )
-        accuracy = None
-        if not diverged:
-            final = population_network(self.net, self.batches, self.normalize, self.options, self.ranks)
-            accuracy = self._accuracy(final)
-            result.top1, result.top5 = accuracy.top1, accuracy.top5
         if self.report is not None:
             if accuracy is not None:
-                self.report.line(
-                    {"step": self.step, "final": True, "val_top1": accuracy.top1, "val_top5": accuracy.top5}
-                )
+                record = {"step": self.step, "final": True, "val_top1": accuracy.top1, "val_top5": accuracy.top5}
+                self.report.line(record)
             self._compare(result)
-            write_result(self.options.out, result)
+            write_result(self.folder, result)
         self.ranks.wait()
         return result
 
+    def _inference_network(self) -> nn.Module:
+        epoch = -(-self.step // len(self.batches))
+        count, seed = self.options.estimate_batches, self.recipe.seed
+        final = population_network(
+            self.net, self.batches, self.augment, epoch=epoch, seed=seed, count=count, bf16=self.bf16
+        )
+        if self.ranks.main:
+            state = {"classes": list(self.batches.classes)}
+            checkpoint.save(self.folder / "final", self.step, final.state_dict(), state)
+        return final
+
     def _compare(self, result: Result) -> None:
-        points = metrics.curve(metrics.read(self.options.out / "metrics.jsonl"))
+        points = metrics.curve(metrics.read(self.folder / "metrics.jsonl"))
         if points:
             result.best_step, result.best_top1 = max(points, key=lambda point: (point[1], -point[0]))
             result.running_top1 = points[-1][1] if points[-1][0] == self.step else None

@@ -121,7 +121,10 @@ class Recipe:
         unknown = set(values) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"a recipe has no field {', '.join(sorted(unknown))}: it was made by another version")
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        for key, value in values.items():
+            if isinstance(value, list):
+                values[key] = tuple(value)
+        return cls(**values)
 
 
 INCEPTION = Recipe()

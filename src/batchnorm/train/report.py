@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,26 +12,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from ..extras import require
 from .metrics import Metrics
-from .run import Options
 
 
 class Reporter:
     """Write records to the run's folder and show them: a bar on a terminal, a line each elsewhere.
 
     Args:
-        options: of the run.
+        folder: of the run.
         position: the length of the metrics file that is to be kept.
         total: steps of the whole run.
+        tensorboard: also write scalars for TensorBoard.
 
     Beyond the paper: for people who wait.
     """
 
-    def __init__(self, options: Options, position: int, total: int) -> None:
-        self.metrics = Metrics(options.out / "metrics.jsonl", position)
+    def __init__(self, folder: Path, position: int, total: int, *, tensorboard: bool = False) -> None:
+        self.metrics = Metrics(folder / "metrics.jsonl", position)
         self.started = time.perf_counter()
         self.board: Any = None
-        if options.tensorboard:
-            self.board = require("torch.utils.tensorboard", "train").SummaryWriter(str(options.out / "tensorboard"))
+        if tensorboard:
+            self.board = require("torch.utils.tensorboard", "train").SummaryWriter(str(folder / "tensorboard"))
         self.bar: Progress | None = None
         self.task = TaskID(0)
         if sys.stderr.isatty():

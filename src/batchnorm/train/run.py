@@ -24,8 +24,8 @@ class Options:
 
     data: Path
     """folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar shards"""
-    out: Path
-    """folder of the run; where it holds an unfinished run of the same recipe, that one goes on"""
+    out: Path | None = None
+    """folder of the run, by default runs/NAME; an unfinished run of the same recipe in it goes on"""
     device: str = "auto"
     """cpu, cuda, or auto"""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -55,6 +55,14 @@ class Options:
     tensorboard: bool = False
     """also write scalars for TensorBoard"""
 
+    def folder(self, recipe: Recipe) -> Path:
+        """Return the folder of a recipe's run.
+
+        >>> Options(Path("images")).folder(Recipe()).as_posix()
+        'runs/inception'
+        """
+        return Path("runs") / recipe.name if self.out is None else self.out
+
 
 @dataclass
 class Result:
@@ -80,7 +88,7 @@ class Result:
     hardware: dict[str, Any] = field(default_factory=dict)
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: the run goes on when it is started again
+class Stopped(Exception):
     """Say that a run was asked to stop and has saved its state.
 
     Beyond the paper: resuming.
