@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,13 @@ class EnsembleReport(NamedTuple):
         """The score of the mean of all networks."""
         return self.members[-1].together
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as what JSON can hold."""
+        scores = {m.name: {"alone": m.alone._asdict(), "together": m.together._asdict()} for m in self.members}
+        return {**self._asdict(), "members": scores, "corrupt": [file._asdict() for file in self.corrupt]}
+
     def __str__(self) -> str:
-        width = max(len(member.name) for member in self.members)
+        width = max(len("mean of all"), *(len(member.name) for member in self.members))
         lines = [f"{member.name:{width}}  {member.alone}" for member in self.members]
         if self.disagreement is not None:
             lines.append(f"{'mean of all':{width}}  {self.score}")
