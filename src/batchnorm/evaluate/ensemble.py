@@ -104,9 +104,19 @@ class Ensemble:
         alone = score(probabilities, labels, name)
         self._sum += probabilities
         self._votes.scatter_add_(1, probabilities.argmax(1, keepdim=True), self._votes.new_ones(len(labels), 1))
-        mean = self._sum / (len(self.members) + 1)
-        self.members.append(Member(name, alone, score(mean, labels, "the ensemble")))
+        together = score(self._sum / (len(self.members) + 1), labels, "the ensemble")
+        self.members.append(Member(name, alone, together))
         return self.members[-1]
+
+    def mean(self) -> Tensor:
+        """Return the mean of all networks' probabilities, for this rank's images.
+
+        Raises:
+            ValueError: before a network was added.
+        """
+        if self._sum is None:
+            raise ValueError("an ensemble without networks has no mean: add one first")
+        return self._sum / len(self.members)
 
     def report(self, crops: int, last: Predictions) -> EnsembleReport:
         """Return what was found; every rank calls it.

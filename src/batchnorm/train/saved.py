@@ -29,6 +29,12 @@ class SavedRun(NamedTuple):
         """The name of the run's folder."""
         return self.folder.resolve().name
 
+    @property
+    def weights(self) -> str | None:
+        """The SHA-256 of the final network's weights, as its manifest states it; None where there is none yet."""
+        manifests = sorted((self.folder / "final").glob("step-*/manifest.json"))
+        return str(json.loads(manifests[-1].read_text())["files"]["model.safetensors"]["sha256"]) if manifests else None
+
     def load(self, classes: Sequence[str]) -> nn.Module:
         """Return the folded network with the population statistics of the end of training.
 
