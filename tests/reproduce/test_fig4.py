@@ -29,9 +29,17 @@ def data(tmp_path_factory):
     return root
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    # Small tensors on shared cores: threads would only wait for each other.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def run(data, out, *words, **fields):
     options = {**OPTIONS, **SMALL, **fields, "data": data, "out": out}
-    torch.set_num_threads(1)
     return tyro.cli(fig4, args=[f"--{k.replace('_', '-')}={v}" for k, v in options.items()] + list(words))
 
 
