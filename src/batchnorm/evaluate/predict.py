@@ -51,8 +51,7 @@ def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, na
     mean = MeanProbabilities(net, batches.crops, batch_size).to(batches.device)
     rows = batches.num_examples
     probabilities = torch.empty(rows, len(batches.classes), device=batches.device)
-    labels = torch.empty(rows, dtype=torch.int64, device=batches.device)
-    examples = torch.empty(rows, dtype=torch.int64)
+    labels, examples = torch.empty(2, rows, dtype=torch.int64)  # on the host: a copy now would wait for the device
     corrupt: list[CorruptFile] = []
     done = enlarged = 0
     with _evaluating(net):
@@ -64,7 +63,8 @@ def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, na
                 labels[done:end], examples[done:end] = squares.labels, squares.examples
             done, enlarged = end, enlarged + squares.enlarged
             corrupt += squares.corrupt
-    return Predictions(probabilities[:done], labels[:done], examples[:done], enlarged, tuple(corrupt))
+    labels = labels[:done].to(batches.device)
+    return Predictions(probabilities[:done], labels, examples[:done], enlarged, tuple(corrupt))
 
 
 def check_fits(mean: MeanProbabilities, classes: int, name: str) -> None:

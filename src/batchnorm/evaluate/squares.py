@@ -36,8 +36,8 @@ class Squares(NamedTuple):
 
     pixels: list[Tensor]
     """uint8 of shape (squares, side, side, 3), one for each scale"""
-    owner: Tensor
-    """the image, as a row of ``labels``, that each square is of"""
+    rows: Tensor
+    """(images, squares): which squares are whose; a square image has one, which stands for all three"""
     labels: Tensor
     examples: Tensor
     """the number of each image in its split"""
@@ -71,9 +71,13 @@ class SquareReader(Dataset[Squares]):
             torch.cat([torch.empty(0, side, side, 3, dtype=torch.uint8), *(squares[k] for squares in found)])
             for k, side in enumerate(self.crops.sides)
         ]
-        owner = torch.arange(len(kept)).repeat_interleave(torch.tensor([len(s[0]) for s in found], dtype=torch.int64))
         labels = torch.from_numpy(self.source.labels[kept])
-        return Squares(pixels, owner, labels, torch.tensor(kept, dtype=torch.int64), enlarged, corrupt)
+        return Squares(pixels, self._rows(found), labels, torch.tensor(kept, dtype=torch.int64), enlarged, corrupt)
+
+    def _rows(self, found: list[list[Tensor]]) -> Tensor:
+        counts = torch.tensor([len(squares[0]) for squares in found], dtype=torch.int64)
+        place = torch.minimum(torch.arange(self.crops.squares), counts[:, None] - 1)
+        return (counts.cumsum(0) - counts)[:, None] + place
 
     def _read(self, example: int) -> tuple[list[Tensor], int]:
         """Return an image's squares and its short side."""
