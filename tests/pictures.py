@@ -1,54 +1,62 @@
-"""Image folders and shards with known pixels, and a network whose answer can be computed by hand."""
+"""Image sets for tests: made here, or real ones from ../shared/data where present."""
 
 import io
 import tarfile
+from pathlib import Path
 
 import numpy as np
-import torch
+import pytest
 from PIL import Image
-from torch import nn
 
-CLASSES = ("ant", "bee", "cat")
-
-
-def picture(width, height, seed=0):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+from batchnorm.data.sharding import shard
 
 
-def folder(root, sizes, *, classes=CLASSES, split="val"):
-    """Save one PNG for each size, classes in turn."""
+def smooth(width, height, seed=0):
+    """A picture without sharp edges, so that ways to resample it differ little."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
+    return coarse.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def encoded(image, kind="PNG", **options):
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def image_folder(root, sizes, split="train", classes=("ant", "bee", "cow")):
+    """An image folder in which the k-th image of a split has one grey level, k, so that batches tell what they hold."""
     for name in classes:
         (root / split / name).mkdir(parents=True, exist_ok=True)
-    for k, (width, height) in enumerate(sizes):
-        picture(width, height, k).save(root / split / classes[k % len(classes)] / f"{k:03d}.png")
+    names = [classes[k % len(classes)] for k in range(len(sizes))]
+    # As stored: by class, then by name.
+    for k, (name, number) in enumerate(sorted(zip(names, range(len(sizes)), strict=True))):
+        image = Image.new("RGB", sizes[k], (k, k, k))
+        image.save(root / split / name / f"{number:04d}.png")
     return root
 
 
-def shards(root, sizes, *, count=2, split="val"):
-    """Save the same images as tar shards, label = number modulo 3."""
-    root.mkdir(parents=True, exist_ok=True)
-    for part in range(count):
-        with tarfile.open(root / f"{split}-{part:06d}.tar", "w") as tar:
-            for k in range(part, len(sizes), count):
-                buffer = io.BytesIO()
-                picture(*sizes[k], k).save(buffer, "PNG")
-                for suffix, body in (("png", buffer.getvalue()), ("cls", str(k % len(CLASSES)).encode())):
-                    info = tarfile.TarInfo(f"{k:03d}.{suffix}")
-                    info.size = len(body)
-                    tar.addfile(info, io.BytesIO(body))
-    return root
+def sharded(folder, out, per_shard=5000):
+    shard(folder, out, per_shard=per_shard)
+    return out
 
 
-class Tiny(nn.Module):
-    """Class scores from a few pooled pixels; a seed makes it, its size does not matter."""
+def contents(images):
+    """Which images of an :func:`image_folder` a batch holds."""
+    return images[:, 0, 0, 0].tolist()
 
-    def __init__(self, classes=3, seed=0, sharpness=20.0):
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.linear = nn.Linear(3 * 16, classes)
-        with torch.no_grad():
-            self.linear.weight.copy_(sharpness * torch.randn(classes, 48, generator=generator))
-            self.linear.bias.zero_()
 
-    def forward(self, x):
-        return self.linear(nn.functional.adaptive_avg_pool2d(x, 4).flatten(1))
+def shared_data(name):
+    """A file of ../shared/data, beside this checkout or any folder above it."""
+    for parent in Path(__file__).resolve().parents:
+        path = parent / "shared" / "data" / name
+        if path.exists():
+            return path
+    return pytest.skip(f"needs shared/data/{name} beside the checkout")
+
+
+def real_jpegs(n=None):
+    """(name, bytes) of real ImageNet JPEGs, one of each class."""
+    with tarfile.open(shared_data("imagenet-sample-1000-short256.tar")) as tar:
+        members = sorted((m for m in tar if m.isfile()), key=lambda m: m.name)
+        return [(m.name, tar.extractfile(m).read()) for m in members[:n]]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pictures import Tiny, folder, shards
+from evaluating import Tiny, folder, shards
 from ranks import on_ranks
 
 from batchnorm.data import Normalize, open_images

@@ -7,7 +7,7 @@ import PIL.Image
 import pytest
 import torch
 import torch.nn.functional as F
-from pictures import folder, picture
+from evaluating import folder, picture
 
 from batchnorm.data import open_images
 from batchnorm.evaluate import Crops, open_squares

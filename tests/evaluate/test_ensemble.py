@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from pictures import CLASSES, Tiny, folder
+from evaluating import CLASSES, Tiny, folder
 from torch import nn
 
 from batchnorm.data import Normalize

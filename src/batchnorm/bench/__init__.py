@@ -1,1 +1,1 @@
-"""Benchmarks, one file a question; they run on a user's machine as they ran here."""
+"""Benchmarks: one file per question; users run them on their own machine."""

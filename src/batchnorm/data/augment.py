@@ -127,11 +127,12 @@ class Augment(Normalize):
             return super().forward(images)
         matrix, offset = self._distortion(images, draws, STRENGTHS[self.photometric])
         matrix, offset = matrix / (255 * self.std[:, None]), (offset - self.mean) / self.std
-        y = offset[:, :, None, None]
+        # In place, because a result of broadcast single channels would lose the images' memory format.
+        y = torch.empty_like(images, dtype=torch.float32).copy_(offset[:, :, None, None])
         for channel in range(3):
-            y = torch.addcmul(y, matrix[:, :, channel, None, None], images[:, channel : channel + 1])
+            y.addcmul_(matrix[:, :, channel, None, None], images[:, channel : channel + 1])
         black, white = -self.mean / self.std, (1 - self.mean) / self.std
-        return y.clamp(_per_channel(black), _per_channel(white)).to(self.dtype)
+        return y.clamp_(_per_channel(black), _per_channel(white)).to(self.dtype)
 
     def _distortion(self, images: Tensor, draws: Tensor, strength: Strength) -> tuple[Tensor, Tensor]:
         """Compose the four operations in each image's order: x <- A x + t."""

@@ -30,8 +30,9 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
     """Decode an image, write one crop of it, resized, to ``out`` and return the image's width and height.
 
     Pixels are those of "convert to RGB, crop, resize with an antialiased bilinear filter", but a JPEG much larger than
-    the crop needs is decoded at a half, a quarter or an eighth of its size, and the filter is torch's, which is
-    several times faster than Pillow's. Grey, palette, CMYK and 16-bit images become RGB; transparency is dropped.
+    the crop needs is decoded at a half, a quarter or an eighth of its size (then the box is rounded to whole pixels of
+    that, at most half a pixel of the result), and the filter is torch's, several times faster than Pillow's. Grey,
+    palette, CMYK and 16-bit images become RGB; transparency is dropped.
 
     Args:
         data: the encoded image.
@@ -64,10 +65,12 @@ def _load(data: bytes, choose: Choose, size: int) -> tuple[Image, Box, tuple[int
     box = choose(width, height)
     room = min(box.right - box.left, box.bottom - box.top) / size
     scale = next((s for s in JPEG_SCALES if s <= room), 1)
-    if scale > 1 and image.format == "JPEG":
-        image.draft(None, (width // scale, height // scale))
-    x, y = image.size[0] / width, image.size[1] / height
-    return to_rgb(image), box.scaled(x, y), (width, height)
+    drafted = image.draft(None, (width // scale, height // scale)) if scale > 1 else None
+    if drafted is not None:
+        # Not the ratio of the sizes: the last pixels of the smaller image stand for fewer of the original's.
+        _, (_, _, right, bottom) = drafted
+        box = box.scaled(right / width, bottom / height)
+    return to_rgb(image), box, (width, height)
 
 
 def to_rgb(image: Image) -> Image:

@@ -47,7 +47,7 @@ class ShardIndex:
         states = np.array([(s.stat().st_size, s.stat().st_mtime_ns) for s in shards], dtype=np.int64)
         # An index is a shortcut only: whatever is wrong with it, the shards have it all.
         with contextlib.suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):
-            with np.load(path, allow_pickle=False) as stored:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 index = cls(**{field.name: stored[field.name] for field in fields(cls)})
             if np.array_equal(index.shards, names) and np.array_equal(index.states, states):
                 return index

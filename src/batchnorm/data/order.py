@@ -21,8 +21,8 @@ class Order:
     number of ranks. Each rank takes one consecutive part of the step; the parts differ by at most one example.
 
     The tail: where n is no multiple of the batch size, the last step is smaller. In training no rank may get a part
-    of fewer than two examples (they could not be normalized), so where the leftover is too small for that, the last
-    two steps share their examples evenly. In evaluation the leftover stays as it is, and a rank's part may be empty.
+    of fewer than two examples (they could not be normalized), so a leftover of less than half a step shares evenly
+    with the step before it. In evaluation the leftover stays as it is, and a rank's part of it may be empty.
 
     Args:
         shard_sizes: examples in each shard.
@@ -103,7 +103,7 @@ class Order:
             raise IndexError(f"step {step} is not one of the {last + 1} steps of an epoch")
         tail = n - last * self.batch_size
         middle = last * self.batch_size
-        if self.train and last > 0 and tail < 2 * self.world_size:
+        if self.train and last > 0 and tail < self.batch_size / 2:
             middle = n - (self.batch_size + tail) // 2
         edges = (*(s * self.batch_size for s in range(step, min(step + 2, last))), middle, n)
         return (edges[0], edges[1])

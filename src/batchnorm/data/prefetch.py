@@ -11,6 +11,15 @@ from torch.utils.data import DataLoader
 from .reader import BatchReader, Decoded, Request
 
 
+class _Requests:
+    """Let one loader, whose workers stay alive, go over other requests each time."""
+
+    current: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.current)
+
+
 class Prefetcher:
     """Answer requests in their order, by ``workers`` processes that stay alive, or in this process where it is 0.
 
@@ -19,7 +28,7 @@ class Prefetcher:
 
     def __init__(self, reader: BatchReader, workers: int, device: torch.device) -> None:
         self.reader, self.workers, self.device = reader, workers, device
-        self._requests: Iterable[Request] = ()
+        self._requests = _Requests()
         self._turn = 0
         self._loader = self._start() if workers else None
 
@@ -33,7 +42,7 @@ class Prefetcher:
     def _answers(self, requests: Iterable[Request]) -> Iterator[Decoded]:
         if self._loader is None:
             return map(self.reader.__getitem__, requests)
-        self._requests = requests
+        self._requests.current = requests
         return cast("Iterator[Decoded]", iter(self._loader))
 
     def _guarded(self, answers: Iterator[Decoded], turn: int) -> Iterator[Decoded]:
@@ -43,16 +52,10 @@ class Prefetcher:
                 raise RuntimeError("these batches were asked for another epoch meanwhile; open them a second time")
 
     def _start(self) -> DataLoader[Decoded]:
-        outer = self
-
-        class Requests:
-            def __iter__(self) -> Iterator[Request]:
-                return iter(outer._requests)
-
         return DataLoader(
             self.reader,
             batch_size=None,
-            sampler=cast("Iterable[int]", Requests()),  # a request where torch's types expect an index
+            sampler=cast("Iterable[int]", self._requests),  # a request where torch's types expect an index
             num_workers=self.workers,
             persistent_workers=True,
             pin_memory=self.device.type == "cuda",
