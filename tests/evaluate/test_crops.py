@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from evaluating import folder, picture
+from pictures import real_jpegs
 
 from batchnorm.data import open_images
 from batchnorm.evaluate import Crops, open_squares
@@ -142,6 +143,22 @@ def test_crops_of_an_image_share_one_decode(tmp_path, monkeypatch):
     assert views == 2 * 144 + 48
     assert len(opened) == 3
     assert sorted(read) == [0, 1, 2]
+
+
+def test_real_photographs():
+    crops = Crops.of(144, size=224)
+    for _, data in real_jpegs(8):
+        image = decode(data)
+        height, width = image.shape[:2]
+        levels = cut_squares(image, crops)
+        squares = 1 if width == height else 3
+        assert [tuple(level.shape) for level in levels] == [(squares, s, s, 3) for s in crops.scales]
+        # Resizing keeps the mean colour of the centre square.
+        side = min(width, height)
+        top, left = (height - side) // 2, (width - side) // 2
+        expected = image[top : top + side, left : left + side].float().mean().item()
+        for level in levels:
+            assert abs(level[squares // 2].float().mean().item() - expected) < 1
 
 
 def test_grey_and_palette_images_are_decoded():
