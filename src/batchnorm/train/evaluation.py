@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
+from tyro.conf import arg
 
 from ..evaluate import Crops, EnsembleReport, SquareBatches, evaluate_networks, open_squares
 from ..evaluate.crops import Count
@@ -18,7 +19,7 @@ from .saved import SavedRun, open_run
 
 
 def evaluate(
-    runs: tuple[Path, ...],
+    runs: Annotated[tuple[Path, ...], arg(metavar="RUN...")],
     /,
     data: Path,
     crops: Count = 1,
