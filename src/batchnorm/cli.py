@@ -13,6 +13,7 @@ from .extras import MissingExtraError
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("batchnorm.train.command:train", "train the paper's network, or a variant, on images of your own"),
     "describe": ("batchnorm.train.command:describe", "print a network's layers and costs beside the paper's claims"),
+    "fold": ("batchnorm.inference.command:fold", "fold a network's BN into its weights and write ONNX or torch.export"),
     "bench cpu": ("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side"),
 }
 
