@@ -1,5 +1,8 @@
 """Image batches as a whole: exact epochs and resumption, workers, ranks, the cache, and files that cannot be read."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -299,3 +302,28 @@ def test_a_set_that_does_not_fit_on_the_gpu_says_so(pictures, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1000))
     with pytest.raises(ValueError, match="use cache='none'"):
         open_images(pictures, size=16, batch_size=4, train=True, cache="device", device="cuda")
+
+
+STOPPED = """
+import os, signal, sys
+from batchnorm.data import open_images
+
+asked = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: asked.append(number))
+batches = open_images(sys.argv[1], size=4, batch_size=4, train=True, workers=2)
+count = 0
+for images, labels in batches.epoch(0):
+    if count == 0:
+        os.killpg(0, signal.SIGINT)
+        os.killpg(0, signal.SIGTERM)
+    count += len(labels)
+assert len(asked) == 2
+print(count)
+"""
+
+
+def test_workers_outlive_the_signals_that_ask_the_parent_to_stop(sets):
+    command = [sys.executable, "-c", STOPPED, str(sets["folder"])]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=120)
+    assert (done.stdout, done.stderr) == (f"{len(SIZES)}\n", "")

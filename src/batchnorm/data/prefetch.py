@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import signal
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import cast
 
@@ -31,6 +34,9 @@ class Prefetcher:
         self._requests = _Requests()
         self._turn = 0
         self._loader = self._start() if workers else None
+        if self._loader is not None:
+            # Before multiprocessing's own end, which would wait for workers that ignore its signal.
+            atexit.register(_stop, weakref.ref(self._loader))
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[Decoded]:
         """Yield the answers, images and labels on the device."""
@@ -59,9 +65,25 @@ class Prefetcher:
             num_workers=self.workers,
             persistent_workers=True,
             pin_memory=self.device.type == "cuda",
+            worker_init_fn=_leave_signals_to_the_parent,
             # Else each epoch would draw from torch's global generator, and runs with and without workers would differ.
             generator=torch.Generator(),
         )
+
+
+def _stop(loader: weakref.ref[DataLoader[Decoded]]) -> None:
+    iterator = getattr(loader(), "_iterator", None)
+    if iterator is not None:
+        iterator._shutdown_workers()
+
+
+def _leave_signals_to_the_parent(worker: int) -> None:
+    """Ignore Ctrl-C and SIGTERM, which reach the whole group: a parent that saves its work first still needs data.
+
+    Workers end when the parent says so, or when it is gone.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _copy_ahead(answers: Iterator[Decoded], device: torch.device) -> Iterator[Decoded]:

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from .draws import permutation, seed_at
 from .folder import FolderSource
+from .imagenet import TRAIN_TAR, open_official
 from .shards import CLASSES_FILE, TarSource
+from .source import ImageSource
 
 T = TypeVar("T")
 
@@ -35,13 +37,15 @@ class ShardedSplit(NamedTuple):
 
 
 def shard(folder: Path, out: Path, *, per_shard: int = 5000, seed: int = 0) -> list[ShardedSplit]:
-    """Turn an image folder into WebDataset tar shards, in random order, and print what was written.
+    """Turn an image folder, or ImageNet's own tar files, into tar shards in random order, and print what was written.
 
     Encoded images are copied as they are. ``classes.txt`` beside the shards has the class names. The folder ``out``
     appears when all of it is written and safe on disk; the same folder, seed and size give the same bytes.
 
     Args:
-        folder: with train/CLASS/*.jpg and, where there is one, val/CLASS/*.jpg.
+        folder: with train/CLASS/*.jpg and, where there is one, val/CLASS/*.jpg; or with ILSVRC2012_img_train.tar and,
+            where there is one, ILSVRC2012_img_val.tar beside what says its classes, ILSVRC2012_bbox_val_v3.tgz or
+            LOC_val_solution.csv.
         out: the folder to make.
         per_shard: images in a shard, at most.
         seed: of the order of the images.
@@ -56,15 +60,11 @@ def shard(folder: Path, out: Path, *, per_shard: int = 5000, seed: int = 0) -> l
         raise ValueError(f"{out} exists already: remove it or choose another folder")
     if per_shard < 1:
         raise ValueError(f"per_shard={per_shard}: a shard holds at least one image")
-    splits = [split for split in ("train", "val") if (folder / split).is_dir()]
-    if not splits:
-        raise FileNotFoundError(f"{folder} has neither train/CLASS/*.jpg nor val/CLASS/*.jpg")
+    sources = _open_all(folder)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        written = [
-            _write_split(FolderSource.open(folder, split), split, temporary, per_shard, seed) for split in splits
-        ]
+        written = [_write_split(source, split, temporary, per_shard, seed) for split, source in sources.items()]
         temporary.chmod(0o755)
         temporary.rename(out)
     except BaseException:
@@ -75,7 +75,16 @@ def shard(folder: Path, out: Path, *, per_shard: int = 5000, seed: int = 0) -> l
     return written
 
 
-def _write_split(source: FolderSource, split: str, out: Path, per_shard: int, seed: int) -> ShardedSplit:
+def _open_all(folder: Path) -> Mapping[str, ImageSource]:
+    if (folder / TRAIN_TAR).exists():
+        return open_official(folder)
+    splits = [split for split in ("train", "val") if (folder / split).is_dir()]
+    if not splits:
+        raise FileNotFoundError(f"{folder} has neither train/CLASS/*.jpg, nor val/CLASS/*.jpg, nor {TRAIN_TAR}")
+    return {split: FolderSource.open(folder, split) for split in splits}
+
+
+def _write_split(source: ImageSource, split: str, out: Path, per_shard: int, seed: int) -> ShardedSplit:
     (out / CLASSES_FILE).write_text("".join(f"{name}\n" for name in source.classes), encoding="utf-8")
     n = len(source.labels)
     order = permutation(seed_at(seed, 0), n)
@@ -87,7 +96,7 @@ def _write_split(source: FolderSource, split: str, out: Path, per_shard: int, se
     return ShardedSplit(split, n, len(parts), len(source.classes))
 
 
-def _write_shard(path: Path, source: FolderSource, examples: NDArray[np.int64]) -> None:
+def _write_shard(path: Path, source: ImageSource, examples: NDArray[np.int64]) -> None:
     with path.open("wb") as file:
         with tarfile.open(fileobj=file, mode="w") as tar:
             for example in examples.tolist():
