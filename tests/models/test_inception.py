@@ -194,3 +194,33 @@ def test_it_trains():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("activation", ["relu", "sigmoid"])
+def test_the_normalized_form_is_insert_of_the_plain_form(activation):
+    plain, normalized = (
+        inception(size=32, classes=5, norm=norm, activation=activation, width=0.1, seed=1, eps=1e-5).double()
+        for norm in (None, "batch")
+    )
+    x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    inserted = bn.insert(plain, x)
+    sizes = [sorted(p.numel() for p in net.parameters()) for net in (inserted, normalized)]
+    assert sizes[0] == sizes[1]
+    assert len(inserted.report.sites) == 2 + sum(isinstance(m, bn.BatchNorm2d) for m in normalized.modules())
+    for mode in (True, False):
+        outputs = [net.train(mode)(x) for net in (inserted, normalized)]
+        torch.testing.assert_close(*outputs)
+    # What trains in one trains in the other: the same gradients for the same weights.
+    for net in (inserted, normalized):
+        net.train()(x).square().sum().backward()
+    grads = [net.inception_4c.double33.conv1.conv for net in (inserted, normalized)]
+    torch.testing.assert_close(grads[0].affine.weight.grad, grads[1].weight.grad)
+
+
+def test_folding_leaves_no_normalization():
+    net = inception(size=32, classes=5, width=0.1, seed=1)
+    net(torch.randn(16, 3, 32, 32))
+    x = torch.randn(2, 3, 32, 32)
+    folded = bn.fold(net, x)
+    assert not any(isinstance(m, bn.BatchNorm2d) for m in folded.modules())
+    torch.testing.assert_close(folded(x), net.eval()(x), rtol=1e-4, atol=1e-4)

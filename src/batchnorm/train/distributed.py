@@ -10,10 +10,13 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ..layers import BatchNorm
 
 CPU = torch.device("cpu")
+TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,13 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
     if world_size == 1:
         yield Ranks(device=place)
         return
-    distributed.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=10))
+    store, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
+    # Workers that torchrun has restarted may meet the addresses that the dead ones left in its store.
+    store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    backend = "nccl" if cuda else "gloo"
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     try:
         control = distributed.new_group(backend="gloo") if cuda else None
-        yield Ranks(distributed.get_rank(), world_size, place, control)
+        yield Ranks(rank, world_size, place, control)
     finally:
         distributed.destroy_process_group()

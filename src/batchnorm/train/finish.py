@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data import Augment, ImageBatches, seed_at
+from ..inference import fold
 from ..layers import BatchNorm
 from ..population import estimate_
 
@@ -38,6 +39,25 @@ def population_network(
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             estimate_(final.train(), _prepared(batches, augment, epoch, seed, count))
     return final.eval()
+
+
+def folded_network(net: nn.Module, size: int) -> nn.Module:
+    """Return the inference network with its batch normalization folded into the weights, on the network's device.
+
+    It is made, and checked against the original, on the CPU: a GPU's shortened products would hide a mistake.
+
+    Args:
+        net: with population statistics.
+        size: height and width of its images.
+
+    Paper: Alg. 2, l. 11
+    """
+    if not any(isinstance(m, BatchNorm) for m in net.modules()):
+        return net
+    device = next(net.parameters()).device
+    example = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    folded = fold(copy.deepcopy(net).cpu(), example).to(device)
+    return folded.to(memory_format=torch.channels_last) if device.type == "cuda" else folded  # type: ignore[call-overload]
 
 
 def _prepared(batches: ImageBatches, augment: Augment, epoch: int, seed: int, count: int) -> Iterator[Tensor]:

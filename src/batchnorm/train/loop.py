@@ -15,7 +15,7 @@ from ..data import Augment, ImageBatches, Normalize, open_images, seed_at
 from ..evaluate import Accuracy, count_correct
 from . import checkpoint, metrics
 from .distributed import Ranks, ranks
-from .finish import population_network
+from .finish import folded_network, population_network
 from .recipe import Recipe
 from .report import Reporter
 from .run import Options, Result, Stopped, StopSignal, claim_folder, stop_signal, write_result
@@ -238,7 +238,7 @@ class _Run:
         if self.ranks.main:
             state = {"classes": list(self.batches.classes)}
             checkpoint.save(self.folder / "final", self.step, final.state_dict(), state)
-        return final
+        return folded_network(final, self.recipe.size)
 
     def _compare(self, result: Result) -> None:
         points = metrics.curve(metrics.read(self.folder / "metrics.jsonl"))

@@ -60,8 +60,8 @@ class Recipe:
     """initial learning rate"""
     momentum: float = 0.9  # not in the paper, which says "a version of SGD with momentum"
     """of SGD"""
-    weight_decay: float = 2e-4  # not in the paper: a fifth of it is TF-slim's 4e-5
-    """weight of the L2 loss; on convolutions and the classifier's matrix, not on biases, gamma and beta"""
+    weight_decay: float = 2e-4  # not in the paper: a fifth of it is TF-slim's 4e-5; none on gamma and beta
+    """weight of the L2 loss on all parameters but gamma and beta"""
     decay: float = 0.96  # not in the paper: GoogLeNet's
     """factor on the learning rate ..."""
     decay_epochs: float = 8.0  # not in the paper: GoogLeNet's

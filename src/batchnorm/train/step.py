@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -9,16 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data import Augment
+from ..layers import param_groups
 from .distributed import Ranks
 from .recipe import Recipe
 
 # Steps run as they come before the graph is captured: allocations, autotuning and, for DistributedDataParallel, its
 # first iterations (torch's notes on CUDA graphs ask for 11) must be behind.
 WARMUP, WARMUP_DISTRIBUTED = 3, 11
+# torch 2.13 renamed it.
+_RENAMED = "forward_sync_buffers" in signature(nn.parallel.DistributedDataParallel).parameters
+_KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 
 def make_optimizer(net: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.SGD:
-    """Return SGD with momentum whose weight decay leaves biases, gamma and beta alone.
+    """Return SGD with momentum whose weight decay leaves gamma and beta alone.
 
     >>> optimizer = make_optimizer(nn.Conv2d(1, 1, 1), Recipe(), torch.device("cpu"))
     >>> [group["weight_decay"] for group in optimizer.param_groups]
@@ -26,16 +31,10 @@ def make_optimizer(net: nn.Module, recipe: Recipe, device: torch.device) -> torc
 
     Paper: Sec. 4.2, "a version of Stochastic Gradient Descent with momentum"
     """
-    # Per-activation gamma and beta have three dimensions; weights are the layers' matrices and kernels.
-    weights = {id(m.weight) for m in net.modules() if isinstance(m, nn.Conv2d | nn.Linear)}
-    groups = [
-        {"params": [p for p in net.parameters() if id(p) in weights], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in net.parameters() if id(p) not in weights], "weight_decay": 0.0},
-    ]
     # On a GPU the rate is a tensor that the captured graph reads.
     cuda = device.type == "cuda"
     rate = torch.tensor(recipe.rate, device=device) if cuda else recipe.rate
-    return torch.optim.SGD(groups, rate, recipe.momentum, fused=True if cuda else None)
+    return torch.optim.SGD(param_groups(net, recipe.weight_decay), rate, recipe.momentum, fused=True if cuda else None)
 
 
 class TrainStep:
@@ -70,7 +69,7 @@ class TrainStep:
         self.model: Any = torch.compile(net, dynamic=False) if compile else net
         if ranks.world_size > 1:
             # Running averages are averaged over the ranks below, instead of rank 0's being copied to the others.
-            self.model = nn.parallel.DistributedDataParallel(self.model, broadcast_buffers=False)
+            self.model = nn.parallel.DistributedDataParallel(self.model, **_KEEP_BUFFERS)
         self.sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
         self._graph = _Graph(self._compute, WARMUP if ranks.world_size == 1 else WARMUP_DISTRIBUTED) if graph else None
 
@@ -91,7 +90,7 @@ class TrainStep:
             x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             scores = self.model(x)
-        loss = F.cross_entropy(scores.float(), labels)
+        loss = F.cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), labels)
         (loss * self._share(labels)).backward()
         self.optimizer.step()
         self.ranks.average_statistics_(self.net)
@@ -102,7 +101,8 @@ class TrainStep:
         """Return what makes the mean over ranks of the ranks' means the mean over all examples."""
         if self.ranks.world_size == 1:
             return 1.0
-        total = self.ranks.sum_(torch.full((), float(len(labels)), device=labels.device))
+        # In double precision: a third of a batch should weigh a third.
+        total = self.ranks.sum_(torch.full((), len(labels), dtype=torch.float64, device=labels.device))
         return len(labels) * self.ranks.world_size / total
 
 
