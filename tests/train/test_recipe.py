@@ -9,6 +9,7 @@ from torch import nn
 import batchnorm as bn
 from batchnorm.train import RECIPES, Recipe
 from batchnorm.train.command import Overrides, RecipeName, resolve
+from batchnorm.train.recipe import MEMBERS
 from batchnorm.train.schedule import exponential_rate
 from batchnorm.train.step import make_optimizer
 
@@ -42,7 +43,7 @@ def test_the_table(name):
 
 
 def test_no_recipe_is_missing():
-    assert set(RECIPES) == set(TABLE) == set(RecipeName.__args__)
+    assert set(RECIPES) == {*TABLE, *MEMBERS} == set(RecipeName.__args__)
 
 
 def test_network_of_a_recipe():

@@ -30,6 +30,22 @@ class Accuracy(NamedTuple):
         return cls(top1 / max(count, 1), top5 / max(count, 1), int(count))
 
 
+def label_ranks(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return how many classes each example's label stands behind; among equal scores the lower class comes first.
+
+    So an example is right at k where its rank is below k, and ties are decided alike on every device. A label whose
+    score is not a number stands behind all.
+
+    >>> label_ranks(torch.tensor([[0.2, 0.5, 0.3], [0.4, 0.4, 0.2]]), torch.tensor([2, 1]))
+    tensor([1, 1])
+
+    Paper: Sec. 4.2 (accuracy at 1), Fig. 4 (top-1 and top-5 error)
+    """
+    own = scores.gather(1, labels[:, None])
+    earlier = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]
+    return (~(scores < own) & ((scores != own) | earlier)).sum(1)
+
+
 @torch.no_grad()
 def count_correct(
     net: nn.Module,
@@ -63,6 +79,6 @@ def count_correct(
             continue
         with torch.autocast(images.device.type, torch.bfloat16, enabled=bf16):
             scores = net(prepare(images)).float()
-        best = scores.topk(min(5, scores.shape[1]), dim=1).indices == labels[:, None]
-        counts += torch.stack([best[:, 0].sum(), best.sum(), torch.full_like(labels[0], len(labels))])
+        ranks = label_ranks(scores, labels)
+        counts += torch.stack([(ranks < 1).sum(), (ranks < 5).sum(), torch.full_like(labels[0], len(labels))])
     return counts

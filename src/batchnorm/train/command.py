@@ -17,8 +17,10 @@ from .recipe import RECIPES, Recipe
 from .run import Options, Result, Stopped
 
 RecipeName = Literal[
-    "inception", "bn-baseline", "bn-x5", "bn-x30", "bn-x5-sigmoid", "inception-x5", "inception-sigmoid"
-]
+    "inception", "bn-baseline", "bn-x5", "bn-x30", "bn-x5-sigmoid", "inception-x5", "inception-sigmoid",
+    "bn-x30-large-init", "bn-x30-dropout-5", "bn-x30-dropout-10", "bn-x30-per-activation",
+    "bn-x30-large-init-dropout-5", "bn-x30-per-activation-dropout-10",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     Overrides = Recipe

@@ -153,7 +153,27 @@ INCEPTION_X5 = replace(INCEPTION, name="inception-x5", rate=5 * INCEPTION.rate)
 # "We also attempted to train the original Inception with sigmoid, but the model remained at [...] chance."
 INCEPTION_SIGMOID = replace(INCEPTION, name="inception-sigmoid", activation="sigmoid")
 
+# Section 4.2.3: six networks, "each based on BN-x30, modified via some of the following: increased initial weights in
+# the convolutional layers; using Dropout (with the Dropout probability of 5% or 10%[...]); and using non-convolutional,
+# per-activation Batch Normalization with last hidden layers of the model". Not in the paper: which network has which,
+# by how much the weights are increased, which layers are the last ones.
+LARGE_INIT, LAST_LAYERS = 2.0, ("5b",)
+MEMBERS: dict[str, Recipe] = {
+    f"bn-x30-{name}": replace(BN_X30, name=f"bn-x30-{name}", seed=seed, **changes)  # type: ignore[arg-type]
+    for seed, (name, changes) in enumerate(
+        {
+            "large-init": {"init_scale": LARGE_INIT},
+            "dropout-5": {"dropout": 0.05},
+            "dropout-10": {"dropout": 0.1},
+            "per-activation": {"per_activation": LAST_LAYERS},
+            "large-init-dropout-5": {"init_scale": LARGE_INIT, "dropout": 0.05},
+            "per-activation-dropout-10": {"per_activation": LAST_LAYERS, "dropout": 0.1},
+        }.items(),
+        start=1,
+    )
+}
+
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (INCEPTION, BN_BASELINE, BN_X5, BN_X30, BN_X5_SIGMOID, INCEPTION_X5, INCEPTION_SIGMOID)
-}
+} | MEMBERS
