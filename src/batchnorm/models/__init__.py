@@ -1,0 +1,5 @@
+"""The paper's networks."""
+
+from .perceptron import perceptron
+
+__all__ = ["perceptron"]
