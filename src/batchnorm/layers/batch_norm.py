@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from math import prod
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -138,7 +139,7 @@ class BatchNorm(TorchBatchNorm):
 
     def extra_repr(self) -> str:
         """Extend ``torch.nn``'s line by what is not at its default."""
-        text: str = super().extra_repr()
+        text: str = super().extra_repr()  # type: ignore[no-untyped-call]
         if self.activation.name != "identity":
             text += f", activation={self.activation.name}"
             if self.activation.name == "leaky_relu":
@@ -152,7 +153,7 @@ class BatchNorm(TorchBatchNorm):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BatchNorm:
         kept = {k: v for k in ("running_mean", "running_var") if (v := self._buffers.get(k)) is not None}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for key, old in kept.items():
             new = self._buffers[key]
             if new is not None and new.dtype.itemsize < 4:
@@ -245,10 +246,11 @@ def path_of(layer: nn.Module) -> str:
     kind = type(layer).__name__
     if torch.compiler.is_compiling():
         return kind
-    frame, path = sys._getframe(1), ""
+    frame: FrameType | None = sys._getframe(1)
+    path = ""
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and owner is not layer:
             path = next((name for name, m in owner.named_modules() if m is layer), path)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return f"layer '{path}' ({kind})" if path else kind

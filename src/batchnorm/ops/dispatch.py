@@ -206,8 +206,7 @@ class _Call:
         if len(self.features) == 1:
             return y
         if self.nhwc:
-            k = len(self.features)
-            return y.unflatten(1, (*self.features[1:], self.features[0])).movedim(k, 1)
+            return y.reshape(self.shape[0], *self.features[1:], self.features[0]).movedim(-1, 1)
         return y.reshape(self.shape)
 
     def restore_moments(self, moments: Moments) -> Moments:
@@ -217,7 +216,7 @@ class _Call:
 
     def _features_shaped(self, v: Tensor) -> Tensor:
         if self.nhwc:
-            return v.unflatten(0, (*self.features[1:], self.features[0])).movedim(-1, 0)
+            return v.reshape(*self.features[1:], self.features[0]).movedim(-1, 0)
         return v.reshape(self.features)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ class Moments(NamedTuple):
     Paper: Alg. 1, l. 1-2
     """
 
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nothing needs
     mean: Tensor
     var: Tensor
 
@@ -30,7 +29,7 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def batch_moments(x: Tensor, dims: Sequence[int], mask: Tensor | None = None) -> tuple[Moments, Tensor]:
+def batch_moments(x: Tensor, dims: list[int], mask: Tensor | None = None) -> tuple[Moments, Tensor]:
     """Return the moments of ``x`` over ``dims`` (kept as ones) and the centred values x - mu_B, in at least float32.
 
     ``mask`` has the shape of ``x`` with a one for the features; where it is False, x counts for nothing and the

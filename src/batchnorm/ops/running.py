@@ -39,7 +39,7 @@ def update_(running: Running, moments: Moments, momentum: float | None) -> None:
     Paper: Sec. 3.1, moving averages
     """
     args = (*running, moments.count.detach(), moments.mean.detach(), moments.var.detach(), momentum)
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         # The functional transforms have rules for plain operations, none for ours.
         _update(*args)
     else:
