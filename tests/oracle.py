@@ -75,7 +75,9 @@ def expect(
     )
 
 
-def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "", scale: float = 1.0, top=None) -> None:
+def assert_near(
+    actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "", scale: float = 1.0, top=None
+) -> None:
     """Compare in float64 with the tolerance of ``dtype``, relative to ``top`` or else the largest expected value."""
     assert actual.shape == expected.shape, (what, actual.shape, expected.shape)
     tolerance = TOLERANCE[dtype]

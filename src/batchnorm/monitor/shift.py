@@ -56,9 +56,7 @@ def typical_unit(records: Sequence[Record], layer: str) -> int:
     return int(total.argsort(stable=True)[(len(total) - 1) // 2])
 
 
-def gradient_change(
-    net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Batch, rate: float
-) -> dict[str, Change]:
+def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Batch, rate: float) -> dict[str, Change]:
     """Measure how much each layer's gradient changes when only the layers below it take their gradient step.
 
     g' - g with g = dl/dW_k at (W_1, ..., W_K) and g' at (W_1 - rate dl/dW_1, ..., W_{k-1} - rate dl/dW_{k-1}, W_k, ...,
@@ -91,7 +89,7 @@ def gradient_change(
         return dict(zip(of, grads, strict=True))
 
     before = gradients(parameters, list(parameters))
-    moved = dict(parameters)
+    moved: dict[str, Tensor] = dict(parameters)
     changes: dict[str, Change] = {}
     for k, (layer, names) in enumerate(groups.items()):
         if k > 0:

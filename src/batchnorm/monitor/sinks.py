@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .records import Change, Percentiles, Record
+from ..extras import require
+from .records import Percentiles, Record
 
 
 class Sink(Protocol):
@@ -62,6 +63,7 @@ class JSONLines:
 
     >>> import tempfile, pathlib
     >>> path = pathlib.Path(tempfile.mkdtemp(), "metrics.jsonl")
+    >>> from batchnorm.monitor import Change
     >>> sink = JSONLines(path); sink.write(Record(7, gradient_change={"fc2": Change(0.5, 0.9)})); sink.close()
     >>> path.read_text()
     '{"step": 7, "gradient_change": {"fc2": {"relative": 0.5, "cosine": 0.9}}}\\n'
@@ -92,17 +94,14 @@ class TensorBoard:
     """Write scalars for TensorBoard: each percentile's mean over a layer's units, and gradient changes.
 
     Raises:
-        ImportError: where tensorboard is not installed.
+        MissingExtraError: where tensorboard is not installed.
 
     Beyond the paper: how a run is watched.
     """
 
     def __init__(self, folder: str | Path, percentiles: Sequence[float] = (15, 50, 85)) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError("the TensorBoard sink needs tensorboard: pip install 'batchnorm[train]'") from error
-        self._writer: Any = SummaryWriter(str(folder))
+        require("tensorboard", "train")
+        self._writer: Any = require("torch.utils.tensorboard", "train").SummaryWriter(str(folder))
         self._percentiles = percentiles
 
     def write(self, record: Record) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from ..monitor import drift
 from .runs import Run
@@ -62,13 +63,14 @@ def _drift_rows(plain: Run, bn: Run) -> list[list[str]]:
     }
     names = {"z": "sigmoid inputs", "x": "x = Wu before normalization"}
     rows = []
-    for of in ("z", "x"):
+    kinds: tuple[Literal["z", "x"], ...] = ("z", "x")
+    for of in kinds:
         values = [_path(r, of) for r in (plain, bn)]
         what = f"path of {names[of]}, last hidden layer, median unit, in widths of its distribution"
         rows.append([what, quotes[of], *(f"{v:.1f}" for v in values)])
     return rows
 
 
-def _path(run: Run, of: str) -> float:
+def _path(run: Run, of: Literal["z", "x"]) -> float:
     """Return the median over units of the total drift over the run."""
-    return float(drift(run.percentiles, run.layers[-1], of).sum(0).median())  # type: ignore[arg-type]
+    return float(drift(run.percentiles, run.layers[-1], of).sum(0).median())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,36 +9,11 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any
-
-import torch
 
 from .claims import paper_versus_here, steps_to
+from .payload import payload
 from .results import write_atomically
-from .runs import Curve, Run, read_runs
-
-# Floats of percentiles that one run may put into the page: 125 records of three layers of 100 units.
-BUDGET = 125 * 3 * 3 * 100
-
-MEASURES = (
-    {
-        "key": "z",
-        "name": "drift of the nonlinearity's inputs",
-        "text": "How far a unit's input distribution moved since the record before, in units of its own width; median"
-        " over the layer's units. Batch normalization fixes the mean and variance that this looks at.",
-    },
-    {
-        "key": "x",
-        "name": "drift of x = Wu, before normalization",
-        "text": "The same for x = Wu, which batch normalization takes and does not itself hold in place.",
-    },
-    {
-        "key": "gradient",
-        "name": "change of a layer's gradient",
-        "text": "||g' - g|| / ||g||, with g a layer's gradient on a mini-batch and g' its gradient on the same"
-        " mini-batch after only the layers below took their step: Section 2's definition, as the layer feels it.",
-    },
-)
+from .runs import Run, read_runs
 
 
 @dataclass(frozen=True)
@@ -87,9 +61,8 @@ def render(runs: Sequence[Run]) -> str:
     """
     assets = files(__package__).joinpath("assets")
     text = {name: assets.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", "chart.js", "page.js")}
-    values = {"measures": MEASURES, "runs": [_run(run) for run in runs]}
-    # "</" would end the script element that carries the data.
-    data = json.dumps(values, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    # "</script" in a name would end the element that carries the data.
+    data = json.dumps(payload(runs), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     percentiles = next((r.config["percentiles"] for r in runs if "percentiles" in r.config), ["recorded"])
     return Template(text["page.html"]).substitute(
         title=escape(_title(runs)),
@@ -131,7 +104,7 @@ def _figure(k: int, run: Run) -> str:
 
 
 def _footer(runs: Sequence[Run]) -> str:
-    environment = next((r.config["environment"] for r in runs if "environment" in r.config), {})
+    environment: dict[str, object] = next((r.config["environment"] for r in runs if "environment" in r.config), {})
     parts = [f"{key}: {value}" for key, value in environment.items() if value is not None]
     return " · ".join(parts)
 
@@ -159,7 +132,7 @@ def _final(runs: Sequence[Run]) -> list[list[str]]:
         "folded": "folded network (fold)",
     }
     rows = [
-        [names[key], *(f"{f[key]:.2%}" if key in f else "–" for f in found)]
+        [names[key], *(f"{f[key]:.2%}" if key in f else "-" for f in found)]
         for key in names
         if any(key in f for f in found if isinstance(f, dict))
     ]
@@ -168,7 +141,7 @@ def _final(runs: Sequence[Run]) -> list[list[str]]:
 
 def _config(runs: Sequence[Run]) -> list[list[str]]:
     keys = list(dict.fromkeys(key for run in runs for key in run.config if key != "environment"))
-    rows = [[key.replace("_", " "), *(str(run.config.get(key, "–")) for run in runs)] for key in keys]
+    rows = [[key.replace("_", " "), *(str(run.config.get(key, "-")) for run in runs)] for key in keys]
     return [["option", *(run.name for run in runs)], *rows]
 
 
@@ -179,55 +152,3 @@ def _table(rows: Sequence[Sequence[str]], mark: bool) -> str:
         kind = ' class="differs"' if mark and len(set(row[1:])) > 1 else ""
         body += f"<tr><td>{escape(row[0])}</td>" + "".join(f"<td{kind}>{escape(c)}</td>" for c in row[1:]) + "</tr>"
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _run(run: Run) -> dict[str, Any]:
-    """Return what the page's script needs of one run."""
-    drifts = {of: {layer: _curve(run.drift_curve(layer, of)) for layer in run.layers} for of in ("z", "x")}
-    shift: dict[str, Any] = drifts if len(run.percentiles) > 1 else {}
-    if run.gradient_changes:
-        shift["gradient"] = {
-            layer: _curve([(r.step, r.gradient_change[layer].relative) for r in run.gradient_changes])
-            for layer in run.gradient_changes[0].gradient_change
-        }
-    return {
-        "name": run.name,
-        "curves": {key: _curve(curve) for key, curve in run.curves.items()},
-        "percentiles": _percentiles(run),
-        "shift": shift,
-    }
-
-
-def _curve(curve: Curve) -> dict[str, list[float | None]]:
-    finite = [(s, v) for s, v in _thin(curve, 1000) if abs(v) < float("inf")]
-    return {"steps": [s for s, _ in finite], "values": [float(f"{v:.5g}") for _, v in finite]}
-
-
-def _thin(items: Sequence[Any], limit: int) -> list[Any]:
-    """Keep at most about ``limit`` items, evenly spaced, the last among them."""
-    every = max(-(-len(items) // limit), 1)
-    return [item for k, item in enumerate(items) if (len(items) - 1 - k) % every == 0]
-
-
-def _percentiles(run: Run) -> dict[str, Any] | None:
-    if not run.percentiles:
-        return None
-    size = sum(p.z.numel() for p in run.percentiles[0].percentiles.values())
-    records = _thin(run.percentiles, max(BUDGET // size, 10))
-    layers = []
-    for name in run.layers:
-        values = torch.stack([r.percentiles[name].z for r in records])
-        layers.append(
-            {
-                "name": name,
-                "units": values.shape[2],
-                "typical": run.typical(name),
-                "data": base64.b64encode(values.numpy().astype("<f4").tobytes()).decode(),
-            }
-        )
-    count = run.percentiles[0].percentiles[run.layers[0]].z.shape[0]
-    return {
-        "q": run.config.get("percentiles", list(range(count))),
-        "steps": [r.step for r in records],
-        "layers": layers,
-    }

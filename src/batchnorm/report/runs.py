@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -54,11 +54,13 @@ class Run:
         """Return the first step at which the accuracy was at least this, or None."""
         return next((step for step, value in self.accuracy if value >= accuracy), None)
 
-    def drift_curve(self, layer: str, of: str) -> Curve:
+    def drift_curve(self, layer: str, of: Literal["z", "x"]) -> Curve:
         """Return the median over units of the drift since the record before, by step."""
         steps = [r.step for r in self.percentiles][1:]
-        values = drift(self.percentiles, layer, of).median(1).values if steps else []  # type: ignore[arg-type]
-        return list(zip(steps, map(float, values), strict=True))
+        if not steps:
+            return []
+        values = drift(self.percentiles, layer, of).median(1).values.tolist()
+        return list(zip(steps, values, strict=True))
 
     def line(self) -> str:
         """Say in one line what the run came to."""

@@ -29,7 +29,8 @@ class Affine:
         # Detached views share the module's memory and skip its attribute lookups and autograd's checks.
         self.weight = linear.weight.detach()
         self.weight_t = self.weight.t()
-        self.bias = None if linear.bias is None else linear.bias.detach()
+        bias: Tensor | None = linear.bias
+        self.bias = None if bias is None else bias.detach()
         self.x = self.weight.new_empty(m, linear.out_features)
         self.d = torch.empty_like(self.x)
         self.d_t = self.d.t()
@@ -58,6 +59,8 @@ class Normalization:
         self.bn = bn
         self.gamma, self.beta = bn.weight.detach(), bn.bias.detach()
         self.running = (bn.running_mean, bn.running_var)
+        if bn.momentum is None:
+            raise TypeError("a cumulative average (momentum=None) is not written out here; give momentum a number")
         self.momentum, self.eps = bn.momentum, bn.eps
         self.y = self.gamma.new_empty(m, len(self.gamma))
         self.mu, self.inv_std, self.dgamma, self.dbeta = (torch.empty_like(self.gamma) for _ in range(4))

@@ -56,8 +56,9 @@ def run(
     with Monitor(net, percentiles=PERCENTILES, probe=probe, sinks=[JSONLines(folder.metrics)]) as monitor:
         if step == 0:
             watch.measure(0, float("nan"), monitor)
-        for step, loss in train_(net, data.train, setting, watch.marks, start=step):  # noqa: B007 - used after
-            watch.measure(step, loss, monitor)
+        for now, loss in train_(net, data.train, setting, watch.marks, start=step):
+            watch.measure(now, loss, monitor)
+            step = now
             if stopped():
                 break
     folder.save(net, step)
@@ -70,7 +71,9 @@ def run(
 class _Watch:
     """Decide at which steps what is measured, and measure it."""
 
-    def __init__(self, setting: Setting, folder: RunFolder, net: nn.Sequential, data: MNIST, progress: Progress) -> None:
+    def __init__(
+        self, setting: Setting, folder: RunFolder, net: nn.Sequential, data: MNIST, progress: Progress
+    ) -> None:
         self.setting, self.folder, self.net, self.data, self.progress = setting, folder, net, data, progress
         steps = setting.steps
         self.accuracy_at = {0, *accuracy_steps(steps)}

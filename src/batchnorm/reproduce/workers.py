@@ -148,7 +148,8 @@ class _Bars:
         tenth = 10 * step // self.steps[name]
         if not self.console.is_terminal and tenth > self.lines[name]:
             self.lines[name] = tenth
-            self.console.print(f"{name}: step {step:,}, loss {loss:.4f}, accuracy {accuracy:.2%}", highlight=False)
+            seen = f"loss {loss:.4f}, " if step else ""
+            self.console.print(f"{name}: step {step:,}, {seen}accuracy {accuracy:.2%}", highlight=False)
 
     def teller(self, name: str) -> Any:
         """Return a function that tells of one network."""

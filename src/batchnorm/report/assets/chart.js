@@ -21,7 +21,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-const number = (v) => (Number.isFinite(v) ? Number(v.toPrecision(4)).toLocaleString("en") : "–");
+const number = (v) => (Number.isFinite(v) ? v.toLocaleString("en", { maximumSignificantDigits: 4 }) : "–");
 const percent = (v) => (Number.isFinite(v) ? `${(100 * v).toFixed(2)}%` : "–");
 const thousands = (v) => (v >= 1000 ? `${Number((v / 1000).toPrecision(4))}K` : `${v}`);
 
