@@ -1,7 +1,7 @@
 """Batch Normalization (Ioffe & Szegedy, 2015) for PyTorch."""
 
 from . import data, ops
-from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, freeze_, unfreeze_
+from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, Ghost, Renorm, Sync, freeze_, unfreeze_
 
 __version__ = "0.1.0"
 
@@ -9,6 +9,9 @@ __all__ = [
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
+    "Ghost",
+    "Renorm",
+    "Sync",
     "data",
     "freeze_",
     "ops",

@@ -94,8 +94,7 @@ def test_balanced_loader_trains_where_the_plain_one_fails():
 
 def test_balanced_batches_reproduce():
     a, b = (
-        list(bn.data.BalancedBatches(20, 6, shuffle=True, generator=torch.Generator().manual_seed(3)))
-        for _ in range(2)
+        list(bn.data.BalancedBatches(20, 6, shuffle=True, generator=torch.Generator().manual_seed(3))) for _ in range(2)
     )
     assert a == b
     with pytest.raises(ValueError, match="at least 2"):

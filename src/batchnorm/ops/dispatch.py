@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import composite, cpu
 from .activation import Activation, as_activation
+from .context import is_forward_mode, is_transformed
 from .moments import Moments
 from .running import Running, update_
 
@@ -62,7 +62,7 @@ def batch_norm(
 
     Paper: Alg. 1; Sec. 3.2 (convolutional); Sec. 4.2.3 (per activation)
     """
-    call = _Call(x, gamma, beta, feature_dims, activation, residual, mask)
+    call = Call(x, gamma, beta, feature_dims, activation, residual, mask)
     y, moments = _choose(call)[1](call, eps)
     return call.restore(y), call.restore_moments(moments)
 
@@ -118,7 +118,7 @@ def normalize(
 
     Paper: Alg. 2, l. 11
     """
-    call = _Call(x, gamma, beta, feature_dims, activation, residual, mask)
+    call = Call(x, gamma, beta, feature_dims, activation, residual, mask)
     mean, var = call.features_flat(mean), call.features_flat(var)
     y = composite.normalize(call.x, mean, var, call.gamma, call.beta, eps, call.activation, call.residual, call.mask)
     return call.restore(y)
@@ -141,21 +141,21 @@ def explain(
 
     Beyond the paper: shows what the dispatcher decided.
     """
-    return _choose(_Call(x, gamma, beta, feature_dims, activation, residual, mask))[0]
+    return _choose(Call(x, gamma, beta, feature_dims, activation, residual, mask))[0]
 
 
-class _Call:
-    """One call in canonical form: x as (N, C, ...), parameters as (C,), mask as (N, 1, ...)."""
+class Call:
+    """Bring a call into canonical form: x as (N, C, ...), parameters as (C,), mask as (N, 1, ...); and back."""
 
     def __init__(
         self,
         x: Tensor,
         gamma: Tensor | None,
         beta: Tensor | None,
-        feature_dims: int,
-        activation: str | Activation | None,
-        residual: Tensor | None,
-        mask: Tensor | None,
+        feature_dims: int = 1,
+        activation: str | Activation | None = None,
+        residual: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> None:
         if not x.is_floating_point():
             raise TypeError(f"batch normalization needs real floating-point input, not {x.dtype}; convert it first")
@@ -190,7 +190,13 @@ class _Call:
                 )
             self.mask = mask.unsqueeze(1)
 
+    @property
+    def reduced_dims(self) -> list[int]:
+        """The dimensions of the canonical x that statistics run over."""
+        return [0, *range(2, self.x.dim())]
+
     def flat(self, x: Tensor) -> Tensor:
+        """Flatten the features of a tensor of the input's shape."""
         if len(self.features) == 1:
             return x
         if self.nhwc:
@@ -198,11 +204,13 @@ class _Call:
         return x.flatten(1, len(self.features))
 
     def features_flat(self, p: Tensor) -> Tensor:
+        """Flatten a tensor of the features' shape, in the same order."""
         if len(self.features) == 1:
             return p
         return (p.movedim(0, -1) if self.nhwc else p).flatten()
 
     def restore(self, y: Tensor) -> Tensor:
+        """Undo :meth:`flat`."""
         if len(self.features) == 1:
             return y
         if self.nhwc:
@@ -210,6 +218,7 @@ class _Call:
         return y.reshape(self.shape)
 
     def restore_moments(self, moments: Moments) -> Moments:
+        """Give moments of the canonical form the features' shape."""
         if len(self.features) == 1:
             return moments
         return Moments(moments.count, self._features_shaped(moments.mean), self._features_shaped(moments.var))
@@ -224,21 +233,21 @@ def _features_last(x: Tensor, feature_dims: int) -> bool:
     return feature_dims == x.dim() - 1 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
 
-def _run_composite(call: _Call, eps: float) -> tuple[Tensor, Moments]:
+def _run_composite(call: Call, eps: float) -> tuple[Tensor, Moments]:
     return composite.batch_norm(call.x, call.gamma, call.beta, eps, call.activation, call.residual, call.mask)
 
 
-def _run_cpu(call: _Call, eps: float) -> tuple[Tensor, Moments]:
+def _run_cpu(call: Call, eps: float) -> tuple[Tensor, Moments]:
     return cpu.batch_norm(call.x, call.gamma, call.beta, eps, call.activation, call.residual)
 
 
-def _choose(call: _Call) -> tuple[Choice, Callable[[_Call, float], tuple[Tensor, Moments]]]:
+def _choose(call: Call) -> tuple[Choice, Callable[[Call, float], tuple[Tensor, Moments]]]:
     x = call.x
     if torch.compiler.is_compiling():
         return Choice("composite", "torch.compile fuses plain operations itself"), _run_composite
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_transformed():
         return Choice("composite", "a torch.func transform differentiates plain operations itself"), _run_composite
-    if forward_ad._current_level >= 0:
+    if is_forward_mode():
         return Choice("composite", "forward-mode differentiation needs plain operations"), _run_composite
     if call.mask is not None:
         return Choice("composite", "a mask is given"), _run_composite
