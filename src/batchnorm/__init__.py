@@ -1,7 +1,8 @@
 """Batch Normalization (Ioffe & Szegedy, 2015) for PyTorch."""
 
-from . import data, ops
+from . import data, models, ops
 from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, Ghost, Renorm, Sync, freeze_, unfreeze_
+from .monitor import Monitor
 
 __version__ = "0.1.0"
 
@@ -10,10 +11,12 @@ __all__ = [
     "BatchNorm2d",
     "BatchNorm3d",
     "Ghost",
+    "Monitor",
     "Renorm",
     "Sync",
     "data",
     "freeze_",
+    "models",
     "ops",
     "unfreeze_",
 ]

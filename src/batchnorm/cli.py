@@ -11,6 +11,9 @@ from .extras import MissingExtraError
 
 # word(s) -> (module:function, what it does). Modules are imported only when their word is used.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "reproduce fig1": ("batchnorm.reproduce.fig1:fig1", "Figure 1: MNIST with and without batch normalization"),
+    "report": ("batchnorm.report.page:report", "compare runs on one page of HTML"),
+    "bench fig1": ("batchnorm.bench.fig1:fig1", "time Figure 1's experiment against plain eager PyTorch"),
     "bench cpu": ("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side"),
 }
 
@@ -26,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         tyro.cli(
             getattr(import_module(module), function),
             prog=f"batchnorm {command}",
+            config=(tyro.conf.OmitArgPrefixes,),
             args=words[len(command.split()) :],
         )
     except KeyboardInterrupt:

@@ -10,6 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from tyro.conf import Positional
+
 from .claims import paper_versus_here, steps_to
 from .payload import payload
 from .results import write_atomically
@@ -23,7 +25,7 @@ class Report:
     Beyond the paper: what ``batchnorm report runs/a runs/b`` writes.
     """
 
-    runs: tuple[Path, ...]
+    runs: Positional[tuple[Path, ...]]
     """Folders of runs, or folders that hold them."""
     out: Path = Path("report.html")
     """The page to write."""

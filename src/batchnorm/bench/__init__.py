@@ -1,0 +1,1 @@
+"""Benchmarks, one file a question; they run on a user's machine as they ran here."""
