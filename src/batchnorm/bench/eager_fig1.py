@@ -45,7 +45,7 @@ def train(net: nn.Sequential, data: MNIST, steps: int, rate: float) -> float:
         rows = order[start : start + 60]
         loss = F.cross_entropy(net(data.train.images[rows]), data.train.labels[rows])
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         if step % 1000 == 0 or step == steps:
             net.eval()
