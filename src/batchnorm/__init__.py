@@ -3,6 +3,7 @@
 from . import data, models, ops
 from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, Ghost, Renorm, Sync, freeze_, unfreeze_
 from .monitor import Monitor
+from .population import estimate_
 
 __version__ = "0.1.0"
 
@@ -15,6 +16,7 @@ __all__ = [
     "Renorm",
     "Sync",
     "data",
+    "estimate_",
     "freeze_",
     "models",
     "ops",
