@@ -12,6 +12,14 @@ from .extras import MissingExtraError
 # word(s) -> (module:function, what it does). Modules are imported only when their word is used.
 COMMANDS: dict[str, tuple[str, str]] = {
     "reproduce fig1": ("batchnorm.reproduce.fig1:fig1", "Figure 1: MNIST with and without batch normalization"),
+    "reproduce comparison": ("batchnorm.reproduce.comparison:comparison", "each network at its best rate, three seeds"),
+    "reproduce init": ("batchnorm.reproduce.init:init", "accuracy against the width of the initial Gaussians"),
+    "reproduce jacobian": ("batchnorm.reproduce.jacobian:jacobian", "Section 3.3: singular values between layers"),
+    "reproduce optimizers": ("batchnorm.reproduce.optimizers:optimizers", "Section 3.1: batch descent to Adagrad"),
+    "reproduce placement": ("batchnorm.reproduce.placement:placement", "Section 3.2: BN before or after g"),
+    "reproduce saturation": ("batchnorm.reproduce.saturation:saturation", "saturated sigmoids over training"),
+    "reproduce scale": ("batchnorm.reproduce.scale:scale", "Section 3.3: the scale of W, and its growth"),
+    "reproduce section2": ("batchnorm.reproduce.section2:section2", "Section 2: normalizing outside the gradient"),
     "report": ("batchnorm.report.page:report", "compare runs on one page of HTML"),
     "bench fig1": ("batchnorm.bench.fig1:fig1", "time Figure 1's experiment against plain eager PyTorch"),
     "bench cpu": ("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side"),

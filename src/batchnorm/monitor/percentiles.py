@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import calling
 from .records import Percentiles, Record, percentiles_of
 from .shift import gradient_change
 from .sinks import Memory, Sink
-from .taps import Batch, Taps, call, nonlinearities, probing
+from .taps import Taps, nonlinearities, probing
 
 
 class Monitor:
@@ -55,7 +56,7 @@ class Monitor:
         percentiles: Sequence[float] = (15, 50, 85),
         every: int = 100,
         points: int = 500,
-        probe: Batch | None = None,
+        probe: Any = None,
         unit_dim: int | Mapping[str, int] = 1,
         sinks: Sequence[Sink] = (),
     ) -> None:
@@ -91,7 +92,7 @@ class Monitor:
         for sink in self.sinks:
             sink.close()
 
-    def record(self, step: int, batch: Batch | None = None) -> Record:
+    def record(self, step: int, batch: Any = None) -> Record:
         """Run ``batch``, or the probe, as in training and without a trace; keep and return what was seen."""
         batch = self.probe if batch is None else batch
         if batch is None:
@@ -100,14 +101,12 @@ class Monitor:
         busy, self._busy = self._busy, True
         try:
             with probing(self.net), self._reading(seen):
-                call(self.net, batch)
+                calling.call(self.net, batch)
         finally:
             self._busy = busy
         return self._keep(Record(step, seen))
 
-    def record_gradient_change(
-        self, step: int, loss: Callable[[Any, Any], Tensor], batch: Batch, rate: float
-    ) -> Record:
+    def record_gradient_change(self, step: int, loss: Callable[[Any, Any], Tensor], batch: Any, rate: float) -> Record:
         """Keep and return how the layers' gradients change when only the layers below take their step.
 
         Arguments as for :func:`batchnorm.monitor.gradient_change`. It costs a forward and backward pass a layer.

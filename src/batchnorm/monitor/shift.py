@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as TorchNorm
 
+from .. import calling
 from .records import Change, Record
-from .taps import Batch, call
 
 
 def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") -> Tensor:
@@ -56,7 +56,7 @@ def typical_unit(records: Sequence[Record], layer: str) -> int:
     return int(total.argsort(stable=True)[(len(total) - 1) // 2])
 
 
-def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Batch, rate: float) -> dict[str, Change]:
+def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any, rate: float) -> dict[str, Change]:
     """Measure how much each layer's gradient changes when only the layers below it take their gradient step.
 
     g' - g with g = dl/dW_k at (W_1, ..., W_K) and g' at (W_1 - rate dl/dW_1, ..., W_{k-1} - rate dl/dW_{k-1}, W_k, ...,
@@ -66,7 +66,7 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: B
     Args:
         net: any network; used in the mode it is in.
         loss: from the network's output and the batch to a scalar.
-        batch: a tensor, a tuple or list whose first entry is the input, or keyword arguments.
+        batch: see :mod:`batchnorm.calling` for its form.
         rate: the size of the step.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
@@ -84,7 +84,7 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: B
         buffers = {name: b.clone() for name, b in net.named_buffers()}
         devices = {p.device.index for p in parameters.values() if p.device.type == "cuda"}
         with torch.enable_grad(), torch.random.fork_rng([d for d in devices if d is not None]):
-            output = call(lambda *a, **k: torch.func.functional_call(net, {**leaves, **buffers}, a, k), batch)
+            output = torch.func.functional_call(net, {**leaves, **buffers}, *calling.arguments(batch))
             grads = torch.autograd.grad(loss(output, batch), [leaves[name] for name in of])
         return dict(zip(of, grads, strict=True))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.nn.modules.batchnorm import _NormBase as TorchNorm
 from ..layers.batch_norm import BatchNorm
 from ..ops import Activation
 
-Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 Seen = Callable[[str, Tensor, Tensor], None]
 
 # The elementwise ones of torch.nn; each subclass of them counts.
@@ -144,12 +143,3 @@ def probing(net: nn.Module) -> Iterator[None]:
         finally:
             for m, mode in zip(modules, modes, strict=True):
                 m.training = mode
-
-
-def call(net: Callable[..., Any], batch: Batch) -> Any:
-    """Call the network on a batch: a tensor, a tuple or list whose first entry is the input, or keyword arguments."""
-    if isinstance(batch, Tensor):
-        return net(batch)
-    if isinstance(batch, Mapping):
-        return net(**batch)
-    return net(batch[0])

@@ -83,9 +83,12 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
     Raises:
         FileNotFoundError: where a path holds no run.
+        ValueError: without a path.
 
     Beyond the paper: ``batchnorm report``.
     """
+    if not paths:
+        raise ValueError("name at least one folder of a run")
     folders: list[Path] = []
     for path in paths:
         found = sorted(p.parent for p in path.rglob("metrics.jsonl"))
