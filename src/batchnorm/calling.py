@@ -42,6 +42,14 @@ def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
     return net(*args, **kwargs)
 
 
+def evaluate(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
+    """Run the network for its output alone: no gradients, fixed random numbers, the batch safe from in-place code."""
+    batch = to_device(batch, device_of(net), copy=True)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        return call(net, batch, forward)
+
+
 def device_of(net: nn.Module) -> torch.device:
     """Return where the network's first parameter or buffer lives; the CPU for a network without any."""
     for tensor in (*net.parameters(), *net.buffers()):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from . import calling
 
@@ -63,6 +65,25 @@ def exchange(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], n
         memo[id(module)] = new
     result: nn.Module = made[net] if net in made else copy.deepcopy(net, memo)
     return result
+
+
+@contextmanager
+def restored(net: nn.Module) -> Iterator[None]:
+    """Put modes, momentum and buffers back as they were, and the very same buffers, whatever happens inside."""
+    modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
+    buffers = [(m, key, b, b._version, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]
+    try:
+        yield
+    finally:
+        for m, (training, momentum) in modes.items():
+            m.training = training
+            if isinstance(m, TorchBatchNorm):
+                m.momentum = momentum
+        for m, key, buffer, version, content in buffers:
+            if buffer._version != version:
+                with torch.no_grad():
+                    buffer.copy_(content)
+            m._buffers[key] = buffer
 
 
 def relative_error(new: Any, old: Any) -> float:

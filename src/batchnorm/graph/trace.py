@@ -46,7 +46,7 @@ def trace(net: nn.Module, example: Any, forward: calling.Forward | None = None) 
     """
     example = calling.to_device(example, calling.device_of(net), copy=True)
     recorder = _Recorder(net)
-    with torch.no_grad(), recorder.watching(net), recorder, _Resurface():
+    with torch.no_grad(), recorder.watching(net), recorder, _Resurface():  # type: ignore[no-untyped-call]
         out = calling.call(net, example, forward)
     for t in calling.tensors_in(out):
         recorder.value(t).escapes = True

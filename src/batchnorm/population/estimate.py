@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import calling
+from ..exchange import restored
 from ..graph import Call, Graph, trace
 from ..progress import progress
 from ..sites import Site
@@ -53,7 +53,7 @@ def estimate_(
     Raises:
         ValueError: without layers or batches, or where a batch has one value per feature or gives non-finite moments.
 
-    >>> net = nn.Sequential(nn.BatchNorm1d(1, eps=0.0))
+    >>> net = nn.Sequential(nn.BatchNorm1d(1))
     >>> report = estimate_(net, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [6.0]])])
     >>> net[0].running_mean, net[0].running_var
     (tensor([3.]), tensor([2.]))
@@ -65,7 +65,9 @@ def estimate_(
             f"rule is 'paper' or 'pooled' and upstream 'batch' or 'population', not {rule!r}, {upstream!r}"
         )
     layers, left_alone = _choose(net)
-    with torch.no_grad(), _restored(net):
+    with torch.no_grad(), restored(net):
+        for module in net.modules():
+            module.training = False
         run = _batch_pass if upstream == "batch" else _population_passes
         reached = run(net, layers, batches, rule, forward)
     if not reached:
@@ -96,26 +98,6 @@ def _choose(net: nn.Module) -> tuple[dict[TorchBatchNorm, str], list[Site]]:
         why = "; ".join(map(str, left)) or "it has no batch normalization layers"
         raise ValueError(f"the network has no statistics to estimate: {why}")
     return chosen, left
-
-
-@contextmanager
-def _restored(net: nn.Module) -> Iterator[None]:
-    """Put modes, momentum and buffers back as they were, and the very same buffers, whatever happens."""
-    modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
-    buffers = [(m, key, b, b._version, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]
-    try:
-        for m in modes:
-            m.training = False
-        yield
-    finally:
-        for m, (training, momentum) in modes.items():
-            m.training = training
-            if isinstance(m, TorchBatchNorm):
-                m.momentum = momentum
-        for m, key, buffer, version, content in buffers:
-            if buffer._version != version:
-                buffer.copy_(content)
-            m._buffers[key] = buffer
 
 
 def _batch_pass(

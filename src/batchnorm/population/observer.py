@@ -49,7 +49,7 @@ class Observer:
         x = args[0] if args else kwargs["input"]
         mask = args[2] if len(args) > 2 else kwargs.get("mask")
         features = tuple(self.layer.running_mean.shape)  # type: ignore[union-attr]
-        self._count = x.numel() // max(prod(features), 1) if mask is None else mask.sum()
+        self._count = x.numel() // max(prod(features), 1) if mask is None else mask.sum(dtype=torch.float64)
         if self.layer.training and mask is None and self._count == 1:
             raise ValueError(
                 f"layer '{self.path}': a batch of shape {tuple(x.shape)} has one value per feature, whose variance says"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ def _measure(job: tuple[Setting, int]) -> list[dict[str, Any]]:
     net, data = setting.network(), digits()
     images = data.test.images[:examples]
     rows = []
-    for step, _ in ((0, 0.0), *train_(net, data.train, setting, [setting.steps])):
+    for step, _ in chain([(0, 0.0)], train_(net, data.train, setting, [setting.steps])):
         batches = [data.train.images[row] for row in order(setting, len(data.train.images), 0, 200).unbind()]
         layers = population_layers(net, batches)
         for k, (x_hat, below, above) in enumerate(_pairs(layers, images), 1):
@@ -135,8 +136,8 @@ def like_random(matrices: Tensor) -> Tensor:
     """
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(matrices.shape, generator=generator, dtype=matrices.dtype)
-    norm, given = (torch.linalg.matrix_norm(m, keepdim=True) for m in (random, matrices))
-    return random * (given / norm)
+    given: Tensor = torch.linalg.matrix_norm(matrices, keepdim=True)
+    return random * given / torch.linalg.matrix_norm(random, keepdim=True)
 
 
 def _pairs(layers: Sequence[Layer], images: Tensor) -> list[tuple[Tensor, Layer, Layer]]:

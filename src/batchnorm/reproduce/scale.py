@@ -145,6 +145,6 @@ def _draw(plt: Any, growth: Sequence[dict[str, Any]]) -> Any:
             kind = row["network"] == label(True)
             name = f"{row['network']}, rate {row['rate']:g}"
             axis.plot(row["steps"], row["norms"][layer], dashes[row["rate"]], color=colour(kind), label=name)
-        axis.set(title=f"norm of W, {layer}", xlabel="training steps", yscale="log")
+        axis.set(title=f"norm of W, {layer}", xlabel="training steps")
     axes[0].legend(fontsize=6)
     return figure

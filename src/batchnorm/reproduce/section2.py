@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,8 @@ def section2(options: Section2) -> dict[str, Any]:
     """
     data = digits().train
     few = Digits(data.images[:1000], data.labels[:1000])
-    alone = {
-        "ignored": train_bias(few, options.bias_steps, options.rates[0], options.seed, through=False),
-        "in the gradient": train_bias(few, options.bias_steps, options.rates[0], options.seed, through=True),
-    }
+    ignored, through = spread_out(partial(_alone, few, options), [False, True], processes=1)
+    alone = {"ignored": ignored, "in the gradient": through}
     marks = [max(options.steps * k // 20, 1) for k in range(1, 21)]
     jobs = [
         (variant, Setting(True, options.steps, rate, options.std, seed=options.seed), marks)
@@ -73,6 +72,10 @@ def section2(options: Section2) -> dict[str, Any]:
     claim += " are computed outside the gradient descent step."
     findings = {"b alone": alone, "whole network": runs}
     return publish("section2", claim, options, findings, lambda plt: _draw(plt, options, alone, runs))
+
+
+def _alone(data: Digits, options: Section2, through: bool) -> dict[str, list[float]]:
+    return train_bias(data, options.bias_steps, options.rates[0], options.seed, through=through)
 
 
 def train_bias(data: Digits, steps: int, rate: float, seed: int, *, through: bool) -> dict[str, list[float]]:
@@ -161,7 +164,7 @@ def _accuracy(net: nn.Module, test: Digits) -> float:
 
 
 def _draw(plt: Any, options: Section2, alone: dict[str, Any], runs: Sequence[dict[str, Any]]) -> Any:
-    figure, axes = plt.subplots(1, 4, figsize=(11, 2.7))
+    figure, axes = plt.subplots(1, 4, figsize=(11, 3))
     for axis, key in zip(axes, ("norm of b", "loss"), strict=False):
         for name, colour in (("ignored", ORANGE), ("in the gradient", BLUE)):
             axis.plot(alone[name][key], color=colour, label=f"E[x] {name}")
@@ -176,5 +179,6 @@ def _draw(plt: Any, options: Section2, alone: dict[str, Any], runs: Sequence[dic
             axis.plot(steps, values, dash, color=VARIANTS[run["variant"]], **named)
         axis.set(title=f"(b) whole network: {key}", xlabel="steps")
     axes[2].set_yscale("symlog", linthresh=0.01)
-    axes[3].legend(fontsize=6.5)
+    names, handles = axes[3].get_legend_handles_labels()[::-1]
+    figure.legend(handles, names, loc="outside lower right", ncols=3, fontsize=7)
     return figure
