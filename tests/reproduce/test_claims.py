@@ -153,7 +153,7 @@ def test_placement_command(tmp_path):
 
 
 def test_every_optimizer_trains_with_bn(tmp_path):
-    optimizers(Optimizers(steps=400, batch_steps=40, batch=1000, processes=1, out=tmp_path))
+    optimizers(Optimizers(steps=250, batch_steps=40, batch=600, processes=1, out=tmp_path))
     runs = written(tmp_path, "optimizers")["runs"]
     assert len(runs) == 2 * len(OPTIMIZERS)
     for run in (r for r in runs if r["network"] == "with BN"):

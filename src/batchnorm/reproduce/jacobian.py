@@ -137,7 +137,8 @@ def like_random(matrices: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(matrices.shape, generator=generator, dtype=matrices.dtype)
     given: Tensor = torch.linalg.matrix_norm(matrices, keepdim=True)
-    return random * given / torch.linalg.matrix_norm(random, keepdim=True)
+    scale: Tensor = given / torch.linalg.matrix_norm(random, keepdim=True)
+    return random * scale
 
 
 def _pairs(layers: Sequence[Layer], images: Tensor) -> list[tuple[Tensor, Layer, Layer]]:
