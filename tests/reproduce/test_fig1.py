@@ -39,7 +39,10 @@ def finished(tmp_path_factory):
 
 
 def test_a_run_leaves_its_files(finished):
-    assert {p.name for p in finished.iterdir()} == {"with-bn", "without-bn", "fig1.png", "fig1.svg", "report.html"}
+    files = {"fig1.png", "fig1.svg", "report.html", "result.json"}
+    assert {p.name for p in finished.iterdir()} == {"with-bn", "without-bn", *files}
+    result = json.loads((finished / "result.json").read_text())
+    assert result["runs"]["with-bn"]["steps"] == 600
     for name in ("with-bn", "without-bn"):
         files = {p.name for p in (finished / name).iterdir()}
         assert files == {"config.json", "metrics.jsonl", "checkpoint.pt", "summary.json"}

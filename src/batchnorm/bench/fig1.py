@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def fig1(options: BenchFig1) -> dict[str, Any]:
         "one process": lambda seed: _reproduce(options, seed, processes=1),
         "make run": lambda seed: _reproduce(options, seed, processes=2),
     }
+    load = os.getloadavg()[0]  # what else the machine was doing: above 0.5 the times say little
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     accuracies: dict[str, list[list[float]]] = {name: [] for name in contenders}
     for seed in range(options.rounds):
@@ -63,7 +65,7 @@ def fig1(options: BenchFig1) -> dict[str, Any]:
     result = {
         "what": "seconds for both networks, whole commands, and test accuracy without and with BN",
         "options": asdict(options),
-        "environment": environment(),
+        "environment": {**environment(), "load average before": load},
         "seconds": seconds,
         "accuracy": accuracies,
         "times faster than eager": {name: round(median["eager"] / median[name], 2) for name in contenders},

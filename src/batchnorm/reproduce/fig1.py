@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from ..report.claims import paper_versus_here, steps_to
 from ..report.figure1 import draw
 from ..report.page import write_report
-from ..report.runs import read_runs
+from ..report.results import environment, write_json
+from ..report.runs import Run, read_runs
 from .training import Setting
 from .workers import run_all
 
@@ -54,7 +58,21 @@ def fig1(options: Fig1) -> Path:
     runs = read_runs([options.out])
     draw(runs, options.out)
     page = write_report(runs, options.out / "report.html")
+    write_json(options.out / "result.json", _result(options, runs))
     for run in runs:
         print(run.line())
     print(f"figure: {options.out / 'fig1.png'}\nreport: {page}")
     return page
+
+
+def _result(options: Fig1, runs: Sequence[Run]) -> dict[str, Any]:
+    return {
+        "claim": "Batch Normalization helps the network train faster and achieve higher accuracy; it makes the"
+        " distribution more stable and reduces the internal covariate shift.",
+        "options": asdict(options),
+        "environment": environment(),
+        "runs": {run.name: run.summary for run in runs},
+        "accuracy": {run.name: run.accuracy for run in runs},
+        "steps to": steps_to(runs),
+        "paper versus here": paper_versus_here(runs),
+    }

@@ -151,12 +151,12 @@ def _draw(plt: Any, rows: list[dict[str, Any]]) -> Any:
         last = list(row["shapes"].values())[-1]
         where = row["batch normalization"]
         style = {"color": BLUE if where == "before it" else GREEN}
-        mark = "o-" if row["nonlinearity"] == "sigmoid" else "s--"
+        mark = "o" if row["nonlinearity"] == "sigmoid" else "s"
         for axis, key in zip(axes, STATISTICS, strict=False):
-            axis.plot(list(last), [v[key] for v in last.values()], mark, ms=3, **style)
+            axis.plot(list(last), [v[key] for v in last.values()], mark, ms=4, alpha=0.8, **style)
             axis.set(title=f"{key} after training")
         name = f"{row['nonlinearity']}, BN {where}"
-        axes[3].errorbar([name], [row["mean"]], [row["spread"] or 0], fmt=mark[0], ms=4, capsize=2, label=name, **style)
+        axes[3].errorbar([name], [row["mean"]], [row["spread"] or 0], fmt=mark, ms=4, capsize=2, label=name, **style)
     axes[3].set(title="test accuracy", xticks=[])
     axes[3].legend(fontsize=6)
     return figure
