@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "reproduce section2": ("batchnorm.reproduce.section2:section2", "Section 2: normalizing outside the gradient"),
     "report": ("batchnorm.report.page:report", "compare runs on one page of HTML"),
     "bench fig1": ("batchnorm.bench.fig1:fig1", "time Figure 1's experiment against plain eager PyTorch"),
+    "bench monitor": ("batchnorm.bench.monitor:monitor", "what a Monitor costs a training loop"),
     "bench cpu": ("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side"),
 }
 
