@@ -30,16 +30,26 @@ def private_copy(net: nn.Module) -> nn.Module:
     ):
         if type(net).__name__ == wrapper:
             raise TypeError(f"the network is wrapped in {wrapper}; pass the network inside it, net.{inner}")
-    memo: Memo = {}
-    for module in net.modules():
-        for value in vars(module).values():
-            # Results that old-style weight_norm and spectral_norm keep as attributes; copy refuses such tensors.
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
+    memo = _uncopied(net)
     try:
         return copy.deepcopy(net, memo)
     except Exception as error:
         raise ValueError(f"the network cannot be copied with copy.deepcopy, so nothing was changed: {error}") from error
+
+
+def _uncopied(net: nn.Module) -> Memo:
+    """Start a copy's memo with what copy.deepcopy cannot or should not copy."""
+    memo: Memo = {}
+    for module in net.modules():
+        for value in vars(module).values():
+            # Results that old-style weight_norm and spectral_norm keep as attributes.
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+            # A group of ranks is not the network's; the copy talks to the same one.
+            group = getattr(value, "group", value)
+            if type(group).__name__.startswith("ProcessGroup"):
+                memo[id(group)] = group
+    return memo
 
 
 def exchange(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], nn.Module]]) -> nn.Module:
@@ -59,7 +69,7 @@ def exchange(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], n
 
     Beyond the paper: Alg. 2, l. 4 and 11, without a line of the user's code changed.
     """
-    memo: Memo = {}
+    memo = _uncopied(net)
     made = {module: make(memo) for module, make in replacements.items()}
     for module, new in made.items():
         memo[id(module)] = new
@@ -71,7 +81,8 @@ def exchange(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], n
 def restored(net: nn.Module) -> Iterator[None]:
     """Put modes, momentum and buffers back as they were, and the very same buffers, whatever happens inside."""
     modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
-    buffers = [(m, key, b, b._version, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]
+    # Contents, not versions: torch's kernels move running statistics without counting it as a change.
+    buffers = [(m, key, b, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]
     try:
         yield
     finally:
@@ -79,10 +90,9 @@ def restored(net: nn.Module) -> Iterator[None]:
             m.training = training
             if isinstance(m, TorchBatchNorm):
                 m.momentum = momentum
-        for m, key, buffer, version, content in buffers:
-            if buffer._version != version:
-                with torch.no_grad():
-                    buffer.copy_(content)
+        for m, key, buffer, content in buffers:
+            with torch.no_grad():
+                buffer.copy_(content)
             m._buffers[key] = buffer
 
 

@@ -4,11 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..graph import Call, Graph
 from ..graph.kinds import has_hooks
 from ..ops.activation import from_module
+
+
+class Fused(nn.Module):
+    """Stand, doing nothing, where an activation module was that a batch normalization now applies itself.
+
+    It remembers that module and those layers, so that ``revert`` can put it back.
+
+    >>> Fused(nn.ReLU(), [])
+    Fused(was ReLU())
+
+    Beyond the paper: z = g(BN(Wu)) as one call.
+    """
+
+    activation: nn.Module
+    layers: list[nn.Module]
+
+    def __init__(self, activation: nn.Module, layers: list[nn.Module]) -> None:
+        super().__init__()
+        # Past nn.Module's registration: these are not children, and nothing of them belongs in the state dict.
+        self.__dict__.update(activation=activation, layers=layers)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input."""
+        return input
+
+    def extra_repr(self) -> str:
+        """Say what was here."""
+        return f"was {self.activation}"
 
 
 def activations_after(
