@@ -23,6 +23,13 @@ def test_percentiles_run_over_locations_too():
     torch.testing.assert_close(percentiles_of(x.movedim(1, -1), (50,), unit_dim=-1)[0], expected)
 
 
+def test_odd_inputs_do_not_stop_a_training():
+    assert percentiles_of(torch.randn(9), (15, 50, 85)).shape == (3, 1)
+    assert percentiles_of(torch.tensor(2.0), (15, 85)).tolist() == [[2.0], [2.0]]
+    assert percentiles_of(torch.randn(0, 4), (15, 85)).isnan().all()
+    assert percentiles_of(torch.randn(8, 4).bfloat16(), (15, 85)).dtype == torch.float32
+
+
 def test_large_tensors_are_sampled_evenly():
     q = percentiles_of(torch.randn(20_000, 600), (15, 50, 85), samples=1000, units=100)
     assert q.shape == (3, 100)

@@ -21,13 +21,14 @@ def test_runs_of_the_same_name_are_told_apart(folder, tmp_path):
 
 
 def test_any_metrics_file_is_a_run(tmp_path):
-    lines = [{"step": 1, "lr": 0.1, "note": "text"}, {"step": 2, "val_accuracy": 0.5}, {"epoch": 1}]
+    lines = [{"step": 1, "lr": 0.1, "note": "text"}, {"step": 2, "val_top1": 0.5}, {"epoch": 1}]
+    lines.append({"step": 2, "final": True, "val_top1": 0.6})
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "l')
     (run,) = read_runs([tmp_path])
-    assert run.curves == {"val_accuracy": [(2, 0.5)], "lr": [(1, 0.1)]}
+    assert run.curves == {"val_top1": [(2, 0.5)], "lr": [(1, 0.1)]}
     assert run.accuracy == [(2, 0.5)]
     assert run.steps == 2
-    assert "val_accuracy" in render([run])
+    assert "val_top1" in render([run])
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):

@@ -56,7 +56,12 @@ def percentiles_of(
             [1.0000],
             [1.5000]])
     """
-    table = values.detach().movedim(unit_dim, 0).flatten(1)
+    values = values.detach()
+    if values.dim() < 2:  # one unit, as after a squeeze
+        values = values.reshape(-1, 1)
+    table = values.movedim(unit_dim, 0).flatten(1)
+    if table.numel() == 0:
+        return torch.full((len(percentiles), len(table)), torch.nan)
     # Evenly spaced, not drawn: a monitor must not touch the random numbers of the training it watches.
     table = table[:: -(-len(table) // units), :: -(-table.shape[1] // samples)].float().contiguous()
     if table.device.type == "cpu":

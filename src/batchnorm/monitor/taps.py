@@ -76,7 +76,9 @@ class Taps:
         self._normalized.append((output, args[0]))
 
     def _nonlinearity(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        z = args[0] if args else next(iter(kwargs.values()))
+        z = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(z, Tensor):
+            return
         x = next((x for y, x in self._normalized if y is z), z)
         self._report(name, z, x)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .runs import Curve, Run
+from .runs import ACCURACIES, Curve, Run
 
 # Floats of percentiles that one run may put into the page: 125 records of three layers of 100 units.
 BUDGET = 125 * 3 * 3 * 100
@@ -39,7 +39,8 @@ def payload(runs: Sequence[Run]) -> dict[str, Any]:
 
     Beyond the paper: ``batchnorm report``.
     """
-    return {"measures": MEASURES, "runs": [_run(run) for run in runs]}
+    accuracies = sorted({key for run in runs for key in run.curves if key.endswith(ACCURACIES)})
+    return {"measures": MEASURES, "accuracies": accuracies, "runs": [_run(run) for run in runs]}
 
 
 def _run(run: Run) -> dict[str, Any]:

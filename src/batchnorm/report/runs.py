@@ -16,6 +16,9 @@ from ..monitor import Change, Percentiles, Record, drift, typical_unit
 
 Curve = list[tuple[int, float]]
 
+# How names of curves of accuracies end: this library's commands write "accuracy" and "val_top1".
+ACCURACIES = ("accuracy", "top1")
+
 
 @dataclass(frozen=True)
 class Run:
@@ -38,8 +41,8 @@ class Run:
 
     @property
     def accuracy(self) -> Curve:
-        """The first curve whose name ends in "accuracy", test accuracy for this library's runs."""
-        return next((c for name, c in self.curves.items() if name.endswith("accuracy")), [])
+        """The first curve of an accuracy, on test or validation data for this library's runs."""
+        return next((c for name, c in self.curves.items() if name.endswith(ACCURACIES)), [])
 
     @cached_property
     def layers(self) -> list[str]:
@@ -115,8 +118,8 @@ def _read(folder: Path, name: str) -> Run:
     changes: list[Record] = []
     for line in _lines(folder / "metrics.jsonl"):
         step = line.pop("step", None)
-        if not isinstance(step, int):
-            continue
+        if not isinstance(step, int) or line.get("final"):
+            continue  # a summary of the run, not a point of it
         if "percentiles" in line:
             percentiles.append(Record(step, {k: _percentiles(v) for k, v in line["percentiles"].items()}))
         if "gradient_change" in line:
@@ -125,7 +128,7 @@ def _read(folder: Path, name: str) -> Run:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 curves.setdefault(key, []).append((step, float(value)))
     # Accuracy first: it is what a comparison opens with.
-    ordered = dict(sorted(curves.items(), key=lambda item: not item[0].endswith("accuracy")))
+    ordered = dict(sorted(curves.items(), key=lambda item: not item[0].endswith(ACCURACIES)))
     return Run(name, _json(folder / "config.json"), _json(folder / "summary.json"), ordered, percentiles, changes)
 
 

@@ -45,7 +45,7 @@ function drawAll(parent, charts) {
 
 function curves() {
   const key = el("curve").value;
-  const accuracy = key.endsWith("accuracy");
+  const accuracy = data.accuracies.includes(key);
   el("from-label").hidden = !accuracy;
   const box = el("curves");
   box.replaceChildren();
@@ -106,6 +106,8 @@ function shift() {
 function start() {
   const parts = [[curves, ["curve", "from"], data.runs.some((r) => Object.keys(r.curves).length)]];
   fill(el("curve"), union(data.runs.map((r) => Object.keys(r.curves))).map((k) => [k, title(k)]));
+  const ends = data.runs.flatMap((r) => data.accuracies.filter((k) => r.curves[k]).map((k) => r.curves[k].values.at(-1)));
+  if (Math.min(...ends) < 0.8) el("from").value = "0";
   const watched = data.runs.filter((r) => r.percentiles);
   if (watched.length) {
     const layers = union(watched.map((r) => r.percentiles.layers.map((l) => l.name)));
