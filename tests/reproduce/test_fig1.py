@@ -13,6 +13,7 @@ from batchnorm.report.runs import read_runs
 from batchnorm.reproduce.fig1 import Fig1, fig1
 from batchnorm.reproduce.network_run import run
 from batchnorm.reproduce.run_folder import RunFolder
+from batchnorm.reproduce.threads import one_thread
 from batchnorm.reproduce.training import Setting
 
 SCRIPT = """
@@ -29,6 +30,13 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def test_the_threads_of_the_caller_are_left_alone():
+    torch.set_num_threads(2)
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..data import MNIST, mnist
@@ -77,9 +76,9 @@ class _Watch:
         self.setting, self.folder, self.net, self.data, self.progress = setting, folder, net, data, progress
         steps = setting.steps
         self.accuracy_at = {0, *accuracy_steps(steps)}
-        self.record_at = _evenly(steps, RECORDS)
-        self.gradients_at = _evenly(steps, GRADIENT_RECORDS)
-        self.save_at = _evenly(steps, CHECKPOINTS) - {0}
+        self.record_at = _evenly(steps, RECORDS, 10)
+        self.gradients_at = _evenly(steps, GRADIENT_RECORDS, 50)
+        self.save_at = _evenly(steps, CHECKPOINTS, SEGMENT) - {0}
         regular = range(SEGMENT, steps + 1, SEGMENT)
         self.marks = {*self.accuracy_at, *self.record_at, *self.gradients_at, *self.save_at, *regular}
         self.accuracy = float("nan")
@@ -104,8 +103,9 @@ class _Watch:
             self.folder.save(self.net, step)
 
 
-def _evenly(steps: int, count: int) -> set[int]:
-    return set(range(0, steps + 1, max(steps // count, 1)))
+def _evenly(steps: int, count: int, closest: int) -> set[int]:
+    """Return about ``count`` steps from 0 on, no two closer than ``closest``."""
+    return set(range(0, steps + 1, max(steps // count, closest)))
 
 
 def _loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -125,17 +125,3 @@ def finish(net: nn.Sequential, setting: Setting, data: MNIST) -> dict[str, Any]:
         accuracies["population"] = accuracy(net, data.test)
         accuracies["folded"] = accuracy(fold(net.eval(), data.test.images[:2]), data.test)
     return accuracies
-
-
-def evaluate_after(net: nn.Sequential, setting: Setting, data: MNIST) -> float:
-    """Return the accuracy that a comparison counts: of the inference network, folded where there is something to fold.
-
-    Paper: Alg. 2
-    """
-    accuracies = finish(net, setting, data)
-    return float(accuracies.get("folded", accuracies["running"]))
-
-
-def use_one_thread() -> None:
-    """Give this process one core: at 60 examples a second thread costs more than it brings."""
-    torch.set_num_threads(1)

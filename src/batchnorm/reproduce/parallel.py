@@ -9,12 +9,11 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache, partial
 from typing import TypeVar
 
-import torch
 from rich.console import Console
 from rich.progress import track
 
 from ..data import MNIST, Digits, mnist
-from .network_run import use_one_thread
+from .threads import one_thread, use_one_thread
 from .training import Setting, accuracy, train_
 
 Job = TypeVar("Job")
@@ -30,12 +29,8 @@ def spread_out(work: Callable[[Job], Result], jobs: Sequence[Job], processes: in
     watch = partial(track, total=len(jobs), description="training", console=console, disable=not console.is_terminal)
     processes = min(processes or os.cpu_count() or 1, len(jobs))
     if processes == 1:
-        threads = torch.get_num_threads()
-        use_one_thread()
-        try:
+        with one_thread():
             return [work(job) for job in watch(jobs)]
-        finally:
-            torch.set_num_threads(threads)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=use_one_thread) as pool:
         return list(watch(pool.map(work, jobs)))

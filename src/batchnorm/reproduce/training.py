@@ -96,5 +96,6 @@ def accuracy_steps(steps: int) -> list[int]:
     Paper: Fig. 1 a
     """
     early = {*range(100, 1000, 100), *range(1000, 5000, 250)}
-    late = range(max(steps // 50, 1), steps + 1, max(steps // 50, 1))
+    every = max(steps // 50, 100)
+    late = range(every, steps + 1, every)
     return sorted({s for s in {*early, *late, steps} if s <= steps})

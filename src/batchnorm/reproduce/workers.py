@@ -16,7 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from .network_run import run, use_one_thread
+from .network_run import run
+from .threads import one_thread, use_one_thread
 from .training import Setting
 
 POLL = 0.2
@@ -42,11 +43,11 @@ def run_all(settings: Mapping[str, Setting], out: Path, *, resume: bool, process
     stop = context.Event()
     with _interruptible(stop), _Bars(settings) as bars:
         if processes == 1:
-            use_one_thread()
-            return all(
-                run(s, out / name, resume=resume, stopped=stop.is_set, progress=bars.teller(name))
-                for name, s in settings.items()
-            )
+            with one_thread():
+                return all(
+                    run(s, out / name, resume=resume, stopped=stop.is_set, progress=bars.teller(name))
+                    for name, s in settings.items()
+                )
         return _run_in_processes(context, stop, settings, out, resume, bars)
 
 
@@ -75,6 +76,8 @@ def _run_in_processes(
             ends[name] = values
         else:
             stop.set()
+            for child in children:
+                child.join()  # the others leave their checkpoints
             raise RuntimeError(f"training {name} failed:\n{values}")
     for child in children:
         child.join()
