@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 import batchnorm as bn
+from batchnorm.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "batchnorm"
 
 # From the top down; a module may import from the rows below its own, and from its own package.
 LAYERS = [
+    ["__main__"],
     ["__main__"],
     ["cli"],
     ["reproduce", "bench"],
@@ -108,3 +110,10 @@ def test_version_is_stated_once():
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert f"## {bn.__version__}" in changelog
     assert f'version: "{bn.__version__}"' in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command):
+    out = subprocess.run([sys.executable, "-m", "batchnorm", *command.split(), "--help"], capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    assert f"batchnorm {command}" in out.stdout
