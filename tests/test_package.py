@@ -20,9 +20,9 @@ LAYERS = [
     ["evaluate", "diagnosis", "report"],
     ["surgery", "population", "inference", "monitor", "models", "data"],
     ["layers"],
-    ["collectives", "graph"],
+    ["collectives", "exchange", "graph"],
     ["ops"],
-    ["extras"],
+    ["calling", "extras", "progress", "sites", "tally"],
 ]
 LEVEL = {name: -i for i, row in enumerate(LAYERS) for name in row}
 

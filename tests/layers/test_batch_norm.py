@@ -228,3 +228,45 @@ def test_meta_device_then_materialized():
     layer = layer.to_empty(device="cpu")
     layer.reset_parameters()
     assert layer(torch.randn(2, 3, 4, 4).half()).isfinite().all()
+
+
+def test_symbolic_tracing_takes_it_as_a_leaf_like_torchs():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 1)
+            self.bn = bn.BatchNorm2d(3, activation="relu")
+
+        def forward(self, x):
+            return self.bn(self.conv(x), residual=x) * 2
+
+    net, x = Block(), torch.randn(4, 3, 5, 5)
+    traced = torch.fx.symbolic_trace(net)
+    assert "bn" in [n.target for n in traced.graph.nodes if n.op == "call_module"]
+    torch.testing.assert_close(traced(x), net(x))
+    assert traced.bn.num_batches_tracked == 2
+    assert net.eval()(x).shape == traced.eval()(x).shape
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_training_mode_without_gradients(mode):
+    layer, other = bn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    x = torch.randn(8, 3)
+    with mode():
+        y = layer(x)
+    torch.testing.assert_close(y.clone(), other(x).detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dict(layer.state_dict()), dict(other.state_dict()))
+    layer(x).sum().backward()
+
+
+def test_features_may_be_a_list():
+    assert bn.BatchNorm2d([3, 4, 5]).features == (3, 4, 5)
+
+
+def test_changing_batch_size_under_compile():
+    layer = bn.BatchNorm1d(3)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for n in (4, 7, 16):
+        x = torch.randn(n, 3)
+        torch.testing.assert_close(compiled(x), nn.BatchNorm1d(3)(x), rtol=1e-4, atol=1e-5)
+    assert layer.num_batches_tracked == 3

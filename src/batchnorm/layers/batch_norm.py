@@ -9,11 +9,13 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import collectives, ops
 from ..ops.activation import Activation, as_activation
+from ..ops.context import is_transformed
 from .statistics import Statistics, Sync
 
 # Bits of the state-dict entry "frozen".
@@ -49,6 +51,8 @@ class BatchNorm(TorchBatchNorm):
             raise ValueError(f"on_single must be 'error' or 'running', not {on_single!r}")
         if on_single == "running" and not track_running_stats:
             raise ValueError("on_single='running' needs track_running_stats=True")
+        if not isinstance(num_features, int):
+            num_features = tuple(num_features)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)  # type: ignore[arg-type]
         if not bias:
             self.bias = None  # type: ignore[assignment]
@@ -78,6 +82,8 @@ class BatchNorm(TorchBatchNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Return g(BN(input) + residual); ``mask`` (N, *locations) is True where a position counts."""
+        if _is_symbolic(input):
+            return self._as_leaf(input, {"residual": residual, "mask": mask})  # type: ignore[no-any-return]
         self._check_input_dim(input)
         self._check_input(input)
         options: dict[str, Any] = {
@@ -102,6 +108,11 @@ class BatchNorm(TorchBatchNorm):
         if running is None:
             return ops.batch_norm(input, self.weight, self.bias, self.eps, **options)[0]
         return ops.batch_norm_(input, self.weight, self.bias, running, self.momentum, self.eps, **options)[0]
+
+    def _as_leaf(self, proxy: Any, extra: dict[str, Any]) -> Any:
+        """Stay one node under torch.fx, which takes modules of torch.nn as leaves but not others."""
+        given = {k: v for k, v in extra.items() if v is not None}
+        return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), (proxy,), given)
 
     def _check_ranks(self) -> None:
         """Once, before the first exchange: ranks whose layers differ would hang or mix up their statistics."""
@@ -140,7 +151,7 @@ class BatchNorm(TorchBatchNorm):
         if isinstance(self.statistics, Sync):
             return False  # other ranks may have more
         m = input.shape[0] * prod(input.shape[1 + len(self.features) :])
-        if mask is not None and mask.device.type == "cpu" and not torch.compiler.is_compiling():
+        if mask is not None and mask.device.type == "cpu" and not (torch.compiler.is_compiling() or is_transformed()):
             m = int(mask.sum())
         if m != 1:
             return False
@@ -207,6 +218,10 @@ class BatchNorm(TorchBatchNorm):
             for bit, parameter in ((WEIGHT, self.weight), (BIAS, self.bias)):
                 if self._frozen & bit and parameter is not None:
                     parameter.requires_grad_(False)
+
+
+def _is_symbolic(value: object) -> bool:
+    return isinstance(value, torch.fx.Proxy)
 
 
 class BatchNorm1d(BatchNorm, nn.BatchNorm1d):

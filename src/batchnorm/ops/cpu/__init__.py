@@ -19,12 +19,13 @@ large numbers. Both check this on the statistics, and such a batch is first shif
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import composite
 from ..activation import Activation
 from ..moments import Moments, statistics_dtype
-from . import native
+from . import native, nonlinear
 from .function import BatchNormFunction
 from .layout import layout_of
 
@@ -56,3 +57,25 @@ def batch_norm(
             return composite.batch_norm(x, gamma, beta, eps, activation, residual)
     y, mean, var = BatchNormFunction.apply(x, gamma, beta, residual, eps, activation, layout)  # type: ignore[no-untyped-call]
     return y, Moments(torch.full((), x.numel() // x.shape[1], dtype=statistics_dtype(x)), mean, var)
+
+
+def normalize(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    eps: float,
+    activation: Activation,
+    residual: Tensor | None,
+) -> Tensor:
+    """Normalize a non-empty CPU tensor (N, C, ...) by given statistics: torch's kernel, the activation in place."""
+    dtype = statistics_dtype(x)
+    mean, var = mean.to(dtype), var.to(dtype)
+    gamma, beta = (None if v is None else v.to(dtype) for v in (gamma, beta))
+    if not bool((mean.square() <= native.CONDITION**2 * (var + eps)).all()):
+        return composite.normalize(x, mean, var, gamma, beta, eps, activation, residual)
+    y = F.batch_norm(x, mean, var, gamma, beta, training=False, eps=eps)
+    if residual is not None:
+        y = y.add_(residual)
+    return activation(y) if y.requires_grad else nonlinear.apply_(activation, y)
