@@ -1,7 +1,11 @@
 """Batch Normalization (Ioffe & Szegedy, 2015) for PyTorch."""
 
-from . import data, ops
-from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, Ghost, Renorm, Sync, freeze_, unfreeze_
+from . import data, models, ops
+from .inference import export, fold
+from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, Ghost, Renorm, Sync, freeze_, param_groups, unfreeze_
+from .monitor import Monitor
+from .population import estimate_
+from .surgery import convert, insert, revert
 
 __version__ = "0.1.0"
 
@@ -10,10 +14,19 @@ __all__ = [
     "BatchNorm2d",
     "BatchNorm3d",
     "Ghost",
+    "Monitor",
     "Renorm",
     "Sync",
+    "convert",
     "data",
+    "estimate_",
+    "export",
+    "fold",
     "freeze_",
+    "insert",
+    "models",
     "ops",
+    "param_groups",
+    "revert",
     "unfreeze_",
 ]

@@ -39,10 +39,27 @@ def merge_across_ranks(local: Moments, group: distributed.ProcessGroup | None = 
     return merge(gather_moments(local, group))
 
 
+def add_across_ranks(values: Tensor, group: distributed.ProcessGroup | None = None) -> Tensor:
+    """Return the sum of every rank's tensor; the tensor itself where nothing is distributed."""
+    if world_size(group) == 1:
+        return values
+    total = values.clone()
+    distributed.all_reduce(total, group=group)
+    return total
+
+
+def gather_objects(value: Any, group: distributed.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's value, in the order of ranks; ``[value]`` where nothing is distributed."""
+    if world_size(group) == 1:
+        return [value]
+    rows: list[Any] = [None] * world_size(group)
+    distributed.all_gather_object(rows, value, group)
+    return rows
+
+
 def check_same_features(features: tuple[int, ...], name: str, group: distributed.ProcessGroup | None = None) -> None:
     """Raise the same error on every rank where the ranks' layers do not match, instead of hanging or mixing them up."""
-    rows: list[Any] = [None] * world_size(group)
-    distributed.all_gather_object(rows, (features, name), group)
+    rows = gather_objects((features, name), group)
     if any(row != rows[0] for row in rows):
         seen = "; ".join(f"rank {rank}: {layer} with {shape}" for rank, (shape, layer) in enumerate(rows))
         raise RuntimeError(

@@ -3,7 +3,10 @@
 import pytest
 import torch
 from torch import func
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from batchnorm import ops
 
@@ -93,3 +96,24 @@ def test_explain_names_the_reason(args):
     assert "mask" in ops.explain(args[0], mask=torch.ones(5, 4, dtype=torch.bool)).reason
     with forward_ad.dual_level():
         assert "forward-mode" in ops.explain(args[0]).reason
+
+
+def test_those_who_watch_operations_see_them():
+    x, other = torch.randn(8, 4, 20, 20), torch.randn(8, 4, 20, 20)
+    traced = make_fx(lambda x: ops.batch_norm(x)[0])(x)
+    torch.testing.assert_close(traced(other), ops.batch_norm(other)[0], rtol=1e-5, atol=1e-5)
+    scripted = torch.jit.trace(lambda x: ops.batch_norm(x)[0], x)
+    torch.testing.assert_close(scripted(other), ops.batch_norm(other)[0], rtol=1e-5, atol=1e-5)
+    with FakeTensorMode():
+        assert ops.batch_norm(torch.empty(8, 4, 20, 20))[0].shape == x.shape
+    with FlopCounterMode(display=False):
+        assert ops.explain(x).path == "composite"
+
+
+def test_normalize_far_from_zero_and_near():
+    x = torch.randn(8, 4, 5, 5) + torch.tensor([0.0, 10.0, 1e4, 1e6]).reshape(4, 1, 1)
+    mean, var = x.double().mean((0, 2, 3)).float(), torch.ones(4)
+    for c in (slice(0, 2), slice(0, 4)):
+        want = (x[:, c].double() - mean[c].double().view(-1, 1, 1)) / (1 + 1e-5) ** 0.5
+        got = ops.normalize(x[:, c], mean[c], var[c])
+        assert float((got - want).abs().max()) < 1e-5

@@ -70,10 +70,11 @@ def _load(data: bytes, choose: Choose, size: int) -> tuple[Image, Box, tuple[int
         # Not the ratio of the sizes: the last pixels of the smaller image stand for fewer of the original's.
         _, (_, _, right, bottom) = drafted
         box = box.scaled(right / width, bottom / height)
-    return _to_rgb(image), box, (width, height)
+    return to_rgb(image), box, (width, height)
 
 
-def _to_rgb(image: Image) -> Image:
+def to_rgb(image: Image) -> Image:
+    """Return the image, loaded, as RGB; transparency is dropped and 16 bits become 8."""
     if image.mode == "RGB":
         image.load()
         return image

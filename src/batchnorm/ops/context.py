@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 
@@ -20,3 +21,12 @@ def is_transformed() -> bool:
 def is_forward_mode() -> bool:
     """Say whether tangents may be on their way through this call."""
     return forward_ad._current_level >= 0
+
+
+def is_observed(x: Tensor) -> bool:
+    """Say whether someone records or replaces the operations on ``x``: what leaves torch would be lost to them."""
+    return (
+        type(x) not in (Tensor, nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
