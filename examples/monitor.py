@@ -39,9 +39,7 @@ def train(net, folder, steps=300):
     last = monitor.layers[-1]
     unit = typical_unit(monitor.records, last)
     low, middle, high = monitor.records[-1].percentiles[last].z[:, unit].tolist()
-    print(
-        f"{folder.name}: unit {unit} of {last} ends with its 15/50/85th percentiles at {low:.2f}/{middle:.2f}/{high:.2f}"
-    )
+    print(f"{folder.name}: unit {unit} of layer {last} ends at percentiles {low:.2f}, {middle:.2f}, {high:.2f}")
 
 
 with tempfile.TemporaryDirectory() as folder:
