@@ -1,4 +1,4 @@
-"""Row 4: folding is silently wrong or missing (pytorch 197539, 180995, 122070): each case as torch does it, and ours."""
+"""Row 4: folding is silently wrong or missing (pytorch 197539, 180995, 122070): as torch does it, and ours."""
 
 import pytest
 import torch

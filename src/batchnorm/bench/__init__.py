@@ -1,1 +1,1 @@
-"""Benchmarks, one file a question; they run on a user's machine as they ran here."""
+"""One file per question of speed; users run them on their own machine."""

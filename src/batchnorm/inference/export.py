@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import calling
-from ..exchange import relative_error, tolerance_for
+from ..exchange import outputs, relative_error, tolerance_for
 from ..extras import require
 from ..sites import Report
 from .fold import fold
@@ -94,7 +94,7 @@ def export(
         except Exception as failure:
             hint = "; try dynamic_batch=False" if dynamic_batch else ""
             raise ValueError(f"the exporter cannot express this network{hint}: {failure}") from failure
-        error = max(relative_error(run(draft, batch), calling.evaluate(folded, batch)) for batch in batches)
+        error = max(relative_error(run(draft, batch), outputs(folded, batch)) for batch in batches)
         if not error <= limit:
             raise ValueError(
                 f"the exported file's output differs from the network's by {error:.2e} (relative), more than"
@@ -115,7 +115,8 @@ def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool) -> None:
 
 
 def _run_pt2(path: Path, batch: Any) -> Any:
-    return calling.evaluate(torch.export.load(path).module(), batch)
+    with torch.no_grad():
+        return calling.call(torch.export.load(path).module(), batch)
 
 
 def _write_onnx(net: nn.Module, example: Any, path: Path, dynamic: bool) -> None:

@@ -85,7 +85,7 @@ def _transform(
 
 def _vector(t: Tensor) -> NDArray[Any]:
     t = t.detach()
-    return (t.float() if t.dtype.itemsize == 2 else t).numpy()  # type: ignore[no-any-return]
+    return (t.float() if t.dtype.itemsize == 2 else t).numpy()
 
 
 def _tensor(v: Vector, dtype: torch.dtype) -> Tensor:
@@ -104,24 +104,26 @@ def _fast_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tens
     wide = x.to(statistics_dtype(x))
     if ctx.shift is not None:
         wide = layout.shift(wide, ctx.shift)
-    g = sums = dgamma = dbeta = None
+    g = sums = dgamma = dbeta = dx = None
     if dy is not None:
         at = _transform(layout, wide, ctx.scale, beta, residual, ctx.mean) if ctx.needs == "z" else y
         g = nonlinear.backward(ctx.activation, _stored_like(dy, wide), None if at is None else at.to(wide.dtype))
+        if needs[0] and dmean is None and dvar is None and layout.has_kernel(x):
+            gamma = None if gamma is None else gamma.to(wide.dtype)
+            return *layout.kernel(g, wide, gamma, ctx.mean, ctx.invstd), g
         sums = layout.reduce(g, wide, ctx.mean, ctx.invstd)
         dgamma, dbeta = (_tensor(v, wide.dtype) for v in sums)
-    dx = None
     if needs[0]:
         b, c = _coefficients(ctx, x.numel() // x.shape[1], sums, dmean, dvar)
-        if g is None or g is dy or needs[3]:
-            dx = torch.empty_like(wide)
+        ours = g is not None and g is not dy and not needs[3]
+        dx = g if ours else torch.empty_like(wide)  # a further buffer costs more than the arithmetic
+        if ours:
+            layout.affine(g, ctx.scale, c, out=dx)
+            layout.add_scaled_(dx, wide, b)
+        else:
             layout.affine(wide, b, c, out=dx)
             if g is not None:
                 layout.add_scaled_(dx, g, ctx.scale)
-        else:  # g is ours alone: no further buffer
-            dx = g
-            layout.affine(g, ctx.scale, c, out=dx)
-            layout.add_scaled_(dx, wide, b)
     return dx, dgamma, dbeta, g
 
 
@@ -159,11 +161,11 @@ def _plain_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Ten
         g = nonlinear.backward(ctx.activation, dy, plain)
         dbeta = g.sum([0, *range(2, x.dim())], dtype=statistics_dtype(x))
     # New names for x and gamma: asking for gradients of the originals would run the hooks on them a second time.
-    inputs = [None if v is None else v.view_as(v) for v in (x, gamma)]
-    normal, moments = composite.batch_norm(*inputs, None, ctx.eps, Activation(), None)
+    x, gamma = x.view_as(x), None if gamma is None else gamma.view_as(gamma)
+    normal, moments = composite.batch_norm(x, gamma, None, ctx.eps, Activation(), None)
     pairs = [(normal, g), (moments.mean, dmean), (moments.var, dvar)]
     outputs, grads = zip(*((v, d) for v, d in pairs if d is not None), strict=True)
-    wanted = [v for v in inputs if v is not None and v.requires_grad]
+    wanted = [v for v in (x, gamma) if v is not None and v.requires_grad]
     found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True) if wanted else ())
-    dx, dgamma = (next(found) if v is not None and v.requires_grad else None for v in inputs)
+    dx, dgamma = (next(found) if v is not None and v.requires_grad else None for v in (x, gamma))
     return dx, dgamma, dbeta, g

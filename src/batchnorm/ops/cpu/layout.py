@@ -1,15 +1,15 @@
 """How a dense tensor (N, C, ...) lies in memory, and the passes over it that batch normalization needs.
 
-Each layout offers the same words: ``moments`` and ``reduce`` add up over the batch, ``affine``, ``shift`` and
-``add_scaled_`` apply one number per channel. Tensors have x's shape and strides. Per-channel vectors are float64 and
-numpy's: an operation on one costs 0.4 us there and 2 to 5 us in torch, and a call needs about 30 of them.
+Tensors have x's shape and strides. Per-channel vectors are float64 and numpy's: an operation on one costs 0.4 us there
+and 2 to 5 us in torch, and a call needs about 30 of them.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,33 +27,55 @@ SHORT = 32
 ROWS = 8192
 
 _backward = torch.ops.aten.native_batch_norm_backward.default
+_ALL, _SUMS = (True, True, True), (False, True, True)  # of dx, dgamma, dbeta
 
 
-class Layout(Protocol):
+class Layout(ABC):
     """The arithmetic of one arrangement in memory."""
 
+    @abstractmethod
+    def view(self, x: Tensor) -> Tensor:
+        """Return x as it lies in memory."""
+
+    @abstractmethod
+    def spread(self, v: Vector, x: Tensor) -> Tensor:
+        """Return one number per channel in the type of x, so that it broadcasts over ``view(x)``."""
+
+    @abstractmethod
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
         """Return the mean and the biased variance of each channel."""
-        ...
 
+    @abstractmethod
     def reduce(self, g: Tensor, x: Tensor, mean: Vector, invstd: Vector) -> tuple[Vector, Vector]:
         """Return sum(g * x_hat) and sum(g) of each channel: dgamma and dbeta."""
-        ...
+
+    @abstractmethod
+    def has_kernel(self, x: Tensor) -> bool:
+        """Say whether torch's kernel for the whole backward pass knows this layout and is accurate."""
+
+    @abstractmethod
+    def kernel(
+        self, g: Tensor, x: Tensor, gamma: Tensor | None, mean: Vector, invstd: Vector
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dx, dgamma and dbeta from that kernel."""
 
     def affine(self, x: Tensor, a: Vector, b: Vector, out: Tensor) -> None:
         """Write a*x + b to ``out``, which may be ``x``."""
-        ...
+        torch.addcmul(self.spread(b, x), self.view(x), self.spread(a, x), out=self.view(out))
 
     def shift(self, x: Tensor, s: Vector) -> Tensor:
         """Return x - s."""
-        ...
+        out = torch.empty_like(x)
+        torch.sub(self.view(x), self.spread(s, x), out=self.view(out))
+        return out
 
     def add_scaled_(self, out: Tensor, x: Tensor, a: Vector) -> None:
         """Add a*x to ``out``."""
-        ...
+        self.view(out).addcmul_(self.view(x), self.spread(a, x))
 
 
-class Matrix(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Matrix(Layout):
     """Memory as a matrix whose columns each belong to one channel: (period, C, run) columns, read from the left.
 
     channels_last has the channels side by side, ``run`` 1, and with few of them several positions make one row
@@ -64,64 +86,63 @@ class Matrix(NamedTuple):
     channels: int
     run: int
 
-    def _view(self, x: Tensor) -> Tensor:
+    def view(self, x: Tensor) -> Tensor:
+        """Return the matrix."""
         memory = x.movedim(1, -1) if self.run == 1 else x
         return memory.view(-1, self.period * self.channels * self.run)
 
-    def _columns(self, v: Vector, x: Tensor) -> Tensor:
-        narrow = v.astype(_numpy_type(x))
-        if self.period == self.run == 1:
-            return torch.from_numpy(narrow)
-        return torch.from_numpy(np.broadcast_to(narrow[None, :, None], self).ravel())
+    def spread(self, v: Vector, x: Tensor) -> Tensor:
+        """Repeat the number of each channel in its columns."""
+        columns = (self.period, self.channels, self.run)
+        return torch.from_numpy(np.broadcast_to(v.astype(_numpy_type(x))[None, :, None], columns).flatten())
 
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
         """Merge the moments of blocks of rows and of columns (Chan, Golub & LeVeque)."""
-        matrix = self._view(x)
-        blocks = matrix.split(ROWS)
+        blocks = self.view(x).split(ROWS)
         parts = [torch.batch_norm_update_stats(b, None, None, 0.0) for b in blocks]
-        mean, var = (np.array([p[i].numpy() for p in parts], dtype=np.float64) for i in (0, 1))
+        mean, var = self._columns([p[0] for p in parts]), self._columns([p[1] for p in parts])
         if mean.size == self.channels:
-            return mean.ravel(), var.ravel()
-        mean, var = mean.reshape(-1, *self), var.reshape(-1, *self)
-        weight = np.array([len(b) / (len(matrix) * self.period * self.run) for b in blocks]).reshape(-1, 1, 1, 1)
+            return mean.reshape(-1), var.reshape(-1)
+        weight = np.array([len(b) * self.channels / x.numel() for b in blocks]).reshape(-1, 1, 1, 1)
         total = (weight * mean).sum((0, 1, 3))
-        between = np.square(mean - total[:, None])
-        return total, (weight * (var + between)).sum((0, 1, 3))
+        return total, (weight * (var + np.square(mean - total[:, None]))).sum((0, 1, 3))
 
     def reduce(self, g: Tensor, x: Tensor, mean: Vector, invstd: Vector) -> tuple[Vector, Vector]:
         """Add up by torch's kernel over blocks of rows, then over blocks and columns in float64."""
-        columns = self._columns(mean, x), self._columns(invstd, x)
-        pairs = zip(self._view(g).split(ROWS), self._view(x).split(ROWS), strict=True)
-        sums = [_backward(g, x, None, None, None, *columns, True, 0.0, (False, True, True))[1:] for g, x in pairs]
-        dgamma, dbeta = (
-            np.array([s[i].numpy() for s in sums], dtype=np.float64).reshape(-1, *self).sum((0, 1, 3)) for i in (0, 1)
-        )
-        return dgamma, dbeta
+        statistics = self.spread(mean, x), self.spread(invstd, x)
+        blocks = zip(self.view(g).split(ROWS), self.view(x).split(ROWS), strict=True)
+        parts = [_backward(*b, None, None, None, *statistics, True, 0.0, _SUMS) for b in blocks]
+        return self._columns([p[1] for p in parts]).sum((0, 1, 3)), self._columns([p[2] for p in parts]).sum((0, 1, 3))
 
-    def affine(self, x: Tensor, a: Vector, b: Vector, out: Tensor) -> None:
-        """Take one pass: all operands are vectors."""
-        torch.addcmul(self._columns(b, x), self._view(x), self._columns(a, x), out=self._view(out))
+    def has_kernel(self, x: Tensor) -> bool:
+        """Say whether each column is a channel and has not too many rows."""
+        return self.period == self.run == 1 and x.numel() <= ROWS * self.channels
 
-    def shift(self, x: Tensor, s: Vector) -> Tensor:
-        """Subtract row by row."""
-        out = torch.empty_like(x)
-        torch.sub(self._view(x), self._columns(s, x), out=self._view(out))
-        return out
+    def kernel(
+        self, g: Tensor, x: Tensor, gamma: Tensor | None, mean: Vector, invstd: Vector
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call it on the matrix."""
+        statistics = self.spread(mean, x), self.spread(invstd, x)
+        dx, dgamma, dbeta = _backward(self.view(g), self.view(x), gamma, None, None, *statistics, True, 0.0, _ALL)
+        return dx.view(x.movedim(1, -1).shape).movedim(-1, 1), dgamma, dbeta
 
-    def add_scaled_(self, out: Tensor, x: Tensor, a: Vector) -> None:
-        """Add row by row."""
-        self._view(out).addcmul_(self._view(x), self._columns(a, x))
+    def _columns(self, parts: list[Tensor]) -> Vector:
+        rows = np.array([p.numpy() for p in parts], dtype=np.float64)
+        return rows.reshape(-1, self.period, self.channels, self.run)
 
 
-class Planes(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Planes(Layout):
     """Memory as N times C planes of contiguous locations."""
 
     channels: int
 
-    def _view(self, x: Tensor) -> Tensor:
+    def view(self, x: Tensor) -> Tensor:
+        """Return (N, C, locations)."""
         return x.view(x.shape[0], self.channels, -1)
 
-    def _scalars(self, v: Vector, x: Tensor) -> Tensor:
+    def spread(self, v: Vector, x: Tensor) -> Tensor:
+        """Return a column."""
         return torch.from_numpy(v.astype(_numpy_type(x))[:, None])
 
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
@@ -129,7 +150,7 @@ class Planes(NamedTuple):
 
         The caller rejects a variance that is small beside mean^2, so that their difference keeps its digits.
         """
-        planes = self._view(x)
+        planes = self.view(x)
         m = planes.shape[0] * planes.shape[2]
         mean = np.add.reduce(planes.sum(2).numpy(), 0, np.float64) / m
         norms = torch.linalg.vector_norm(planes, dim=2).numpy()
@@ -138,24 +159,25 @@ class Planes(NamedTuple):
 
     def reduce(self, g: Tensor, x: Tensor, mean: Vector, invstd: Vector) -> tuple[Vector, Vector]:
         """Add up by torch's kernel, which goes plane by plane."""
-        g, x, kind = self._view(g), self._view(x), _numpy_type(x)
-        scalars = torch.from_numpy(mean.astype(kind)), torch.from_numpy(invstd.astype(kind))
-        _, dgamma, dbeta = _backward(g, x, None, None, None, *scalars, True, 0.0, (False, True, True))
+        statistics = (self.spread(v, x).view(-1) for v in (mean, invstd))
+        _, dgamma, dbeta = _backward(self.view(g), self.view(x), None, None, None, *statistics, True, 0.0, _SUMS)
         return dgamma.numpy().astype(np.float64), dbeta.numpy().astype(np.float64)
+
+    def has_kernel(self, x: Tensor) -> bool:
+        """Say yes: the kernel adds up plane by plane."""
+        return True
+
+    def kernel(
+        self, g: Tensor, x: Tensor, gamma: Tensor | None, mean: Vector, invstd: Vector
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call it on the planes."""
+        statistics = (self.spread(v, x).view(-1) for v in (mean, invstd))
+        dx, dgamma, dbeta = _backward(self.view(g), self.view(x), gamma, None, None, *statistics, True, 0.0, _ALL)
+        return dx.view(x.shape), dgamma, dbeta
 
     def affine(self, x: Tensor, a: Vector, b: Vector, out: Tensor) -> None:
         """Take two passes: torch vectorizes an operation with one scalar operand, not with two."""
-        torch.mul(self._view(x), self._scalars(a, x), out=self._view(out)).add_(self._scalars(b, x))
-
-    def shift(self, x: Tensor, s: Vector) -> Tensor:
-        """Subtract plane by plane."""
-        out = torch.empty_like(x)
-        torch.sub(self._view(x), self._scalars(s, x), out=self._view(out))
-        return out
-
-    def add_scaled_(self, out: Tensor, x: Tensor, a: Vector) -> None:
-        """Add plane by plane."""
-        self._view(out).addcmul_(self._view(x), self._scalars(a, x))
+        torch.mul(self.view(x), self.spread(a, x), out=self.view(out)).add_(self.spread(b, x))
 
 
 def layout_of(x: Tensor) -> Matrix | Planes | None:

@@ -15,7 +15,7 @@ CONDITION = 100.0
 
 # Up to here one call of a slower kernel beats several calls of faster ones. torch's loop over channels that lie side
 # by side is vectorized, that over (N, C, L) is not. The former adds rows one after the other in float32: not too many.
-MATRIX_ELEMENTS, IMAGE_ELEMENTS, MATRIX_ROWS = 1 << 17, 1 << 14, 4096
+MATRIX_ELEMENTS, IMAGE_ELEMENTS, MATRIX_ROWS = 1 << 18, 1 << 17, 4096
 
 
 def is_fast(x: Tensor) -> bool:
