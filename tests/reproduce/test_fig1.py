@@ -99,6 +99,7 @@ def test_a_resumed_run_ends_bit_for_bit_the_same(tmp_path, batch_norm):
     assert one.read_bytes() == other.read_bytes()
     a, b = (torch.load(p.parent / "checkpoint.pt", weights_only=True) for p in (one, other))
     assert a["step"] == b["step"] == 260
+    assert b["seconds"] > 0
     assert all(torch.equal(a["net"][key], b["net"][key]) for key in a["net"])
 
 
@@ -111,11 +112,11 @@ def test_resuming_with_other_options_is_refused(tmp_path):
 def test_a_checkpoint_is_replaced_or_left_alone(tmp_path, monkeypatch):
     folder, net = RunFolder(tmp_path), Setting().network()
     folder.start({})
-    folder.save(net, 1)
+    folder.save(net, 1, 0.0)
     before = folder.checkpoint.read_bytes()
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        folder.save(net, 2)
+        folder.save(net, 2, 0.0)
     assert folder.checkpoint.read_bytes() == before
 
 

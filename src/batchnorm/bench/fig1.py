@@ -64,7 +64,7 @@ def fig1(options: BenchFig1) -> dict[str, Any]:
     median = {name: statistics.median(values) for name, values in seconds.items()}
     result = {
         "what": "seconds for both networks, whole commands, and test accuracy without and with BN",
-        "options": asdict(options),
+        "options": {key: value for key, value in asdict(options).items() if key != "out"},
         "environment": {**environment(), "load average before": load},
         "seconds": seconds,
         "accuracy": accuracies,

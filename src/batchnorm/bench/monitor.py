@@ -65,7 +65,7 @@ def monitor(options: BenchMonitor) -> dict[str, Any]:
     median = {name: statistics.median(values) for name, values in seconds.items()}
     result = {
         "what": "seconds a training step, and what the monitor adds to it",
-        "options": asdict(options),
+        "options": {key: value for key, value in asdict(options).items() if key != "out"},
         "environment": {**environment(), "load average before": load},
         "seconds": seconds,
         "median": median,

@@ -37,7 +37,8 @@ class Run:
     @property
     def steps(self) -> int:
         """The last step that anything was written for."""
-        return max((curve[-1][0] for curve in self.curves.values() if curve), default=0)
+        points = [step for curve in self.curves.values() for step, _ in curve]
+        return max([*points, *(r.step for r in (*self.percentiles, *self.gradient_changes))], default=0)
 
     @property
     def accuracy(self) -> Curve:

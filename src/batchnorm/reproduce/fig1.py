@@ -10,7 +10,7 @@ from typing import Any
 from ..report.claims import paper_versus_here, steps_to
 from ..report.figure1 import draw
 from ..report.page import write_report
-from ..report.results import environment, write_json
+from ..report.results import write_json
 from ..report.runs import Run, read_runs
 from .training import Setting
 from .workers import run_all
@@ -69,8 +69,8 @@ def _result(options: Fig1, runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "claim": "Batch Normalization helps the network train faster and achieve higher accuracy; it makes the"
         " distribution more stable and reduces the internal covariate shift.",
-        "options": asdict(options),
-        "environment": environment(),
+        "options": {key: value for key, value in asdict(options).items() if key not in ("out", "resume")},
+        "environment": runs[0].config["environment"],
         "runs": {run.name: run.summary for run in runs},
         "accuracy": {run.name: run.accuracy for run in runs},
         "steps to": steps_to(runs),

@@ -48,10 +48,10 @@ def run(
     """
     folder, net, data = RunFolder(path), setting.network(), mnist()
     config = {**asdict(setting), "percentiles": list(PERCENTILES)}
-    step = folder.resume(net, config) if resume else folder.start(config)
-    began = time.perf_counter()
+    step, seconds = folder.resume(net, config) if resume else folder.start(config)
+    clock = _Clock(seconds)
     probe = data.test.images[:PROBE]
-    watch = _Watch(setting, folder, net, data, progress)
+    watch = _Watch(setting, folder, net, data, progress, clock)
     with Monitor(net, percentiles=PERCENTILES, probe=probe, sinks=[JSONLines(folder.metrics)]) as monitor:
         if step == 0:
             watch.measure(0, float("nan"), monitor)
@@ -60,20 +60,37 @@ def run(
             step = now
             if stopped():
                 break
-    folder.save(net, step)
+    folder.save(net, step, clock())
     if step < setting.steps:
         return False
-    folder.finish({"steps": step, "seconds": time.perf_counter() - began, "accuracy": finish(net, setting, data)})
+    folder.finish({"steps": step, "accuracy": finish(net, setting, data), "seconds": round(clock(), 2)})
     return True
+
+
+class _Clock:
+    """Count seconds, those of the run before it was resumed among them."""
+
+    def __init__(self, before: float) -> None:
+        self.began = time.perf_counter() - before
+
+    def __call__(self) -> float:
+        return time.perf_counter() - self.began
 
 
 class _Watch:
     """Decide at which steps what is measured, and measure it."""
 
     def __init__(
-        self, setting: Setting, folder: RunFolder, net: nn.Sequential, data: MNIST, progress: Progress
+        self,
+        setting: Setting,
+        folder: RunFolder,
+        net: nn.Sequential,
+        data: MNIST,
+        progress: Progress,
+        clock: _Clock,
     ) -> None:
-        self.setting, self.folder, self.net, self.data, self.progress = setting, folder, net, data, progress
+        self.setting, self.folder, self.net, self.data = setting, folder, net, data
+        self.progress, self.clock = progress, clock
         steps = setting.steps
         self.accuracy_at = {0, *accuracy_steps(steps)}
         self.record_at = _evenly(steps, RECORDS, 10)
@@ -100,7 +117,7 @@ class _Watch:
             batch = (self.data.train.images[rows], self.data.train.labels[rows])
             monitor.record_gradient_change(step, _loss, batch, self.setting.rate)
         if step in self.save_at:
-            self.folder.save(self.net, step)
+            self.folder.save(self.net, step, self.clock())
 
 
 def _evenly(steps: int, count: int, closest: int) -> set[int]:

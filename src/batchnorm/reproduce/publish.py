@@ -43,7 +43,8 @@ def publish(
     """
     out: Path = options.out
     given = {key: value for key, value in asdict(options).items() if key != "out"}
-    result = {"claim": claim, "options": given, "environment": environment(), **findings}
+    # Whatever this process may use, each training ran on one thread: parallel.py.
+    result = {"claim": claim, "options": given, "environment": {**environment(), "threads": 1}, **findings}
     path = write_json(out / f"{name}.json", result)
     picture(draw, out / f"{name}.png")
     print(f"result: {path}\npicture: {out / f'{name}.png'}")

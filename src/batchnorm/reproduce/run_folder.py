@@ -29,16 +29,18 @@ class RunFolder:
         self.checkpoint = path / "checkpoint.pt"
         path.mkdir(parents=True, exist_ok=True)
 
-    def start(self, config: Mapping[str, Any]) -> int:
-        """Begin a new run at step 0: what an earlier one left here is removed."""
+    def start(self, config: Mapping[str, Any]) -> tuple[int, float]:
+        """Begin a new run at step 0, after 0 seconds: what an earlier one left here is removed."""
         for old in (self.metrics, self.checkpoint, self.path / "summary.json"):
             old.unlink(missing_ok=True)
         write_json(self.path / "config.json", {**config, "environment": environment()})
         self.metrics.touch()
-        return 0
+        return 0, 0.0
 
-    def resume(self, net: nn.Module, config: Mapping[str, Any]) -> int:
-        """Load the checkpoint into ``net``, cut off metrics written after it, and return its step; 0 without one.
+    def resume(self, net: nn.Module, config: Mapping[str, Any]) -> tuple[int, float]:
+        """Load the checkpoint into ``net``, cut off metrics written after it, and return its step and seconds.
+
+        Without a checkpoint the run starts anew.
 
         Raises:
             ValueError: where the folder holds a run with another configuration.
@@ -56,17 +58,18 @@ class RunFolder:
         net.load_state_dict(state["net"])
         with self.metrics.open("r+b") as file:
             file.truncate(state["metrics_size"])
-        return int(state["step"])
+        return int(state["step"]), float(state["seconds"])
 
     def log(self, **values: Any) -> None:
         """Append one line to the metrics."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
 
-    def save(self, net: nn.Module, step: int) -> None:
-        """Replace the checkpoint by one of this step, atomically."""
+    def save(self, net: nn.Module, step: int, seconds: float) -> None:
+        """Replace the checkpoint by one of this step, ``seconds`` into the run, atomically."""
+        size = self.metrics.stat().st_size
         content = io.BytesIO()
-        torch.save({"net": net.state_dict(), "step": step, "metrics_size": self.metrics.stat().st_size}, content)
+        torch.save({"net": net.state_dict(), "step": step, "seconds": seconds, "metrics_size": size}, content)
         write_atomically(self.checkpoint, content.getvalue())
 
     def finish(self, summary: Mapping[str, Any]) -> None:
