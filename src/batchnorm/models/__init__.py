@@ -2,5 +2,6 @@
 
 from .describe import Description, describe
 from .inception import inception
+from .perceptron import perceptron
 
-__all__ = ["Description", "describe", "inception"]
+__all__ = ["Description", "describe", "inception", "perceptron"]
