@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..data import Augment, ImageBatches, Normalize, open_images, seed_at
 from ..evaluate import Accuracy, count_correct
+from ..monitor import Monitor
 from . import checkpoint, metrics
 from .distributed import Ranks, ranks
 from .finish import folded_network, population_network
@@ -70,7 +71,8 @@ class _Run:
         self.augment = Augment(recipe.photometric).to(here.device)
         self.normalize = Normalize().to(here.device)
         self.step, self.evaluated = 0, 0
-        position, sums = self._resume()
+        self.monitor: Monitor | None = None
+        positions, sums = self._resume()
         self.train_step = TrainStep(
             self.net,
             self.optimizer,
@@ -84,7 +86,7 @@ class _Run:
         if sums is not None:
             self.train_step.sums.copy_(sums)
         self.report = (
-            Reporter(self.folder, position, self.total_steps, tensorboard=options.tensorboard) if here.main else None
+            Reporter(self.folder, positions, self.total_steps, tensorboard=options.tensorboard) if here.main else None
         )
 
     @property
@@ -111,6 +113,7 @@ class _Run:
                 self._train_on(images, labels, k)
                 if self.step % self.options.log_every == 0 and not self._log():
                     return True
+                self._monitor_if_due()
                 if self._stop_requested():
                     self._save()
                     raise Stopped(f"stopped at step {self.step:,}; the same command goes on from there")
@@ -141,6 +144,17 @@ class _Run:
         if self.report is not None:
             self.report.line({"step": self.step, "loss": loss / count, "train_top1": right / count})
         return math.isfinite(loss)
+
+    def _monitor_if_due(self) -> None:
+        """Record percentiles on the first validation batch, always the same one, without a trace in the training."""
+        if self.options.monitor_every == 0 or self.step % self.options.monitor_every:
+            return
+        if self.monitor is None:
+            images, _ = next(iter(self.validation.epoch(0)))
+            self.monitor = Monitor(self.net, probe=self.normalize(images))
+        record = self.monitor.record(self.step)
+        if self.report is not None:
+            self.report.watched(record)
 
     def _evaluate_if_due(self) -> None:
         every = self.options.evaluate_every or len(self.batches)
@@ -182,17 +196,17 @@ class _Run:
                 "optimizer": self.optimizer.state_dict(),
                 "sums": sums.cpu(),
                 "evaluated": self.evaluated,
-                "metrics": self.report.position(),
+                "positions": self.report.positions(),
                 "threads": torch.get_num_threads(),
             }
             checkpoint.save(self.folder / "checkpoints", self.step, self.net.state_dict(), state)
         self.ranks.wait()
 
-    def _resume(self) -> tuple[int, Tensor | None]:
-        """Load the newest good checkpoint; return the metrics file's length and this rank's sums then."""
+    def _resume(self) -> tuple[tuple[int, int], Tensor | None]:
+        """Load the newest good checkpoint; return the lengths of the files and this rank's sums then."""
         found = checkpoint.load_latest(self.folder / "checkpoints")
         if found is None:
-            return 0, None
+            return (0, 0), None
         for problem in found.passed_over if self.ranks.main else ():
             print(f"passed over a checkpoint: {problem}")
         try:
@@ -209,7 +223,7 @@ class _Run:
         if self.ranks.main:
             note = "" if same else "; the number of ranks or threads differs, so the last bits will"
             print(f"going on from step {found.step:,}{note}", flush=True)
-        return int(found.state["metrics"]), sums[self.ranks.rank] if same else sums.sum(0) / self.ranks.world_size
+        return found.state["positions"], sums[self.ranks.rank] if same else sums.sum(0) / self.ranks.world_size
 
     def _conclude(self, diverged: bool) -> Result:
         """Take Algorithm 2 to its end, keep the network and write down how the run went."""
