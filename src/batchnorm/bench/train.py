@@ -28,7 +28,7 @@ from ..layers import BatchNorm
 from ..models.blocks import InceptionModule, SeparableConv2d
 from ..train import RECIPES
 from ..train.distributed import Ranks
-from ..train.loop import hardware
+from ..train.run import hardware
 from ..train.step import Compile, TrainStep, make_optimizer
 
 BARS = {32: 1.5, 256: 1.4}  # what ours must be over stock, at least

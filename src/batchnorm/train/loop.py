@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import platform
-import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +11,12 @@ from torch import Tensor, nn
 from ..data import Augment, ImageBatches, Normalize, open_images, seed_at
 from ..evaluate import Accuracy, count_correct
 from ..monitor import Monitor
-from . import checkpoint, metrics
+from . import checkpoint
 from .distributed import Ranks, ranks
 from .finish import folded_network, population_network
 from .recipe import Recipe
 from .report import Reporter
-from .run import Options, Result, Stopped, StopSignal, claim_folder, stop_signal, write_result
+from .run import Options, Result, Stopped, StopSignal, claim_folder, compare, hardware, stop_signal, write_result
 from .schedule import exponential_rate
 from .step import TrainStep, make_optimizer
 
@@ -68,8 +65,10 @@ class _Run:
         if cuda:
             self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = make_optimizer(self.net, recipe, here.device)
-        self.augment = Augment(recipe.photometric).to(here.device)
-        self.normalize = Normalize().to(here.device)
+        # What autocast would make of the images anyway.
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
+        self.augment = Augment(recipe.photometric, dtype=dtype).to(here.device)
+        self.normalize = Normalize(dtype=dtype).to(here.device)
         self.step, self.evaluated = 0, 0
         self.monitor: Monitor | None = None
         positions, sums = self._resume()
@@ -82,6 +81,7 @@ class _Run:
             compile=options.compile or ("network" if cuda else "nothing"),
             cast_once=cuda,
             graph=cuda and here.world_size == 1 if options.graph is None else options.graph,
+            batch=len(range(recipe.batch_size)[self.batches.order.rows(0)]),
         )
         if sums is not None:
             self.train_step.sums.copy_(sums)
@@ -152,7 +152,8 @@ class _Run:
         if self.monitor is None:
             images, _ = next(iter(self.validation.epoch(0)))
             self.monitor = Monitor(self.net, probe=self.normalize(images))
-        record = self.monitor.record(self.step)
+        with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.bf16):
+            record = self.monitor.record(self.step)
         if self.report is not None:
             self.report.watched(record)
 
@@ -243,8 +244,7 @@ class _Run:
             if accuracy is not None:
                 record = {"step": self.step, "final": True, "val_top1": accuracy.top1, "val_top5": accuracy.top5}
                 self.report.line(record)
-            self._compare(result)
-            write_result(self.folder, result)
+            write_result(self.folder, compare(result, self.folder, self.options.targets))
         self.ranks.wait()
         return result
 
@@ -258,13 +258,6 @@ class _Run:
             state = {"classes": list(self.batches.classes)}
             checkpoint.save(self.folder / "final", self.step, final.state_dict(), state)
         return folded_network(final, self.recipe.size)
-
-    def _compare(self, result: Result) -> None:
-        points = metrics.curve(metrics.read(self.folder / "metrics.jsonl"))
-        if points:
-            result.best_step, result.best_top1 = max(points, key=lambda point: (point[1], -point[0]))
-            result.running_top1 = points[-1][1] if points[-1][0] == self.step else None
-        result.steps_to = {f"{target:g}": metrics.steps_to(points, target) for target in self.options.targets}
 
     def _open(self, split: str, batch_size: int) -> ImageBatches:
         training, options = split == "train", self.options
@@ -282,16 +275,3 @@ class _Run:
             cache=options.cache,
             device=self.ranks.device,
         )
-
-
-def hardware(here: Ranks) -> dict[str, Any]:
-    """Say what a run ran on, for its result file."""
-    cuda = here.device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(here.device) if cuda else platform.processor() or platform.machine(),
-        "ranks": here.world_size,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
