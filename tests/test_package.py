@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import batchnorm as bn
+from batchnorm.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "batchnorm"
@@ -108,3 +109,11 @@ def test_version_is_stated_once():
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert f"## {bn.__version__}" in changelog
     assert f'version: "{bn.__version__}"' in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*command.split(), "--help"])
+    assert stop.value.code == 0
+    assert f"batchnorm {command}" in capsys.readouterr().out
