@@ -1,0 +1,199 @@
+"""The backward pass: two sums of a slice of channels, then dx (and the residual's gradient).
+
+With dz = g'(z) dy and x_hat = (x - mean) / std, Section 3's gradients are
+dbeta = sum(dz), dgamma = sum(dz x_hat), dx = gamma / std * (dz - dbeta / m - x_hat dgamma / m).
+
+PHASE, T and the programs are the forward pass's. z is found again from x with the forward pass's multiply-add, or g'
+from one bit per element where a residual was added.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import meet
+from .tile import (
+    IDENTITY,
+    LEAKY_RELU,
+    RELU,
+    activate_backward,
+    channels_of,
+    inside,
+    load_bits,
+    load_tile,
+    offsets,
+    opaque,
+    total,
+)
+
+
+@triton.jit
+def dz_of(
+    dy, tile, first, last, residual, bits, strides, base, scale, offset, slope, piece, channel, shape,
+    ACT: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Return dz = g'(z) dy of one tile in float32, given dy's and x's."""
+    dy = dy.to(tl.float32)
+    if ACT == IDENTITY:
+        return dy
+    elif bits is not None:
+        below = dy * slope if ACT == LEAKY_RELU else 0.0
+        return tl.where(load_bits(bits, first, last, piece, shape, FORM), dy, below)
+    else:
+        z = tl.fma(tile.to(tl.float32) - base[None, :], scale[None, :], offset[None, :])
+        if residual is not None:
+            z += load_tile(residual, strides, first, last, channel, shape, FORM).to(tl.float32)
+        return activate_backward(dy, z, slope, ACT)
+
+
+@triton.jit
+def add_parts(partial, parts, channel, C):
+    """Add the parts' two sums in a fixed order."""
+    PARTS: tl.constexpr = 32
+    s1 = tl.zeros_like(channel).to(tl.float32)
+    s2 = tl.zeros_like(s1)
+    for i in range(0, parts, PARTS):
+        part = i + tl.arange(0, PARTS)
+        at = partial + part[:, None] * (2 * C) + channel[None, :]
+        exists = (part < parts)[:, None] & (channel < C)[None, :]
+        s1 += tl.sum(tl.load(at, mask=exists, other=0.0), 0)
+        s2 += tl.sum(tl.load(at + C, mask=exists, other=0.0), 0)
+    return s1, s2
+
+
+@triton.jit
+def write_tile(dz, tile, first, last, dx, dresidual, strides, base, scale, k2, k0, channel, shape, FORM: tl.constexpr):
+    """Write one tile of dx = scale dz - (k2 (x - base) + k0), and of the residual's gradient dz."""
+    at = offsets(first + tl.arange(0, FORM[1]), strides, channel, shape, FORM)
+    exists = inside(first, last, channel, shape, FORM)
+    mean_terms = tl.fma(tile.to(tl.float32) - base[None, :], k2[None, :], k0[None, :])
+    tl.store(dx + at, tl.fma(dz, scale[None, :], -mean_terms).to(dx.dtype.element_ty), mask=exists)
+    if dresidual is not None:
+        tl.store(dresidual + at, dz.to(dresidual.dtype.element_ty), mask=exists)
+
+
+_NUMBERS = [
+    *("C", "units", "slices", "parts", "share", "x_stride", "x_plane", "y_stride", "y_plane"),
+    *("width", "magic", "shift", "slope"),
+]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def backward(
+    dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words,
+    C, units, slices, parts, share, x_stride, x_plane, y_stride, y_plane, width, magic, shift, slope,
+    ACT: tl.constexpr, FORM: tl.constexpr, T: tl.constexpr,
+    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, ON_DEVICE: tl.constexpr,
+):  # fmt: skip
+    """Run ``slices * parts`` programs."""
+    R: tl.constexpr = FORM[1]
+    V: tl.constexpr = FORM[2]
+    EACH: tl.constexpr = 1 if FORM[0] else V
+    # A relu's dz is dy or 0, so it can be held in place of dy; the others' is computed twice.
+    HOLDS_DZ: tl.constexpr = ACT == RELU and PHASE == 3
+    C = C * (FORM[3] if FORM[0] else 1)
+    shape = (C, units, width, magic, shift)
+    x_strides = (x_stride, x_plane)
+    y_strides = (y_stride, y_plane)
+    program = tl.program_id(0)
+    if PHASE == 3 and not ALONE:
+        program = meet.take_ticket(words, slices * parts)
+    elif PHASE == 2:
+        program = slices * parts - 1 - program
+    piece = program // parts
+    part = program % parts
+    word = words + 2 + piece
+    channel = channels_of(piece, FORM)
+    here = channel < C
+    first = part * share
+    last = tl.minimum(first + share, units)
+    count = units * EACH
+
+    xs = ()
+    dys = ()
+    if T > 0:
+        for t in tl.static_range(T):
+            xs = xs + (load_tile(x, x_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
+            dys = dys + (load_tile(dy, y_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
+    base = tl.load(stats + 3 * C + channel, mask=here, other=0.0)
+    low = tl.load(stats + 4 * C + channel, mask=here, other=0.0)
+    scale = tl.load(stats + 5 * C + channel, mask=here, other=0.0)
+    offset = tl.load(stats + 6 * C + channel, mask=here, other=0.0)
+    invstd = tl.load(stats + 7 * C + channel, mask=here, other=0.0)
+    dzs = ()
+    if PHASE & 1:
+        if PHASE == 3 and not ALONE:
+            side = meet.side_of(word)
+        t1 = tl.zeros([R, V], tl.float32)
+        t2 = tl.zeros([R, V], tl.float32)
+        if T > 0:
+            for t in tl.static_range(T):
+                dz = dz_of(
+                    dys[t], xs[t], first + t * R, last, residual, bits, y_strides,
+                    base, scale, offset, slope, piece, channel, shape, ACT, FORM,
+                )  # fmt: skip
+                t1 += dz
+                t2 = tl.fma(dz, xs[t].to(tl.float32) - base[None, :], t2)
+                dzs = dzs + (dz.to(dy.dtype.element_ty) if HOLDS_DZ else dys[t],)  # noqa: RUF005
+        else:
+            for start in range(first, last, R):
+                tile = load_tile(x, x_strides, start, last, channel, shape, FORM)
+                dz = dz_of(
+                    load_tile(dy, y_strides, start, last, channel, shape, FORM), tile, start, last, residual, bits,
+                    y_strides, base, scale, offset, slope, piece, channel, shape, ACT, FORM,
+                )  # fmt: skip
+                t1 += dz
+                t2 = tl.fma(dz, tile.to(tl.float32) - base[None, :], t2)
+        s1 = total(t1, FORM)
+        s2 = total(t2, FORM)
+        if not ALONE:
+            at = partial + part * (2 * C) + channel
+            tl.store(at, s1, mask=here)
+            tl.store(at + C, s2, mask=here)
+            if LAST:
+                if meet.arrive(word) == parts - 1:
+                    s1, s2 = add_parts(partial, parts, channel, C)
+                    tl.store(dbeta + channel, s1, mask=here)
+                    tl.store(dgamma + channel, (s2 - low * s1) * invstd, mask=here)
+                    meet.release(word, parts)
+                if PHASE == 3:
+                    meet.wait(word, side)
+            else:
+                meet.arrive_to_turn(word, part, parts)
+                meet.wait(word, side)
+                s1, s2 = add_parts(partial, parts, channel, C)
+        if not LAST:
+            db = s1
+            dg = (s2 - low * s1) * invstd
+            tl.store(dbeta + channel, db, mask=here & (part == 0))
+            tl.store(dgamma + channel, dg, mask=here & (part == 0))
+    if PHASE & 2:
+        if LAST:
+            db = tl.load(dbeta + channel, mask=here, other=0.0)
+            dg = tl.load(dgamma + channel, mask=here, other=0.0)
+        k2 = scale * (dg * invstd / count)
+        k0 = scale * (db / count) - low * k2
+        if T > 0:
+            for t in tl.static_range(T):
+                tile = opaque(xs[t], ON_DEVICE)
+                if HOLDS_DZ:
+                    dz = opaque(dzs[t], ON_DEVICE).to(tl.float32)
+                else:
+                    dz = dz_of(
+                        opaque(dys[t], ON_DEVICE), tile, first + t * R, last, residual, bits, y_strides,
+                        base, scale, offset, slope, piece, channel, shape, ACT, FORM,
+                    )  # fmt: skip
+                write_tile(
+                    dz, tile, first + t * R, last, dx, dresidual, y_strides, base, scale, k2, k0, channel, shape, FORM
+                )
+        else:
+            tail = first + (last - first - 1) // R * R
+            for back in range(0, last - first, R):
+                start = tail - back
+                tile = load_tile(x, x_strides, start, last, channel, shape, FORM)
+                dz = dz_of(
+                    load_tile(dy, y_strides, start, last, channel, shape, FORM), tile, start, last, residual, bits,
+                    y_strides, base, scale, offset, slope, piece, channel, shape, ACT, FORM,
+                )  # fmt: skip
+                write_tile(dz, tile, start, last, dx, dresidual, y_strides, base, scale, k2, k0, channel, shape, FORM)

@@ -1,0 +1,81 @@
+"""How the programs that share a slice of channels meet, inside one launch and with nothing to reset between launches.
+
+One word per slice counts arrivals in its low bits and turns its highest bit when all have come; the low bits are zero
+again by then. Words start at zero and may be shared by launches that follow each other on a stream.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+TURN = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def take_ticket(counter, programs):
+    """Number the programs in the order in which they start.
+
+    Parts of a slice get neighbouring numbers, so whoever waits waits for programs that run already, or start as soon
+    as earlier slices are done: no launch is too large, and no order of the hardware is relied on.
+    """
+    ticket = tl.atomic_add(counter, 1, sem="relaxed")
+    if ticket == programs - 1:
+        tl.store(counter, 0)
+    return ticket
+
+
+@triton.jit
+def arrive(word):
+    """Count this program's arrival, with everything it has written, and return how many came before it."""
+    tl.debug_barrier()
+    before = tl.atomic_add(word, 1, sem="acq_rel") & 0x7FFFFFFF
+    tl.debug_barrier()
+    return before
+
+
+@triton.jit
+def release(word, parts):
+    """Let the waiting programs go on, once all ``parts`` have arrived."""
+    tl.debug_barrier()
+    tl.atomic_add(word, TURN - parts, sem="release")
+
+
+@triton.jit
+def arrive_to_turn(word, part, parts):
+    """Count this program's arrival so that the last one turns the word."""
+    tl.debug_barrier()
+    step = tl.where(part == 0, TURN - (parts - 1), 1)
+    tl.atomic_add(word, step, sem="release")
+
+
+@triton.jit
+def side_of(word):
+    """Return which way the word lies before this program arrives."""
+    return tl.load(word, volatile=True) & TURN
+
+
+@triton.jit
+def wait(word, side):
+    """Wait until the word has turned; what the others wrote before is visible then."""
+    # Triton has no acquiring load: an atomic per poll would be a round trip through one thread and a barrier.
+    tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred same;
+            .reg .b32 now;
+        again:
+            ld.acquire.gpu.global.b32 now, [$1];
+            and.b32 now, now, 0x80000000;
+            setp.eq.b32 same, now, $2;
+            @same bra again;
+            mov.b32 $0, now;
+        }
+        """,
+        "=r,l,r",
+        [word, side],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.debug_barrier()
