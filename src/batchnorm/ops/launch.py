@@ -39,12 +39,11 @@ def forward(
     bits = torch.empty(bytes_of_bits(g) if keep_bits else 0, dtype=torch.uint8, device=x.device)
     partial = torch.empty(1 if p.alone else 3 * p.parts * g.channels, dtype=torch.float32, device=x.device)
     residual = None if residual is None else as_dense(residual, g)
-    args = (
-        *(x, y, residual, bits if keep_bits else None, gamma, beta, stats, partial, _words.get(x.device, p.slices + 2)),
-        *(running or (None, None, None, None)),
-        *(*_numbers(g, p), eps, momentum or 0.0, slope, NAMES.index(activation), momentum is None),
-    )
-    _launch(kernel, args, g, p, x.device)
+    words = _words.get(x.device, p.slices + 2)
+    kept = bits if keep_bits else None
+    tensors = (x, y, residual, kept, gamma, beta, stats, partial, words, *(running or (None, None, None, None)))
+    rest = (eps, momentum or 0.0, slope, NAMES.index(activation), momentum is None)
+    _launch(kernel, tensors, rest, g, p, x)
     return y, stats, bits
 
 
@@ -69,11 +68,9 @@ def backward(
     dgamma, dbeta = (torch.empty(g.channels, dtype=torch.float32, device=x.device) for _ in range(2))
     partial = torch.empty(1 if p.alone else 2 * p.parts * g.channels, dtype=torch.float32, device=x.device)
     residual = None if residual is None else as_dense(residual, g)
-    args = (
-        *(as_dense(dy, g), x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial),
-        *(_words.get(x.device, p.slices + 2), *_numbers(g, p), slope, NAMES.index(activation)),
-    )
-    _launch(kernel, args, g, p, x.device)
+    words = _words.get(x.device, p.slices + 2)
+    tensors = (as_dense(dy, g), x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
+    _launch(kernel, tensors, (slope, NAMES.index(activation)), g, p, x)
     return dx, dgamma, dbeta, dresidual
 
 
@@ -100,28 +97,39 @@ def _processors(device: torch.device) -> int:
 
 @cache
 def _numbers(g: Geometry, p: Plan) -> tuple[int, ...]:
-    """Return C, units, slices, parts, share, x_stride, x_plane, y_stride, y_plane, width, magic, shift."""
+    """Return C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift."""
     a = p.align
     if g.nhwc:
-        return g.channels // a, g.rows, p.slices, p.parts, p.share, g.stride // a, 0, g.channels // a, 0, 0, 0, 0
+        return g.channels // a, g.rows, p.slices, p.parts, p.share, p.beside, g.stride // a, 0, g.channels // a, 0, 0, 0, 0
     width = g.width // p.V
     # n // width == umulhi(n, magic) >> shift for n < 2^31: division by multiplication (Granlund & Montgomery).
     bits = (width - 1).bit_length()
     magic = (1 << (31 + bits)) // width + 1
     magic = magic - 2**32 if magic >= 2**31 else magic
     strides = g.stride // a, g.plane // a, g.channels * g.width // a, g.width // a
-    return g.channels, g.rows // p.V, p.slices, p.parts, p.share, *strides, width, magic, bits - 1
+    return g.channels, g.rows // p.V, p.slices, p.parts, p.share, p.beside, *strides, width, magic, bits - 1
 
 
-def _launch(kernel: Any, args: tuple[Any, ...], g: Geometry, p: Plan, device: torch.device) -> None:
+def _launch(kernel: Any, tensors: tuple[Any, ...], rest: tuple[Any, ...], g: Geometry, p: Plan, x: Tensor) -> None:
     """Run the kernel once, or its two phases one after the other."""
     # Interpreted programs run one after the other: none may wait for the next.
-    on_device = device.type == "cuda"
-    phases = (3,) if p.alone or (on_device and p.path != "stream") else (1, 2)
-    for phase in phases:
-        last = not p.alone and (phase != 3 or p.parts > plan.MERGED_BY_ALL)
-        constants = ((g.nhwc, p.R, p.V, p.align, g.wide), p.T, phase, p.alone, last, on_device)
-        kernel[(p.slices * p.parts,)](*args, *constants, num_warps=p.warps)
+    on_device = x.is_cuda
+    form = (g.nhwc, p.R, p.V, p.align, g.wide)
+    if p.alone or (on_device and p.path != "stream"):
+        last = p.parts > plan.MERGED_BY_ALL
+        kernel[(p.slices * p.parts,)](
+            *tensors, *_numbers(g, p), *rest, form, p.T, 3, p.alone, last, p.stages, on_device,
+            num_warps=p.warps, maxnreg=p.registers or None,
+        )  # fmt: skip
+        return
+    kernel[(p.slices * p.parts,)](
+        *tensors, *_numbers(g, p), *rest, form, p.T, 1, False, True, p.stages, on_device,
+        num_warps=p.warps, maxnreg=p.registers or None,
+    )  # fmt: skip
+    q = p.second(g.rows // (1 if g.nhwc else p.V)) if p.path == "stream" else p
+    kernel[(q.slices * q.parts,)](
+        *tensors, *_numbers(g, q), *rest, form, p.T, 2, False, True, p.stages, on_device, num_warps=p.warps
+    )
 
 
 class _Words:

@@ -10,6 +10,8 @@ from .geometry import Geometry, vector
 
 # Up to so many parts every program merges all parts' sums itself; past it the last to arrive does it for all.
 MERGED_BY_ALL = 64
+# Numbers of tiles held; each is a kernel to compile.
+HELD = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 
 
 class Plan(NamedTuple):
@@ -25,13 +27,23 @@ class Plan(NamedTuple):
     parts: int
     share: int  # units of one part
     slices: int
+    beside: int  # slices worked on at a time
     warps: int
+    stages: int  # loads in flight in a loop over tiles; 1: what the compiler makes of it
+    registers: int  # a thread may use so many up to the statistics; 0: as many as the compiler likes
+    steps: int  # tiles of a program of the second launch
     align: int
 
     @property
     def alone(self) -> bool:
         """Whether one program has a whole slice, so that nobody waits."""
         return self.parts == 1 and self.path != "stream"
+
+
+    def second(self, units: int) -> Plan:
+        """Return the plan of the second launch: smaller parts, since nothing is merged after it."""
+        share = self.R * self.steps
+        return self._replace(share=share, parts=up(units, share))
 
 
 def up(a: int, b: int) -> int:
@@ -44,7 +56,13 @@ def power_up(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def make(geometry: Geometry, itemsize: int, path: str, tile: int, tiles: int, parts: int, lanes: int, warps: int) -> Plan:
+def make(
+    geometry: Geometry, itemsize: int, path: str, tile: int, tiles: int, parts: int, lanes: int, warps: int,
+    registers: int = 0,
+    beside: int = 1,
+    stages: int = 1,
+    steps: int = 4,
+) -> Plan:
     """Make a plan of ``tile`` elements per tile, at most ``tiles`` held, about ``parts`` parts, ``lanes`` channels."""
     if geometry.nhwc:
         V = lanes
@@ -61,8 +79,8 @@ def make(geometry: Geometry, itemsize: int, path: str, tile: int, tiles: int, pa
     # Parts start at multiples of 8 units, so that their bits start at whole bytes.
     share = up(up(units, parts), 8) * 8
     parts = up(units, share)
-    T = up(share, R) if path == "once" else 0
-    return Plan(path, R, V, T, parts, share, slices, warps, align)
+    T = next(t for t in HELD if t * R >= share) if path == "once" else 0
+    return Plan(path, R, V, T, parts, share, slices, min(beside, slices), warps, stages, registers, steps, align)
 
 
 @cache

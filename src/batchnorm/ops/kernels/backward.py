@@ -24,6 +24,7 @@ from .tile import (
     load_tile,
     offsets,
     opaque,
+    parts_at_once,
     total,
 )
 
@@ -48,9 +49,8 @@ def dz_of(
 
 
 @triton.jit
-def add_parts(partial, parts, channel, C):
+def add_parts(partial, parts, channel, C, PARTS: tl.constexpr):
     """Add the parts' two sums in a fixed order."""
-    PARTS: tl.constexpr = 32
     s1 = tl.zeros_like(channel).to(tl.float32)
     s2 = tl.zeros_like(s1)
     for i in range(0, parts, PARTS):
@@ -74,7 +74,7 @@ def write_tile(dz, tile, first, last, dx, dresidual, strides, base, scale, k2, k
 
 
 _NUMBERS = [
-    *("C", "units", "slices", "parts", "share", "x_stride", "x_plane", "y_stride", "y_plane"),
+    *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
     *("width", "magic", "shift", "slope"),
 ]
 
@@ -82,9 +82,9 @@ _NUMBERS = [
 @triton.jit(do_not_specialize=_NUMBERS)
 def backward(
     dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words,
-    C, units, slices, parts, share, x_stride, x_plane, y_stride, y_plane, width, magic, shift, slope,
+    C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift, slope,
     ACT: tl.constexpr, FORM: tl.constexpr, T: tl.constexpr,
-    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, ON_DEVICE: tl.constexpr,
+    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
     """Run ``slices * parts`` programs."""
     R: tl.constexpr = FORM[1]
@@ -92,6 +92,7 @@ def backward(
     EACH: tl.constexpr = 1 if FORM[0] else V
     # A relu's dz is dy or 0, so it can be held in place of dy; the others' is computed twice.
     HOLDS_DZ: tl.constexpr = ACT == RELU and PHASE == 3
+    PARTS: tl.constexpr = parts_at_once(FORM, T)
     C = C * (FORM[3] if FORM[0] else 1)
     shape = (C, units, width, magic, shift)
     x_strides = (x_stride, x_plane)
@@ -101,8 +102,7 @@ def backward(
         program = meet.take_ticket(words, slices * parts)
     elif PHASE == 2:
         program = slices * parts - 1 - program
-    piece = program // parts
-    part = program % parts
+    piece, part = meet.place(program, slices, parts, beside)
     word = words + 2 + piece
     channel = channels_of(piece, FORM)
     here = channel < C
@@ -117,10 +117,8 @@ def backward(
             xs = xs + (load_tile(x, x_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
             dys = dys + (load_tile(dy, y_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
     base = tl.load(stats + 3 * C + channel, mask=here, other=0.0)
-    low = tl.load(stats + 4 * C + channel, mask=here, other=0.0)
     scale = tl.load(stats + 5 * C + channel, mask=here, other=0.0)
     offset = tl.load(stats + 6 * C + channel, mask=here, other=0.0)
-    invstd = tl.load(stats + 7 * C + channel, mask=here, other=0.0)
     dzs = ()
     if PHASE & 1:
         if PHASE == 3 and not ALONE:
@@ -137,7 +135,7 @@ def backward(
                 t2 = tl.fma(dz, xs[t].to(tl.float32) - base[None, :], t2)
                 dzs = dzs + (dz.to(dy.dtype.element_ty) if HOLDS_DZ else dys[t],)  # noqa: RUF005
         else:
-            for start in range(first, last, R):
+            for start in tl.range(first, last, R, num_stages=STAGES):
                 tile = load_tile(x, x_strides, start, last, channel, shape, FORM)
                 dz = dz_of(
                     load_tile(dy, y_strides, start, last, channel, shape, FORM), tile, start, last, residual, bits,
@@ -153,7 +151,9 @@ def backward(
             tl.store(at + C, s2, mask=here)
             if LAST:
                 if meet.arrive(word) == parts - 1:
-                    s1, s2 = add_parts(partial, parts, channel, C)
+                    s1, s2 = add_parts(partial, parts, channel, C, PARTS)
+                    low = tl.load(stats + 4 * C + channel, mask=here, other=0.0)
+                    invstd = tl.load(stats + 7 * C + channel, mask=here, other=0.0)
                     tl.store(dbeta + channel, s1, mask=here)
                     tl.store(dgamma + channel, (s2 - low * s1) * invstd, mask=here)
                     meet.release(word, parts)
@@ -162,19 +162,26 @@ def backward(
             else:
                 meet.arrive_to_turn(word, part, parts)
                 meet.wait(word, side)
-                s1, s2 = add_parts(partial, parts, channel, C)
+                s1, s2 = add_parts(partial, parts, channel, C, PARTS)
+        # Late, not with the others: registers are short while tiles are held.
+        low = tl.load(stats + 4 * C + channel, mask=here, other=0.0)
+        invstd = tl.load(stats + 7 * C + channel, mask=here, other=0.0)
         if not LAST:
             db = s1
             dg = (s2 - low * s1) * invstd
             tl.store(dbeta + channel, db, mask=here & (part == 0))
             tl.store(dgamma + channel, dg, mask=here & (part == 0))
     if PHASE & 2:
+        if PHASE == 2:
+            low = tl.load(stats + 4 * C + channel, mask=here, other=0.0)
+            invstd = tl.load(stats + 7 * C + channel, mask=here, other=0.0)
         if LAST:
             db = tl.load(dbeta + channel, mask=here, other=0.0)
             dg = tl.load(dgamma + channel, mask=here, other=0.0)
         k2 = scale * (dg * invstd / count)
         k0 = scale * (db / count) - low * k2
         if T > 0:
+            first = opaque(first, ON_DEVICE)
             for t in tl.static_range(T):
                 tile = opaque(xs[t], ON_DEVICE)
                 if HOLDS_DZ:
@@ -189,7 +196,7 @@ def backward(
                 )
         else:
             tail = first + (last - first - 1) // R * R
-            for back in range(0, last - first, R):
+            for back in tl.range(0, last - first, R, num_stages=STAGES):
                 start = tail - back
                 tile = load_tile(x, x_strides, start, last, channel, shape, FORM)
                 dz = dz_of(

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from . import meet
 from .running import finish_slice
-from .tile import activate, channels_of, inside, load_tile, offsets, opaque, store_bits, total
+from .tile import activate, channels_of, inside, load_tile, offsets, opaque, parts_at_once, store_bits, total
 
 
 @triton.jit
@@ -34,8 +34,9 @@ def add_tile(s1, s2, tile, near, first, last, FORM: tl.constexpr):
 
 @triton.jit
 def moments_of(
-    x, strides, tiles, first, last, channel, shape, FORM: tl.constexpr, T: tl.constexpr, ON_DEVICE: tl.constexpr
-):
+    x, strides, tiles, first, last, channel, shape, FORM: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+):  # fmt: skip
     """Return near, low and M2 of this part, whose mean is near + low.
 
     Sums are shifted by ``near``, the mean of what is held or of the first tile: E[x^2] - E[x]^2 would lose all digits
@@ -56,7 +57,7 @@ def moments_of(
     else:
         tile = load_tile(x, strides, first, last, channel, shape, FORM)
         near = finite_or_zero(total(tile.to(tl.float32), FORM) / (tl.minimum(last - first, R) * EACH))
-        for start in range(first, last, R):
+        for start in tl.range(first, last, R, num_stages=STAGES):
             tile = load_tile(x, strides, start, last, channel, shape, FORM)
             s1, s2 = add_tile(s1, s2, tile, near, start, last, FORM)
     sum1 = total(s1, FORM)
@@ -65,53 +66,50 @@ def moments_of(
 
 
 @triton.jit
-def load_parts(partial, base, parts_from, parts, share, channel, shape, EACH: tl.constexpr, PARTS: tl.constexpr):
-    """Return of PARTS parts their means relative to ``base``, M2, counts, and which of them exist."""
+def merge(partial, parts, share, channel, shape, EACH: tl.constexpr, PARTS: tl.constexpr):
+    """Merge the parts' moments in a fixed order into base, low and the biased variance of the whole.
+
+    M2 = sum of M2_part + n_part (mean_part - mean)^2 (Chan, Golub & LeVeque), with means relative to the first's: the
+    variance of K parts is at least a Kth of the square of what is subtracted at the end.
+    """
     C = shape[0]
-    part = parts_from + tl.arange(0, PARTS)
-    count = (tl.minimum((part + 1) * share, shape[1]) - part * share) * EACH
-    exists = (part < parts)[:, None] & (channel < C)[None, :]
-    at = partial + part[:, None] * (3 * C) + channel[None, :]
-    near = tl.load(at, mask=exists, other=0.0)
-    low = tl.load(at + C, mask=exists, other=0.0)
-    m2 = tl.load(at + 2 * C, mask=exists, other=0.0)
-    return (near - base[None, :]) + low, m2, count.to(tl.float32)[:, None], exists
+    base = tl.load(partial + channel, mask=channel < C, other=0.0)
+    base += tl.load(partial + C + channel, mask=channel < C, other=0.0)
+    s1 = tl.zeros_like(base)
+    s2 = tl.zeros_like(base)
+    for i in range(0, parts, PARTS):
+        part = i + tl.arange(0, PARTS)
+        exists = (part < parts)[:, None] & (channel < C)[None, :]
+        at = partial + part[:, None] * (3 * C) + channel[None, :]
+        near = tl.load(at, mask=exists, other=0.0)
+        low = tl.load(at + C, mask=exists, other=0.0)
+        m2 = tl.load(at + 2 * C, mask=exists, other=0.0)
+        n = ((tl.minimum((part + 1) * share, shape[1]) - part * share) * EACH).to(tl.float32)[:, None]
+        d = (near - base[None, :]) + low
+        s1 += tl.sum(tl.where(exists, n * d, 0.0), 0)
+        s2 += tl.sum(tl.where(exists, tl.fma(n * d, d, m2), 0.0), 0)
+    count = (shape[1] * EACH).to(tl.float32)
+    low = s1 / count
+    return base, low, s2 / count - low * low
 
 
 @triton.jit
-def merge(partial, parts, share, channel, shape, EACH: tl.constexpr):
-    """Merge the parts' moments in a fixed order into base, low and the biased variance of the whole.
-
-    M2 = sum of M2_part + n_part (mean_part - mean)^2 (Chan, Golub & LeVeque), with means relative to the first's.
-    """
-    PARTS: tl.constexpr = 32
-    base = tl.load(partial + channel, mask=channel < shape[0], other=0.0)
-    all_count = (shape[1] * EACH).to(tl.float32)
-    low = tl.zeros_like(base)
-    for i in range(0, parts, PARTS):
-        d, m2, count, exists = load_parts(partial, base, i, parts, share, channel, shape, EACH, PARTS)
-        low += tl.sum(tl.where(exists, d * (count / all_count), 0.0), 0)
-    both = tl.zeros_like(base)
-    for i in range(0, parts, PARTS):
-        d, m2, count, exists = load_parts(partial, base, i, parts, share, channel, shape, EACH, PARTS)
-        d -= low[None, :]
-        both += tl.sum(tl.where(exists, tl.fma(d * d, count, m2), 0.0), 0)
-    return base, low, both / all_count
+def load_or(p, channel, C, default):
+    """Load a parameter [W] as float32, ``default`` where the layer has none."""
+    if p is not None:
+        return tl.load(p + channel, mask=channel < C, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros_like(channel).to(tl.float32) + default
 
 
 @triton.jit
 def publish(stats, count, base, low, var, gamma, beta, eps, channel, C, write):
     """Write the slice's rows of ``stats``, where ``write``, and return its scale and offset."""
-    here = channel < C
-    invstd = 1.0 / tl.sqrt_rn(var + eps)
-    scale = invstd
-    if gamma is not None:
-        scale = invstd * tl.load(gamma + channel, mask=here, other=0.0).to(tl.float32)
-    offset = -low * scale
-    if beta is not None:
-        offset += tl.load(beta + channel, mask=here, other=0.0).to(tl.float32)
+    invstd = 1.0 / tl.sqrt_rn(tl.maximum(var, 0.0, propagate_nan=tl.PropagateNan.ALL) + eps)
+    scale = invstd * gamma
+    offset = tl.fma(-low, scale, beta)
     at = stats + channel
-    here = here & write
+    here = (channel < C) & write
     tl.store(at, base + low, mask=here)
     tl.store(at + C, var, mask=here)
     tl.store(at + 2 * C, tl.zeros_like(base) + count, mask=here)
@@ -140,7 +138,7 @@ def normalize_tile(
 
 
 _NUMBERS = [
-    *("C", "units", "slices", "parts", "share", "x_stride", "x_plane", "y_stride", "y_plane"),
+    *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
     *("width", "magic", "shift", "eps", "momentum", "slope"),
 ]
 
@@ -148,9 +146,9 @@ _NUMBERS = [
 @triton.jit(do_not_specialize=_NUMBERS)
 def forward(
     x, y, residual, bits, gamma, beta, stats, partial, words, running_mean, running_var, batches, skipped,
-    C, units, slices, parts, share, x_stride, x_plane, y_stride, y_plane, width, magic, shift, eps, momentum, slope,
+    C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift, eps, momentum, slope,
     ACT: tl.constexpr, CUMULATIVE: tl.constexpr, FORM: tl.constexpr, T: tl.constexpr,
-    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, ON_DEVICE: tl.constexpr,
+    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
     """Run ``slices * parts`` programs.
 
@@ -159,6 +157,7 @@ def forward(
     """
     R: tl.constexpr = FORM[1]
     EACH: tl.constexpr = 1 if FORM[0] else FORM[2]
+    PARTS: tl.constexpr = parts_at_once(FORM, T)
     C = C * (FORM[3] if FORM[0] else 1)
     shape = (C, units, width, magic, shift)
     x_strides = (x_stride, x_plane)
@@ -170,8 +169,7 @@ def forward(
     elif PHASE == 2:
         # Backwards: what the statistics read last is still in the cache.
         program = slices * parts - 1 - program
-    piece = program // parts
-    part = program % parts
+    piece, part = meet.place(program, slices, parts, beside)
     word = words + 2 + piece
     channel = channels_of(piece, FORM)
     here = channel < C
@@ -184,11 +182,14 @@ def forward(
         for t in tl.static_range(T):
             tiles = tiles + (load_tile(x, x_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
     if PHASE & 1:
+        # Early, while x is on its way.
+        g = load_or(gamma, channel, C, 1.0)
+        b = load_or(beta, channel, C, 0.0)
         if PHASE == 3 and not ALONE:
             side = meet.side_of(word)
-        base, low, m2 = moments_of(x, x_strides, tiles, first, last, channel, shape, FORM, T, ON_DEVICE)
+        base, low, m2 = moments_of(x, x_strides, tiles, first, last, channel, shape, FORM, T, STAGES, ON_DEVICE)
         if ALONE:
-            scale, offset = publish(stats, count, base, low, m2 / count, gamma, beta, eps, channel, C, True)
+            scale, offset = publish(stats, count, base, low, m2 / count, g, b, eps, channel, C, True)
         else:
             at = partial + part * (3 * C) + channel
             tl.store(at, base, mask=here)
@@ -196,8 +197,8 @@ def forward(
             tl.store(at + 2 * C, m2, mask=here)
             if LAST:
                 if meet.arrive(word) == parts - 1:
-                    base, low, var = merge(partial, parts, share, channel, shape, EACH)
-                    publish(stats, count, base, low, var, gamma, beta, eps, channel, C, True)
+                    base, low, var = merge(partial, parts, share, channel, shape, EACH, PARTS)
+                    publish(stats, count, base, low, var, g, b, eps, channel, C, True)
                     meet.release(word, parts)
                     finish_slice(words + 1, slices, stats, C, count, running, momentum, CUMULATIVE)
                 if PHASE == 3:
@@ -205,14 +206,15 @@ def forward(
             else:
                 meet.arrive_to_turn(word, part, parts)
                 meet.wait(word, side)
-                base, low, var = merge(partial, parts, share, channel, shape, EACH)
-                scale, offset = publish(stats, count, base, low, var, gamma, beta, eps, channel, C, part == 0)
+                base, low, var = merge(partial, parts, share, channel, shape, EACH, PARTS)
+                scale, offset = publish(stats, count, base, low, var, g, b, eps, channel, C, part == 0)
     if PHASE & 2:
         if LAST:
             base = tl.load(stats + 3 * C + channel, mask=here, other=0.0)
             scale = tl.load(stats + 5 * C + channel, mask=here, other=0.0)
             offset = tl.load(stats + 6 * C + channel, mask=here, other=0.0)
         if T > 0:
+            first = opaque(first, ON_DEVICE)
             for t in tl.static_range(T):
                 normalize_tile(
                     opaque(tiles[t], ON_DEVICE), first + t * R, last, y, residual, bits, y_strides,
@@ -220,7 +222,7 @@ def forward(
                 )  # fmt: skip
         else:
             tail = first + (last - first - 1) // R * R
-            for back in range(0, last - first, R):
+            for back in tl.range(0, last - first, R, num_stages=STAGES):
                 tile = load_tile(x, x_strides, tail - back, last, channel, shape, FORM)
                 normalize_tile(
                     tile, tail - back, last, y, residual, bits, y_strides,

@@ -58,18 +58,24 @@ def side_of(word):
 @triton.jit
 def wait(word, side):
     """Wait until the word has turned; what the others wrote before is visible then."""
-    # Triton has no acquiring load: an atomic per poll would be a round trip through one thread and a barrier.
+    # Triton has no acquiring load, and one thread must poll alone: all of them together keep arrivals from the word.
     tl.inline_asm_elementwise(
         """
         {
-            .reg .pred same;
+            .reg .pred same, other;
             .reg .b32 now;
+            mov.u32 now, %tid.x;
+            setp.ne.u32 other, now, 0;
+            @other bra done;
         again:
             ld.acquire.gpu.global.b32 now, [$1];
             and.b32 now, now, 0x80000000;
             setp.eq.b32 same, now, $2;
-            @same bra again;
-            mov.b32 $0, now;
+            @!same bra done;
+            nanosleep.u32 32;
+            bra again;
+        done:
+            mov.b32 $0, 0;
         }
         """,
         "=r,l,r",
@@ -79,3 +85,17 @@ def wait(word, side):
         pack=1,
     )
     tl.debug_barrier()
+
+
+@triton.jit
+def place(program, slices, parts, beside):
+    """Return the slice and the part of a program.
+
+    ``beside`` slices are worked on at a time, and neighbouring programs have the same rows of them: together they
+    read long runs of memory.
+    """
+    group = program // (beside * parts)
+    rest = program - group * (beside * parts)
+    width = tl.minimum(beside, slices - group * beside)
+    part = rest // width
+    return group * beside + rest - part * width, part

@@ -7,49 +7,50 @@ import triton.language as tl
 
 from . import meet
 
-BLOCK = tl.constexpr(512)
+BLOCK = tl.constexpr(1024)
 
 
 @triton.jit
-def count_bad(stats, C):
-    """Count the channels whose mean or variance is no number."""
+def is_number(v):
+    """Say where v is neither infinite nor NaN."""
+    return tl.abs(v) < float("inf")
+
+
+@triton.jit
+def update(stats, C, count, running, momentum, CUMULATIVE: tl.constexpr):
+    """Move the averages, with the unbiased variance, or count a batch that had to be skipped."""
+    running_mean, running_var, batches, skipped = running
+    seen = tl.load(batches) + 1
+    missed = tl.load(skipped)
     bad = tl.zeros([BLOCK], tl.int32)
     for start in range(0, C, BLOCK):
         c = start + tl.arange(0, BLOCK)
         mean = tl.load(stats + c, mask=c < C, other=0.0)
         var = tl.load(stats + C + c, mask=c < C, other=0.0)
-        bad += tl.where((tl.abs(mean) < float("inf")) & (tl.abs(var) < float("inf")), 0, 1)
-    return tl.sum(bad, 0)
-
-
-@triton.jit
-def update(stats, C, count, running, momentum, CUMULATIVE: tl.constexpr):
-    """Move the averages by r + factor * (moment - r), with the unbiased variance, and count the batch."""
-    seen = tl.load(running[2]) + 1
-    tl.debug_barrier()
-    tl.store(running[2], seen)
+        bad += tl.where(is_number(mean) & is_number(var), 0, 1)
+    usable = tl.sum(bad, 0) == 0
     factor = momentum
     if CUMULATIVE:
         factor = 1.0 / seen.to(tl.float32)
     unbias = count.to(tl.float32) / (count - 1).to(tl.float32)
     for start in range(0, C, BLOCK):
         c = start + tl.arange(0, BLOCK)
-        mean = tl.load(stats + c, mask=c < C, other=0.0)
-        var = tl.load(stats + C + c, mask=c < C, other=0.0) * unbias
-        old_mean = tl.load(running[0] + c, mask=c < C, other=0.0)
-        old_var = tl.load(running[1] + c, mask=c < C, other=0.0)
-        tl.store(running[0] + c, old_mean + factor * (mean - old_mean), mask=c < C)
-        tl.store(running[1] + c, old_var + factor * (var - old_var), mask=c < C)
+        here = (c < C) & usable
+        mean = tl.load(stats + c, mask=here, other=0.0)
+        var = tl.load(stats + C + c, mask=here, other=0.0) * unbias
+        old_mean = tl.load(running_mean + c, mask=here, other=0.0)
+        old_var = tl.load(running_var + c, mask=here, other=0.0)
+        tl.store(running_mean + c, old_mean + factor * (mean - old_mean), mask=here)
+        tl.store(running_var + c, old_var + factor * (var - old_var), mask=here)
+    tl.store(batches, seen, mask=usable)
+    tl.store(skipped, missed + 1, mask=usable == 0)
 
 
 @triton.jit
 def finish_slice(done, slices, stats, C, count, running, momentum, CUMULATIVE: tl.constexpr):
-    """Count a slice as done; with the last one, move the averages, or count a batch that had to be skipped."""
+    """Count a slice as done; with the last one, move the running averages."""
     if running[0] is not None:
         if meet.arrive(done) == slices - 1:
             tl.store(done, 0)
             if count > 1:
-                if count_bad(stats, C) == 0:
-                    update(stats, C, count, running, momentum, CUMULATIVE)
-                else:
-                    tl.store(running[3], tl.load(running[3]) + 1)
+                update(stats, C, count, running, momentum, CUMULATIVE)

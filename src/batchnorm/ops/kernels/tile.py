@@ -67,6 +67,13 @@ def load_tile(x, strides, first, last, channel, shape, FORM: tl.constexpr):
     return tl.load(x + at, mask=inside(first, last, channel, shape, FORM), other=0.0)
 
 
+@triton.constexpr_function
+def parts_at_once(FORM, T):
+    """Return how many parts' sums to load at a time: few while tiles are held."""
+    width = FORM[2] if FORM[0] else 1
+    return max(16, min(256, (1024 if T else 8192) // width))
+
+
 @triton.jit
 def total(t, FORM: tl.constexpr):
     """Sum a tile per channel: [R, V] -> [W], in a fixed order."""
@@ -80,10 +87,13 @@ def total(t, FORM: tl.constexpr):
 def opaque(v, ON_DEVICE: tl.constexpr):
     """Return ``v`` in a way the compiler cannot see through.
 
-    Without it the float32 copies made for one pass over a held tile are kept for the next: twice the registers.
+    Without it the float32 copies and the addresses made for one pass over a held tile are kept for the next: twice the
+    registers.
     """
     if not ON_DEVICE:
         return v
+    elif v.dtype.is_int():
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], v.dtype, is_pure=False, pack=1)
     elif v.dtype.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], v.dtype, is_pure=False, pack=2)
     else:
