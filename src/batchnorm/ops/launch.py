@@ -39,7 +39,7 @@ def forward(
     bits = torch.empty(bytes_of_bits(g) if keep_bits else 0, dtype=torch.uint8, device=x.device)
     partial = torch.empty(1 if p.alone else 3 * p.parts * g.channels, dtype=torch.float32, device=x.device)
     residual = None if residual is None else as_dense(residual, g)
-    words = _words.get(x.device, p.slices + 2)
+    words = _words.get(x.device, 2 if p.alone else p.slices + 2)
     kept = bits if keep_bits else None
     tensors = (x, y, residual, kept, gamma, beta, stats, partial, words, *(running or (None, None, None, None)))
     rest = (eps, momentum or 0.0, slope, NAMES.index(activation), momentum is None)
@@ -68,7 +68,7 @@ def backward(
     dgamma, dbeta = (torch.empty(g.channels, dtype=torch.float32, device=x.device) for _ in range(2))
     partial = torch.empty(1 if p.alone else 2 * p.parts * g.channels, dtype=torch.float32, device=x.device)
     residual = None if residual is None else as_dense(residual, g)
-    words = _words.get(x.device, p.slices + 2)
+    words = _words.get(x.device, 2 if p.alone else p.slices + 2)
     tensors = (as_dense(dy, g), x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
     _launch(kernel, tensors, (slope, NAMES.index(activation)), g, p, x)
     return dx, dgamma, dbeta, dresidual
@@ -118,24 +118,24 @@ def _launch(kernel: Any, tensors: tuple[Any, ...], rest: tuple[Any, ...], g: Geo
     if p.alone or (on_device and p.path != "stream"):
         last = p.parts > plan.MERGED_BY_ALL
         kernel[(p.slices * p.parts,)](
-            *tensors, *_numbers(g, p), *rest, form, p.T, 3, p.alone, last, p.stages, on_device,
+            *tensors, *_numbers(g, p), *rest, form, p.T, 3, p.alone, last, p.ticket and not p.alone, p.stages, on_device,
             num_warps=p.warps, maxnreg=p.registers or None,
         )  # fmt: skip
         return
     kernel[(p.slices * p.parts,)](
-        *tensors, *_numbers(g, p), *rest, form, p.T, 1, False, True, p.stages, on_device,
+        *tensors, *_numbers(g, p), *rest, form, p.T, 1, False, True, False, p.stages, on_device,
         num_warps=p.warps, maxnreg=p.registers or None,
     )  # fmt: skip
     q = p.second(g.rows // (1 if g.nhwc else p.V)) if p.path == "stream" else p
     kernel[(q.slices * q.parts,)](
-        *tensors, *_numbers(g, q), *rest, form, p.T, 2, False, True, p.stages, on_device, num_warps=p.warps
+        *tensors, *_numbers(g, q), *rest, form, p.T, 2, False, True, False, p.stages, on_device, num_warps=p.warps
     )
 
 
 class _Words:
     """Keep the words at which programs meet: zero between launches, never shared by two that may overlap."""
 
-    ARENA = 1 << 18
+    ARENA = 1 << 22
 
     def __init__(self) -> None:
         self.by_stream: dict[tuple[int, int], Tensor] = {}

@@ -11,7 +11,7 @@ from .geometry import Geometry, vector
 # Up to so many parts every program merges all parts' sums itself; past it the last to arrive does it for all.
 MERGED_BY_ALL = 64
 # Numbers of tiles held; each is a kernel to compile.
-HELD = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
+HELD = (1, 2, 4, 7, 8, 12, 16)
 
 
 class Plan(NamedTuple):
@@ -32,6 +32,7 @@ class Plan(NamedTuple):
     stages: int  # loads in flight in a loop over tiles; 1: what the compiler makes of it
     registers: int  # a thread may use so many up to the statistics; 0: as many as the compiler likes
     steps: int  # tiles of a program of the second launch
+    ticket: bool  # whether programs number themselves as they start: see kernels/meet.py
     align: int
 
     @property
@@ -62,6 +63,7 @@ def make(
     beside: int = 1,
     stages: int = 1,
     steps: int = 4,
+    ticket: bool = True,
 ) -> Plan:
     """Make a plan of ``tile`` elements per tile, at most ``tiles`` held, about ``parts`` parts, ``lanes`` channels."""
     if geometry.nhwc:
@@ -80,7 +82,7 @@ def make(
     share = up(up(units, parts), 8) * 8
     parts = up(units, share)
     T = next(t for t in HELD if t * R >= share) if path == "once" else 0
-    return Plan(path, R, V, T, parts, share, slices, min(beside, slices), warps, stages, registers, steps, align)
+    return Plan(path, R, V, T, parts, share, slices, min(beside, slices), warps, stages, registers, steps, ticket, align)
 
 
 @cache

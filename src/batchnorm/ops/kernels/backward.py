@@ -25,7 +25,7 @@ from .tile import (
     offsets,
     opaque,
     parts_at_once,
-    total,
+    totals,
 )
 
 
@@ -57,8 +57,10 @@ def add_parts(partial, parts, channel, C, PARTS: tl.constexpr):
         part = i + tl.arange(0, PARTS)
         at = partial + part[:, None] * (2 * C) + channel[None, :]
         exists = (part < parts)[:, None] & (channel < C)[None, :]
-        s1 += tl.sum(tl.load(at, mask=exists, other=0.0), 0)
-        s2 += tl.sum(tl.load(at + C, mask=exists, other=0.0), 0)
+        both = tl.join(tl.load(at, mask=exists, other=0.0), tl.load(at + C, mask=exists, other=0.0))
+        first, second = tl.split(tl.sum(both, 0))
+        s1 += first
+        s2 += second
     return s1, s2
 
 
@@ -84,7 +86,8 @@ def backward(
     dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words,
     C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift, slope,
     ACT: tl.constexpr, FORM: tl.constexpr, T: tl.constexpr,
-    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
+    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TICKET: tl.constexpr,
+    STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
     """Run ``slices * parts`` programs."""
     R: tl.constexpr = FORM[1]
@@ -98,7 +101,7 @@ def backward(
     x_strides = (x_stride, x_plane)
     y_strides = (y_stride, y_plane)
     program = tl.program_id(0)
-    if PHASE == 3 and not ALONE:
+    if TICKET:
         program = meet.take_ticket(words, slices * parts)
     elif PHASE == 2:
         program = slices * parts - 1 - program
@@ -143,8 +146,7 @@ def backward(
                 )  # fmt: skip
                 t1 += dz
                 t2 = tl.fma(dz, tile.to(tl.float32) - base[None, :], t2)
-        s1 = total(t1, FORM)
-        s2 = total(t2, FORM)
+        s1, s2 = totals(t1, t2, FORM)
         if not ALONE:
             at = partial + part * (2 * C) + channel
             tl.store(at, s1, mask=here)

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from . import meet
-from .running import finish_slice
-from .tile import activate, channels_of, inside, load_tile, offsets, opaque, parts_at_once, store_bits, total
+from .running import update
+from .tile import activate, channels_of, inside, load_tile, offsets, opaque, parts_at_once, store_bits, total, totals
 
 
 @triton.jit
@@ -60,9 +60,9 @@ def moments_of(
         for start in tl.range(first, last, R, num_stages=STAGES):
             tile = load_tile(x, strides, start, last, channel, shape, FORM)
             s1, s2 = add_tile(s1, s2, tile, near, start, last, FORM)
-    sum1 = total(s1, FORM)
+    sum1, sum2 = totals(s1, s2, FORM)
     low = sum1 / ((last - first) * EACH)
-    return near, low, total(s2, FORM) - sum1 * low
+    return near, low, sum2 - sum1 * low
 
 
 @triton.jit
@@ -86,8 +86,9 @@ def merge(partial, parts, share, channel, shape, EACH: tl.constexpr, PARTS: tl.c
         m2 = tl.load(at + 2 * C, mask=exists, other=0.0)
         n = ((tl.minimum((part + 1) * share, shape[1]) - part * share) * EACH).to(tl.float32)[:, None]
         d = (near - base[None, :]) + low
-        s1 += tl.sum(tl.where(exists, n * d, 0.0), 0)
-        s2 += tl.sum(tl.where(exists, tl.fma(n * d, d, m2), 0.0), 0)
+        first, second = tl.split(tl.sum(tl.where(exists[:, :, None], tl.join(n * d, tl.fma(n * d, d, m2)), 0.0), 0))
+        s1 += first
+        s2 += second
     count = (shape[1] * EACH).to(tl.float32)
     low = s1 / count
     return base, low, s2 / count - low * low
@@ -148,7 +149,8 @@ def forward(
     x, y, residual, bits, gamma, beta, stats, partial, words, running_mean, running_var, batches, skipped,
     C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift, eps, momentum, slope,
     ACT: tl.constexpr, CUMULATIVE: tl.constexpr, FORM: tl.constexpr, T: tl.constexpr,
-    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
+    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TICKET: tl.constexpr,
+    STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
     """Run ``slices * parts`` programs.
 
@@ -164,7 +166,7 @@ def forward(
     y_strides = (y_stride, y_plane)
     running = (running_mean, running_var, batches, skipped)
     program = tl.program_id(0)
-    if PHASE == 3 and not ALONE:
+    if TICKET:
         program = meet.take_ticket(words, slices * parts)
     elif PHASE == 2:
         # Backwards: what the statistics read last is still in the cache.
@@ -200,7 +202,9 @@ def forward(
                     base, low, var = merge(partial, parts, share, channel, shape, EACH, PARTS)
                     publish(stats, count, base, low, var, g, b, eps, channel, C, True)
                     meet.release(word, parts)
-                    finish_slice(words + 1, slices, stats, C, count, running, momentum, CUMULATIVE)
+                    if running_mean is not None:
+                        if meet.arrive(words + 1) == slices - 1:
+                            update(words + 1, stats, C, count, running, momentum, CUMULATIVE)
                 if PHASE == 3:
                     meet.wait(word, side)
             else:
@@ -208,6 +212,11 @@ def forward(
                 meet.wait(word, side)
                 base, low, var = merge(partial, parts, share, channel, shape, EACH, PARTS)
                 scale, offset = publish(stats, count, base, low, var, g, b, eps, channel, C, part == 0)
+        if running_mean is not None and not LAST:
+            # Counted before y is written, so that its writing need not be waited for.
+            finished = -1
+            if part == 0:
+                finished = meet.arrive(words + 1)
     if PHASE & 2:
         if LAST:
             base = tl.load(stats + 3 * C + channel, mask=here, other=0.0)
@@ -228,6 +237,6 @@ def forward(
                     tile, tail - back, last, y, residual, bits, y_strides,
                     base, scale, offset, slope, piece, channel, shape, ACT, FORM,
                 )  # fmt: skip
-        if not LAST:
-            if part == 0:
-                finish_slice(words + 1, slices, stats, C, count, running, momentum, CUMULATIVE)
+        if running_mean is not None and not LAST:
+            if finished == slices - 1:
+                update(words + 1, stats, C, count, running, momentum, CUMULATIVE)

@@ -71,7 +71,7 @@ def load_tile(x, strides, first, last, channel, shape, FORM: tl.constexpr):
 def parts_at_once(FORM, T):
     """Return how many parts' sums to load at a time: few while tiles are held."""
     width = FORM[2] if FORM[0] else 1
-    return max(16, min(256, (1024 if T else 8192) // width))
+    return max(16, min(256, (2048 if T else 8192) // width))
 
 
 @triton.jit
@@ -81,6 +81,16 @@ def total(t, FORM: tl.constexpr):
         return tl.sum(t, 0)
     else:
         return tl.sum(tl.sum(t, 1, keep_dims=True), 0)
+
+
+@triton.jit
+def totals(s, t, FORM: tl.constexpr):
+    """Sum two tiles per channel in one go: half the waiting of two sums."""
+    both = tl.join(s, t)
+    if FORM[0]:
+        return tl.split(tl.sum(both, 0))
+    else:
+        return tl.split(tl.sum(tl.sum(both, 1, keep_dims=True), 0))
 
 
 @triton.jit
