@@ -1,7 +1,10 @@
 """Batch Normalization (Ioffe & Szegedy, 2015) for PyTorch."""
 
 from . import data, ops
-from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, freeze_, unfreeze_
+from .inference import export, fold
+from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, Ghost, Renorm, Sync, freeze_, param_groups, unfreeze_
+from .population import estimate_
+from .surgery import convert, insert, revert
 
 __version__ = "0.1.0"
 
@@ -9,8 +12,18 @@ __all__ = [
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
+    "Ghost",
+    "Renorm",
+    "Sync",
+    "convert",
     "data",
+    "estimate_",
+    "export",
+    "fold",
     "freeze_",
+    "insert",
     "ops",
+    "param_groups",
+    "revert",
     "unfreeze_",
 ]

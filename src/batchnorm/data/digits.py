@@ -47,6 +47,6 @@ def mnist(dtype: torch.dtype = torch.float32) -> MNIST:
         )
 
 
-def _unpack(bits: np.ndarray, labels: np.ndarray, dtype: torch.dtype) -> Digits:  # type: ignore[type-arg]
+def _unpack(bits: np.ndarray, labels: np.ndarray, dtype: torch.dtype) -> Digits:
     images = torch.from_numpy(np.unpackbits(bits, axis=1)).to(dtype)
     return Digits(images, torch.from_numpy(labels.astype(np.int64)))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from math import prod
+from types import FrameType
 from typing import Any, Literal
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
-from .. import ops
+from .. import collectives, ops
 from ..ops.activation import Activation, as_activation
+from ..ops.context import is_transformed
+from .statistics import Statistics, Sync
 
 # Bits of the state-dict entry "frozen".
 STATISTICS, WEIGHT, BIAS = 1, 2, 4
@@ -40,18 +44,23 @@ class BatchNorm(TorchBatchNorm):
         *,
         bias: bool = True,
         activation: str | Activation | nn.Module | None = None,
+        statistics: Statistics | None = None,
         on_single: Literal["error", "running"] = "error",
     ) -> None:
         if on_single not in ("error", "running"):
             raise ValueError(f"on_single must be 'error' or 'running', not {on_single!r}")
         if on_single == "running" and not track_running_stats:
             raise ValueError("on_single='running' needs track_running_stats=True")
+        if not isinstance(num_features, int):
+            num_features = tuple(num_features)
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)  # type: ignore[arg-type]
         if not bias:
             self.bias = None  # type: ignore[assignment]
         self.activation = as_activation(activation)
+        self.statistics = statistics
         self.on_single = on_single
         self._frozen = 0
+        self._ranks_checked = False
         skipped = torch.zeros((), dtype=torch.long, device=device) if track_running_stats else None
         self.register_buffer("num_batches_skipped", skipped, persistent=False)
         self._keep_statistics_wide()
@@ -73,6 +82,8 @@ class BatchNorm(TorchBatchNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Return g(BN(input) + residual); ``mask`` (N, *locations) is True where a position counts."""
+        if _is_symbolic(input):
+            return self._as_leaf(input, {"residual": residual, "mask": mask})  # type: ignore[no-any-return]
         self._check_input_dim(input)
         self._check_input(input)
         options: dict[str, Any] = {
@@ -87,14 +98,35 @@ class BatchNorm(TorchBatchNorm):
             return ops.normalize(
                 input, self.running_mean, self.running_var, self.weight, self.bias, self.eps, **options
             )
-        if not self._updates_statistics:
+        running = self._running()
+        if self.statistics is not None:
+            self._check_ranks()
+            y, moments = self.statistics.batch_norm(input, self.weight, self.bias, self.eps, running, **options)
+            if running is not None:
+                ops.update_(running, moments, self.momentum)
+            return y
+        if running is None:
             return ops.batch_norm(input, self.weight, self.bias, self.eps, **options)[0]
-        running = ops.Running(self.running_mean, self.running_var, self.num_batches_tracked, self.num_batches_skipped)  # type: ignore[arg-type]
         return ops.batch_norm_(input, self.weight, self.bias, running, self.momentum, self.eps, **options)[0]
 
-    @property
-    def _updates_statistics(self) -> bool:
-        return self.training and self.track_running_stats and self.running_mean is not None
+    def _as_leaf(self, proxy: Any, extra: dict[str, Any]) -> Any:
+        """Stay one node under torch.fx, which takes modules of torch.nn as leaves but not others."""
+        given = {k: v for k, v in extra.items() if v is not None}
+        return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), (proxy,), given)
+
+    def _check_ranks(self) -> None:
+        """Once, before the first exchange: ranks whose layers differ would hang or mix up their statistics."""
+        if isinstance(self.statistics, Sync) and not self._ranks_checked:
+            if collectives.world_size(self.statistics.group) > 1:
+                collectives.check_same_features(self.features, path_of(self), self.statistics.group)
+            self._ranks_checked = True
+
+    def _running(self) -> ops.Running | None:
+        """Return the running averages that a batch should move, if it should."""
+        kept = (self.running_mean, self.running_var, self.num_batches_tracked, self.num_batches_skipped)
+        if not (self.training and self.track_running_stats) or kept[0] is None:
+            return None
+        return ops.Running(*kept)  # type: ignore[arg-type]
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self._input_dims:
@@ -116,8 +148,10 @@ class BatchNorm(TorchBatchNorm):
 
     def _falls_back_on_running(self, input: Tensor, mask: Tensor | None) -> bool:
         """Apply the policy for a batch of one value per feature, whose variance says nothing."""
+        if isinstance(self.statistics, Sync):
+            return False  # other ranks may have more
         m = input.shape[0] * prod(input.shape[1 + len(self.features) :])
-        if mask is not None and mask.device.type == "cpu" and not torch.compiler.is_compiling():
+        if mask is not None and mask.device.type == "cpu" and not (torch.compiler.is_compiling() or is_transformed()):
             m = int(mask.sum())
         if m != 1:
             return False
@@ -138,11 +172,13 @@ class BatchNorm(TorchBatchNorm):
 
     def extra_repr(self) -> str:
         """Extend ``torch.nn``'s line by what is not at its default."""
-        text: str = super().extra_repr()
+        text: str = super().extra_repr()  # type: ignore[no-untyped-call]
         if self.activation.name != "identity":
             text += f", activation={self.activation.name}"
             if self.activation.name == "leaky_relu":
                 text += f"({self.activation.slope})"
+        if self.statistics is not None:
+            text += f", statistics={self.statistics}"
         if self.on_single != "error":
             text += f", on_single={self.on_single}"
         if self._frozen:
@@ -152,7 +188,7 @@ class BatchNorm(TorchBatchNorm):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BatchNorm:
         kept = {k: v for k in ("running_mean", "running_var") if (v := self._buffers.get(k)) is not None}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for key, old in kept.items():
             new = self._buffers[key]
             if new is not None and new.dtype.itemsize < 4:
@@ -184,6 +220,10 @@ class BatchNorm(TorchBatchNorm):
                     parameter.requires_grad_(False)
 
 
+def _is_symbolic(value: object) -> bool:
+    return isinstance(value, torch.fx.Proxy)
+
+
 class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
     """Normalize (N, C) or (N, C, L) input; a drop-in for ``torch.nn.BatchNorm1d``.
 
@@ -199,6 +239,8 @@ class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
         dtype: their type; running statistics are kept in at least float32.
         bias: learn beta, where ``affine``.
         activation: g: relu, leaky_relu, sigmoid, tanh, silu, or such a ``torch.nn`` module.
+        statistics: where a training batch's statistics come from, if not from itself: ``Sync()``, ``Ghost(size)``,
+            ``Renorm()``.
         on_single: what a training batch of one value per feature gets: "error", or "running" to normalize it by
             the running statistics.
 
@@ -245,10 +287,11 @@ def path_of(layer: nn.Module) -> str:
     kind = type(layer).__name__
     if torch.compiler.is_compiling():
         return kind
-    frame, path = sys._getframe(1), ""
+    frame: FrameType | None = sys._getframe(1)
+    path = ""
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and owner is not layer:
             path = next((name for name, m in owner.named_modules() if m is layer), path)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return f"layer '{path}' ({kind})" if path else kind

@@ -3,7 +3,7 @@
 from .activation import Activation, as_activation
 from .dispatch import Choice, batch_norm, batch_norm_, explain, normalize
 from .moments import Moments, merge
-from .running import Running
+from .running import Running, update_
 
 __all__ = [
     "Activation",
@@ -16,4 +16,5 @@ __all__ = [
     "explain",
     "merge",
     "normalize",
+    "update_",
 ]

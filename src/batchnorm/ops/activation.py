@@ -75,3 +75,18 @@ def from_module(module: nn.Module) -> Activation | None:
         nn.SiLU: "silu",
     }
     return Activation(names[kind]) if kind in names else None
+
+
+def to_module(activation: Activation) -> nn.Module:
+    """Return the ``torch.nn`` module that computes an activation.
+
+    >>> to_module(Activation("leaky_relu", 0.2))
+    LeakyReLU(negative_slope=0.2)
+
+    Beyond the paper: for networks without fused layers.
+    """
+    if activation.name == "leaky_relu":
+        return nn.LeakyReLU(activation.slope)
+    modules = {"identity": nn.Identity, "relu": nn.ReLU, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "silu": nn.SiLU}
+    module: nn.Module = modules[activation.name]()
+    return module

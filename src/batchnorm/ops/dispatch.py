@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import composite, cpu
 from .activation import Activation, as_activation
+from .context import is_forward_mode, is_observed, is_transformed
 from .moments import Moments
 from .running import Running, update_
 
@@ -62,9 +61,7 @@ def batch_norm(
 
     Paper: Alg. 1; Sec. 3.2 (convolutional); Sec. 4.2.3 (per activation)
     """
-    call = _Call(x, gamma, beta, feature_dims, activation, residual, mask)
-    y, moments = _choose(call)[1](call, eps)
-    return call.restore(y), call.restore_moments(moments)
+    return _batch_norm(Call(x, gamma, beta, feature_dims, activation, residual, mask), eps)
 
 
 def batch_norm_(
@@ -82,6 +79,8 @@ def batch_norm_(
 ) -> tuple[Tensor, Moments]:
     """Do what :func:`batch_norm` does and move the running averages in place, as the layers do in training.
 
+    The moments returned are constants: no gradient flows through them.
+
     >>> running = Running(torch.zeros(1), torch.ones(1), torch.tensor(0), torch.tensor(0))
     >>> _ = batch_norm_(torch.tensor([[1.0], [3.0]]), None, None, running, momentum=None)
     >>> running.mean, running.var  # the variance is the unbiased one
@@ -89,9 +88,9 @@ def batch_norm_(
 
     Paper: Alg. 1; Sec. 3.1, moving averages
     """
-    y, moments = batch_norm(
-        x, gamma, beta, eps, feature_dims=feature_dims, activation=activation, residual=residual, mask=mask
-    )
+    call = Call(x, gamma, beta, feature_dims, activation, residual, mask)
+    y, moments = _batch_norm(call, eps, constant_moments=True)
+    moments = Moments(*(v.detach() for v in moments))
     update_(running, moments, momentum)
     return y, moments
 
@@ -118,9 +117,13 @@ def normalize(
 
     Paper: Alg. 2, l. 11
     """
-    call = _Call(x, gamma, beta, feature_dims, activation, residual, mask)
+    call = Call(x, gamma, beta, feature_dims, activation, residual, mask)
+    arguments = (call.gamma, call.beta, eps, call.activation, call.residual)
     mean, var = call.features_flat(mean), call.features_flat(var)
-    y = composite.normalize(call.x, mean, var, call.gamma, call.beta, eps, call.activation, call.residual, call.mask)
+    if choose(call).path == "cpu":
+        y = cpu.normalize(call.x, mean, var, *arguments)
+    else:
+        y = composite.normalize(call.x, mean, var, *arguments, call.mask)
     return call.restore(y)
 
 
@@ -141,21 +144,21 @@ def explain(
 
     Beyond the paper: shows what the dispatcher decided.
     """
-    return _choose(_Call(x, gamma, beta, feature_dims, activation, residual, mask))[0]
+    return choose(Call(x, gamma, beta, feature_dims, activation, residual, mask))
 
 
-class _Call:
-    """One call in canonical form: x as (N, C, ...), parameters as (C,), mask as (N, 1, ...)."""
+class Call:
+    """Bring a call into canonical form: x as (N, C, ...), parameters as (C,), mask as (N, 1, ...); and back."""
 
     def __init__(
         self,
         x: Tensor,
         gamma: Tensor | None,
         beta: Tensor | None,
-        feature_dims: int,
-        activation: str | Activation | None,
-        residual: Tensor | None,
-        mask: Tensor | None,
+        feature_dims: int = 1,
+        activation: str | Activation | None = None,
+        residual: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> None:
         if not x.is_floating_point():
             raise TypeError(f"batch normalization needs real floating-point input, not {x.dtype}; convert it first")
@@ -190,7 +193,13 @@ class _Call:
                 )
             self.mask = mask.unsqueeze(1)
 
+    @property
+    def reduced_dims(self) -> list[int]:
+        """The dimensions of the canonical x that statistics run over."""
+        return [0, *range(2, self.x.dim())]
+
     def flat(self, x: Tensor) -> Tensor:
+        """Flatten the features of a tensor of the input's shape."""
         if len(self.features) == 1:
             return x
         if self.nhwc:
@@ -198,26 +207,28 @@ class _Call:
         return x.flatten(1, len(self.features))
 
     def features_flat(self, p: Tensor) -> Tensor:
+        """Flatten a tensor of the features' shape, in the same order."""
         if len(self.features) == 1:
             return p
         return (p.movedim(0, -1) if self.nhwc else p).flatten()
 
     def restore(self, y: Tensor) -> Tensor:
+        """Undo :meth:`flat`."""
         if len(self.features) == 1:
             return y
         if self.nhwc:
-            k = len(self.features)
-            return y.unflatten(1, (*self.features[1:], self.features[0])).movedim(k, 1)
+            return y.reshape(self.shape[0], *self.features[1:], self.features[0]).movedim(-1, 1)
         return y.reshape(self.shape)
 
     def restore_moments(self, moments: Moments) -> Moments:
+        """Give moments of the canonical form the features' shape."""
         if len(self.features) == 1:
             return moments
         return Moments(moments.count, self._features_shaped(moments.mean), self._features_shaped(moments.var))
 
     def _features_shaped(self, v: Tensor) -> Tensor:
         if self.nhwc:
-            return v.unflatten(0, (*self.features[1:], self.features[0])).movedim(-1, 0)
+            return v.reshape(*self.features[1:], self.features[0]).movedim(-1, 0)
         return v.reshape(self.features)
 
 
@@ -225,26 +236,30 @@ def _features_last(x: Tensor, feature_dims: int) -> bool:
     return feature_dims == x.dim() - 1 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
 
-def _run_composite(call: _Call, eps: float) -> tuple[Tensor, Moments]:
-    return composite.batch_norm(call.x, call.gamma, call.beta, eps, call.activation, call.residual, call.mask)
+def _batch_norm(call: Call, eps: float, *, constant_moments: bool = False) -> tuple[Tensor, Moments]:
+    arguments = (call.x, call.gamma, call.beta, eps, call.activation, call.residual)
+    if choose(call).path == "cpu":
+        y, moments = cpu.batch_norm(*arguments, constant_moments=constant_moments)
+    else:
+        y, moments = composite.batch_norm(*arguments, call.mask)
+    return call.restore(y), call.restore_moments(moments)
 
 
-def _run_cpu(call: _Call, eps: float) -> tuple[Tensor, Moments]:
-    return cpu.batch_norm(call.x, call.gamma, call.beta, eps, call.activation, call.residual)
-
-
-def _choose(call: _Call) -> tuple[Choice, Callable[[_Call, float], tuple[Tensor, Moments]]]:
+def choose(call: Call) -> Choice:
+    """Choose the fastest path that is right for a call."""
     x = call.x
     if torch.compiler.is_compiling():
-        return Choice("composite", "torch.compile fuses plain operations itself"), _run_composite
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return Choice("composite", "a torch.func transform differentiates plain operations itself"), _run_composite
-    if forward_ad._current_level >= 0:
-        return Choice("composite", "forward-mode differentiation needs plain operations"), _run_composite
+        return Choice("composite", "torch.compile fuses plain operations itself")
+    if is_transformed():
+        return Choice("composite", "a torch.func transform differentiates plain operations itself")
+    if is_forward_mode():
+        return Choice("composite", "forward-mode differentiation needs plain operations")
+    if is_observed(x):
+        return Choice("composite", "a tensor subclass, a tracer or a dispatch mode wants to see plain operations")
     if call.mask is not None:
-        return Choice("composite", "a mask is given"), _run_composite
+        return Choice("composite", "a mask is given")
     if x.numel() == 0:
-        return Choice("composite", "the batch is empty"), _run_composite
+        return Choice("composite", "the batch is empty")
     if x.device.type == "cpu":
-        return Choice("cpu", "a CPU tensor"), _run_cpu
-    return Choice("composite", f"no faster path for {x.device.type} tensors"), _run_composite
+        return Choice("cpu", "a CPU tensor")
+    return Choice("composite", f"no faster path for {x.device.type} tensors")

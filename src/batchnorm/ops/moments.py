@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ class Moments(NamedTuple):
     Paper: Alg. 1, l. 1-2
     """
 
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nothing needs
     mean: Tensor
     var: Tensor
 
@@ -30,8 +29,12 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def batch_moments(x: Tensor, dims: Sequence[int], mask: Tensor | None = None) -> tuple[Moments, Tensor]:
+def batch_moments(
+    x: Tensor, dims: list[int], mask: Tensor | None = None, mean_dtype: torch.dtype | None = None
+) -> tuple[Moments, Tensor]:
     """Return the moments of ``x`` over ``dims`` (kept as ones) and the centred values x - mu_B, in at least float32.
+
+    ``mean_dtype`` asks for the mean in another type than the rest.
 
     ``mask`` has the shape of ``x`` with a one for the features; where it is False, x counts for nothing and the
     centred value is 0.
@@ -62,7 +65,8 @@ def batch_moments(x: Tensor, dims: Sequence[int], mask: Tensor | None = None) ->
     lo = average(shifted)
     centred = shifted - lo if mask is None else torch.where(mask, shifted - lo, 0)
     var = average(centred * centred)
-    return Moments(count, hi + lo, var), centred
+    mean = hi.to(mean_dtype) + lo.to(mean_dtype) if mean_dtype else hi + lo
+    return Moments(count, mean, var), centred
 
 
 def merge(parts: Moments) -> Moments:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .context import is_recomputation, is_transformed
 from .moments import Moments
 
 
@@ -39,16 +40,11 @@ def update_(running: Running, moments: Moments, momentum: float | None) -> None:
     Paper: Sec. 3.1, moving averages
     """
     args = (*running, moments.count.detach(), moments.mean.detach(), moments.var.detach(), momentum)
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_transformed():
         # The functional transforms have rules for plain operations, none for ours.
         _update(*args)
     else:
         torch.ops.batchnorm.update_running_(*args)
-
-
-def is_recomputation() -> bool:
-    """Say whether this forward pass runs inside a backward pass, as activation checkpointing does."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _update(

@@ -1,0 +1,79 @@
+"""Statistics of all ranks' samples together: the one place below ``train`` that talks to torch.distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from .ops import Moments, merge
+
+
+def world_size(group: distributed.ProcessGroup | None = None) -> int:
+    """Return the number of ranks in ``group``; 1 where nothing is distributed."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return 1
+    return distributed.get_world_size(group)
+
+
+def gather_moments(local: Moments, group: distributed.ProcessGroup | None = None) -> Moments:
+    """Stack the moments of every rank along a new first dimension: one all-reduce forward, one backward.
+
+    A rank without samples takes part with count 0. The gradient of what another rank does with this rank's moments
+    arrives here, so that each rank has the derivative of the sum of all losses.
+
+    Beyond the paper: the paper's mini-batch, spread over machines.
+    """
+    flat = torch.cat([local.count.reshape(1), local.mean.flatten(), local.var.flatten()])
+    rows: Tensor = _Gather.apply(flat, group)  # type: ignore[no-untyped-call]
+    mean, var = rows[:, 1:].reshape(rows.shape[0], 2, *local.mean.shape).unbind(1)
+    return Moments(rows[:, 0], mean, var)
+
+
+def merge_across_ranks(local: Moments, group: distributed.ProcessGroup | None = None) -> Moments:
+    """Return the moments of all ranks' samples together, weighted by their counts.
+
+    Beyond the paper: the paper's mini-batch, spread over machines.
+    """
+    return merge(gather_moments(local, group))
+
+
+def gather_objects(value: Any, group: distributed.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's value, in the order of ranks; ``[value]`` where nothing is distributed."""
+    if world_size(group) == 1:
+        return [value]
+    rows: list[Any] = [None] * world_size(group)
+    distributed.all_gather_object(rows, value, group)
+    return rows
+
+
+def check_same_features(features: tuple[int, ...], name: str, group: distributed.ProcessGroup | None = None) -> None:
+    """Raise the same error on every rank where the ranks' layers do not match, instead of hanging or mixing them up."""
+    rows = gather_objects((features, name), group)
+    if any(row != rows[0] for row in rows):
+        seen = "; ".join(f"rank {rank}: {layer} with {shape}" for rank, (shape, layer) in enumerate(rows))
+        raise RuntimeError(
+            f"synchronized batch normalization needs the same layer on every rank at the same moment, but {seen}."
+            " Build the same network everywhere and run every rank through the same layers"
+        )
+
+
+class _Gather(torch.autograd.Function):
+    """Stack one row a rank; the derivative sums over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        # A sum of rows that are zero on all ranks but one is exact, and every backend and version has it.
+        rows = flat.new_zeros(world_size(group), flat.numel())
+        rows[distributed.get_rank(group)] = flat
+        distributed.all_reduce(rows, group=group)
+        return rows
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        distributed.all_reduce(grad, group=ctx.group)
+        return grad[distributed.get_rank(ctx.group)], None

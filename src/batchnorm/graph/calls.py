@@ -1,0 +1,104 @@
+"""The calls of a forward pass and the values between them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(eq=False)
+class Value:
+    """Hold what one tensor contained between two writes.
+
+    Beyond the paper: data flow.
+    """
+
+    shape: tuple[int, ...]
+    producer: Call | None = None
+    consumers: list[Call] = field(default_factory=list)
+    escapes: bool = False
+    """Whether something other than a call sees it: it is an output of the network, or a user's hook gets it."""
+
+    @property
+    def sole_consumer(self) -> Call | None:
+        """The only call that reads it, where nothing else does."""
+        return self.consumers[0] if len(self.consumers) == 1 and not self.escapes else None
+
+
+@dataclass(eq=False)
+class Call:
+    """Hold one call of a module or a function; a module called twice has two of these.
+
+    ``path`` names the module or, for a function, the module whose code calls it. In ``args`` and ``kwargs`` the tensors
+    are replaced by their values.
+
+    Beyond the paper: data flow.
+    """
+
+    name: str
+    path: str
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[Value] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+    passes: bool = False
+    """Whether it only handed its input on, as Identity does, and Dropout in evaluation."""
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module called; None for a function."""
+        return self.target if isinstance(self.target, nn.Module) else None
+
+    def argument(self, position: int, name: str) -> Any:
+        """Return an argument given by position or by name; None where it was not given."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name)
+
+    def replay(self, x: Tensor) -> Any:
+        """Make the same call again with ``x`` in place of its one tensor."""
+        (value,) = self.inputs
+
+        def put(tree: Any) -> Any:
+            if tree is value:
+                return x
+            if isinstance(tree, tuple | list):
+                return type(tree)(put(v) for v in tree)
+            return tree
+
+        return self.target(*put(self.args), **{k: put(v) for k, v in self.kwargs.items()})
+
+    def __str__(self) -> str:
+        where = f"'{self.path}'" if self.path else "the network"
+        return f"{where} ({self.name})" if self.module is not None else f"{self.name} in {where}"
+
+
+class Graph:
+    """Hold the calls of one forward pass in order, and answer who calls, makes and reads what.
+
+    Beyond the paper: data flow.
+    """
+
+    def __init__(self, calls: list[Call], values: dict[int, Value]) -> None:
+        self.calls = calls
+        self._values = values
+        self._by_module: dict[nn.Module, list[Call]] = defaultdict(list)
+        for call in calls:
+            if call.module is not None:
+                self._by_module[call.module].append(call)
+
+    def calls_of(self, module: nn.Module) -> list[Call]:
+        """Return the calls of a module, in order."""
+        return self._by_module.get(module, [])
+
+    def functions(self, *names: str) -> list[Call]:
+        """Return the functional calls with one of these names."""
+        return [call for call in self.calls if call.module is None and call.name in names]
+
+    def readers_of(self, parameter: Tensor) -> list[Call]:
+        """Return the functional calls that read a parameter or buffer themselves, outside its module's own call."""
+        value = self._values.get(id(parameter))
+        return value.consumers if value is not None else []

@@ -1,0 +1,73 @@
+"""What modules and calls are to batch normalization: affine, nonlinear, handing on, moving elements."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+from torch.nn.utils import parametrize
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+Affine = nn.Linear | Convolution | Transposed
+
+# Names as plain_name() gives them, so that F.leaky_relu and nn.LeakyReLU are one word.
+NONLINEAR = frozenset(
+    """relu relu6 leakyrelu prelu rrelu elu selu celu gelu silu mish sigmoid tanh hardtanh hardsigmoid hardswish
+    softplus softsign logsigmoid threshold tanhshrink softshrink hardshrink clamp clampmin clip sin""".split()  # noqa: SIM905
+)
+# Calls that only move elements to other places.
+MOVING = frozenset(
+    """view reshape flatten unflatten permute transpose swapaxes swapdims t mt movedim moveaxis squeeze unsqueeze
+    contiguous clone detach pixelshuffle pixelunshuffle channelshuffle viewas reshapeas""".split()  # noqa: SIM905
+)
+# Calls through which what an affine layer computes still reaches the nonlinearity: sums, joins, pools, selections.
+HANDING_ON = MOVING | frozenset(
+    """add sub rsub cat concat concatenate stack hstack vstack mean chunk split unbind narrow select getitem pad
+    interpolate upsample upsamplingnearest2d upsamplingbilinear2d dropout dropout1d dropout2d dropout3d alphadropout
+    featurealphadropout identity maxpool1d maxpool2d maxpool3d avgpool1d avgpool2d avgpool3d lppool1d lppool2d
+    adaptiveavgpool1d adaptiveavgpool2d adaptiveavgpool3d adaptivemaxpool1d adaptivemaxpool2d adaptivemaxpool3d
+    maxpool1dwithindices maxpool2dwithindices maxpool3dwithindices zeropad1d zeropad2d zeropad3d reflectionpad1d
+    reflectionpad2d replicationpad1d replicationpad2d constantpad1d constantpad2d""".split()  # noqa: SIM905
+)
+
+
+def plain_name(name: str) -> str:
+    """Return one spelling for a function and its module: leaky_relu and LeakyReLU are both leakyrelu."""
+    return name.lower().replace("_", "")
+
+
+def base_type(module: nn.Module) -> type[nn.Module]:
+    """Return the module's class, beneath the one that ``torch.nn.utils.parametrize`` puts over it."""
+    kind: type[nn.Module] = type(module)
+    return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
+
+
+def keeps_torch_forward(module: nn.Module) -> bool:
+    """Say whether the module computes what ``torch.nn`` wrote: its forward is neither overridden nor patched."""
+    if "forward" in vars(module) or "_conv_forward" in vars(module):
+        return False
+    kind = base_type(module)
+    methods = [kind.forward, getattr(kind, "_conv_forward", kind.forward)]
+    return all(getattr(m, "__module__", "").startswith("torch.nn.") for m in methods)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Say whether a call of the module is one step of the network, whose inside does not matter."""
+    if isinstance(module, TorchBatchNorm | torch.jit.ScriptModule):
+        return True
+    children = [name for name, _ in module.named_children() if name != "parametrizations"]
+    return not children and keeps_torch_forward(module)
+
+
+def is_affine(module: nn.Module | None) -> bool:
+    """Say whether the module computes Wu + b as ``torch.nn`` does: Linear, a convolution, a transposed convolution."""
+    return isinstance(module, Affine) and keeps_torch_forward(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Say whether someone sees, or may change, what goes in or comes out of the module."""
+    return any(
+        getattr(module, name)
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    )

@@ -1,0 +1,187 @@
+"""Read a real forward pass.
+
+Module calls are seen by hooks, functional calls and operators by a torch-function mode, so the user's Python runs as it
+is. Every tensor is followed by identity: a call that writes in place makes a new value of the same tensor and of each
+view of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import calling
+from .calls import Call, Graph, Value
+from .kinds import has_hooks, is_leaf
+
+# Functions that give a tensor's content, not its shape or type, to the user's Python.
+READS = frozenset(
+    "item tolist numpy __bool__ __float__ __int__ __index__ __array__ __contains__ is_nonzero equal".split()  # noqa: SIM905
+)
+
+
+def trace(net: nn.Module, example: Any, forward: calling.Forward | None = None) -> Graph:
+    """Run the network on an example and return who fed whom, in the mode (training or evaluation) that it is in.
+
+    This runs the network: pass a copy where it may not change. The hooks used are removed, whatever happens.
+
+    Args:
+        net: any network.
+        example: a batch, see :mod:`batchnorm.calling`; it is copied, so in-place code cannot change it.
+        forward: how to call the network, where that rule does not fit.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> linear, relu = trace(net, torch.zeros(1, 2)).calls
+    >>> linear.outputs[0].sole_consumer is relu
+    True
+
+    Beyond the paper: what Alg. 2, l. 4 ("each layer with input x") needs to know of a network.
+    """
+    example = calling.to_device(example, calling.device_of(net), copy=True)
+    recorder = _Recorder(net)
+    with torch.no_grad(), recorder.watching(net), recorder, _Resurface():  # type: ignore[no-untyped-call]
+        out = calling.call(net, example, forward)
+    for t in calling.tensors_in(out):
+        recorder.value(t).escapes = True
+    held = {id(t) for t in (*net.parameters(), *net.buffers())}
+    return Graph(recorder.calls, {k: v for k, v in recorder.values.items() if k in held})
+
+
+class _Resurface(TorchDispatchMode):
+    """Call again, from Python, what C++ code calls (scripted functions): the torch-function mode then sees it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchFunctionMode):
+    """Record calls; while ``_inside`` is not 0 a call is part of one already being recorded."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.values: dict[int, Value] = {}
+        # Holding the tensors keeps each id() that of one tensor only.
+        self._aliases: dict[int, dict[int, Tensor]] = defaultdict(dict)
+        self._names = {m: name for name, m in net.named_modules()}
+        self._hooked = {m for m in net.modules() if has_hooks(m)}
+        self._scopes: list[str] = []
+        self._open: list[tuple[Call, list[tuple[Tensor, int]]]] = []
+        self._inside = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:
+            return func(*args, **kwargs)
+        with self._quietly():
+            before = self._start(_name_of(func), self._scopes[-1] if self._scopes else "", func, args, kwargs)
+            out = func(*args, **kwargs)
+            self._finish(*before, out)
+        return out
+
+    @contextmanager
+    def watching(self, net: nn.Module) -> Iterator[None]:
+        """Hook every module of the network for the time of a forward pass."""
+        handles = []
+        for module in net.modules():
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inside += 1
+        if is_leaf(module):
+            if self._inside == 1:
+                self._open.append(self._start(type(module).__name__, self._names[module], module, args, kwargs))
+            return  # stays inside until it returns
+        self._inside -= 1
+        if not self._inside:
+            self._scopes.append(self._names[module])
+            self._show_to_hooks(module, (args, kwargs))
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if is_leaf(module):
+            if self._inside == 1:
+                self._finish(*self._open.pop(), out)
+            self._inside -= 1
+        elif not self._inside:
+            self._scopes.pop()
+            self._show_to_hooks(module, out)
+
+    def _show_to_hooks(self, module: nn.Module, tree: Any) -> None:
+        if module in self._hooked:
+            with self._quietly():
+                for t in calling.tensors_in(tree):
+                    self.value(t).escapes = True
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def value(self, t: Tensor) -> Value:
+        """Return what a tensor holds now."""
+        return self.values.get(id(t)) or self._bind(t, None)
+
+    def _bind(self, t: Tensor, producer: Call | None) -> Value:
+        value = self.values[id(t)] = Value(tuple(t.shape), producer)
+        self._aliases[_storage(t)][id(t)] = t
+        return value
+
+    def _start(
+        self, name: str, path: str, target: Any, args: Any, kwargs: Any
+    ) -> tuple[Call, list[tuple[Tensor, int]]]:
+        call = Call(name, path, target, calling.map_tensors(args, self.value), calling.map_tensors(kwargs, self.value))
+        given = calling.tensors_in((args, kwargs))
+        call.inputs = [self.value(t) for t in given]
+        return call, [(t, _version(t)) for t in given]
+
+    def _finish(self, call: Call, before: list[tuple[Tensor, int]], out: Any) -> None:
+        written = [t for t, version in before if _version(t) != version]
+        for alias in (alias for t in written for alias in self._aliases[_storage(t)].values()):
+            old = self.values[id(alias)]
+            if old.producer is not call:
+                if old not in call.inputs:
+                    call.inputs.append(old)
+                call.outputs.append(self._bind(alias, call))
+        results = calling.tensors_in(out)
+        call.passes = bool(results) and not written and all(id(t) in self.values for t in results)
+        call.outputs = list(
+            dict.fromkeys([*(self.values.get(id(t)) or self._bind(t, call) for t in results), *call.outputs])
+        )
+        if call.passes:
+            self.calls.append(call)
+        elif results or written or call.name in READS:
+            self.calls.append(call)
+            for value in call.inputs:
+                value.consumers.append(call)
+
+
+def _name_of(func: Any) -> str:
+    name: str = getattr(func, "__name__", type(func).__name__)
+    if name == "__get__":  # a property such as x.T
+        name = func.__self__.__name__
+    name = name.split(".")[0]  # an overload such as relu.default
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)

@@ -1,0 +1,76 @@
+"""``batchnorm fold``: from weights to an inference network in a file, without a line of Python."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from torch import nn
+
+from .. import calling
+from ..extras import require
+from .export import export
+
+
+def fold(
+    factory: Annotated[str, tyro.conf.Positional],
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])],
+    weights: Path | None = None,
+    input: tuple[int, ...] = (),
+    fixed_batch: bool = False,
+) -> None:
+    """Fold a network's batch normalization into its weights and write it as ONNX or torch.export, checked.
+
+    Args:
+        factory: module:function, looked for in the current folder too. Called without arguments it returns the
+            network, or the network and an example batch.
+        output: where to write: net.onnx or net.pt2.
+        weights: a state dict to load: .safetensors, or .pt (read with weights_only).
+        input: the shape of an example batch, such as 1 3 224 224; not needed where the factory returns one.
+        fixed_batch: write a network for the example's batch size only.
+    """
+    net, example = _build(factory)
+    if weights is not None:
+        net.load_state_dict(_load(weights))
+    if input:
+        dtype = next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
+        example = torch.randn(input, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if example is None:
+        raise ValueError(f"{factory} returned a network without an example batch: give its shape, --input 1 3 224 224")
+    before = _size(net)
+    # Asked for by name on the command line, so there is nothing to warn of.
+    done = export(net.eval(), example, output, dynamic_batch=not fixed_batch)
+    print(done)
+    print(f"{before:,} bytes of parameters and buffers before, {output.stat().st_size:,} in the file")
+
+
+def _build(factory: str) -> tuple[nn.Module, Any]:
+    module, _, name = factory.partition(":")
+    if not name:
+        raise ValueError(f"'{factory}' names no function: write module:function, such as mynets:resnet")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        made = getattr(import_module(module), name)()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot make a network from {factory}: {error}") from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    net, example = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(net, nn.Module):
+        raise ValueError(f"{factory} returned {type(net).__name__}, not a torch.nn.Module")
+    return net, example
+
+
+def _load(path: Path) -> dict[str, Any]:
+    if path.suffix == ".safetensors":
+        state: dict[str, Any] = require("safetensors.torch", "export").load_file(path)
+        return state
+    return torch.load(path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+
+
+def _size(net: nn.Module) -> int:
+    return sum(t.numel() * t.element_size() for t in calling.tensors_in(net.state_dict()))

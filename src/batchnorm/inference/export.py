@@ -1,0 +1,165 @@
+"""Write the inference network to a file, and check the file in the runtime that will run it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import calling
+from ..exchange import relative_error, tolerance_for
+from ..extras import require
+from ..sites import Report
+from .fold import fold
+
+# A protobuf file ends at 2 GiB; larger networks keep their weights in a file beside it.
+LARGEST_FILE = 1_900_000_000
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Hold what :func:`export` wrote and how far the file's outputs are from the network's.
+
+    Beyond the paper: an account of an exported network.
+    """
+
+    path: Path
+    relative_error: float
+    """max |file - network| / max |network| over the outputs, the largest over the batch sizes that were run."""
+    batch_sizes: tuple[int, ...]
+    fold: Report
+
+    def __str__(self) -> str:
+        sizes = " and ".join(map(str, self.batch_sizes))
+        head = f"{self.path}: relative error {self.relative_error:.1e} on batches of {sizes}"
+        return f"{head}\n{self.fold}"
+
+
+def export(
+    net: nn.Module, example: Any, path: str | Path, *, dynamic_batch: bool = True, tolerance: float | None = None
+) -> Exported:
+    """Fold a network, write it as ONNX or as a ``torch.export`` program, run the file and compare.
+
+    Only the folded network is ever exported: an exporter given a network in training mode would write one whose output
+    depends on the other examples of the batch, and say nothing. The file appears under its name only once its outputs
+    agree. ``net`` is not changed.
+
+    Args:
+        net: any network; where it is in training mode, a warning says that its evaluation mode is what is written.
+        example: a batch; a dict is passed by name.
+        path: ends in ``.onnx`` (needs the extra "export") or ``.pt2``.
+        dynamic_batch: let the first dimension of each input vary; the file is then run on two batch sizes.
+        tolerance: the largest relative error to accept; by default what rounding can make in the network's precision.
+
+    Raises:
+        ValueError: for another ending, where the exporter cannot express the network, or where outputs differ.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()).eval()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export(net, torch.randn(2, 4), f"{folder}/net.pt2").batch_sizes
+    (2, 4)
+
+    Beyond the paper: the inference network where no Python runs.
+    """
+    path = Path(path)
+    writers: dict[str, tuple[Writer, Runner]] = {".onnx": (_write_onnx, _run_onnx), ".pt2": (_write_pt2, _run_pt2)}
+    if path.suffix not in writers:
+        raise ValueError(f"cannot tell the format from '{path.name}': end it in .onnx or .pt2")
+    if net.training:
+        warnings.warn(
+            "the network is in training mode: what is exported is its evaluation mode, folded with the statistics it"
+            " holds now; estimate_ them first, and call net.eval() to say that this is meant",
+            stacklevel=2,
+        )
+    folded = fold(net, example, tolerance=tolerance)
+    example = calling.to_device(example, calling.device_of(folded))
+    if dynamic_batch and _batch_size(example) == 1:
+        example = _repeated(example)  # exporters take a dimension of 1 for fixed
+    limit = tolerance_for(folded) if tolerance is None else tolerance
+    batches = [example, _repeated(example)] if dynamic_batch else [example]
+    write, run = writers[path.suffix]
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        draft = Path(folder) / path.name
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's exporters warn about their own insides
+                write(folded, example, draft, dynamic_batch)
+        except Exception as failure:
+            hint = "; try dynamic_batch=False" if dynamic_batch else ""
+            raise ValueError(f"the exporter cannot express this network{hint}: {failure}") from failure
+        error = max(relative_error(run(draft, batch), calling.evaluate(folded, batch)) for batch in batches)
+        if not error <= limit:
+            raise ValueError(
+                f"the exported file's output differs from the network's by {error:.2e} (relative), more than"
+                f" {limit:.0e}; nothing was written"
+            )
+        for file in Path(folder).iterdir():
+            os.replace(file, path.parent / file.name)
+    return Exported(path, error, tuple(_batch_size(batch) for batch in batches), folded.report)  # type: ignore[arg-type]
+
+
+Writer = Callable[[nn.Module, Any, Path, bool], None]
+Runner = Callable[[Path, Any], Any]
+
+
+def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool) -> None:
+    args, kwargs = calling.arguments(example)
+    torch.export.save(torch.export.export(net, args, kwargs, dynamic_shapes=_shapes(args, kwargs, dynamic)), path)
+
+
+def _run_pt2(path: Path, batch: Any) -> Any:
+    return calling.evaluate(torch.export.load(path).module(), batch)
+
+
+def _write_onnx(net: nn.Module, example: Any, path: Path, dynamic: bool) -> None:
+    require("onnxscript", "export")
+    args, kwargs = calling.arguments(example)
+    size = sum(t.numel() * t.element_size() for t in (*net.parameters(), *net.buffers()))
+    torch.onnx.export(
+        net,
+        args,
+        str(path),
+        kwargs=kwargs,
+        dynamo=True,
+        dynamic_shapes=_shapes(args, kwargs, dynamic),
+        external_data=size > LARGEST_FILE,
+        verbose=False,
+    )
+
+
+def _run_onnx(path: Path, batch: Any) -> Any:
+    runtime = require("onnxruntime", "export")
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    args, kwargs = calling.arguments(batch)
+    names = [node.name for node in session.get_inputs()]
+    given = kwargs if set(names) <= kwargs.keys() else dict(zip(names, calling.tensors_in((args, kwargs)), strict=True))
+    out = session.run(None, {name: given[name].detach().cpu().numpy() for name in names})
+    return [torch.as_tensor(value) for value in out]
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> Any:
+    """Say of each input which dimensions vary: the first, if any."""
+    if not dynamic:
+        return None
+    batch = torch.export.Dim("batch")
+
+    def shape(t: Tensor) -> Any:
+        return {0: batch} if t.dim() else None
+
+    return calling.map_tensors(kwargs or args, shape)
+
+
+def _batch_size(batch: Any) -> int:
+    sizes = {t.shape[0] for t in calling.tensors_in(calling.arguments(batch)) if t.dim()}
+    return max(sizes, default=0)
+
+
+def _repeated(batch: Any) -> Any:
+    return calling.map_tensors(batch, lambda t: torch.cat([t, t]) if t.dim() else t)

@@ -1,0 +1,246 @@
+"""Decide from the observed data flow which weights take in which batch normalization, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+
+from ..graph import Call, Graph, Value
+from ..graph.kinds import MOVING, Affine, Convolution, Transposed, has_hooks, is_affine, plain_name
+from ..layers import BatchNorm
+from .affine import Map, map_of
+
+
+class Refusal(Exception):
+    """Say why a batch normalization cannot go into some weights."""
+
+
+@dataclass
+class Plan:
+    """Hold what becomes of each module: maps that affine layers take in, and maps that stay."""
+
+    before: dict[nn.Module, Map] = field(default_factory=dict)
+    after: dict[nn.Module, Map] = field(default_factory=dict)
+    remaining: dict[TorchBatchNorm, Map] = field(default_factory=dict)
+    gone: dict[TorchBatchNorm, list[nn.Module]] = field(default_factory=dict)
+    """The layers whose map went into other modules, with these."""
+    reasons: dict[TorchBatchNorm, str] = field(default_factory=dict)
+
+
+def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> Plan:
+    """Fold each layer into what produces its input, else into what consumes its output, else let it stay."""
+    plan = Plan()
+    order = {call.module: i for i, call in reversed(list(enumerate(graph.calls)))}
+    for layer in sorted(layers, key=lambda m: order.get(m, -1)):
+        try:
+            _fold_up(graph, plan, layer)
+        except Refusal as refusal:
+            plan.remaining[layer] = map_of(layer)
+            plan.reasons[layer] = str(refusal)
+    for layer in [m for m in plan.remaining if m in order]:
+        try:
+            _fold_down(graph, plan, layer)
+        except Refusal as refusal:
+            plan.reasons[layer] += f"; {refusal}"
+    return plan
+
+
+def has_nonlinear_part(graph: Graph, layer: TorchBatchNorm) -> bool:
+    """Say whether a layer of this library does more in its calls than scale and shift."""
+    return isinstance(layer, BatchNorm) and (layer.activation.name != "identity" or has_extras(graph, layer))
+
+
+def has_extras(graph: Graph, layer: TorchBatchNorm) -> bool:
+    """Say whether a layer is called with a residual or a mask."""
+    return any(len(call.inputs) > 1 for call in graph.calls_of(layer))
+
+
+def _fold_up(graph: Graph, plan: Plan, layer: TorchBatchNorm) -> None:
+    sources: dict[nn.Module, Tensor] = {}
+    reached: set[Call] = set()
+    if not graph.calls_of(layer):
+        raise Refusal("not called on the example")
+    for call in graph.calls_of(layer):
+        source, moves = _source(plan, graph, call)
+        assert source.module is not None
+        index = _match_up(source, moves, call, layer)
+        if source.module in sources and not torch.equal(sources[source.module], index):
+            raise Refusal(f"the calls of {source} arrange its features differently")
+        sources[source.module] = index
+        reached.add(source)
+    for module in sources:
+        _check_every_call(graph, module, reached)
+        _check_free(graph, module)
+    found = map_of(layer)
+    for module, index in sources.items():
+        target: dict[nn.Module, Map] = plan.remaining if module in plan.remaining else plan.after  # type: ignore[assignment]
+        selected = Map(*(v.reshape(_features(module, v)) for v in found.select(index)))
+        target[module] = target[module].then(selected) if module in target else selected
+    plan.gone[layer] = list(sources)
+
+
+def _fold_down(graph: Graph, plan: Plan, layer: TorchBatchNorm) -> None:
+    if has_nonlinear_part(graph, layer):
+        raise Refusal("it applies a nonlinearity, a residual or a mask itself")
+    sinks: dict[nn.Module, Tensor] = {}
+    reached: set[Call] = set()
+    for call in graph.calls_of(layer):
+        for sink, moves in _sinks(plan, call.outputs[0], []):
+            assert sink.module is not None
+            index = _match_down(call, moves, sink, layer)
+            if sink.module in sinks and not torch.equal(sinks[sink.module], index):
+                raise Refusal(f"the calls of {sink} arrange its features differently")
+            sinks[sink.module] = index
+            reached.add(sink)
+    if not sinks:
+        raise Refusal("nothing reads its output")
+    maps = {module: plan.remaining[layer].select(index) for module, index in sinks.items()}
+    for module, before in maps.items():
+        _check_every_call(graph, module, reached)
+        _check_free(graph, module)
+        _check_borders(module, before)
+    plan.before.update(maps)
+    del plan.remaining[layer]
+    plan.gone[layer] = list(sinks)
+
+
+def _source(plan: Plan, graph: Graph, call: Call) -> tuple[Call, list[Call]]:
+    """Walk up from a layer's input to the affine call that alone makes it, through calls that only move elements."""
+    value: Value = call.argument(0, "input")
+    moves: list[Call] = []
+    reader = call
+    while True:
+        producer = value.producer
+        if producer is None:
+            raise Refusal("its input is the network's")
+        if value.sole_consumer is not reader:
+            others = ", ".join(str(c) for c in value.consumers if c is not reader)
+            raise Refusal(f"{producer} also feeds {others or 'the outside'}")
+        module = producer.module
+        linear = isinstance(module, TorchBatchNorm) and not has_nonlinear_part(graph, module)
+        if is_affine(module) or (linear and module in plan.remaining):
+            return producer, moves
+        if linear and module in plan.gone:
+            value = producer.argument(0, "input")
+        elif plain_name(producer.name) in MOVING and len(producer.inputs) == 1:
+            moves.insert(0, producer)
+            value = producer.inputs[0]
+        else:
+            raise Refusal(f"its input comes from {producer}")
+        reader = producer
+
+
+def _sinks(plan: Plan, value: Value, moves: list[Call]) -> Iterator[tuple[Call, list[Call]]]:
+    """Walk down from a layer's output to the affine calls that are all that reads it."""
+    if value.escapes:
+        raise Refusal("its output leaves the network")
+    for reader in value.consumers:
+        if is_affine(reader.module) and reader.inputs == [value]:
+            yield reader, moves
+        elif reader.module in plan.gone and reader.inputs == [value]:
+            yield from _sinks(plan, reader.outputs[0], moves)
+        elif plain_name(reader.name) in MOVING and reader.inputs == [value]:
+            yield from _sinks(plan, reader.outputs[0], [*moves, reader])
+        else:
+            raise Refusal(f"its output goes to {reader}")
+
+
+def _check_every_call(graph: Graph, module: nn.Module, reached: set[Call]) -> None:
+    for call in graph.calls_of(module):
+        if call not in reached:
+            raise Refusal(f"{call} is also called where this layer has no part")
+
+
+def _check_free(graph: Graph, module: nn.Module) -> None:
+    (call, *_) = graph.calls_of(module)
+    if has_hooks(module):
+        raise Refusal(f"{call} has hooks, which would see other values")
+    for tensor in module.parameters():
+        for reader in graph.readers_of(tensor):
+            raise Refusal(f"the weights of {call} are also read by {reader}")
+        if not tensor.is_floating_point():
+            raise Refusal(f"the weights of {call} are {tensor.dtype}")
+
+
+def _check_borders(module: nn.Module, before: Map) -> None:
+    """A shift reaches every output alike only where no kernel looks over the border of its input."""
+    if not bool(before.shift.any()):
+        return
+    name = type(module).__name__
+    if isinstance(module, Transposed):
+        raise Refusal(f"the {name} after it would spread the shift unevenly")
+    if isinstance(module, Convolution) and module.padding_mode == "zeros":
+        padding = module.padding
+        padded = padding == "same" and prod(module.kernel_size) > 1 if isinstance(padding, str) else any(padding)
+        if padded:
+            raise Refusal(f"the {name} after it pads with zeros, which the layer would have shifted")
+
+
+def _match_up(source: Call, moves: list[Call], call: Call, layer: TorchBatchNorm) -> Tensor:
+    """Return which of the layer's features each feature of the source becomes."""
+    assert source.module is not None
+    origin, target = source.outputs[0].shape, call.argument(0, "input").shape
+    dims = _feature_dims(source.module, len(origin))
+    kept = _feature_dims(layer, len(target))
+    if not moves and dims == kept:
+        return torch.arange(prod(origin[d] for d in dims))
+    features = _replayed(_numbered(origin, dims), moves)
+    return _function_of(features, _numbered(target, kept), prod(origin[d] for d in dims))
+
+
+def _match_down(call: Call, moves: list[Call], sink: Call, layer: TorchBatchNorm) -> Tensor:
+    """Return which of the layer's features each input feature of the sink is."""
+    assert sink.module is not None
+    origin, target = call.outputs[0].shape, sink.inputs[0].shape
+    dims = _feature_dims(layer, len(origin))
+    kept = _feature_dims(sink.module, len(target))
+    if not moves and dims == kept:
+        return torch.arange(prod(origin[d] for d in dims))
+    features = _replayed(_numbered(origin, dims), moves)
+    return _function_of(_numbered(target, kept), features, prod(target[d] for d in kept))
+
+
+def _function_of(inner: Tensor, outer: Tensor, size: int) -> Tensor:
+    """Return f with f[inner] = outer at every place; refuse where one number meets two."""
+    if inner.shape != outer.shape:
+        raise Refusal("the shapes between the two do not match")
+    index = torch.zeros(size, dtype=torch.long)
+    index[inner.flatten()] = outer.flatten()
+    if not torch.equal(index[inner], outer):
+        raise Refusal("it does not normalize the features of the affine layer beside it, but another dimension")
+    return index
+
+
+def _replayed(x: Tensor, moves: list[Call]) -> Tensor:
+    for move in moves:
+        x = move.replay(x)
+    return x
+
+
+def _numbered(shape: tuple[int, ...], dims: list[int]) -> Tensor:
+    """Return a tensor that holds at each place the number of its feature."""
+    sizes = [n if d in dims else 1 for d, n in enumerate(shape)]
+    return torch.arange(prod(sizes)).reshape(sizes).expand(shape)
+
+
+def _feature_dims(module: nn.Module, rank: int) -> list[int]:
+    if isinstance(module, nn.Linear):
+        return [rank - 1]
+    if isinstance(module, Convolution | Transposed):
+        return [rank - 1 - len(module.kernel_size)]
+    return [1 + d for d in range(len(_shape(module)))]
+
+
+def _features(module: nn.Module, v: Tensor) -> tuple[int, ...]:
+    return tuple(v.shape) if isinstance(module, Affine) else _shape(module)
+
+
+def _shape(layer: nn.Module) -> tuple[int, ...]:
+    assert isinstance(layer, TorchBatchNorm)
+    assert layer.running_mean is not None
+    return tuple(layer.running_mean.shape)

@@ -1,0 +1,49 @@
+"""A batch normalization beside the module whose output it normalizes: the container that surgery adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Normalized(nn.Module):
+    """Normalize what a module computes: BN(module(...)), in the module's place.
+
+    The module keeps its own names one level down: the state-dict entry ``conv1.weight`` becomes
+    ``conv1.affine.weight``, and the layer's are ``conv1.norm.*``. Attributes that the container does not have are the
+    module's, so that code which reads ``self.conv1.out_channels`` keeps working.
+
+    Args:
+        affine: the module; a Linear or a convolution, or an activation where BN is placed after it.
+        norm: the batch normalization.
+        features_last: the features are the last dimension, as Linear has them, and all others the mini-batch.
+
+    >>> layer = Normalized(nn.Linear(3, 5, bias=False), nn.BatchNorm1d(5), features_last=True)
+    >>> layer.out_features
+    5
+
+    Paper: Sec. 3.2, z = g(BN(Wu))
+    """
+
+    def __init__(self, affine: nn.Module, norm: nn.Module, *, features_last: bool = False) -> None:
+        super().__init__()
+        self.affine = affine
+        self.norm = norm
+        self.features_last = features_last
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the normalized output of the module."""
+        x: Tensor = self.affine(*args, **kwargs)
+        if self.features_last and x.dim() > 2:
+            y: Tensor = self.norm(x.flatten(0, -2))
+            return y.reshape(x.shape)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("affine", "norm"):
+                raise
+            return getattr(self.affine, name)

@@ -1,0 +1,36 @@
+"""Which parameters weight decay should leave alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def param_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return two groups for an optimizer: everything that trains, with weight decay, and gamma and beta, without.
+
+    Decay on W before a batch normalization only changes the step size, since BN((aW)u) = BN(Wu); decay on gamma and
+    beta changes the function. They are told by the layer they belong to (batch, instance, layer or group
+    normalization), not by their shape. Parameters with ``requires_grad=False`` are left out; a shared one appears once.
+
+    Args:
+        net: any network.
+        weight_decay: for the first group.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3, bias=False), nn.BatchNorm1d(3))
+    >>> [(len(group["params"]), group["weight_decay"]) for group in param_groups(net, 1e-4)]
+    [(1, 0.0001), (2, 0.0)]
+
+    Beyond the paper: Sec. 4.2.1 reduces the L2 weight regularization, and says nothing of gamma and beta.
+    """
+    norms = [module for module in net.modules() if isinstance(module, NORMALIZATIONS)]
+    spared = {id(p) for norm in norms for p in norm.parameters()}
+    trained = [p for p in net.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if id(p) not in spared], "weight_decay": weight_decay},
+        {"params": [p for p in trained if id(p) in spared], "weight_decay": 0.0},
+    ]

@@ -1,0 +1,152 @@
+"""Where a layer's statistics come from, if not from the mini-batch at hand: values given to ``statistics=``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, distributed
+
+from .. import collectives, ops
+from ..ops import Moments, Running
+from ..ops.composite import finish, per_channel, scale_and_shift
+from ..ops.dispatch import Call
+from ..ops.moments import batch_moments
+
+
+class Statistics(Protocol):
+    """Normalize a training batch in another way than Algorithm 1's.
+
+    Beyond the paper: the variants that came after it.
+    """
+
+    def batch_norm(
+        self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any
+    ) -> tuple[Tensor, Moments]:
+        """Return the output and the moments that the running averages should move towards."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Take the statistics over all ranks' samples, exactly, whatever number of samples each rank has, even none.
+
+    The ranks' (count, mean, M2) are merged; one all-reduce forward and one backward. Runs on CPU (gloo) and CUDA
+    (nccl), under DistributedDataParallel too. In a single process it is Algorithm 1.
+
+    >>> import batchnorm as bn
+    >>> bn.BatchNorm2d(8, statistics=bn.Sync()).statistics
+    Sync(group=None)
+
+    Beyond the paper: its mini-batch, spread over machines.
+    """
+
+    group: distributed.ProcessGroup | None = None
+
+    def batch_norm(
+        self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any
+    ) -> tuple[Tensor, Moments]:
+        """Normalize by the moments of all ranks' samples."""
+        if collectives.world_size(self.group) == 1:
+            return ops.batch_norm(x, gamma, beta, eps, **options)
+        call = Call(x, gamma, beta, **options)
+        # The difference of two means must keep its digits where the means themselves are large: float64.
+        local, centred = batch_moments(call.x, call.reduced_dims, call.mask, mean_dtype=torch.float64)
+        merged = collectives.merge_across_ranks(
+            Moments(local.count.double(), local.mean.flatten(), local.var.double().flatten()), self.group
+        )
+        centred = centred + (local.mean - per_channel(merged.mean, call.x)).to(centred.dtype)
+        merged = Moments(*(v.to(centred.dtype) for v in merged))
+        z = scale_and_shift(centred, per_channel(merged.var, call.x), call.gamma, call.beta, eps)
+        y = finish(z, x.dtype, call.activation, call.residual, call.mask)
+        return call.restore(y), call.restore_moments(merged)
+
+
+@dataclass(frozen=True)
+class Ghost:
+    """Normalize each group of at most ``size`` examples by its own statistics (Hoffer et al., 2017).
+
+    A batch is cut into ceil(N / size) groups whose sizes differ by at most one. The running variance is the paper's
+    average over groups, sum(m_b var_b) / sum(m_b - 1).
+
+    >>> import batchnorm as bn
+    >>> layer = bn.BatchNorm1d(4, statistics=bn.Ghost(32))
+    >>> layer(torch.randn(256, 4)).shape
+    torch.Size([256, 4])
+
+    Beyond the paper: keeps a small m's noise (Sec. 3.4) in large batches.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 2:
+            raise ValueError(f"a ghost batch needs at least 2 examples, not {self.size}")
+
+    def batch_norm(
+        self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any
+    ) -> tuple[Tensor, Moments]:
+        """Normalize each group by itself."""
+        groups = max(1, -(-x.shape[0] // self.size))
+        pieces = (_split(v, groups) for v in (x, options.pop("residual"), options.pop("mask")))
+        outputs, moments = [], []
+        for piece, residual, mask in zip(*pieces, strict=True):
+            y, m = ops.batch_norm(piece, gamma, beta, eps, residual=residual, mask=mask, **options)
+            outputs.append(y)
+            moments.append(m)
+        return torch.cat(outputs), _average(moments)
+
+
+@dataclass(frozen=True)
+class Renorm:
+    """Correct the batch's statistics towards the running ones, within bounds (Ioffe, 2017).
+
+    x_hat = (x - mu_B) / sigma_B * r + d with r = sigma_B / sigma clipped to [1/r_max, r_max] and d = (mu_B - mu) /
+    sigma clipped to [-d_max, d_max]; no gradient flows through r and d. ``Renorm(1, 0)`` is Algorithm 1. The 2017
+    paper starts there and widens the bounds: assign a new value to ``layer.statistics`` to do so.
+
+    >>> import batchnorm as bn
+    >>> bn.BatchNorm1d(4, statistics=bn.Renorm())(torch.randn(8, 4)).shape
+    torch.Size([8, 4])
+
+    Beyond the paper: its author's answer to small or dependent mini-batches.
+    """
+
+    r_max: float = 3.0
+    d_max: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.r_max < 1 or self.d_max < 0:
+            raise ValueError(f"renormalization needs r_max >= 1 and d_max >= 0, not {self.r_max} and {self.d_max}")
+
+    def batch_norm(
+        self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any
+    ) -> tuple[Tensor, Moments]:
+        """Normalize by the batch's statistics, corrected by the running ones."""
+        if running is None:
+            raise ValueError("Renorm needs running statistics; make the layer with track_running_stats=True")
+        call = Call(x, None, None, **options)
+        x_hat, moments = ops.batch_norm(x, None, None, eps, feature_dims=options["feature_dims"], mask=options["mask"])
+        sigma = torch.sqrt(running.var + eps)
+        r = (torch.sqrt(moments.var.detach() + eps) / sigma).clamp(1 / self.r_max, self.r_max)
+        d = ((moments.mean.detach() - running.mean) / sigma).clamp(-self.d_max, self.d_max)
+        scale, shift = (r, d) if gamma is None else (gamma * r, gamma * d)
+        if beta is not None:
+            shift = shift + beta
+        z = call.flat(x_hat).to(r.dtype) * per_channel(call.features_flat(scale), call.x)
+        z = z + per_channel(call.features_flat(shift), call.x)
+        return call.restore(finish(z, x.dtype, call.activation, call.residual, call.mask)), moments
+
+
+def _split(v: Any, groups: int) -> Any:
+    return [None] * groups if v is None else v.tensor_split(groups)
+
+
+def _average(parts: list[Moments]) -> Moments:
+    """Return moments whose mean and unbiased variance are the averages over groups of Alg. 2, l. 10."""
+    count, mean, var = (torch.stack(list(v)) for v in zip(*parts, strict=True))
+    total = count.sum()
+    weight = (count / total.clamp(min=1)).reshape(-1, *[1] * (mean.dim() - 1))
+    # With m the average size, var * m/(m-1) = sum(m_b var_b) / sum(m_b - 1).
+    return Moments(total / len(parts), (weight * mean).sum(0), (weight * var).sum(0))

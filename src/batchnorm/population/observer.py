@@ -1,0 +1,90 @@
+"""Note the statistics of every mini-batch that a layer sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+
+from .. import collectives
+from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from ..ops.moments import batch_moments
+from ..tally import Tally, Totals, merge
+
+# Layers known to leave exactly a batch's mean and unbiased variance in their buffers when momentum is 1.
+KNOWN = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d),
+)
+
+
+class Observer:
+    """Note the moments of each call of a layer.
+
+    A known layer computes them itself in training mode: with momentum 1 and fresh buffers, the buffers hold exactly
+    them after the call, and nothing is computed twice. For other layers, and where ``direct``, they are computed here.
+    """
+
+    def __init__(self, layer: TorchBatchNorm, path: str, *, direct: bool = False) -> None:
+        self.layer, self.path, self.tally = layer, path, Tally()
+        wide = layer.running_mean is not None and layer.running_mean.dtype.itemsize >= 4
+        own = getattr(layer, "statistics", None)
+        self.direct = direct or type(layer) not in KNOWN or not wide or own is not None
+        self.totals: Totals | None = None
+        self.calls = 0
+        self.updates: Tensor | int = 0
+        self._count: Tensor | int = 0
+
+    def register(self) -> Iterator[Any]:
+        """Hook the layer; yield the handles to undo it."""
+        yield self.layer.register_forward_pre_hook(self._before, with_kwargs=True)
+        if not self.direct:
+            yield self.layer.register_forward_hook(self._after)
+
+    def _before(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        x = args[0] if args else kwargs["input"]
+        mask = args[2] if len(args) > 2 else kwargs.get("mask")
+        features = tuple(self.layer.running_mean.shape)  # type: ignore[union-attr]
+        self._count = x.numel() // max(prod(features), 1) if mask is None else mask.sum(dtype=torch.float64)
+        if self.layer.training and mask is None and self._count == 1:
+            raise ValueError(
+                f"layer '{self.path}': a batch of shape {tuple(x.shape)} has one value per feature, whose variance says"
+                " nothing; drop that batch, or use upstream='population' with rule='pooled'"
+            )
+        if self.direct:
+            self._measure(x, mask, features)
+        else:
+            self.layer.momentum = 1.0
+            for key in ("running_mean", "running_var", "num_batches_tracked"):
+                self.layer._buffers[key] = torch.zeros_like(self.layer._buffers[key])  # type: ignore[arg-type]
+
+    def _measure(self, x: Tensor, mask: Tensor | None, features: tuple[int, ...]) -> None:
+        k = len(features)
+        dims = [0, *range(1 + k, x.dim())]
+        where = None if mask is None else mask.reshape(mask.shape[0], *[1] * k, *mask.shape[1:])
+        moments, _ = batch_moments(x, dims, where)
+        self.tally.add(self._count, moments.mean.reshape(features), moments.var.reshape(features))
+
+    def _after(self, layer: nn.Module, args: Any, out: Any) -> None:
+        buffers = self.layer._buffers
+        mean, var, updated = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
+        assert mean is not None and var is not None and updated is not None  # noqa: PT018
+        m = self._count
+        self.calls, self.updates = self.calls + 1, self.updates + updated
+        self.tally.add(m, mean, var * ((m - 1) / m))
+
+    def conclude(self) -> None:
+        """Add up what all ranks noted, and refuse what no statistics can be made of."""
+        lost = int(self.updates) != self.calls
+        ranks = collectives.gather_objects((self.tally.totals(), lost))
+        self.totals = totals = merge(part for part, _ in ranks)
+        finite = totals is None or bool((totals.mean + totals.within + totals.between).isfinite().all())
+        if not finite or any(lost for _, lost in ranks):
+            raise ValueError(
+                f"layer '{self.path}': a batch gave infinite or undefined statistics; the network is as it was."
+                " Look for inf or NaN in the batches or in the weights before this layer"
+            )

@@ -1,0 +1,69 @@
+"""Start a batch normalization as the identity transform, from data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import calling
+from ..exchange import restored
+from ..layers import BatchNorm
+from ..ops.moments import batch_moments
+from ..progress import progress
+from ..tally import Tally
+from .places import Place
+
+
+def set_identity(
+    net: nn.Module,
+    norms: dict[Place, BatchNorm],
+    batches: Iterable[Any],
+    forward: calling.Forward | None,
+) -> None:
+    """Set gamma = sqrt(Var[x] + eps) and beta = E[x], and the running statistics to those of x without its bias.
+
+    Paper: Sec. 3, "could recover the original activations"
+    """
+    tallies = {place: Tally() for place in norms}
+    handles = [
+        place.module.register_forward_hook(partial(_measure, place, norms[place], tally))
+        for place, tally in tallies.items()
+    ]
+    device = calling.device_of(net)
+    try:
+        with torch.no_grad(), restored(net):
+            for module in net.modules():
+                module.training = False
+            for batch in progress(batches, "measuring activations"):
+                calling.call(net, calling.to_device(batch, device, copy=True), forward)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for place, tally in tallies.items():
+        _set(place, norms[place], tally)
+
+
+def _measure(place: Place, norm: BatchNorm, tally: Tally, module: nn.Module, args: Any, out: Tensor) -> None:
+    x = out.flatten(0, -2) if place.features_last else out
+    moments, _ = batch_moments(x, [0, *range(1 + len(norm.features), x.dim())])
+    m = x.numel() // max(prod(norm.features), 1)
+    tally.add(m, moments.mean.reshape(norm.features), moments.var.reshape(norm.features))
+
+
+def _set(place: Place, norm: BatchNorm, tally: Tally) -> None:
+    totals = tally.totals()
+    if totals is None:
+        raise ValueError(f"layer '{place.path}': no batch reaches it, so there are no moments to set it from")
+    assert norm.running_mean is not None and norm.running_var is not None  # noqa: PT018
+    bias = torch.zeros(1) if place.bias is None else place.bias.detach().cpu().double()
+    with torch.no_grad():
+        norm.running_mean.copy_(totals.mean - bias.reshape(-1, *[1] * (totals.mean.dim() - 1)))
+        norm.running_var.copy_((totals.within + totals.between) / totals.count)
+        norm.bias.copy_(totals.mean)
+        # From the rounded value that evaluation divides by, so that the two cancel.
+        norm.weight.copy_(torch.sqrt(norm.running_var.double() + norm.eps))

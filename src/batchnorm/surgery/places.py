@@ -1,0 +1,151 @@
+"""Find the activations to normalize: what affine layers compute, on its way to a nonlinearity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..graph import Call, Graph, Value
+from ..graph.kinds import HANDING_ON, NONLINEAR, Affine, Convolution, Transposed, is_affine, plain_name
+from ..sites import Site
+
+FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+SCALING = frozenset({"mul", "div", "truediv", "multiply", "divide"})
+
+
+@dataclass(eq=False)
+class Place:
+    """Hold a module whose output can be normalized.
+
+    Paper: Alg. 2, "subset of activations"
+    """
+
+    path: str
+    module: nn.Module
+    shape: tuple[int, ...]
+    features_last: bool
+    calls: int = 1
+    bias: Tensor | None = None
+    """The bias that a batch normalization would cancel."""
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot be normalized, if it cannot."""
+        dims = len(self.shape)
+        fits = dims >= 2 if self.features_last else 2 <= dims <= 5
+        if isinstance(self.module, Convolution | Transposed):
+            fits = dims == len(self.module.kernel_size) + 2
+        return "" if fits else f"its output of shape {self.shape} is not a batch of features"
+
+    def features(self, per_activation: bool) -> tuple[int, ...]:
+        """Return the shape of one set of statistics."""
+        if self.features_last:
+            return (self.shape[-1],)
+        return self.shape[1:] if per_activation else self.shape[1:2]
+
+
+class Candidate(NamedTuple):
+    """Hold a place, or None where there is no module; what to say where it is skipped; whether Alg. 2 takes it."""
+
+    place: Place | None
+    site: Site
+    default: bool = False
+
+
+class Reach(NamedTuple):
+    """Hold the nonlinearities that a value reaches, the normalizations it meets first, and where else it ends."""
+
+    nonlinear: list[Call]
+    normalized: list[Call]
+    elsewhere: list[Call]
+
+
+def reach(values: list[Value]) -> Reach:
+    """Walk from values through sums, joins, pools and moves to what ends the affine part of the network.
+
+    >>> import torch
+    >>> from batchnorm.graph import trace
+    >>> linear, pool, relu = trace(nn.Sequential(nn.Linear(4, 4), nn.MaxPool1d(2), nn.ReLU()), torch.zeros(2, 4)).calls
+    >>> reach(linear.outputs).nonlinear == [relu]
+    True
+
+    Paper: Sec. 3.2, z = g(Wu + b)
+    """
+    found = Reach([], [], [])
+    seen: set[Value] = set()
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        for call in value.consumers:
+            name = plain_name(call.name)
+            if name in NONLINEAR:
+                found.nonlinear.append(call)
+            elif "norm" in name:
+                found.normalized.append(call)
+            elif name in HANDING_ON or (name in SCALING and len(call.inputs) == 1):
+                waiting.extend(call.outputs)
+            else:
+                found.elsewhere.append(call)
+    return found
+
+
+def affine_places(net: nn.Module, graph: Graph) -> Iterator[Candidate]:
+    """Yield each affine layer, in the order of calls; those that feed a nonlinearity are the default."""
+    names = {module: name for name, module in net.named_modules()}
+    seen: set[nn.Module] = set()
+    for call in graph.calls:
+        module = call.module
+        if module is None and call.name in FUNCTIONAL:
+            yield Candidate(None, Site(call.path, "skipped", f"{call.name} is a function here, not a module"))
+        if module is None or module in seen or not is_affine(module):
+            continue
+        seen.add(module)
+        calls = graph.calls_of(module)
+        reason = _reason_to_skip(calls)
+        last = isinstance(module, nn.Linear)
+        place = Place(names[module], module, call.outputs[0].shape, last, len(calls), _absorbed_bias(module, graph))
+        yield Candidate(place, Site(place.path, "skipped", reason), not reason)
+    for module, name in names.items():
+        if is_affine(module) and module not in seen:
+            yield Candidate(None, Site(name, "skipped", "not called on the example"))
+
+
+def activation_places(net: nn.Module, graph: Graph) -> Iterator[Candidate]:
+    """Yield each nonlinearity that an affine layer feeds, for a batch normalization after it."""
+    fed: dict[Call, bool] = {}
+    for call in graph.calls:
+        if is_affine(call.module):
+            for reached in reach(call.outputs).nonlinear:
+                fed[reached] = fed.get(reached, False) or isinstance(call.module, nn.Linear)
+    for call in (call for call in graph.calls if call in fed):
+        if call.module is None:
+            yield Candidate(None, Site(call.path, "skipped", f"{call.name} is a function here, not a module"))
+        elif len(graph.calls_of(call.module)) > 1:
+            yield Candidate(None, Site(call.path, "skipped", "one module called in several places"))
+        else:
+            place = Place(call.path, call.module, call.outputs[0].shape, fed[call])
+            yield Candidate(place, Site(call.path, "skipped"), default=True)
+
+
+def _reason_to_skip(calls: list[Call]) -> str:
+    found = reach([value for call in calls for value in call.outputs])
+    if found.nonlinear:
+        return ""
+    if found.normalized:
+        return f"already normalized by {found.normalized[0]}"
+    return "feeds no nonlinearity" + (f", but {found.elsewhere[0]}" if found.elsewhere else "")
+
+
+def _absorbed_bias(module: nn.Module, graph: Graph) -> Tensor | None:
+    """Return the bias, unless code outside the module's call reads it or something else computes it."""
+    assert isinstance(module, Affine)
+    if module.bias is None or parametrize.is_parametrized(module, "bias") or graph.readers_of(module.bias):
+        return None
+    return module.bias

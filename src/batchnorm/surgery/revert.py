@@ -1,0 +1,94 @@
+"""Exchange this library's batch normalization for ``torch.nn``'s."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from .. import calling
+from ..exchange import Memo, exchange, private_copy
+from ..graph import Graph
+from ..layers import BatchNorm, Sync
+from ..layers.fusion import Fused
+from ..ops.activation import to_module
+from ..sites import Report, Site, attach
+from .kinds import OWN, THEIRS, compare, has_extras, move_state, traces
+
+
+def revert(net: nn.Module, example: Any = None, *, forward: calling.Forward | None = None) -> nn.Module:
+    """Return the network with plain ``torch.nn`` layers in place of this library's.
+
+    Undoes ``convert``: activation modules go back to where they were. A layer that was made with an activation becomes
+    ``nn.Sequential`` of ``norm`` and ``activation``. ``net`` is not changed.
+
+    Args:
+        net: any network.
+        example: a batch to compare the outputs for, and to see a residual or a mask in the calls; without it, code that
+            passes these to a layer fails when it runs.
+        forward: how to call the network, where the rule for batches does not fit.
+
+    Raises:
+        ValueError: where ``torch.nn`` has no equal (Ghost, Renorm, per activation, frozen statistics, ``on_single``, a
+            residual or a mask in the call), with each such layer and its reason; or where the outputs differ.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
+    >>> import torch, batchnorm as bn
+    >>> str(revert(bn.convert(net, torch.randn(2, 4)))) == str(net)
+    True
+
+    Beyond the paper: for those who go on without this library.
+    """
+    source = private_copy(net)
+    graphs = [] if example is None else traces(source, example, forward)
+    names = {module: name for name, module in source.named_modules()}
+    layers = [m for m in names if isinstance(m, BatchNorm)]
+    reasons = {m: reason for m in layers if (reason := _reason_to_refuse(m, graphs))}
+    if reasons:
+        listed = "; ".join(f"'{names[m]}': {reason}" for m, reason in reasons.items())
+        raise ValueError(f"torch.nn has no equal for {listed}")
+    markers = [m for m in names if isinstance(m, Fused)]
+    elsewhere = {layer for marker in markers for layer in marker.layers}
+    makers: dict[nn.Module, Any] = {m: partial(_theirs, m, m not in elsewhere) for m in layers}
+    makers |= {marker: partial(copy.deepcopy, marker.activation) for marker in markers}
+    result = exchange(source, makers)
+    error = compare(source, result, example, forward, modes=len(graphs)) if graphs else None
+    return attach(result, Report("revert", tuple(Site(names[m], "reverted") for m in layers), error))
+
+
+def _reason_to_refuse(layer: BatchNorm, graphs: list[Graph]) -> str:
+    if type(layer) not in THEIRS:
+        return f"{type(layer).__name__} is a subclass"
+    if len(layer.features) > 1:
+        return "it normalizes per activation"
+    if layer.statistics is not None and not isinstance(layer.statistics, Sync):
+        return f"statistics={layer.statistics}"
+    if layer.frozen_statistics:
+        return "its statistics are frozen; unfreeze_ it first"
+    if layer.on_single != "error":
+        return f"on_single={layer.on_single!r}"
+    return "it is called with a residual or a mask" if has_extras(layer, graphs) else ""
+
+
+def _theirs(layer: BatchNorm, with_activation: bool, memo: Memo) -> nn.Module:
+    kind = nn.SyncBatchNorm if isinstance(layer.statistics, Sync) else THEIRS[type(layer)]
+    new = kind(layer.features[0], layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+    move_state(layer, new, memo)
+    for key in OWN:
+        del vars(new)[key]
+    del new._buffers["num_batches_skipped"]
+    new._non_persistent_buffers_set.discard("num_batches_skipped")
+    if isinstance(layer.statistics, Sync):
+        vars(new)["process_group"] = layer.statistics.group
+    for name in ("running_mean", "running_var"):
+        buffer = new._buffers[name]
+        if buffer is not None and new.weight is not None:
+            # This library keeps statistics in at least float32; torch has them in the weight's type.
+            new._buffers[name] = buffer.to(new.weight.dtype)
+    if layer.activation.name == "identity" or not with_activation:
+        return new
+    both = OrderedDict[str, nn.Module](norm=new, activation=to_module(layer.activation))
+    return nn.Sequential(both).train(layer.training)

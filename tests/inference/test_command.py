@@ -1,0 +1,83 @@
+"""``batchnorm fold`` from the shell."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from networks import scramble_
+from safetensors.torch import save_file
+
+from batchnorm.inference.command import fold
+
+FACTORY = """
+import torch
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+
+def with_example():
+    return net(), torch.zeros(2, 3, 8, 8)
+
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "mynets.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mynets", raising=False)
+    return tmp_path
+
+
+def weights(folder, suffix):
+    sys.path.insert(0, str(folder))
+    import mynets
+
+    sys.path.remove(str(folder))
+    net = scramble_(mynets.net())
+    path = folder / f"w.{suffix}"
+    save_file(net.state_dict(), path) if suffix == "safetensors" else torch.save(net.state_dict(), path)
+    return net.eval(), path
+
+
+def test_from_the_shell(folder):
+    net, _ = weights(folder, "safetensors")
+    words = ["fold", "mynets:with_example", "--weights", "w.safetensors", "-o", "net.onnx"]
+    done = subprocess.run([sys.executable, "-m", "batchnorm.cli", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "1: folded into '0'" in done.stdout
+    import onnxruntime
+
+    x = torch.randn(5, 3, 8, 8)
+    session = onnxruntime.InferenceSession(str(folder / "net.onnx"), providers=["CPUExecutionProvider"])
+    (out,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.as_tensor(out), net(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_weights_and_shape(folder, suffix, capsys):
+    net, path = weights(folder, suffix)
+    fold("mynets:net", folder / "net.pt2", weights=path, input=(1, 3, 8, 8))
+    assert "net.pt2: relative error" in capsys.readouterr().out
+    x = torch.randn(3, 3, 8, 8)
+    program = torch.export.load(folder / "net.pt2").module()
+    torch.testing.assert_close(program(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("mynets", "write module:function"),
+        ("mynets:missing", "cannot make a network from mynets:missing"),
+        ("nowhere:net", "cannot make a network from nowhere:net"),
+        ("mynets:nothing", r"returned NoneType, not a torch\.nn\.Module"),
+        ("mynets:net", "--input 1 3 224 224"),
+    ],
+)
+def test_mistakes_get_a_sentence(folder, factory, message):
+    with pytest.raises(ValueError, match=message):
+        fold(factory, folder / "net.onnx")

@@ -1,0 +1,98 @@
+"""The exported file computes what the network's evaluation mode computes, for any batch size."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from networks import ZOO, Residual, scramble_
+from torch import nn
+
+import batchnorm as bn
+
+FORMATS = ["net.onnx", "net.pt2"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("network", ["residual", "dense", "fused_residual"])
+def test_files_are_checked_on_two_batch_sizes(tmp_path, name, network):
+    make, example, _ = ZOO[network]
+    net = scramble_(make()).eval()
+    done = bn.export(net, example()[:2], tmp_path / name)
+    assert done.path.stat().st_size > 0
+    assert done.batch_sizes == (2, 4)
+    assert done.relative_error < 1e-5
+    assert [p.name for p in tmp_path.iterdir()] == [name], "one file, nothing left beside it"
+    assert name in str(done)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_single_example_still_gives_a_dynamic_batch(tmp_path, name):
+    done = bn.export(scramble_(Residual()).eval(), torch.randn(1, 3, 8, 8), tmp_path / name)
+    assert done.batch_sizes == (2, 4)
+
+
+def test_no_batch_normalization_is_in_the_file(tmp_path):
+    import onnx
+
+    bn.export(scramble_(Residual()).eval(), torch.randn(2, 3, 8, 8), tmp_path / "net.onnx")
+    operators = {node.op_type for node in onnx.load(tmp_path / "net.onnx").graph.node}
+    assert "Conv" in operators
+    assert not any("Normalization" in op for op in operators)
+
+
+def test_fixed_batch(tmp_path):
+    done = bn.export(scramble_(Residual()).eval(), torch.randn(3, 3, 8, 8), tmp_path / "net.pt2", dynamic_batch=False)
+    assert done.batch_sizes == (3,)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_inputs_by_name(tmp_path, name):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.norm = nn.Linear(3, 4), nn.Linear(2, 4), nn.BatchNorm1d(4)
+
+        def forward(self, left, right):
+            return self.norm(self.a(left)) - self.b(right)
+
+    example = {"right": torch.randn(2, 2), "left": torch.randn(2, 3)}
+    done = bn.export(scramble_(Two()).eval(), example, tmp_path / name)
+    assert done.relative_error < 1e-5
+
+
+def test_a_network_that_fixes_its_batch_is_told_so(tmp_path):
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.norm(self.linear(x)).reshape(2, 4)
+
+    with pytest.raises(ValueError, match="try dynamic_batch=False"):
+        bn.export(Fixed().eval(), torch.randn(2, 3), tmp_path / "net.pt2")
+    assert not list(tmp_path.iterdir())
+    bn.export(Fixed().eval(), torch.randn(2, 3), tmp_path / "net.pt2", dynamic_batch=False)
+
+
+def test_other_endings_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"end it in \.onnx or \.pt2"):
+        bn.export(Residual(), torch.randn(2, 3, 8, 8), tmp_path / "net.bin")
+
+
+def test_a_file_that_differs_is_not_written(tmp_path):
+    (tmp_path / "net.pt2").write_text("an older file")
+    with pytest.raises(ValueError, match="more than 0e"):
+        bn.export(scramble_(Residual()).eval(), torch.randn(2, 3, 8, 8), tmp_path / "net.pt2", tolerance=0.0)
+    assert (tmp_path / "net.pt2").read_text() == "an older file"
+
+
+def test_the_argument_is_left_alone(tmp_path):
+    net = scramble_(Residual())
+    before = copy.deepcopy(net.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        bn.export(net, torch.randn(2, 3, 8, 8), tmp_path / "net.pt2")
+    assert net.training
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)

@@ -1,0 +1,391 @@
+"""Networks that try to make fold() wrong: each either folds exactly or says why not."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import Residual, image, scramble_
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import batchnorm as bn
+from batchnorm.inference.fixed import FixedAffine
+
+
+def check(net, x=None, forward=None, **options):
+    """Fold, compare on the example and on another batch, return the folded network."""
+    net = scramble_(net).double().eval()
+    x = (image() if x is None else x).double()
+    folded = bn.fold(net, x, forward=forward, **options)
+    for batch in (x, torch.randn_like(x)):
+        with torch.no_grad():
+            a, b = (n(batch.clone()) if forward is None else forward(n, batch.clone()) for n in (folded, net))
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+    return folded
+
+
+class Net(nn.Module):
+    def __init__(self, code, **modules):
+        super().__init__()
+        self.code = code
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x):
+        return self.code(self, x)
+
+
+def conv(inputs=3, outputs=3, **options):
+    return nn.Conv2d(inputs, outputs, 3, padding=1, **options)
+
+
+def test_a_parametrized_weight_is_baked_in():
+    net = nn.Sequential(parametrizations.weight_norm(conv()), nn.BatchNorm2d(3))
+    folded = check(net)
+    assert folded.report["1"].action == "folded into '0'"
+    assert not hasattr(folded[0], "parametrizations")
+    assert hasattr(net[0], "parametrizations")
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_old_weight_norm_works_by_hooks_and_is_left_alone():
+    net = nn.Sequential(nn.utils.weight_norm(conv()), nn.BatchNorm2d(3))
+    net(image()).sum().backward()
+    folded = check(net)
+    assert "has hooks" in folded.report["1"].reason
+
+
+def test_hooks_on_a_convolution_or_a_norm_keep_it():
+    seen = []
+    net = nn.Sequential(conv(), nn.BatchNorm2d(3), conv(), nn.BatchNorm2d(3))
+    net[0].register_forward_hook(lambda m, a, out: seen.append(out.clone()))
+    net[3].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    folded = check(net)
+    assert [site.action for site in folded.report] == ["fixed affine map", "kept"]
+    x = image().double()
+    seen.clear()
+    folded(x), net(x)
+    torch.testing.assert_close(seen[0], seen[1])
+
+
+def test_a_hook_on_a_container_sees_what_it_saw():
+    seen = []
+    net = nn.Sequential(nn.Sequential(conv()), nn.BatchNorm2d(3))
+    net[0].register_forward_hook(lambda m, a, out: seen.append(out.clone()))
+    folded = check(net)
+    assert folded.report["1"].action == "fixed affine map"
+    x = image().double()
+    seen.clear()
+    folded(x), net(x)
+    torch.testing.assert_close(seen[0], seen[1])
+
+
+def test_the_convolutions_output_leaves_the_network():
+    net = Net(lambda n, x: (lambda y: (y, n.bn(y)))(n.conv(x)), conv=conv(), bn=nn.BatchNorm2d(3))
+    assert "also feeds the outside" in check(net).report["bn"].reason
+
+
+def test_the_convolutions_output_is_read_twice():
+    net = Net(lambda n, x: (lambda y: n.bn(y) + y.relu())(n.conv(x)), conv=conv(), bn=nn.BatchNorm2d(3))
+    assert "also feeds relu in the network" in check(net).report["bn"].reason
+
+
+def test_the_norms_output_is_read_twice():
+    net = Net(lambda n, x: (lambda y: y.sigmoid() * y)(n.bn(n.conv(x))), conv=conv(), bn=nn.BatchNorm2d(3))
+    assert check(net).report["bn"].action == "folded into 'conv'"
+
+
+def test_a_value_read_by_python_is_read():
+    def code(n, x):
+        y = n.conv(x)
+        return n.bn(y) * float(y.mean())
+
+    folded = check(Net(code, conv=conv(), bn=nn.BatchNorm2d(3)))
+    assert folded.report["bn"].action == "fixed affine map"
+    assert "another path" in folded.report.notes[0]
+
+
+def test_values_read_by_an_extension_that_no_hook_sees():
+    class Peek(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    net = Net(lambda n, x: (lambda y: n.bn(y) + Peek.apply(y))(n.conv(x)), conv=conv(), bn=nn.BatchNorm2d(3))
+    assert check(net).report["bn"].action == "fixed affine map"
+
+
+def test_in_place_activations_between_and_after():
+    def code(n, x):
+        y = n.bn(n.conv(x))
+        y.relu_()
+        z = n.bn2(y)
+        z += y
+        return z.tanh_()
+
+    folded = check(Net(code, conv=conv(), bn=nn.BatchNorm2d(3), bn2=nn.BatchNorm2d(3)))
+    assert [site.action for site in folded.report] == ["folded into 'conv'", "fixed affine map"]
+
+
+def test_an_in_place_change_between_convolution_and_norm():
+    def code(n, x):
+        y = n.conv(x)
+        y[:, 0] = 1.0
+        return n.bn(y)
+
+    assert "comes from __setitem__" in check(Net(code, conv=conv(), bn=nn.BatchNorm2d(3))).report["bn"].reason
+
+
+def test_a_change_through_a_view_between_convolution_and_norm():
+    def code(n, x):
+        y = n.conv(x)
+        y.flatten(1)[:, :5].zero_()
+        return n.bn(y)
+
+    assert check(Net(code, conv=conv(), bn=nn.BatchNorm2d(3))).report["bn"].action == "fixed affine map"
+
+
+def test_tied_weights_come_apart_without_harm():
+    net = nn.Sequential(conv(), nn.BatchNorm2d(3), nn.ReLU(), conv())
+    net[3].weight = net[0].weight
+    folded = check(net)
+    assert folded.report["1"].action == "folded into '0'"
+    assert folded[0].weight is not folded[3].weight
+
+
+def test_weights_that_other_code_reads_are_not_touched():
+    net = Net(lambda n, x: F.conv2d(n.bn(n.conv(x)), n.conv.weight), conv=conv(), bn=nn.BatchNorm2d(3))
+    assert "are also read by conv2d" in check(net).report["bn"].reason
+
+
+def test_dropout_between_convolution_and_norm_is_no_obstacle():
+    assert (
+        check(nn.Sequential(conv(), nn.Dropout2d(), nn.Identity(), nn.BatchNorm2d(3))).report["3"].action
+        == "folded into '0'"
+    )
+
+
+def test_modules_kept_in_plain_python_containers():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = conv(), nn.BatchNorm2d(3)
+            self.steps = {"all": [self.conv, self.bn.__call__, (torch.relu,)]}
+
+        def forward(self, x):
+            first, second, (third,) = self.steps["all"]
+            return third(second(first(x)))
+
+    assert check(Listed()).report["bn"].action == "folded into 'conv'"
+
+
+def test_forward_called_past_the_hooks():
+    net = Net(lambda n, x: n.bn(n.conv.forward(x)), conv=conv(), bn=nn.BatchNorm2d(3))
+    folded = check(net)
+    assert "its input comes from conv2d" in folded.report["bn"].reason
+    net = Net(lambda n, x: n.bn.forward(n.conv(x)), conv=conv(), bn=nn.BatchNorm2d(3))
+    assert {site.action for site in check(net).report} == {"fixed affine map", "kept"}
+
+
+def test_pixel_shuffle_and_flatten_between():
+    net = nn.Sequential(conv(3, 8), nn.PixelShuffle(2), nn.BatchNorm2d(2))
+    assert check(net).report["2"].action == "folded into '0'"
+    net = nn.Sequential(nn.Conv2d(3, 6, 8), nn.Flatten(), nn.BatchNorm1d(6))
+    assert check(net).report["2"].action == "folded into '0'"
+    net = nn.Sequential(nn.Conv2d(3, 2, 7), nn.Flatten(), nn.BatchNorm1d(8))
+    assert "another dimension" in check(net).report["2"].reason
+
+
+def test_a_linear_over_the_last_dimension_after_a_norm_over_channels():
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(5, 2))
+    assert "another dimension" in check(net, torch.randn(3, 4, 5)).report["0"].reason
+    net = Net(lambda n, x: n.linear(n.bn(x).transpose(1, 2)), bn=nn.BatchNorm1d(4), linear=nn.Linear(4, 2))
+    assert check(net, torch.randn(3, 4, 5)).report["bn"].action == "folded into 'linear'"
+
+
+def test_a_norm_read_by_several_convolutions():
+    def code(n, x):
+        y = n.bn(x)
+        return n.a(y) + n.b(y)
+
+    a, b = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+    assert check(Net(code, bn=nn.BatchNorm2d(3), a=a, b=b)).report["bn"].action == "folded into 'a', 'b'"
+    padded = nn.Conv2d(3, 4, 5, padding=1)
+    assert "pads with zeros" in check(Net(code, bn=nn.BatchNorm2d(3), a=a, b=padded)).report["bn"].reason
+
+
+def test_a_norm_between_two_convolutions_goes_into_the_first():
+    folded = check(nn.Sequential(conv(), nn.BatchNorm2d(3), nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2), nn.BatchNorm2d(2)))
+    assert [site.action for site in folded.report] == ["folded into '0'", "folded into '2'", "folded into '2'"]
+
+
+def test_both_sides_of_one_convolution():
+    folded = check(nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, groups=2), nn.BatchNorm2d(6)), image(2, 4, 6, 6))
+    assert [site.action for site in folded.report] == ["folded into '1'", "folded into '1'"]
+
+
+def test_before_a_transposed_convolution_only_a_scale_could_go():
+    net = nn.Sequential(nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 6, 3, groups=2))
+    assert "spread the shift unevenly" in check(net, image(2, 4, 5, 5)).report["0"].reason
+
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm2d(4, affine=False)
+            self.up = nn.ConvTranspose2d(4, 6, 3, groups=2)
+
+        def forward(self, x):
+            return self.up(self.bn(x))
+
+    net = Centred().double().eval()
+    net.bn.running_var.uniform_(0.5, 2)
+    x = image(2, 4, 5, 5).double()
+    folded = bn.fold(net, x)
+    assert folded.report["bn"].action == "folded into 'up'"
+    torch.testing.assert_close(folded(x), net(x))
+
+
+def test_a_norm_that_keeps_no_statistics_is_kept():
+    net = nn.Sequential(conv(), nn.BatchNorm2d(3, track_running_stats=False))
+    assert "by the mini-batch in evaluation too" in check(net).report["1"].reason
+
+
+def test_a_norm_without_finite_statistics_is_kept():
+    net = scramble_(nn.Sequential(conv(), nn.BatchNorm2d(3))).eval()
+    net[1].running_var[0] = float("nan")
+    assert "not finite" in bn.fold(net, image()).report["1"].reason
+
+
+def test_a_layer_that_is_not_reached_becomes_its_map():
+    net = Net(lambda n, x: n.conv(x), conv=conv(), bn=nn.BatchNorm2d(3))
+    folded = check(net)
+    assert folded.report["bn"].reason == "not called on the example"
+    assert isinstance(folded.bn, FixedAffine)
+    x = image().double()
+    torch.testing.assert_close(folded.bn(x), net.bn(x))
+
+
+def test_frozen_and_fused_layers_of_this_library():
+    net = nn.Sequential(
+        conv(), bn.BatchNorm2d(3, activation="leaky_relu"), conv(), bn.BatchNorm2d(3, activation="sigmoid")
+    )
+    bn.freeze_(net)
+    folded = check(net)
+    assert [type(m) for m in folded] == [nn.Conv2d, nn.LeakyReLU, nn.Conv2d, nn.Sigmoid]
+
+
+def test_a_mask_in_the_call():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv1d(3, 4, 1), bn.BatchNorm1d(4, activation="relu")
+
+        def forward(self, x):
+            return self.bn(self.conv(x), mask=x[:, 0] > 0)
+
+    check(Masked(), torch.randn(2, 3, 7))
+    net = Net(lambda n, x: n.bn(x, mask=x[:, 0] > 0), bn=bn.BatchNorm1d(3))
+    check(net, torch.randn(2, 3, 7))
+
+
+def test_converted_networks_fold_too():
+    net = scramble_(Residual()).double()
+    x = image().double()
+    converted = bn.convert(net, x)
+    folded = bn.fold(converted, x)
+    torch.testing.assert_close(folded(x), net.eval()(x), rtol=1e-10, atol=1e-10)
+    assert not any("BatchNorm" in type(m).__name__ or "Fused" in type(m).__name__ for m in folded.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ours", [False, True])
+def test_half_precision(dtype, ours):
+    net = scramble_(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.BatchNorm1d(8), nn.Tanh())).to(
+        dtype
+    )
+    x = torch.randn(4, 8).to(dtype)
+    if ours:
+        net = bn.convert(net.eval(), x)
+    folded = bn.fold(net, x)
+    assert folded(x).dtype == dtype
+    exact = copy.deepcopy(net).double().eval()(x.double())
+    torch.testing.assert_close(folded(x).double(), exact, rtol=3e-2, atol=3e-2)
+
+
+def test_memory_formats_and_requires_grad_stay():
+    net = scramble_(nn.Sequential(conv(4, 8), nn.BatchNorm2d(8))).to(memory_format=torch.channels_last)
+    net[0].weight.requires_grad_(False)
+    folded = bn.fold(net, image(2, 4, 5, 5))
+    assert folded[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert not folded[0].weight.requires_grad
+    assert not folded.training
+
+
+def test_a_network_that_is_one_layer():
+    net = scramble_(nn.BatchNorm2d(3)).eval()
+    x = image()
+    folded = bn.fold(net, x)
+    assert isinstance(folded, FixedAffine)
+    torch.testing.assert_close(folded(x), net(x), rtol=1e-5, atol=1e-5)
+
+
+def test_the_folded_network_compiles():
+    for net, x in ((Residual(), image()), (nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), conv()), image())):
+        folded = bn.fold(scramble_(net), x)
+        compiled = torch.compile(folded, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), folded(x), rtol=1e-5, atol=1e-5)
+        torch._dynamo.reset()
+
+
+def test_a_network_that_computes_something_else_each_time_is_refused():
+    class Restless(nn.Module):
+        calls = 0
+
+        def __init__(self):
+            super().__init__()
+            self.linear, self.bn = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            Restless.calls += 1
+            return self.bn(self.linear(x)) * Restless.calls
+
+    with pytest.raises(ValueError, match="differs from the original's by"):
+        bn.fold(scramble_(Restless()), torch.randn(4, 3))
+
+
+def test_random_numbers_in_evaluation_are_the_same_for_both():
+    check_once = nn.Sequential(conv(), nn.BatchNorm2d(3))
+    net = scramble_(Net(lambda n, x: n.body(x) + torch.rand_like(x), body=check_once)).eval()
+    assert bn.fold(net, image()).report.relative_error < 1e-5
+
+
+def test_wrong_verification_says_what_to_do():
+    with pytest.raises(ValueError, match="nothing was changed"):
+        bn.fold(scramble_(Residual()), image(), tolerance=0.0)
+
+
+def test_traced_refuses_what_fx_cannot_trace():
+    net = Net(lambda n, x: n.bn(x) if x.mean() > 0 else x, bn=nn.BatchNorm2d(3))
+    with pytest.raises(ValueError, match=r"torch\.fx cannot trace"):
+        bn.fold(net, image(), traced=True)
+
+
+def test_reports_are_attached_unless_the_name_is_taken():
+    class Reporting(nn.Sequential):
+        def report(self):
+            return "mine"
+
+    folded = bn.fold(Reporting(conv(), nn.BatchNorm2d(3)), image())
+    assert folded.report() == "mine"
+
+
+def test_a_copy_that_fails_is_an_error_with_its_reason():
+    net = nn.Sequential(nn.BatchNorm1d(3))
+    net.lock = __import__("threading").Lock()
+    with pytest.raises(ValueError, match=r"cannot be copied with copy\.deepcopy"):
+        bn.fold(net, torch.randn(2, 3))

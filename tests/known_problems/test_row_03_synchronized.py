@@ -1,0 +1,90 @@
+"""Row 3: synchronized batch normalization on CPU, with uneven and empty batches (pytorch 78078, 91872, 43685)."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import batchnorm as bn
+
+pytestmark = pytest.mark.dist
+
+
+def whole(total, mean=0.0):
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(total, 3, 5, generator=generator) + mean
+    dy = torch.randn(total, 3, 5, generator=generator)
+    return x, dy
+
+
+def layer():
+    made = bn.BatchNorm1d(3, statistics=bn.Sync(), activation="relu")
+    with torch.no_grad():
+        made.weight.copy_(torch.tensor([0.5, 1.0, 2.0]))
+        made.bias.copy_(torch.tensor([0.1, -0.2, 0.3]))
+    return made
+
+
+def one_rank(rank, world_size, sizes, mean):
+    x, dy = (t.split(sizes)[rank] for t in whole(sum(sizes), mean))
+    x = x.clone().requires_grad_()
+    made = layer()
+    y = made(x)
+    y.backward(dy)
+    return {
+        "y": y.detach(),
+        "dx": x.grad,
+        "dgamma": made.weight.grad,
+        "dbeta": made.bias.grad,
+        "state": dict(made.state_dict()),
+    }
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e6])
+@pytest.mark.parametrize("sizes", [[4, 4], [5, 2], [6, 0], [1, 4, 2]], ids=str)
+def test_ranks_together_equal_one_process(sizes, mean):
+    results = on_ranks(len(sizes), one_rank, sizes, mean)
+    assert not any(isinstance(r, str) for r in results), results
+    x, dy = whole(sum(sizes), mean)
+    x.requires_grad_()
+    alone = layer()
+    y = alone(x)
+    y.backward(dy)
+    close = {"rtol": 1e-4, "atol": 1e-5 if mean == 0 else 1e-3}
+    torch.testing.assert_close(torch.cat([r["y"] for r in results]), y.detach(), **close)
+    torch.testing.assert_close(torch.cat([r["dx"] for r in results]), x.grad, **close)
+    torch.testing.assert_close(sum(r["dgamma"] for r in results), alone.weight.grad, **close)
+    torch.testing.assert_close(sum(r["dbeta"] for r in results), alone.bias.grad, **close)
+    for r in results:
+        torch.testing.assert_close(r["state"], dict(alone.state_dict()), rtol=1e-4, atol=1e-5)
+
+
+def under_ddp(rank, world_size):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), bn.BatchNorm1d(3, statistics=bn.Sync()), nn.Linear(3, 1))
+    parallel = DistributedDataParallel(net)
+    x = torch.randn(12, 4, generator=torch.Generator().manual_seed(1)).split(12 // world_size)[rank]
+    parallel(x).square().mean().backward()
+    return {n: p.grad for n, p in net.named_parameters()}
+
+
+def test_distributed_data_parallel_on_cpu():
+    results = on_ranks(2, under_ddp)
+    assert not any(isinstance(r, str) for r in results), results
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), bn.BatchNorm1d(3), nn.Linear(3, 1))
+    net(torch.randn(12, 4, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+    for result in results:
+        for name, p in net.named_parameters():
+            torch.testing.assert_close(result[name], p.grad, rtol=1e-4, atol=1e-5)
+
+
+def mismatched(rank, world_size):
+    bn.BatchNorm1d(3 + rank, statistics=bn.Sync())(torch.randn(4, 3 + rank))
+
+
+def test_ranks_that_differ_get_a_sentence():
+    for result in on_ranks(2, mismatched):
+        assert "RuntimeError: synchronized batch normalization needs the same layer on every rank" in result
+        assert "rank 0: BatchNorm1d with (3,); rank 1: BatchNorm1d with (4,)" in result

@@ -1,0 +1,91 @@
+"""Row 4: folding is silently wrong or missing (pytorch 197539, 180995, 122070): as torch does it, and ours."""
+
+import pytest
+import torch
+from networks import ZOO, scramble_
+from torch import nn
+from torch.fx.experimental.optimization import fuse
+
+import batchnorm as bn
+
+
+class TwoPaths(nn.Module):
+    """A convolution called twice whose BN follows the first call only."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        y = self.bn(self.conv(x))
+        return y + self.conv(y)
+
+
+class OverPositions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.bn = nn.Linear(5, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return self.bn(self.linear(x))
+
+
+CASES = {
+    "one conv called twice": (TwoPaths, lambda: torch.randn(2, 3, 6, 6), "fixed"),
+    "Linear on 3-D input, BN over dim 1": (OverPositions, lambda: torch.randn(4, 6, 5), "fixed"),
+    "Linear and BN without affine": (*ZOO["without_affine"][:2], "folded"),
+    "grouped transposed convolution": (*ZOO["transposed_grouped"][:2], "folded"),
+    "transposed convolution": (*ZOO["transposed"][:2], "folded"),
+    "BN before a convolution": (*ZOO["before_unpadded_conv"][:2], "folded"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_is_folded_or_left_as_a_map_exactly(name):
+    make, example, action = CASES[name]
+    net, x = scramble_(make()).eval(), example()
+    folded = bn.fold(net, x)
+    assert [site.action.split()[0] for site in folded.report] == [action]
+    torch.testing.assert_close(folded(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["one conv called twice", "Linear on 3-D input, BN over dim 1"])
+def test_what_torch_gets_wrong(name):
+    make, example, _ = CASES[name]
+    net, x = scramble_(make()).eval(), example()
+    assert (fuse(net)(x) - net(x)).abs().max() > 0.1, "torch has mended it: drop this line from KNOWN_PROBLEMS"
+
+
+def test_functional_batch_norm_is_listed_or_folded_in_the_traced_form():
+    make, example, _ = ZOO["functional"]
+    net, x = scramble_(make()).eval(), example()
+    folded = bn.fold(net, x)
+    (site,) = [site for site in folded.report if site.action == "kept"]
+    assert "functional batch_norm" in site.reason
+    torch.testing.assert_close(folded(x), net(x), rtol=1e-4, atol=1e-4)
+    traced = bn.fold(net, x, traced=True)
+    assert [site.action for site in traced.report] == [
+        "folded into 'functional_conv2d'",
+        "folded into 'conv'",
+    ]
+    torch.testing.assert_close(traced(x), net(x), rtol=1e-4, atol=1e-4)
+
+
+def test_subclasses_with_their_own_forward_are_listed_or_folded_in_the_traced_form():
+    make, example, _ = ZOO["own_forward"]
+    net, x = scramble_(make()).eval(), example()
+    folded = bn.fold(net, x)
+    assert "has its own forward" in folded.report["1"].reason
+    torch.testing.assert_close(folded(x), net(x), rtol=0, atol=0)
+    traced = bn.fold(net, x, traced=True)
+    assert all(site.action.startswith("folded") for site in traced.report)
+    torch.testing.assert_close(traced(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+def test_pre_activation_networks_have_no_batch_normalization_left():
+    make, example, _ = ZOO["dense"]
+    net, x = scramble_(make()).eval(), example()
+    folded = bn.fold(net, x)
+    assert not any("BatchNorm" in type(m).__name__ for m in folded.modules())
+    assert [site.action for site in folded.report] == ["fixed affine map with ReLU"] * 3 + ["fixed affine map"]
+    torch.testing.assert_close(folded(x), net(x), rtol=1e-4, atol=1e-5)

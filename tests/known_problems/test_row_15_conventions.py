@@ -1,0 +1,27 @@
+"""Row 15: decay on gamma and beta, dead biases, momentum conventions (about 20 threads)."""
+
+import torch
+from torch import nn
+
+import batchnorm as bn
+
+
+def test_gamma_and_beta_do_not_decay():
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(bn.param_groups(net, weight_decay=0.5), lr=0.1)
+    net(torch.randn(8, 4)).sum().mul(0).backward()
+    optimizer.step()
+    torch.testing.assert_close(net[1].weight.detach(), torch.ones(4))
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_insert_leaves_no_dead_bias():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    inserted = bn.insert(net, torch.zeros(2, 4))
+    assert inserted[0].affine.bias is None
+    assert inserted[2].bias is not None
+
+
+def test_momentum_is_torchs_weight_of_the_new_value():
+    layer = bn.insert(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.zeros(2, 4))[0].norm
+    assert layer.momentum == 0.1

@@ -1,0 +1,42 @@
+"""Row 16: padded positions are counted in the statistics (pytorch 70529)."""
+
+import pytest
+import torch
+
+import batchnorm as bn
+
+
+@pytest.mark.parametrize("padding", [0.0, 1e30, float("nan"), float("inf")])
+def test_padding_changes_nothing(padding):
+    lengths, longest = [7, 2, 5], 7
+    sequences = [torch.randn(4, n) for n in lengths]
+    x = torch.full((3, 4, longest), padding)
+    for row, sequence in zip(x, sequences, strict=True):
+        row[:, : sequence.shape[1]] = sequence
+    x.requires_grad_()
+    mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    ours, packed = (bn.BatchNorm1d(4, activation="relu") for _ in range(2))
+    y = ours(x, mask=mask)
+    want = packed(torch.cat(sequences, 1).T)
+    torch.testing.assert_close(y.movedim(1, 2)[mask], want)
+    torch.testing.assert_close(dict(ours.state_dict()), dict(packed.state_dict()))
+    y.square().sum().backward()
+    want.square().sum().backward()
+    torch.testing.assert_close(ours.weight.grad, packed.weight.grad)
+    assert x.grad.isfinite().all()
+    assert y.eq(0).movedim(1, 2)[~mask].all()
+
+
+def test_evaluation_masks_too():
+    layer = bn.BatchNorm2d(2).eval()
+    x, mask = torch.randn(3, 2, 4, 4), torch.rand(3, 4, 4) < 0.5
+    y = layer(x, mask=mask)
+    torch.testing.assert_close(y.movedim(1, 3)[mask], layer(x).movedim(1, 3)[mask])
+    assert y.movedim(1, 3)[~mask].eq(0).all()
+
+
+def test_all_true_is_no_mask():
+    x = torch.randn(3, 2, 4)
+    a, b = bn.BatchNorm1d(2), bn.BatchNorm1d(2)
+    torch.testing.assert_close(a(x, mask=torch.ones(3, 4, dtype=torch.bool)), b(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(a.running_var, b.running_var)

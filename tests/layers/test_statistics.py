@@ -1,0 +1,96 @@
+"""Ghost and Renorm against their definitions; Sync in one process (several ranks: test_sync.py)."""
+
+import pytest
+import torch
+from torch import nn
+
+import batchnorm as bn
+
+
+def test_ghost_is_a_layer_per_group():
+    x, residual = torch.randn(12, 3, 4), torch.randn(12, 3, 4)
+    layer = bn.BatchNorm1d(3, statistics=bn.Ghost(4), activation="relu", momentum=1.0)
+    plain = bn.BatchNorm1d(3, activation="relu")
+    want = torch.cat([plain(a, residual=b) for a, b in zip(x.split(4), residual.split(4), strict=True)])
+    torch.testing.assert_close(layer(x, residual=residual), want)
+    # Alg. 2, l. 10 over the groups.
+    groups = x.reshape(3, 4, 3, 4)
+    torch.testing.assert_close(layer.running_mean, groups.mean((1, 3)).mean(0))
+    torch.testing.assert_close(layer.running_var, groups.var((1, 3)).mean(0))
+    assert layer.num_batches_tracked == 1
+
+
+def test_ghost_with_a_tail():
+    # 10 examples in groups of at most 4: 4, 3, 3, and never a group of one.
+    x = torch.randn(10, 2, dtype=torch.float64)
+    layer = bn.BatchNorm1d(2, statistics=bn.Ghost(4), momentum=1.0).double()
+    layer(x)
+    parts = x.tensor_split(3)
+    weighted = sum(len(p) * p.var(0, correction=0) for p in parts) / sum(len(p) - 1 for p in parts)
+    torch.testing.assert_close(layer.running_var, weighted)
+
+
+def test_ghost_larger_than_the_batch_is_algorithm_1():
+    x = torch.randn(8, 3)
+    a, b = bn.BatchNorm1d(3, statistics=bn.Ghost(100)), bn.BatchNorm1d(3)
+    torch.testing.assert_close(a(x), b(x))
+    torch.testing.assert_close(dict(a.state_dict()), dict(b.state_dict()))
+
+
+def test_renorm_by_its_definition():
+    layer = bn.BatchNorm2d(3, statistics=bn.Renorm(1.5, 0.3), activation="tanh").double()
+    nn.init.uniform_(layer.weight)
+    nn.init.normal_(layer.bias)
+    layer.running_mean.normal_()
+    layer.running_var.uniform_(0.5, 2)
+    x = (torch.randn(6, 3, 4, 4).double() * 2 + 0.3).requires_grad_()
+    sigma = torch.sqrt(layer.running_var + layer.eps)
+    mu_b, sigma_b = x.mean((0, 2, 3)), torch.sqrt(x.var((0, 2, 3), correction=0) + layer.eps)
+    r = (sigma_b.detach() / sigma).clamp(1 / 1.5, 1.5)
+    d = ((mu_b.detach() - layer.running_mean) / sigma).clamp(-0.3, 0.3)
+    shape = (1, 3, 1, 1)
+    x_hat = (x - mu_b.view(shape)) / sigma_b.view(shape) * r.view(shape) + d.view(shape)
+    want = torch.tanh(layer.weight.view(shape) * x_hat + layer.bias.view(shape))
+    dy = torch.randn_like(x)
+    (dx_want,) = torch.autograd.grad(want, x, dy)
+    y = layer(x)
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(torch.autograd.grad(y, x, dy)[0], dx_want)
+
+
+def test_renorm_without_room_is_algorithm_1():
+    x = torch.randn(8, 3)
+    a, b = bn.BatchNorm1d(3, statistics=bn.Renorm(1, 0)), bn.BatchNorm1d(3)
+    torch.testing.assert_close(a(x), b(x))
+    torch.testing.assert_close(dict(a.state_dict()), dict(b.state_dict()))
+
+
+def test_renorm_per_activation():
+    layer = bn.BatchNorm2d((3, 2, 2), statistics=bn.Renorm())
+    x = torch.randn(6, 3, 2, 2)
+    flat = bn.BatchNorm1d(12, statistics=bn.Renorm())
+    torch.testing.assert_close(layer(x).flatten(1), flat(x.flatten(1)))
+
+
+def test_sync_in_one_process_is_algorithm_1():
+    x = torch.randn(8, 3)
+    a, b = bn.BatchNorm1d(3, statistics=bn.Sync()), bn.BatchNorm1d(3)
+    torch.testing.assert_close(a(x), b(x))
+    torch.testing.assert_close(dict(a.state_dict()), dict(b.state_dict()))
+
+
+@pytest.mark.parametrize("statistics", [bn.Sync(), bn.Ghost(4), bn.Renorm()])
+def test_evaluation_does_not_depend_on_them(statistics):
+    x = torch.randn(8, 3)
+    a, b = bn.BatchNorm1d(3, statistics=statistics).eval(), nn.BatchNorm1d(3).eval()
+    torch.testing.assert_close(a(x), b(x))
+    assert f"statistics={statistics}" in repr(a)
+
+
+def test_wrong_values():
+    with pytest.raises(ValueError, match="at least 2"):
+        bn.Ghost(1)
+    with pytest.raises(ValueError, match="r_max"):
+        bn.Renorm(0.5)
+    with pytest.raises(ValueError, match="running statistics"):
+        bn.BatchNorm1d(3, statistics=bn.Renorm(), track_running_stats=False)(torch.randn(4, 3))

@@ -1,0 +1,30 @@
+"""Section 3.1: the normalization at inference is one linear transform of population statistics; m > 1; unbiased Var."""
+
+import torch
+
+import batchnorm as bn
+
+
+def test_inference_is_one_linear_transform_per_activation():
+    layer = bn.BatchNorm1d(3).double()
+    torch.nn.init.uniform_(layer.weight)
+    torch.nn.init.normal_(layer.bias)
+    for _ in range(5):
+        layer(torch.randn(8, 3).double() * 2 + 1)
+    layer.eval()
+    scale = layer.weight / torch.sqrt(layer.running_var + layer.eps)
+    shift = layer.bias - layer.weight * layer.running_mean / torch.sqrt(layer.running_var + layer.eps)
+    x = torch.randn(20, 3).double()
+    torch.testing.assert_close(layer(x), scale * x + shift)
+
+
+def test_stored_variance_is_unbiased():
+    # E over batches of m/(m-1) sigma_B^2 is Var[x]; without the factor a batch of 4 is a quarter too small.
+    population = torch.randn(4096, 1, dtype=torch.float64) * 3
+    layer = bn.BatchNorm1d(1, momentum=None).double()
+    for batch in population.split(4):
+        layer(batch)
+    torch.testing.assert_close(layer.running_mean, population.mean(0))
+    assert abs(layer.running_var / population.var(0) - 1).item() < 0.05
+    biased = layer.running_var * 3 / 4
+    assert abs(biased / population.var(0) - 1).item() > 0.2

@@ -1,0 +1,308 @@
+"""Algorithm 2, lines 8 to 10: population statistics, evaluated against their formulas in float64."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from networks import Recurrent, Residual, scramble_
+from torch import nn
+
+import batchnorm as bn
+
+KINDS = {"ours": bn.BatchNorm2d, "torch": nn.BatchNorm2d}
+
+
+def unequal_batches(*shape, sizes=(7, 2, 5)):
+    return [(torch.randn(n, *shape) * 3 + 5).double() for n in sizes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_papers_rule(kind):
+    net, data = KINDS[kind](3).double(), unequal_batches(3, 4, 5)
+    bn.estimate_(net, data, rule="paper")
+    m = torch.tensor([b.shape[0] * 20 for b in data]).double()[:, None]
+    means = torch.stack([b.mean((0, 2, 3)) for b in data])
+    variances = torch.stack([b.var((0, 2, 3), correction=0) for b in data])
+    torch.testing.assert_close(net.running_mean, (m * means).sum(0) / m.sum(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(net.running_var, (m * variances).sum(0) / (m - 1).sum(), rtol=1e-12, atol=0)
+
+
+def test_the_papers_rule_for_equal_batches_is_its_formula():
+    net, data = bn.BatchNorm1d(3).double(), unequal_batches(3, sizes=(6, 6, 6, 6))
+    bn.estimate_(net, data)
+    m = 6
+    expected = m / (m - 1) * torch.stack([b.var(0, correction=0) for b in data]).mean(0)
+    torch.testing.assert_close(net.running_var, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(net.running_mean, torch.stack([b.mean(0) for b in data]).mean(0), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_pooled_rule_is_the_moments_of_all_samples(kind):
+    net, data = KINDS[kind](3).double(), unequal_batches(3, 4, 5)
+    bn.estimate_(net, data, rule="pooled")
+    everything = torch.cat(data)
+    torch.testing.assert_close(net.running_mean, everything.mean((0, 2, 3)), rtol=1e-12, atol=0)
+    torch.testing.assert_close(net.running_var, everything.var((0, 2, 3), correction=0), rtol=1e-12, atol=0)
+
+
+def deep(norm=bn.BatchNorm1d):
+    return nn.Sequential(nn.Linear(4, 6), norm(6), nn.Sigmoid(), nn.Linear(6, 5), norm(5), nn.Tanh()).double()
+
+
+@given(cut=st.lists(st.integers(2, 9), min_size=1, max_size=5), upstream=st.sampled_from(["batch", "population"]))
+def test_rebatching_the_same_data_changes_nothing(cut, upstream):
+    x = torch.randn(sum(cut), 4, generator=torch.Generator().manual_seed(len(cut))).double() * 2 + 1
+    a = deep()
+    b = copy.deepcopy(a)
+    bn.estimate_(a, [x], rule="pooled", upstream=upstream)
+    bn.estimate_(b, x.split(cut), rule="pooled", upstream=upstream)
+    # Upstream "batch" holds for the first layer only: later ones see inputs normalized by the mini-batch.
+    for layer in (1, 4) if upstream == "population" else (1,):
+        torch.testing.assert_close(b[layer].running_mean, a[layer].running_mean, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(b[layer].running_var, a[layer].running_var, rtol=1e-10, atol=1e-12)
+
+
+def test_upstream_batch_is_what_training_saw():
+    net, data = deep(), unequal_batches(4)
+    twin = copy.deepcopy(net).train()
+    inputs = [twin[:4](batch) for batch in data]
+    bn.estimate_(net, data, rule="pooled", upstream="batch")
+    torch.testing.assert_close(net[4].running_mean, torch.cat(inputs).mean(0), rtol=1e-12, atol=1e-12)
+
+
+def test_upstream_population_uses_the_statistics_already_found():
+    net, data = deep(), unequal_batches(4)
+    bn.estimate_(net, data, rule="pooled", upstream="population")
+    inputs = torch.cat([net.eval()[:4](batch) for batch in data])
+    torch.testing.assert_close(net[4].running_mean, inputs.mean(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(net[4].running_var, inputs.var(0, correction=0), rtol=1e-12, atol=1e-12)
+
+
+def test_upstream_population_on_a_residual_network():
+    net, data = Residual().double(), [torch.randn(5, 3, 8, 8).double() for _ in range(2)]
+    bn.estimate_(net, data, rule="pooled", upstream="population")
+    seen = {}
+    for name, m in net.named_modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.register_forward_pre_hook(lambda m, args, name=name: seen.setdefault(name, []).append(args[0].clone()))
+    for batch in data:
+        net.eval()(batch)
+    assert len(seen) == 6
+    for name, inputs in seen.items():
+        x = torch.cat(inputs)
+        torch.testing.assert_close(net.get_submodule(name).running_mean, x.mean((0, 2, 3)), rtol=1e-10, atol=1e-12)
+
+
+def test_upstream_population_needs_batches_that_can_be_read_again():
+    with pytest.raises(ValueError, match="give a list or a loader"):
+        bn.estimate_(deep(), iter(unequal_batches(4)), upstream="population")
+
+
+def test_a_layer_called_several_times_gets_the_moments_of_all_its_calls():
+    net, x = Recurrent().double(), torch.randn(6, 3, 5).double()
+    report = bn.estimate_(net, [x], rule="pooled")
+    inputs = torch.cat([net.w(step) for step in x.unbind(1)])
+    torch.testing.assert_close(net.norm_w.running_mean, inputs.mean(0), rtol=1e-12, atol=1e-12)
+    assert [layer.batches for layer in report.layers] == [3, 3]
+    bn.estimate_(net, [x], rule="pooled", upstream="population")
+    torch.testing.assert_close(net.norm_w.running_var, inputs.var(0, correction=0), rtol=1e-12, atol=1e-12)
+
+
+def test_masked_positions_do_not_count():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = bn.BatchNorm1d(2)
+
+        def forward(self, x, mask):
+            return self.bn(x, mask=mask)
+
+    net = Masked().double()
+    x, mask = torch.randn(4, 2, 5).double(), torch.rand(4, 5) > 0.4
+    bn.estimate_(net, [{"x": x, "mask": mask}], rule="pooled")
+    kept = x.movedim(1, -1)[mask]
+    torch.testing.assert_close(net.bn.running_mean, kept.mean(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(net.bn.running_var, kept.var(0, correction=0), rtol=1e-12, atol=1e-12)
+
+
+def test_per_activation_layers():
+    net, data = bn.BatchNorm2d((2, 3, 3)).double(), unequal_batches(2, 3, 3)
+    bn.estimate_(net, data, rule="pooled")
+    torch.testing.assert_close(net.running_var, torch.cat(data).var(0, correction=0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("statistics", [bn.Ghost(4), bn.Renorm(), bn.Sync()])
+def test_layers_with_statistics_of_their_own(statistics):
+    net, data = bn.BatchNorm1d(3, statistics=statistics).double(), unequal_batches(3)
+    bn.estimate_(net, data, rule="pooled")
+    torch.testing.assert_close(net.running_mean, torch.cat(data).mean(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(net.running_var, torch.cat(data).var(0, correction=0), rtol=1e-12, atol=1e-12)
+
+
+def test_subclasses_with_their_own_forward_are_measured_from_outside():
+    class Odd(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x).relu() * 2
+
+    net, data = Odd(3, momentum=0.3).double(), unequal_batches(3)
+    bn.estimate_(net, data, rule="pooled")
+    torch.testing.assert_close(net.running_mean, torch.cat(data).mean(0), rtol=1e-12, atol=1e-12)
+
+
+def test_half_precision_layers_are_measured_in_full():
+    net, data = nn.BatchNorm1d(3).bfloat16(), [b.bfloat16() for b in unequal_batches(3)]
+    bn.estimate_(net, data, rule="pooled")
+    expected = torch.cat(data).double().mean(0).bfloat16()
+    torch.testing.assert_close(net.running_mean, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", ["tuple", "list", "dict", "forward"])
+def test_batches_of_every_form(form):
+    net, x = nn.Sequential(nn.BatchNorm1d(3)), torch.randn(5, 3)
+    wrap = {"tuple": (x, 1), "list": [x, 1], "dict": {"input": x}, "forward": {"images": [x]}}[form]
+    forward = (lambda net, batch: net(batch["images"][0])) if form == "forward" else None
+    bn.estimate_(net, [wrap], forward=forward)
+    torch.testing.assert_close(net[0].running_mean, x.mean(0))
+
+
+def test_other_forms_are_refused():
+    with pytest.raises(TypeError, match="forward="):
+        bn.estimate_(nn.Sequential(nn.BatchNorm1d(3)), ["text"])
+
+
+def test_dropout_is_off_and_modes_momentum_and_other_buffers_come_back():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.drop, self.bn = nn.Dropout(0.9), bn.BatchNorm1d(3, momentum=0.37)
+
+        def forward(self, x):
+            self.calls += 1
+            return self.bn(self.drop(x))
+
+    net, data = Counting().double().train(), unequal_batches(3)
+    buffers = dict(net.named_buffers())
+    bn.estimate_(net, data, rule="pooled")
+    torch.testing.assert_close(net.bn.running_mean, torch.cat(data).mean(0), rtol=1e-12, atol=1e-12)
+    assert net.drop.training
+    assert net.bn.training
+    assert net.bn.momentum == 0.37
+    assert net.calls == 0
+    assert all(buffers[name] is b for name, b in net.named_buffers()), "the same tensors, for those who hold them"
+    assert net.bn.num_batches_tracked == 3
+    assert not net.bn._forward_hooks
+    assert not net.bn._forward_pre_hooks
+
+
+@pytest.mark.parametrize("upstream", ["batch", "population"])
+@pytest.mark.parametrize("broken", ["loader", "forward", "values", "single"])
+def test_an_exception_leaves_the_network_bit_for_bit_as_it_was(upstream, broken):
+    net = scramble_(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4), bn.BatchNorm1d(4)))
+    net[1].eval()
+    net.train()[4].momentum = None
+    before, modes = copy.deepcopy(net.state_dict()), [m.training for m in net.modules()]
+    good = torch.randn(5, 3)
+
+    class Loader:
+        def __iter__(self):
+            yield good
+            if broken == "loader":
+                raise OSError("disk")
+            yield {"forward": torch.randn(5, 2), "values": torch.full((5, 3), float("nan"))}.get(broken, good[:1])
+
+    if (broken, upstream) == ("single", "population"):
+        return  # one example has moments; only normalizing by them is impossible
+    with pytest.raises((OSError, RuntimeError, ValueError)):
+        bn.estimate_(net, Loader(), upstream=upstream)
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert modes == [m.training for m in net.modules()]
+    assert net[4].momentum is None
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_infinite_statistics_name_the_layer(kind):
+    net = nn.Sequential(KINDS[kind](3))
+    with pytest.raises(ValueError, match="layer '0': a batch gave infinite"):
+        bn.estimate_(net, [torch.randn(2, 3, 4, 4), torch.full((2, 3, 4, 4), float("inf"))])
+
+
+def test_frozen_layers_are_left_alone():
+    net = scramble_(
+        nn.Sequential(
+            bn.BatchNorm1d(3), bn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False)
+        )
+    )
+    bn.freeze_(net[0])
+    net.train()[2].eval()
+    kept = [copy.deepcopy(net[i].state_dict()) for i in (0, 2)]
+    x = torch.randn(8, 3)
+    report = bn.estimate_(net, [x])
+    for i, state in zip((0, 2), kept, strict=True):
+        torch.testing.assert_close(dict(net[i].state_dict()), dict(state), rtol=0, atol=0)
+    assert [layer.path for layer in report.layers] == ["1"]
+    assert [site.path for site in report.left_alone] == ["0", "2", "3"]
+    frozen = copy.deepcopy(net[0]).eval()
+    torch.testing.assert_close(net[1].running_mean, frozen(x).mean(0).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_to_estimate_is_an_error():
+    with pytest.raises(ValueError, match="no batch normalization layers"):
+        bn.estimate_(nn.Linear(2, 2), [torch.zeros(1, 2)])
+    with pytest.raises(ValueError, match="no batches"):
+        bn.estimate_(nn.BatchNorm1d(2), [])
+
+
+def test_the_gap_and_the_standard_error():
+    net = nn.Sequential(bn.BatchNorm1d(1))
+    net[0].running_mean.fill_(3.0)
+    net[0].running_var.fill_(2.0)
+    torch.manual_seed(1)
+    population = torch.randn(400, 100, 1) * 2 + 1
+    report = bn.estimate_(net, list(population[:25]))
+    (layer,) = report.layers
+    assert layer.mean_gap == pytest.approx(
+        abs(3 - net[0].running_mean.item()) / net[0].running_var.item() ** 0.5, rel=1e-4
+    )
+    assert layer.var_gap == pytest.approx(abs(2 - net[0].running_var.item()) / net[0].running_var.item(), rel=1e-4)
+    # The standard error is that of the mean: what the means of 25 batches scatter by.
+    scatter = torch.stack([block.mean() for block in population.split(25)]).std() / 2
+    assert layer.mean_error == pytest.approx(scatter.item(), rel=0.5)
+    assert report.more_batches(tolerance=0.001) > report.more_batches(tolerance=0.01) >= 0
+    assert report.more_batches(tolerance=1.0) == 0
+    assert "mean gap" in str(report)
+
+
+def test_one_batch_says_nothing_about_its_error():
+    report = bn.estimate_(nn.BatchNorm1d(3), [torch.randn(8, 3)])
+    assert report.layers[0].mean_error == float("inf")
+    assert report.more_batches() == 1
+
+
+def test_a_layer_that_is_not_called_is_left_alone():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = bn.BatchNorm1d(2), bn.BatchNorm1d(2)
+
+        def forward(self, x):
+            return self.a(x)
+
+    report = bn.estimate_(Half(), [torch.randn(4, 2)])
+    assert [site.reason for site in report.left_alone] == ["not called on these batches"]
+
+
+def test_many_batches_are_merged_in_chunks():
+    net, data = bn.BatchNorm1d(2).double(), [b + 1e6 for b in unequal_batches(2, sizes=[3] * 150)]
+    bn.estimate_(net, data, rule="pooled")
+    torch.testing.assert_close(net.running_mean, torch.cat(data).mean(0), rtol=1e-13, atol=0)
+    torch.testing.assert_close(net.running_var, torch.cat(data).var(0, correction=0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("argument", [{"rule": "mean"}, {"upstream": "none"}])
+def test_unknown_words_are_refused(argument):
+    with pytest.raises(ValueError, match="rule is 'paper' or 'pooled'"):
+        bn.estimate_(nn.BatchNorm1d(3), [torch.randn(8, 3)], **argument)

@@ -1,0 +1,35 @@
+"""Run a function on several ranks, each a process of its own, over gloo."""
+
+import os
+import sys
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed, multiprocessing
+
+
+def _rank(rank, world_size, folder, function, args):
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
+    try:
+        result = function(rank, world_size, *args)
+        distributed.barrier()
+    except Exception as error:
+        result = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    torch.save(result, f"{folder}/{rank}.pt")
+    # Leave without running destructors: gloo's threads sometimes abort the interpreter's shutdown.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def on_ranks(world_size, function, *args):
+    """Return what ``function(rank, world_size, *args)`` returns on each rank; an error comes back as its text."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_rank, (world_size, folder, function, args), nprocs=world_size)
+        return [torch.load(Path(folder, f"{r}.pt"), weights_only=False) for r in range(world_size)]

@@ -1,0 +1,288 @@
+"""convert keeps what a network computes and everything users put on its layers; revert is its inverse."""
+
+import copy
+
+import pytest
+import torch
+from networks import ZOO, BasicBlock, FusedResidual, NormWithActivation, Residual, scramble_
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import batchnorm as bn
+from batchnorm.layers import BatchNorm
+from batchnorm.layers.fusion import Fused
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def sequential():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3), nn.BatchNorm2d(2), nn.SiLU()
+    )
+
+
+@pytest.mark.parametrize(
+    "name", sorted(ZOO.keys() - {"fused_residual", "per_activation"})
+)  # torch.nn has no equal for these
+def test_outputs_and_gradients_stay_and_revert_is_the_inverse(name):
+    make, example, _ = ZOO[name]
+    net, x = scramble_(make()).double(), example().double()
+    converted = bn.convert(net, x)
+    back = bn.revert(converted, x)
+    assert repr(back) == repr(net)
+    assert back.state_dict().keys() == net.state_dict().keys()
+    for training in (True, False):
+        nets = [copy.deepcopy(n).train(training) for n in (net, converted, back)]
+        outputs = [n(x) for n in nets]
+        for n, out in zip(nets, outputs, strict=True):
+            torch.testing.assert_close(out, outputs[0], rtol=1e-9, atol=1e-10)
+            out.square().sum().backward()
+            for p, q in zip(n.parameters(), nets[0].parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-7, atol=1e-8)
+        for key, value in nets[0].state_dict().items():
+            torch.testing.assert_close(nets[1].state_dict()[key], value, rtol=1e-9, atol=1e-10)
+
+
+def test_every_layer_becomes_ours_with_its_activation():
+    x = torch.randn(2, 3, 8, 8)
+    converted = bn.convert(sequential(), x)
+    assert [type(m) for m in converted] == [nn.Conv2d, bn.BatchNorm2d, Fused, nn.Conv2d, bn.BatchNorm2d, Fused]
+    assert [converted[i].activation.name for i in (1, 4)] == ["relu", "silu"]
+    assert converted.report.paths("converted") == ["1", "4"]
+    assert repr(bn.revert(converted)) == repr(sequential())
+
+
+def test_what_cannot_be_fused_is_listed():
+    report = bn.convert(Residual(), torch.randn(2, 3, 8, 8)).report
+    assert report["stem.1"].action == "converted with ReLU"
+    assert "also called on the output of add in 'blocks.0'" in report["blocks.0.bn1"].reason
+    assert "its output goes to the function add" in report["blocks.0.bn2"].reason
+
+
+def test_an_activation_read_elsewhere_only_in_training_is_not_fused():
+    class Auxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn, self.relu = nn.BatchNorm1d(3), nn.ReLU()
+
+        def forward(self, x):
+            y = self.bn(x)
+            return (self.relu(y), y * 2) if self.training else self.relu(y)
+
+    report = bn.convert(Auxiliary(), torch.randn(4, 3)).report
+    assert report["bn"].action == "converted"
+    assert "is read by" in report["bn"].reason
+
+
+def test_one_activation_module_for_several_layers_goes_into_all_of_them():
+    relu = nn.ReLU()
+    net = nn.Sequential(nn.BatchNorm1d(3), relu, nn.Linear(3, 3), nn.BatchNorm1d(3), relu)
+    converted = bn.convert(net, torch.randn(4, 3))
+    assert converted[1] is converted[4]
+    assert [converted[i].activation.name for i in (0, 3)] == ["relu", "relu"]
+    back = bn.revert(converted)
+    assert back[1] is back[4]
+    assert isinstance(back[1], nn.ReLU)
+
+
+def test_sharing_survives():
+    net = nn.ModuleDict({"a": BasicBlock(3, 3), "b": BasicBlock(3, 3)})
+    net["b"].bn1 = net["a"].bn1
+    net["b"].bn2.weight = net["a"].bn2.weight
+    converted = bn.convert(net, torch.randn(2, 3, 5, 5), forward=lambda net, x: net["b"](net["a"](x)))
+    assert converted["a"].bn1 is converted["b"].bn1
+    assert converted["a"].bn2.weight is converted["b"].bn2.weight
+
+
+def test_modules_in_plain_lists_are_exchanged_too():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(3)
+            self.steps = [self.bn, self.bn.forward]
+
+        def forward(self, x):
+            return self.steps[0](x)
+
+    converted = bn.convert(Listed(), torch.randn(4, 3))
+    assert converted.steps[0] is converted.bn
+    assert isinstance(converted.steps[0], BatchNorm)
+    assert converted.steps[1].__self__ is converted.bn
+
+
+def test_hooks_survive_and_keep_the_activation_out():
+    net, seen = sequential(), []
+    net[1].register_forward_hook(lambda m, args, out: seen.append(out.detach().clone()))
+    net[4].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    x = torch.randn(4, 3, 8, 8)
+    converted = bn.convert(net, x)
+    assert [m.activation.name for m in converted if isinstance(m, BatchNorm)] == ["identity", "identity"]
+    assert "hooks" in converted.report["1"].reason
+    seen.clear()
+    torch.testing.assert_close(converted(x), net(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(seen[0], seen[1], rtol=1e-4, atol=1e-5)
+
+
+def test_state_survives():
+    net = sequential().double()
+    net[1].weight.requires_grad_(False)
+    net[1].momentum = None
+    net[1].eps = 1e-3
+    net[1].note = {"mine": 1}
+    net[4].eval()
+    scramble_(net)
+    converted = bn.convert(net, torch.randn(2, 3, 8, 8).double())
+    layer = converted[1]
+    assert not layer.weight.requires_grad
+    assert layer.bias.requires_grad
+    assert (layer.momentum, layer.eps, layer.note, layer.running_mean.dtype) == (None, 1e-3, {"mine": 1}, torch.float64)
+    assert converted[0].training
+    assert not converted[4].training
+    assert converted.state_dict().keys() == net.state_dict().keys()
+    torch.testing.assert_close(converted.state_dict(), net.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"affine": False}, {"bias": False}, {"track_running_stats": False}, {"momentum": None}], ids=str
+)
+def test_every_form_of_torchs_layer(options):
+    net = scramble_(nn.Sequential(nn.BatchNorm1d(3, **options), nn.Tanh()))
+    x = torch.randn(5, 3)
+    converted = bn.convert(net, x)
+    assert converted.state_dict().keys() == net.state_dict().keys()
+    back = bn.revert(converted, x)
+    for n in (converted, back):
+        torch.testing.assert_close(n(x), net(x))
+
+
+def test_half_precision_is_the_same_after_there_and_back():
+    net = sequential().bfloat16()
+    back = bn.revert(bn.convert(net, torch.randn(2, 3, 8, 8).bfloat16()))
+    assert [t.dtype for t in back.state_dict().values()] == [t.dtype for t in net.state_dict().values()]
+
+
+def test_synchronized_layers():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4), nn.ReLU()).eval()
+    x = torch.randn(2, 3, 5, 5)
+    converted = bn.convert(net, x)
+    assert type(converted[1]) is bn.BatchNorm2d
+    assert converted[1].statistics == bn.Sync()
+    converted.train()(x)
+    assert repr(bn.revert(converted)) == repr(net)
+
+
+def test_lazy_layers_become_what_they_are():
+    net = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.ReLU())
+    net(torch.randn(2, 3, 5, 5))
+    assert bn.convert(net, torch.randn(2, 3, 5, 5)).report.paths("converted") == ["1"]
+
+
+class Loud(nn.BatchNorm1d):
+    """A subclass without a forward of its own, which still may mean something to its author."""
+
+
+def parametrized():
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    nn.utils.parametrize.register_parametrization(net[1], "weight", nn.Softplus())
+    return net
+
+
+def patched():
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    net[1].forward = lambda x: x + 1
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: nn.Sequential(nn.Linear(3, 3), Loud(3)), "Loud is a subclass"),
+        (parametrized, "it is parametrized"),
+        (patched, "its forward is patched"),
+    ],
+)
+def test_what_behaves_in_its_own_way_is_refused_and_stays(make, reason):
+    net = scramble_(make())
+    x = torch.randn(4, 3)
+    converted = bn.convert(net, x)
+    assert reason in converted.report["1"].reason
+    assert converted.report["1"].action == "refused"
+    assert type(converted[1]) is type(net[1]) or reason == "it is parametrized"
+    torch.testing.assert_close(converted.eval()(x), net.eval()(x))
+
+
+def test_a_subclass_keeps_its_activation():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), NormWithActivation(4))
+    converted = bn.convert(net, torch.randn(2, 3, 5, 5))
+    assert type(converted[1]) is NormWithActivation
+
+
+def test_weight_norm_on_other_layers_is_no_obstacle():
+    net = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.BatchNorm1d(3), nn.ReLU())
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(bn.convert(net, x)(x), net(x))
+
+
+def test_layers_of_this_library_take_in_their_activation():
+    net = nn.Sequential(bn.BatchNorm1d(3), nn.Sigmoid(), bn.BatchNorm1d(3, activation="relu"), nn.Tanh())
+    converted = bn.convert(net, torch.randn(4, 3))
+    assert [converted[i].activation.name for i in (0, 2)] == ["sigmoid", "relu"]
+    assert isinstance(converted[3], nn.Tanh)
+
+
+def test_revert_of_a_layer_made_with_an_activation():
+    net = nn.Sequential(nn.Linear(3, 3), bn.BatchNorm1d(3, activation=nn.LeakyReLU(0.2)))
+    x = torch.randn(4, 3)
+    back = bn.revert(net, x)
+    assert [type(m) for m in back[1]] == [nn.BatchNorm1d, nn.LeakyReLU]
+    torch.testing.assert_close(back(x), net(x))
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (bn.BatchNorm1d(3, statistics=bn.Ghost(2)), r"Ghost\(size=2\)"),
+        (bn.BatchNorm1d(3, statistics=bn.Renorm()), "Renorm"),
+        (bn.BatchNorm1d((3, 4)), "per activation"),
+        (bn.BatchNorm1d(3, on_single="running"), "on_single='running'"),
+    ],
+)
+def test_revert_refuses_what_torch_has_no_equal_for(layer, reason):
+    with pytest.raises(ValueError, match=f"'0'.*{reason}"):
+        bn.revert(nn.Sequential(layer))
+
+
+def test_revert_refuses_frozen_statistics_and_residuals():
+    net = nn.Sequential(bn.BatchNorm1d(3))
+    bn.freeze_(net)
+    with pytest.raises(ValueError, match="unfreeze_ it first"):
+        bn.revert(net)
+    with pytest.raises(ValueError, match="'bn2': it is called with a residual or a mask"):
+        bn.revert(FusedResidual(), torch.randn(2, 3, 5, 5))
+
+
+@pytest.mark.parametrize("verb", [bn.convert, bn.insert, bn.fold])
+def test_an_exception_leaves_the_network_as_it_was(verb):
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.bn, self.calls = nn.Linear(3, 3), nn.BatchNorm1d(3), 0
+
+        def forward(self, x):
+            self.calls += 1
+            x = torch.relu(self.bn(self.linear(x)))
+            raise RuntimeError("in the middle")
+
+    net = scramble_(Breaks())
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(RuntimeError, match="in the middle"):
+        verb(net, torch.randn(4, 3))
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert net.calls == 0
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+@pytest.mark.parametrize("verb", [bn.convert, bn.insert, bn.fold])
+def test_wrappers_are_named(verb):
+    with pytest.raises(TypeError, match=r"pass the network inside it, net\.module"):
+        verb(nn.DataParallel(nn.Linear(3, 3)), torch.zeros(2, 3))

@@ -1,0 +1,232 @@
+"""Algorithm 2, lines 1 to 5: a batch normalization between each affine layer and the nonlinearity it feeds."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import Residual, scramble_
+from torch import nn
+
+import batchnorm as bn
+from batchnorm.layers import BatchNorm
+from batchnorm.layers.normalized import Normalized
+
+VGG = [8, "M", 16, 16, "M"]
+
+
+def vgg(norm: bool):
+    """The published VGG: Sequential(conv, [bn,] relu, ..., pool), with a fully connected head."""
+    layers, channels = [], 3
+    for v in VGG:
+        if v == "M":
+            layers.append(nn.MaxPool2d(2))
+        else:
+            layers += [nn.Conv2d(channels, v, 3, padding=1, bias=not norm), *([nn.BatchNorm2d(v)] if norm else [])]
+            layers.append(nn.ReLU(inplace=True))
+            channels = v
+    return nn.Sequential(nn.Sequential(*layers), nn.Flatten(), nn.Linear(16 * 4, 5))
+
+
+def leaves(net):
+    """The modules that compute something, and with what, in order."""
+    return [repr(m) for m in net.modules() if not list(m.children())]
+
+
+def test_vgg_gets_the_structure_of_its_published_form():
+    inserted = bn.insert(vgg(norm=False), torch.randn(2, 3, 8, 8))
+    assert leaves(inserted) == leaves(vgg(norm=True))
+    assert inserted.report.paths("inserted") == ["0.0", "0.3", "0.5"]
+    assert inserted.report["2"].reason == "feeds no nonlinearity"
+
+
+def test_training_it_equals_training_the_published_form_step_by_step():
+    inserted, published = bn.insert(vgg(norm=False), torch.randn(2, 3, 8, 8)).double(), vgg(norm=True).double()
+    published.load_state_dict(dict(zip(published.state_dict(), inserted.state_dict().values(), strict=True)))
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (inserted, published)]
+    for _ in range(5):
+        x, y = torch.randn(6, 3, 8, 8).double(), torch.randint(5, (6,))
+        for net, optimizer in zip((inserted, published), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+    for a, b in zip(inserted.state_dict().values(), published.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+class Plain(nn.Module):
+    """Functional nonlinearities, a sum, a join, a pool and a gate before them, and a head after the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv2d(3, 4, 3, padding=1) for _ in range(3))
+        self.d, self.e = nn.Conv2d(8, 4, 1), nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.gated = nn.Conv2d(4, 4, 1)
+        self.normed, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        y = F.relu(self.a(x) + self.b(x))
+        y = torch.cat([self.c(x), y], 1).relu_()
+        y = torch.sigmoid(F.max_pool2d(self.e(self.d(y)), 2))
+        y = y * self.gated(y)
+        y = torch.tanh(self.norm(self.normed(y.mean((2, 3)))))
+        return self.head(y)
+
+
+def test_sites_are_found_through_functions_sums_joins_and_pools():
+    inserted = bn.insert(Plain(), torch.randn(2, 3, 8, 8))
+    report = inserted.report
+    assert report.paths("inserted") == ["a", "b", "c", "e"]
+    assert report["d"].reason == "feeds no nonlinearity, but 'e' (ConvTranspose2d)"
+    assert report["gated"].reason == "feeds no nonlinearity, but mul in the network"
+    assert report["normed"].reason == "already normalized by 'norm' (LayerNorm)"
+    assert report["unused"].reason == "not called on the example"
+    assert report["head"].reason == "feeds no nonlinearity"
+    for name in ("a", "b", "c", "e"):
+        container = inserted.get_submodule(name)
+        assert isinstance(container, Normalized)
+        assert container.affine.bias is None
+        assert container.out_channels == 4, "attributes of the affine layer are still there"
+        torch.testing.assert_close(container.norm.weight, torch.ones(4))
+        torch.testing.assert_close(container.norm.bias, torch.zeros(4))
+
+
+def test_residual_blocks_are_normalized_before_the_sum():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1, self.conv2 = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            y = self.conv2(self.relu(self.conv1(x)))
+            y += x
+            return self.relu(y)
+
+    net = nn.Sequential(Block(), Block())
+    inserted = bn.insert(net, torch.randn(2, 3, 5, 5))
+    assert inserted.report.paths("inserted") == ["0.conv1", "0.conv2", "1.conv1", "1.conv2"]
+    inserted(torch.randn(4, 3, 5, 5)).sum().backward()
+
+
+def test_a_batch_normalized_network_gets_nothing():
+    report = bn.insert(Residual(), torch.randn(2, 3, 8, 8)).report
+    assert report.paths("inserted") == []
+    assert report["blocks.0.conv2"].reason == "already normalized by 'blocks.0.bn2' (BatchNorm2d)"
+
+
+@pytest.mark.parametrize("where", [["0"], lambda name, module: isinstance(module, nn.Linear) and name == "0"])
+def test_where_chooses_another_subset(where):
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    report = bn.insert(net, torch.zeros(2, 3), where=where).report
+    assert report.paths("inserted") == ["0"]
+    assert report["2"].reason == "not chosen by where="
+    assert bn.insert(net, torch.zeros(2, 3), where=["4"]).report.paths("inserted") == ["4"]
+
+
+def test_a_wrong_name_is_refused():
+    with pytest.raises(ValueError, match="where= names head, but what can be normalized is 0, 2"):
+        bn.insert(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(2, 3), where=["head", "0"])
+
+
+def test_per_activation():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    inserted = bn.insert(net, torch.zeros(2, 3, 6, 6), per_activation=True)
+    assert inserted[0].norm.num_features == (4, 4, 4)
+
+
+def test_linear_with_features_last_is_normalized_over_all_positions():
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    inserted = bn.insert(net, torch.zeros(2, 5, 3))
+    y = inserted[0](torch.randn(2, 5, 3) * 7)
+    torch.testing.assert_close(y.mean((0, 1)), torch.zeros(4), rtol=0, atol=1e-5)
+    torch.testing.assert_close(y.var((0, 1), correction=0), torch.ones(4), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("per_activation", [False, True])
+def test_identity_computes_what_the_network_computed(per_activation):
+    net, data = Plain().double().train(), [torch.randn(4, 3, 8, 8).double() for _ in range(3)]
+    inserted = bn.insert(net, data[0], init="identity", batches=data, per_activation=per_activation)
+    assert inserted.training
+    assert inserted.report.relative_error < 1e-12
+    torch.testing.assert_close(inserted.eval()(data[1]), net.eval()(data[1]), rtol=1e-12, atol=1e-12)
+    norm = inserted.a.norm
+    torch.testing.assert_close(norm.weight, torch.sqrt(norm.running_var + norm.eps), rtol=1e-12, atol=0)
+    x = torch.cat([net.a(batch) for batch in data])
+    if not per_activation:
+        torch.testing.assert_close(norm.bias, x.mean((0, 2, 3)), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(norm.running_var, x.var((0, 2, 3), correction=0), rtol=1e-12, atol=1e-12)
+
+
+def test_folding_the_identity_gives_the_original_back():
+    net, data = vgg(norm=False).double(), [torch.randn(4, 3, 8, 8).double() for _ in range(2)]
+    folded = bn.fold(bn.insert(net, data[0], init="identity", batches=data), data[0])
+    assert repr(folded) == repr(net)
+    torch.testing.assert_close(folded.state_dict(), net.state_dict(), rtol=1e-11, atol=1e-11)
+
+
+def test_identity_needs_batches():
+    with pytest.raises(ValueError, match="give batches="):
+        bn.insert(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.zeros(2, 3), init="identity")
+
+
+def test_placement_after_the_nonlinearity():
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 2)
+    )
+    x = torch.randn(3, 3, 6, 6)
+    inserted = bn.insert(net, x, placement="after")
+    assert inserted.report.paths("inserted") == ["1", "3"]
+    assert inserted[0].bias is not None, "BN after the nonlinearity does not absorb the bias"
+    expected = nn.Sequential(net[0], net[1], nn.BatchNorm2d(4), net[2], net[3], nn.BatchNorm2d(4), net[4], net[5])
+    torch.testing.assert_close(inserted(x), expected(x))
+    folded = bn.fold(scramble_(inserted), x)
+    torch.testing.assert_close(folded(x), inserted.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_placement_after_needs_modules_called_once():
+    report = bn.insert(Plain(), torch.randn(2, 3, 8, 8), placement="after").report
+    assert all("function" in site.reason for site in report)
+    relu = nn.ReLU()
+    report = bn.insert(
+        nn.Sequential(nn.Linear(3, 3), relu, nn.Linear(3, 3), relu), torch.zeros(2, 3), placement="after"
+    ).report
+    assert {site.reason for site in report} == {"one module called in several places"}
+
+
+def test_a_shared_layer_gets_one_normalization_for_its_calls():
+    linear = nn.Linear(3, 3)
+    net = nn.Sequential(linear, nn.Tanh(), linear, nn.Tanh())
+    inserted = bn.insert(net, torch.randn(4, 3))
+    assert inserted[0] is inserted[2]
+    assert inserted.report["0"].action == "inserted BatchNorm1d(3), shared by 2 calls"
+
+
+def test_tied_weights_stay_tied():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
+    net[2].weight = net[0].weight
+    inserted = bn.insert(net, torch.randn(4, 3))
+    assert inserted[0].affine.weight is inserted[2].affine.weight
+
+
+def test_the_argument_is_left_alone():
+    net = Plain()
+    before, text = copy.deepcopy(net.state_dict()), repr(net)
+    x = torch.randn(2, 3, 8, 8)
+    inserted = bn.insert(net, x)
+    with torch.no_grad():
+        for p in inserted.parameters():
+            p.add_(1)
+    assert repr(net) == text
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert not any(isinstance(m, BatchNorm) for m in net.modules())
+
+
+def test_devices_dtypes_and_modes_follow_the_affine_layer():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double().eval()
+    norm = bn.insert(net, torch.zeros(2, 3).double())[0].norm
+    assert norm.weight.dtype == norm.running_mean.dtype == torch.float64
+    assert not norm.training

@@ -1,0 +1,109 @@
+"""The package as a whole: its words, its layers of imports, what it costs to import."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import batchnorm as bn
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "batchnorm"
+
+# From the top down; a module may import from the rows below its own, and from its own package.
+LAYERS = [
+    ["cli"],
+    ["reproduce", "bench"],
+    ["train"],
+    ["evaluate", "diagnosis", "report"],
+    ["surgery", "population", "inference", "monitor", "models", "data"],
+    ["layers"],
+    ["collectives", "exchange", "graph"],
+    ["ops"],
+    ["calling", "extras", "progress", "sites", "tally"],
+]
+LEVEL = {name: -i for i, row in enumerate(LAYERS) for name in row}
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_every_exported_name_exists_and_is_sorted():
+    assert bn.__all__ == sorted(bn.__all__)
+    for name in bn.__all__:
+        assert hasattr(bn, name), name
+
+
+def test_import_needs_torch_and_numpy_alone():
+    code = """
+import sys, torch, numpy
+before = set(sys.modules)
+import batchnorm
+new = {m.partition(".")[0] for m in set(sys.modules) - before} - sys.stdlib_module_names
+print(*sorted(new))
+assert "torch._dynamo" not in sys.modules
+"""
+    assert set(run(code).split()) <= {"batchnorm", "torch", "numpy"}
+
+
+def imports_of(path):
+    """The batchnorm parts that a file imports, at any depth of nesting."""
+    package = path.relative_to(SOURCE.parent).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            full = [*base, *(node.module.split(".") if node.module else [])]
+            names = [full] if len(full) > 1 else [[*full, a.name] for a in node.names]
+        elif isinstance(node, ast.Import):
+            names = [a.name.split(".") for a in node.names]
+        else:
+            continue
+        for name in names:
+            if name[0] == "batchnorm" and len(name) > 1:
+                yield name[1]
+
+
+FILES = [p for p in sorted(SOURCE.rglob("*.py")) if p != SOURCE / "__init__.py"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_down(path):
+    mine = path.relative_to(SOURCE).with_suffix("").parts[0]
+    assert mine in LEVEL, f"{mine} has no place in the layering: add it to LAYERS"
+    for other in imports_of(path):
+        if other != mine and other in LEVEL:
+            assert LEVEL[other] < LEVEL[mine], f"{mine} imports {other}, which is not below it"
+
+
+@pytest.mark.parametrize(
+    ("package", "home"),
+    [("triton", "ops/"), ("tensorboard", "monitor/"), ("torch.distributed", None)],
+)
+def test_optional_packages_are_imported_in_their_place_only(package, home):
+    allowed = {"torch.distributed": ("collectives.py", "train/", "layers/statistics.py", "evaluate/", "bench/")}
+    for path in FILES:
+        where = str(path.relative_to(SOURCE))
+        if where.startswith(allowed.get(package, (home,))):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+            assert not any(n == package or n.startswith(package + ".") for n in names), f"{where} imports {package}"
+
+
+def test_command_line_lists_its_commands():
+    out = subprocess.run([sys.executable, "-m", "batchnorm.cli", "--help"], capture_output=True, text=True, check=True)
+    assert "bench cpu" in out.stdout
+    wrong = subprocess.run([sys.executable, "-m", "batchnorm.cli", "nonsense"], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "there is no command 'nonsense'" in wrong.stderr
+
+
+def test_version_is_stated_once():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {bn.__version__}" in changelog
+    assert f'version: "{bn.__version__}"' in (ROOT / "CITATION.cff").read_text()
