@@ -1,6 +1,12 @@
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():
+    # Before anything imports triton: the kernels run on CPU tensors then, one program after the other.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile(
     "batchnorm",

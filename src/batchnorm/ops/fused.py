@@ -7,37 +7,44 @@ leaky_relu) or the residual itself (sigmoid, tanh, silu).
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import launch
+from . import launch, plan
 from .activation import Activation
 from .composite import per_channel
+from .context import is_recomputation
 from .geometry import empty_dense, geometry_of
 from .moments import Moments, batch_moments
-from .running import Running, is_recomputation
+from .running import Running
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+HAS_TRITON = find_spec("triton") is not None
 
 
 def refusal(x: Tensor) -> str | None:
     """Say why the kernels cannot take ``x``; None where they can."""
-    if not _has_triton():
-        return "Triton is not installed"
+    if not HAS_TRITON:
+        return "Triton, which compiles the fused kernels, is not installed"
     if x.dtype not in DTYPES:
-        return f"the kernels take float32, bfloat16 and float16, not {x.dtype}"
+        return f"the fused kernels take float32, bfloat16 and float16, not {x.dtype}"
     if geometry_of(x) is None:
-        return f"strides {tuple(x.stride())} of shape {tuple(x.shape)} are neither channels last nor channels first"
+        return "the strides are neither channels last nor channels first, so the fused kernels cannot take them"
     return None
+
+
+def choice(x: Tensor, residual: Tensor | None) -> tuple[str, str]:
+    """Return the path of a CUDA tensor, and the reason."""
+    refused = refusal(x)
+    if refused is not None:
+        return "composite", refused
+    if torch.compiler.is_compiling():
+        return "cuda", "a CUDA tensor"
+    forward, backward = (launch.plan_of(x, b, residual is not None) for b in (False, True))
+    return "cuda", f"fused kernels, forward {forward.path}, backward {backward.path} ({plan.MEANING})"
 
 
 def batch_norm(
@@ -61,7 +68,7 @@ def batch_norm_(
     """Do the same and move the running averages, which are float32, inside the kernels."""
     args = (x, gamma, beta, residual, *running, momentum, eps, *activation, False)
     y, stats, _ = torch.ops.batchnorm.fused_(*args)
-    return y, _moments(stats)
+    return y, _moments(stats.detach())
 
 
 def _moments(stats: Tensor) -> Moments:

@@ -27,7 +27,10 @@ class Geometry(NamedTuple):
 
 def geometry_of(x: Tensor) -> Geometry | None:
     """Return x's geometry, or None where its strides are neither channels last nor channels first."""
-    return _geometry(tuple(x.shape), x.stride())
+    shape, stride = tuple(x.shape), tuple(x.stride())
+    if torch.compiler.is_compiling() or any(isinstance(n, torch.SymInt) for n in (*shape, *stride)):
+        return _find_geometry(shape, stride)
+    return _geometry(shape, stride)
 
 
 def _collapse(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
@@ -46,8 +49,7 @@ def _collapse(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
     return step
 
 
-@cache
-def _geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> Geometry | None:
+def _find_geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> Geometry | None:
     n, c, *locations = shape
     width = 1
     for size in locations:
@@ -62,6 +64,9 @@ def _geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> Geometry | Non
     if row is None or (c > 1 and stride[1] != 1):
         return None
     return Geometry(True, c, n * width, width, row, 1, wide)
+
+
+_geometry = cache(_find_geometry)
 
 
 def dense_strides(geometry: Geometry, shape: tuple[int, ...]) -> tuple[int, ...]:

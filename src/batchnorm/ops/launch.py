@@ -33,7 +33,7 @@ def forward(
     from .kernels.forward import forward as kernel
 
     g = _geometry(x)
-    p = p or _plan(g, x, False, residual is not None)
+    p = p or plan_of(x, False, residual is not None)
     y = empty_dense(x, g, x.dtype)
     stats = torch.empty((STATS, g.channels), dtype=torch.float32, device=x.device)
     bits = torch.empty(bytes_of_bits(g) if keep_bits else 0, dtype=torch.uint8, device=x.device)
@@ -62,7 +62,7 @@ def backward(
     from .kernels.backward import backward as kernel
 
     g = _geometry(x)
-    p = p or _plan(g, x, True, residual_dtype is not None)
+    p = p or plan_of(x, True, residual_dtype is not None)
     dx = empty_dense(x, g, x.dtype)
     dresidual = None if residual_dtype is None else empty_dense(x, g, residual_dtype)
     dgamma, dbeta = (torch.empty(g.channels, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -86,8 +86,9 @@ def bytes_of_bits(g: Geometry) -> int:
     return g.rows * plan.up(g.channels, 8) if g.nhwc else g.channels * plan.up(g.rows, 8)
 
 
-def _plan(g: Geometry, x: Tensor, backward: bool, residual: bool) -> Plan:
-    return plan.choose(g, x.element_size(), backward, residual, _processors(x.device))
+def plan_of(x: Tensor, backward: bool, residual: bool) -> Plan:
+    """Return the plan by which a pass over ``x`` runs."""
+    return plan.choose(_geometry(x), x.element_size(), backward, residual, _processors(x.device))
 
 
 @cache
