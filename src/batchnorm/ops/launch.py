@@ -143,6 +143,7 @@ class _Words:
         self.arenas: dict[int, tuple[Tensor, int]] = {}
 
     def get(self, device: torch.device, n: int) -> Tensor:
+        n = -(-n // 32) * 32  # whole cache lines
         if device.type != "cuda":
             return torch.zeros(n, dtype=torch.int32)
         index = device.index

@@ -1,4 +1,4 @@
-"""Which kernel configuration a tensor gets: a table that was measured (results/kernels-h200.json)."""
+"""Which kernel configuration a tensor gets: rules drawn from measurements on one H200 (results/kernels-h200.json)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from .geometry import Geometry, vector
 
-
-MEANING = "once: x is read once; again: a second time, from the cache; stream: twice, in two launches"
+MEANING = "once: x is read once; stream: twice, in two launches"
 # Up to so many parts every program merges all parts' sums itself; past it the last to arrive does it for all.
 MERGED_BY_ALL = 64
 # Numbers of tiles held; each is a kernel to compile.
@@ -21,7 +20,7 @@ class Plan(NamedTuple):
     Beyond the paper: the choices behind one launch.
     """
 
-    path: str  # stream: two launches; once: one launch, x read once; again: one launch, x read again from L2
+    path: str  # once: one launch, x held; again: one launch, x read again; stream: two launches
     R: int
     V: int
     T: int
@@ -41,7 +40,6 @@ class Plan(NamedTuple):
         """Whether one program has a whole slice, so that nobody waits."""
         return self.parts == 1 and self.path != "stream"
 
-
     def second(self, units: int) -> Plan:
         """Return the plan of the second launch: smaller parts, since nothing is merged after it."""
         share = self.R * self.steps
@@ -59,7 +57,14 @@ def power_up(n: int) -> int:
 
 
 def make(
-    geometry: Geometry, itemsize: int, path: str, tile: int, tiles: int, parts: int, lanes: int, warps: int,
+    geometry: Geometry,
+    itemsize: int,
+    path: str,
+    tile: int,
+    tiles: int,
+    parts: int,
+    lanes: int,
+    warps: int,
     registers: int = 0,
     beside: int = 1,
     stages: int = 1,
@@ -86,9 +91,58 @@ def make(
     return Plan(path, R, V, T, parts, share, slices, min(beside, slices), warps, stages, registers, steps, ticket, align)
 
 
+class Way(NamedTuple):
+    """Hold a tensor in registers: threads of a program, bytes it may hold, channels of a slice if channels last."""
+
+    warps: int
+    kilobytes: int
+    lanes: int = 0
+
+
 @cache
-def choose(geometry: Geometry, itemsize: int, backward: bool, residual: bool, programs: int) -> Plan:
-    """Choose for a device on which ``programs`` programs can wait for each other."""
-    parts = max(1, 4 * programs // up(geometry.channels, 64 if geometry.nhwc else 1))
-    parts = max(1, min(parts, up(geometry.rows, 1024)))
-    return make(geometry, itemsize, "stream", 4096, 0, parts, min(64, max(8, power_up(geometry.channels))), 8)
+def choose(geometry: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Plan:
+    """Choose for a device with so many multiprocessors."""
+    way = _way(geometry, itemsize, backward)
+    plan = None if way is None else once(geometry, itemsize, backward, way, processors)
+    return stream(geometry, itemsize, backward, processors) if plan is None else plan
+
+
+def _way(g: Geometry, itemsize: int, backward: bool) -> Way | None:
+    """Return how to hold a tensor of this size, or None where streaming is faster or all that is possible."""
+    megabytes = g.rows * g.channels * itemsize / 1e6
+    if g.nhwc:
+        if megabytes < 6:
+            return Way(4, 32 if backward and megabytes > 3 else 16, 32 // itemsize)
+        if megabytes < 10 and backward:
+            return Way(8, 64, 32 // itemsize)
+        return Way(4, 32, 64 // itemsize) if megabytes < 20 and not backward else None
+    scalar = vector(g, itemsize) == 1
+    of_channel = g.rows * itemsize / 1024
+    if megabytes < 60 or of_channel <= 512:
+        small = megabytes < 3 if backward else megabytes < 10 or scalar
+        return Way(8, 64) if small else Way(4, 32)
+    return Way(8, 64) if not backward and of_channel <= 2048 else None
+
+
+def once(g: Geometry, itemsize: int, backward: bool, way: Way, processors: int) -> Plan | None:
+    """Plan to read x once, or return None where the programs that wait for each other would not all be running."""
+    tile = 512 * way.warps // itemsize  # 16 bytes a thread
+    tiles = way.kilobytes * 1024 // (tile * itemsize * (2 if backward else 1))
+    # 128 registers a thread: 16 warps fit on a multiprocessor. Half of them, so that two such launches can overlap.
+    running = processors * 16 // way.warps
+    p = make(g, itemsize, "once", tile, min(tiles, HELD[-1]), 1, way.lanes, way.warps, 128)
+    if p.parts > running // 2:
+        return None
+    beside = max(1, min(running // 2 // p.parts, p.slices))
+    return p._replace(beside=beside, ticket=p.parts * p.slices > running // 4)
+
+
+def stream(g: Geometry, itemsize: int, backward: bool, processors: int) -> Plan:
+    """Plan to read x twice, in two launches."""
+    lanes = min(128 // itemsize, max(8, power_up(g.channels)))
+    slices = up(g.channels, lanes) if g.nhwc else g.channels
+    warps, registers = (3, 80) if g.nhwc else (4, 64)
+    tile = 4096 if g.nhwc or not backward else 2048
+    parts = max(1, min(warps * processors // slices, up(g.rows * (lanes if g.nhwc else 1), tile)))
+    tile = tile * 2 // itemsize
+    return make(g, itemsize, "stream", tile, 0, parts, lanes, 8, registers, beside=slices, stages=3, steps=4)

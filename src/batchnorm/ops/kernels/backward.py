@@ -79,9 +79,11 @@ _NUMBERS = [
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
     *("width", "magic", "shift", "slope"),
 ]
+# Small tensors may lie anywhere, as views of one flat buffer do: that is no reason to compile again.
+_SMALL = ["dgamma", "dbeta", "words"]
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
 def backward(
     dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words,
     C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift, slope,

@@ -39,7 +39,7 @@ def moments_of(
 ):  # fmt: skip
     """Return near, low and M2 of this part, whose mean is near + low.
 
-    Sums are shifted by ``near``, the mean of what is held or of the first tile: E[x^2] - E[x]^2 would lose all digits
+    Sums are shifted by ``near``, the mean of the first tile: E[x^2] - E[x]^2 would lose all digits
     when the mean is large, and a single value of the channel may be far from the others.
     """
     R: tl.constexpr = FORM[1]
@@ -48,10 +48,7 @@ def moments_of(
     s1 = tl.zeros([R, V], tl.float32)
     s2 = tl.zeros([R, V], tl.float32)
     if T > 0:
-        sums = tl.zeros([R, V], tl.float32)
-        for t in tl.static_range(T):
-            sums += tiles[t].to(tl.float32)
-        near = finite_or_zero(total(sums, FORM) / ((last - first) * EACH))
+        near = finite_or_zero(total(tiles[0].to(tl.float32), FORM) / (tl.minimum(last - first, R) * EACH))
         for t in tl.static_range(T):
             s1, s2 = add_tile(s1, s2, opaque(tiles[t], ON_DEVICE), near, first + t * R, last, FORM)
     else:
@@ -142,9 +139,11 @@ _NUMBERS = [
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
     *("width", "magic", "shift", "eps", "momentum", "slope"),
 ]
+# Small tensors may lie anywhere, as views of one flat buffer do: that is no reason to compile again.
+_SMALL = ["gamma", "beta", "words", "running_mean", "running_var", "batches", "skipped"]
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
 def forward(
     x, y, residual, bits, gamma, beta, stats, partial, words, running_mean, running_var, batches, skipped,
     C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift, eps, momentum, slope,

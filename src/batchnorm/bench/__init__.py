@@ -1,0 +1,1 @@
+"""One file per question; users run them on their own machine."""
