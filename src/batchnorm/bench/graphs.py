@@ -42,7 +42,7 @@ class Stopwatch:
             end.record()
         torch.cuda.synchronize()
         times = sorted(start.elapsed_time(end) for start, end in events)
-        return times[len(times) // 2] * 1e-3 / sets
+        return float(times[len(times) // 2]) * 1e-3 / sets
 
 
 def _event() -> torch.cuda.Event:

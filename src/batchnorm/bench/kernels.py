@@ -44,9 +44,9 @@ class Parameters:
 
     def ours(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Apply BN, add and ReLU in one call."""
-        return ops.batch_norm_(
-            x, self.gamma, self.beta, self.running, 0.1, EPS, activation="relu", residual=residual
-        )[0]
+        return ops.batch_norm_(x, self.gamma, self.beta, self.running, 0.1, EPS, activation="relu", residual=residual)[
+            0
+        ]
 
     def eager(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Apply torch's batch_norm, add and ReLU."""
@@ -59,9 +59,7 @@ def contenders(p: Parameters, autotune: bool) -> dict[str, Normalize]:
     found: dict[str, Normalize] = {"batchnorm": p.ours, "eager": p.eager}
     found["compile"] = torch.compile(p.eager, fullgraph=True, dynamic=False)
     if autotune:
-        found["compile-max"] = torch.compile(
-            p.eager, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs"
-        )
+        found["compile-max"] = torch.compile(p.eager, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
     return found
 
 
@@ -98,9 +96,7 @@ def check(sets: Sets, p: Parameters, call: Normalize) -> dict[str, float]:
     y_ = F.relu(z + r_[0] if r_ else z)
     expected = [y_, *torch.autograd.grad(y_, [x_, g_, b_, *r_], dy.to(wide))]
     names = ("y", "dx", "dgamma", "dbeta", "dresidual")
-    return {
-        name: float((a.to(wide) - e).norm() / e.norm()) for name, a, e in zip(names, got, expected, strict=False)
-    }
+    return {name: float((a.to(wide) - e).norm() / e.norm()) for name, a, e in zip(names, got, expected, strict=False)}
 
 
 def time_passes(watch: Stopwatch, sets: Sets, p: Parameters, call: Normalize) -> tuple[float, float]:
@@ -126,7 +122,13 @@ def time_passes(watch: Stopwatch, sets: Sets, p: Parameters, call: Normalize) ->
 
 
 def measure(
-    watch: Stopwatch, bandwidth: float, layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool, **which: Any
+    watch: Stopwatch,
+    bandwidth: float,
+    layer: Layer,
+    channels_last: bool,
+    dtype: torch.dtype,
+    residual: bool,
+    **which: Any,
 ) -> dict[str, Any]:
     """Check and time every contender on one layer."""
     torch._dynamo.reset()

@@ -130,7 +130,11 @@ def _fake_forward(x: Tensor, keep_bits: bool) -> tuple[Tensor, Tensor, Tensor]:
     g = geometry_of(x)
     assert g is not None
     stats = x.new_empty((launch.STATS, x.shape[1]), dtype=torch.float32)
-    return empty_dense(x, g, x.dtype), stats, x.new_empty(launch.bytes_of_bits(g) if keep_bits else 0, dtype=torch.uint8)
+    return (
+        empty_dense(x, g, x.dtype),
+        stats,
+        x.new_empty(launch.bytes_of_bits(g) if keep_bits else 0, dtype=torch.uint8),
+    )
 
 
 def _fake_fused(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,7 +161,7 @@ class _Fused(torch.autograd.Function):
     """The gradient of both forms; ``args`` are the operator's."""
 
     @staticmethod
-    def forward(ctx: Any, op: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, op: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         x, gamma, beta, residual = args[:4]
         eps, activation, slope, _ = args[-4:]
         hidden = residual is not None and activation != "identity"
@@ -171,7 +175,7 @@ class _Fused(torch.autograd.Function):
         return y, stats, bits
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dstats: Tensor | None, _: None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor | None, dstats: Tensor | None, _: None) -> tuple[Any, ...]:
         x, gamma, beta, residual, stats, bits = ctx.saved_tensors
         eps, activation, residual_dtype, arguments = ctx.options
         wants_residual = ctx.needs_input_grad[4] and residual_dtype is not None
@@ -251,7 +255,7 @@ def unpack(bits: Tensor, x: Tensor) -> Tensor:
 def _differentiable(op: Any) -> Any:
     def call(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[:4]):
-            return _Fused.apply(op, *args)
+            return _Fused.apply(op, *args)  # type: ignore[no-untyped-call]
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 

@@ -101,7 +101,21 @@ def _numbers(g: Geometry, p: Plan) -> tuple[int, ...]:
     """Return C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift."""
     a = p.align
     if g.nhwc:
-        return g.channels // a, g.rows, p.slices, p.parts, p.share, p.beside, g.stride // a, 0, g.channels // a, 0, 0, 0, 0
+        return (
+            g.channels // a,
+            g.rows,
+            p.slices,
+            p.parts,
+            p.share,
+            p.beside,
+            g.stride // a,
+            0,
+            g.channels // a,
+            0,
+            0,
+            0,
+            0,
+        )
     width = g.width // p.V
     # n // width == umulhi(n, magic) >> shift for n < 2^31: division by multiplication (Granlund & Montgomery).
     bits = (width - 1).bit_length()
@@ -117,9 +131,9 @@ def _launch(kernel: Any, tensors: tuple[Any, ...], rest: tuple[Any, ...], g: Geo
     on_device = x.is_cuda
     form = (g.nhwc, p.R, p.V, p.align, g.wide)
     if p.alone or (on_device and p.path != "stream"):
-        last = p.parts > plan.MERGED_BY_ALL
+        last, ticket = p.parts > plan.MERGED_BY_ALL, p.ticket and not p.alone
         kernel[(p.slices * p.parts,)](
-            *tensors, *_numbers(g, p), *rest, form, p.T, 3, p.alone, last, p.ticket and not p.alone, p.stages, on_device,
+            *tensors, *_numbers(g, p), *rest, form, p.T, 3, p.alone, last, ticket, p.stages, on_device,
             num_warps=p.warps, maxnreg=p.registers or None,
         )  # fmt: skip
         return

@@ -88,7 +88,9 @@ def make(
     share = up(up(units, parts), 8) * 8
     parts = up(units, share)
     T = next(t for t in HELD if t * R >= share) if path == "once" else 0
-    return Plan(path, R, V, T, parts, share, slices, min(beside, slices), warps, stages, registers, steps, ticket, align)
+    return Plan(
+        path, R, V, T, parts, share, slices, min(beside, slices), warps, stages, registers, steps, ticket, align
+    )
 
 
 class Way(NamedTuple):

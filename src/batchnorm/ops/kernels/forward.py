@@ -146,7 +146,8 @@ _SMALL = ["gamma", "beta", "words", "running_mean", "running_var", "batches", "s
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
 def forward(
     x, y, residual, bits, gamma, beta, stats, partial, words, running_mean, running_var, batches, skipped,
-    C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift, eps, momentum, slope,
+    C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift,
+    eps, momentum, slope,
     ACT: tl.constexpr, CUMULATIVE: tl.constexpr, FORM: tl.constexpr, T: tl.constexpr,
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TICKET: tl.constexpr,
     STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
