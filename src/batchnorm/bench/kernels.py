@@ -25,6 +25,7 @@ from torch import Tensor
 from .. import ops
 from .graphs import Stopwatch, buffers, copy_bandwidth
 from .layers import Layer, all_layers, short_list
+from .precompile import precompile
 
 EPS = 1e-5
 # ||ours - expected|| / ||expected|| that a check allows: a few roundings of the type.
@@ -66,14 +67,16 @@ def contenders(p: Parameters, autotune: bool) -> dict[str, Normalize]:
 class Sets:
     """Hold enough inputs, residuals and output gradients that each is cold when its turn comes."""
 
-    def __init__(self, layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool) -> None:
+    def __init__(
+        self, layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool, n: int | None = None
+    ) -> None:
         form = torch.channels_last if channels_last else torch.contiguous_format
 
         def draw() -> Tensor:
             return torch.randn(layer.shape, device="cuda").to(dtype, memory_format=form)
 
         self.bytes = math.prod(layer.shape) * dtype.itemsize
-        self.n = buffers(self.bytes)
+        self.n = n or buffers(self.bytes)
         self.x = [draw().requires_grad_() for _ in range(self.n)]
         self.dy = [draw() for _ in range(self.n)]
         self.residual = [draw().requires_grad_() if residual else None for _ in range(self.n)]
@@ -87,7 +90,7 @@ class Sets:
 def check(sets: Sets, p: Parameters, call: Normalize) -> dict[str, float]:
     """Return the relative errors of y and every gradient on the first set."""
     x, r, dy = sets.x[0], sets.residual[0], sets.dy[0]
-    wide = torch.float64 if x.numel() < 2**25 else torch.float32
+    wide = torch.float64 if x.numel() < 2**25 or x.dtype == torch.float32 else torch.float32
     inputs = [x, p.gamma, p.beta, *([] if r is None else [r])]
     y = call(x, r)
     got = [y, *torch.autograd.grad(y, inputs, dy)]
@@ -96,7 +99,10 @@ def check(sets: Sets, p: Parameters, call: Normalize) -> dict[str, float]:
     y_ = F.relu(z + r_[0] if r_ else z)
     expected = [y_, *torch.autograd.grad(y_, [x_, g_, b_, *r_], dy.to(wide))]
     names = ("y", "dx", "dgamma", "dbeta", "dresidual")
-    return {name: float((a.to(wide) - e).norm() / e.norm()) for name, a, e in zip(names, got, expected, strict=False)}
+    return {
+        name: float((a.detach().to(wide) - e.detach()).norm() / e.detach().norm())
+        for name, a, e in zip(names, got, expected, strict=False)
+    }
 
 
 def time_passes(watch: Stopwatch, sets: Sets, p: Parameters, call: Normalize) -> tuple[float, float]:
@@ -159,6 +165,15 @@ def measure(
     return row
 
 
+def compile_all(layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool, autotune: bool) -> None:
+    """Run every contender once on one layer, for the sake of the compilers' caches."""
+    sets, p = Sets(layer, channels_last, dtype, residual, 1), Parameters(layer.channels)
+    for call in contenders(p, autotune).values():
+        torch._dynamo.reset()
+        call(sets.x[0], sets.residual[0]).backward(sets.dy[0])
+    torch.cuda.synchronize()
+
+
 def ratio(row: dict[str, Any], other: str) -> float:
     """Return how many times as long ``other`` takes, forward and backward together."""
     return float(sum(row["us"][other]) / sum(row["us"]["batchnorm"]))
@@ -195,11 +210,11 @@ def line(row: dict[str, Any]) -> str:
     return text + (f" | {row['refused']} {row['errors']}" if "refused" in row else "")
 
 
-def hardware() -> dict[str, Any]:
+def hardware(commit: str | None) -> dict[str, Any]:
     """Return what a reader needs to know to repeat the measurement."""
     import triton
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -219,26 +234,39 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), nargs="+", default=["bfloat16"])
     parser.add_argument("--autotune", action="store_true", help="also torch.compile's max-autotune, and cuDNN in fp16")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no layer after so many seconds")
+    parser.add_argument("--commit", help="what is measured, where the code is no git checkout")
+    parser.add_argument("--jobs", type=int, default=0, help="compile in so many processes first")
     options = parser.parse_args(arguments)
     begin = time.monotonic()
-    watch = Stopwatch()
-    bandwidth = copy_bandwidth(watch)
-    report: dict[str, Any] = {"hardware": hardware(), "bandwidth": bandwidth, "rows": [], "unmeasured": 0}
     layers = all_layers() if options.layers == "all" else short_list()
-    for dtype in options.dtype:
-        for residual in (False, True):
-            for layer in layers:
-                for channels_last in (True, False):
-                    if time.monotonic() - begin > options.seconds:
-                        report["unmeasured"] += 1
-                        continue
-                    given = (layer, channels_last, getattr(torch, dtype), residual)
-                    row = measure(watch, bandwidth, *given, autotune=options.autotune)
-                    report["rows"].append(row)
-                    print(line(row), flush=True)
-                    report["summary"] = summary(report["rows"])
-                    options.out.parent.mkdir(parents=True, exist_ok=True)
-                    options.out.write_text(json.dumps(report, indent=1))
+    given = [
+        (layer, channels_last, getattr(torch, dtype), residual)
+        for dtype in options.dtype
+        for residual in (False, True)
+        for layer in layers
+        for channels_last in (True, False)
+    ]
+    if options.jobs:
+        for problem in precompile(compile_all, [(*g, options.autotune) for g in given], options.jobs):
+            print(problem)
+        print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
+    watch = Stopwatch()
+    report: dict[str, Any] = {
+        "hardware": hardware(options.commit),
+        "bandwidth": copy_bandwidth(watch),
+        "rows": [],
+        "unmeasured": 0,
+    }
+    for row_of in given:
+        if time.monotonic() - begin > options.seconds:
+            report["unmeasured"] += 1
+            continue
+        row = measure(watch, report["bandwidth"], *row_of, autotune=options.autotune)
+        print(line(row), flush=True)
+        report["rows"].append(row)
+        report["summary"] = summary(report["rows"])
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1))
     print(json.dumps(report.get("summary"), indent=1))
 
 

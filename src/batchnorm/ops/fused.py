@@ -31,6 +31,8 @@ def refusal(x: Tensor) -> str | None:
         return "Triton, which compiles the fused kernels, is not installed"
     if x.dtype not in DTYPES:
         return f"the fused kernels take float32, bfloat16 and float16, not {x.dtype}"
+    if x.shape[1] >= 2**16:
+        return f"the fused kernels count up to 65535 channels, not {x.shape[1]}"
     if geometry_of(x) is None:
         return "the strides are neither channels last nor channels first, so the fused kernels cannot take them"
     return None

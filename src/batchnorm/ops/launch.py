@@ -37,9 +37,9 @@ def forward(
     y = empty_dense(x, g, x.dtype)
     stats = torch.empty((STATS, g.channels), dtype=torch.float32, device=x.device)
     bits = torch.empty(bytes_of_bits(g) if keep_bits else 0, dtype=torch.uint8, device=x.device)
-    partial = torch.empty(1 if p.alone else 3 * p.parts * g.channels, dtype=torch.float32, device=x.device)
+    partial = torch.empty((2 + 3 * p.kept_parts) * g.channels, dtype=torch.float32, device=x.device)
     residual = None if residual is None else as_dense(residual, g)
-    words = _words.get(x.device, 2 if p.alone else p.slices + 2)
+    words = _words.get(x.device, p.words)
     kept = bits if keep_bits else None
     tensors = (x, y, residual, kept, gamma, beta, stats, partial, words, *(running or (None, None, None, None)))
     rest = (eps, momentum or 0.0, slope, NAMES.index(activation), momentum is None)
@@ -66,9 +66,9 @@ def backward(
     dx = empty_dense(x, g, x.dtype)
     dresidual = None if residual_dtype is None else empty_dense(x, g, residual_dtype)
     dgamma, dbeta = (torch.empty(g.channels, dtype=torch.float32, device=x.device) for _ in range(2))
-    partial = torch.empty(1 if p.alone else 2 * p.parts * g.channels, dtype=torch.float32, device=x.device)
+    partial = torch.empty(2 * p.kept_parts * g.channels, dtype=torch.float32, device=x.device)
     residual = None if residual is None else as_dense(residual, g)
-    words = _words.get(x.device, 2 if p.alone else p.slices + 2)
+    words = _words.get(x.device, p.words)
     tensors = (as_dense(dy, g), x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
     _launch(kernel, tensors, (slope, NAMES.index(activation)), g, p, x)
     return dx, dgamma, dbeta, dresidual
@@ -127,24 +127,25 @@ def _numbers(g: Geometry, p: Plan) -> tuple[int, ...]:
 
 def _launch(kernel: Any, tensors: tuple[Any, ...], rest: tuple[Any, ...], g: Geometry, p: Plan, x: Tensor) -> None:
     """Run the kernel once, or its two phases one after the other."""
-    # Interpreted programs run one after the other: none may wait for the next.
     on_device = x.is_cuda
     form = (g.nhwc, p.R, p.V, p.align, g.wide)
+    # Interpreted programs run one after the other: none may wait for the next.
     if p.alone or (on_device and p.path != "stream"):
-        last, ticket = p.parts > plan.MERGED_BY_ALL, p.ticket and not p.alone
+        last = p.parts > plan.MERGED_BY_ALL
         kernel[(p.slices * p.parts,)](
-            *tensors, *_numbers(g, p), *rest, form, p.T, 3, p.alone, last, ticket, p.stages, on_device,
-            num_warps=p.warps, maxnreg=p.registers or None,
+            *tensors, *_numbers(g, p), *rest, form, p.T, 3, p.alone, last, last, p.ticket and not p.alone,
+            p.stages, on_device, num_warps=p.warps, maxnreg=p.registers or None,
         )  # fmt: skip
         return
     kernel[(p.slices * p.parts,)](
-        *tensors, *_numbers(g, p), *rest, form, p.T, 1, False, True, False, p.stages, on_device,
-        num_warps=p.warps, maxnreg=p.registers or None,
+        *tensors, *_numbers(g, p), *rest, form, p.T, 1, False, True, p.tree, False,
+        p.stages, on_device, num_warps=p.warps, maxnreg=p.registers or None,
     )  # fmt: skip
     q = p.second(g.rows // (1 if g.nhwc else p.V)) if p.path == "stream" else p
     kernel[(q.slices * q.parts,)](
-        *tensors, *_numbers(g, q), *rest, form, p.T, 2, False, True, False, p.stages, on_device, num_warps=p.warps
-    )
+        *tensors, *_numbers(g, q), *rest, form, p.T, 2, False, True, False, False,
+        p.stages, on_device, num_warps=p.warps,
+    )  # fmt: skip
 
 
 class _Words:

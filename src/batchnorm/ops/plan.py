@@ -40,6 +40,21 @@ class Plan(NamedTuple):
         """Whether one program has a whole slice, so that nobody waits."""
         return self.parts == 1 and self.path != "stream"
 
+    @property
+    def tree(self) -> bool:
+        """Whether parts are merged in two steps, of at most 32 each."""
+        return self.parts > 32
+
+    @property
+    def kept_parts(self) -> int:
+        """How many parts' sums need a place."""
+        return 0 if self.alone else self.parts + up(self.parts, 32) * self.tree
+
+    @property
+    def words(self) -> int:
+        """How many words the programs meet at: one for tickets, one for slices done, one a slice, 32 more a slice."""
+        return 2 if self.alone else 2 + self.slices * (33 if self.tree else 1)
+
     def second(self, units: int) -> Plan:
         """Return the plan of the second launch: smaller parts, since nothing is merged after it."""
         share = self.R * self.steps
@@ -82,8 +97,7 @@ def make(
         V = vector(geometry, itemsize)
         slices, units, align = geometry.channels, geometry.rows // V, V
     R = max(tile // V, 8)
-    if path == "once":
-        parts = max(parts, up(units, R * tiles))
+    parts = max(parts, up(units, R * tiles)) if path == "once" else min(parts, 1024)
     # Parts start at multiples of 8 units, so that their bits start at whole bytes.
     share = up(up(units, parts), 8) * 8
     parts = up(units, share)
@@ -105,7 +119,8 @@ class Way(NamedTuple):
 def choose(geometry: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Plan:
     """Choose for a device with so many multiprocessors."""
     way = _way(geometry, itemsize, backward)
-    plan = None if way is None else once(geometry, itemsize, backward, way, processors)
+    tensors = 2 if backward or residual else 1
+    plan = None if way is None else once(geometry, itemsize, tensors, way, processors)
     return stream(geometry, itemsize, backward, processors) if plan is None else plan
 
 
@@ -126,10 +141,10 @@ def _way(g: Geometry, itemsize: int, backward: bool) -> Way | None:
     return Way(8, 64) if not backward and of_channel <= 2048 else None
 
 
-def once(g: Geometry, itemsize: int, backward: bool, way: Way, processors: int) -> Plan | None:
-    """Plan to read x once, or return None where the programs that wait for each other would not all be running."""
+def once(g: Geometry, itemsize: int, tensors: int, way: Way, processors: int) -> Plan | None:
+    """Plan to read each of 1 or 2 ``tensors`` once, or return None where programs would wait for some not running."""
     tile = 512 * way.warps // itemsize  # 16 bytes a thread
-    tiles = way.kilobytes * 1024 // (tile * itemsize * (2 if backward else 1))
+    tiles = way.kilobytes * 1024 // (tile * itemsize * tensors)
     # 128 registers a thread: 16 warps fit on a multiprocessor. Half of them, so that two such launches can overlap.
     running = processors * 16 // way.warps
     p = make(g, itemsize, "once", tile, min(tiles, HELD[-1]), 1, way.lanes, way.warps, 128)

@@ -24,7 +24,6 @@ from .tile import (
     load_tile,
     offsets,
     opaque,
-    parts_at_once,
     totals,
 )
 
@@ -49,19 +48,39 @@ def dz_of(
 
 
 @triton.jit
-def add_parts(partial, parts, channel, C, PARTS: tl.constexpr):
-    """Add the parts' two sums in a fixed order."""
+def add_parts(partial, first, last, channel, C):
+    """Add the two sums of parts ``first`` to ``last`` in a fixed order."""
+    PARTS: tl.constexpr = 32
     s1 = tl.zeros_like(channel).to(tl.float32)
     s2 = tl.zeros_like(s1)
-    for i in range(0, parts, PARTS):
+    for i in range(first, last, PARTS):
         part = i + tl.arange(0, PARTS)
         at = partial + part[:, None] * (2 * C) + channel[None, :]
-        exists = (part < parts)[:, None] & (channel < C)[None, :]
+        exists = (part < last)[:, None] & (channel < C)[None, :]
         both = tl.join(tl.load(at, mask=exists, other=0.0), tl.load(at + C, mask=exists, other=0.0))
-        first, second = tl.split(tl.sum(both, 0))
-        s1 += first
-        s2 += second
+        add1, add2 = tl.split(tl.sum(both, 0))
+        s1 += add1
+        s2 += add2
     return s1, s2
+
+
+@triton.jit
+def store_part(partial, part, s1, s2, channel, C):
+    """Write a part's sums."""
+    at = partial + part * (2 * C) + channel
+    tl.store(at, s1, mask=channel < C)
+    tl.store(at + C, s2, mask=channel < C)
+
+
+@triton.jit
+def publish(stats, dgamma, dbeta, s1, s2, channel, C, write):
+    """Write the gradients of gamma and beta, where ``write``, and return them."""
+    low = tl.load(stats + 4 * C + channel, mask=channel < C, other=0.0)
+    invstd = tl.load(stats + 7 * C + channel, mask=channel < C, other=0.0)
+    dg = (s2 - low * s1) * invstd
+    tl.store(dbeta + channel, s1, mask=(channel < C) & write)
+    tl.store(dgamma + channel, dg, mask=(channel < C) & write)
+    return dg, s1
 
 
 @triton.jit
@@ -88,8 +107,8 @@ def backward(
     dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words,
     C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift, slope,
     ACT: tl.constexpr, FORM: tl.constexpr, T: tl.constexpr,
-    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TICKET: tl.constexpr,
-    STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
+    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
+    TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
     """Run ``slices * parts`` programs."""
     R: tl.constexpr = FORM[1]
@@ -97,7 +116,6 @@ def backward(
     EACH: tl.constexpr = 1 if FORM[0] else V
     # A relu's dz is dy or 0, so it can be held in place of dy; the others' is computed twice.
     HOLDS_DZ: tl.constexpr = ACT == RELU and PHASE == 3
-    PARTS: tl.constexpr = parts_at_once(FORM, T)
     C = C * (FORM[3] if FORM[0] else 1)
     shape = (C, units, width, magic, shift)
     x_strides = (x_stride, x_plane)
@@ -150,38 +168,41 @@ def backward(
                 t2 = tl.fma(dz, tile.to(tl.float32) - base[None, :], t2)
         s1, s2 = totals(t1, t2, FORM)
         if not ALONE:
-            at = partial + part * (2 * C) + channel
-            tl.store(at, s1, mask=here)
-            tl.store(at + C, s2, mask=here)
-            if LAST:
-                if meet.arrive(word) == parts - 1:
-                    s1, s2 = add_parts(partial, parts, channel, C, PARTS)
-                    low = tl.load(stats + 4 * C + channel, mask=here, other=0.0)
-                    invstd = tl.load(stats + 7 * C + channel, mask=here, other=0.0)
-                    tl.store(dbeta + channel, s1, mask=here)
-                    tl.store(dgamma + channel, (s2 - low * s1) * invstd, mask=here)
-                    meet.release(word, parts)
-                if PHASE == 3:
-                    meet.wait(word, side)
-            else:
-                meet.arrive_to_turn(word, part, parts)
-                meet.wait(word, side)
-                s1, s2 = add_parts(partial, parts, channel, C, PARTS)
-        # Late, not with the others: registers are short while tiles are held.
-        low = tl.load(stats + 4 * C + channel, mask=here, other=0.0)
-        invstd = tl.load(stats + 7 * C + channel, mask=here, other=0.0)
+            store_part(partial, part, s1, s2, channel, C)
+        if TREE:
+            twig = part // 32
+            final = tl.minimum((twig + 1) * 32, parts)
+            leaf = words + 2 + slices + piece * 32 + twig
+            if meet.arrive(leaf, 1) == final - twig * 32 - 1:
+                tl.store(leaf, 0)
+                s1, s2 = add_parts(partial, twig * 32, final, channel, C)
+                upper = partial + parts * (2 * C)
+                twigs = (parts + 31) // 32
+                store_part(upper, twig, s1, s2, channel, C)
+                if meet.arrive(word, 1) == twigs - 1:
+                    s1, s2 = add_parts(upper, 0, twigs, channel, C)
+                    publish(stats, dgamma, dbeta, s1, s2, channel, C, True)
+                    meet.release(word, twigs)
+        elif LAST:
+            if meet.arrive(word, 1) == parts - 1:
+                s1, s2 = add_parts(partial, 0, parts, channel, C)
+                publish(stats, dgamma, dbeta, s1, s2, channel, C, True)
+                meet.release(word, parts)
+        elif not ALONE:
+            meet.arrive_to_turn(word, part, parts)
+        if PHASE == 3 and not ALONE:
+            meet.wait(word, side)
         if not LAST:
-            db = s1
-            dg = (s2 - low * s1) * invstd
-            tl.store(dbeta + channel, db, mask=here & (part == 0))
-            tl.store(dgamma + channel, dg, mask=here & (part == 0))
+            if not ALONE:
+                s1, s2 = add_parts(partial, 0, parts, channel, C)
+            dg, db = publish(stats, dgamma, dbeta, s1, s2, channel, C, part == 0)
     if PHASE & 2:
-        if PHASE == 2:
-            low = tl.load(stats + 4 * C + channel, mask=here, other=0.0)
-            invstd = tl.load(stats + 7 * C + channel, mask=here, other=0.0)
         if LAST:
             db = tl.load(dbeta + channel, mask=here, other=0.0)
             dg = tl.load(dgamma + channel, mask=here, other=0.0)
+        # Late, not with the others: registers are short while tiles are held.
+        low = tl.load(stats + 4 * C + channel, mask=here, other=0.0)
+        invstd = tl.load(stats + 7 * C + channel, mask=here, other=0.0)
         k2 = scale * (dg * invstd / count)
         k0 = scale * (db / count) - low * k2
         if T > 0:

@@ -14,14 +14,8 @@ import triton
 import triton.language as tl
 
 from . import meet
-from .running import update
-from .tile import activate, channels_of, inside, load_tile, offsets, opaque, parts_at_once, store_bits, total, totals
-
-
-@triton.jit
-def finite_or_zero(v):
-    """Return v, or 0 where it is no number to subtract."""
-    return tl.where(tl.abs(v) < float("inf"), v, 0.0)
+from .running import load_old, move
+from .tile import activate, channels_of, inside, load_tile, offsets, opaque, sample, store_bits, totals
 
 
 @triton.jit
@@ -34,61 +28,69 @@ def add_tile(s1, s2, tile, near, first, last, FORM: tl.constexpr):
 
 @triton.jit
 def moments_of(
-    x, strides, tiles, first, last, channel, shape, FORM: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
+    x, strides, tiles, near, first, last, channel, shape,
+    FORM: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return near, low and M2 of this part, whose mean is near + low.
+    """Return low and M2 of this part, whose mean is near + low.
 
-    Sums are shifted by ``near``, the mean of the first tile: E[x^2] - E[x]^2 would lose all digits
-    when the mean is large, and a single value of the channel may be far from the others.
+    Sums are shifted by ``near``: E[x^2] - E[x]^2 would lose all digits when the mean is large. A value of a part of n
+    is at most sqrt(n) of its standard deviations from its mean, so however ``near`` was drawn, M2 is right to n
+    roundings.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
-    EACH: tl.constexpr = 1 if FORM[0] else V
     s1 = tl.zeros([R, V], tl.float32)
     s2 = tl.zeros([R, V], tl.float32)
     if T > 0:
-        near = finite_or_zero(total(tiles[0].to(tl.float32), FORM) / (tl.minimum(last - first, R) * EACH))
         for t in tl.static_range(T):
-            s1, s2 = add_tile(s1, s2, opaque(tiles[t], ON_DEVICE), near, first + t * R, last, FORM)
+            s1, s2 = add_tile(s1, s2, tiles[t], near, first + t * R, last, FORM)
     else:
-        tile = load_tile(x, strides, first, last, channel, shape, FORM)
-        near = finite_or_zero(total(tile.to(tl.float32), FORM) / (tl.minimum(last - first, R) * EACH))
         for start in tl.range(first, last, R, num_stages=STAGES):
             tile = load_tile(x, strides, start, last, channel, shape, FORM)
             s1, s2 = add_tile(s1, s2, tile, near, start, last, FORM)
     sum1, sum2 = totals(s1, s2, FORM)
-    low = sum1 / ((last - first) * EACH)
-    return near, low, sum2 - sum1 * low
+    low = sum1 / ((last - first) * (1 if FORM[0] else V))
+    return low, sum2 - sum1 * low
 
 
 @triton.jit
-def merge(partial, parts, share, channel, shape, EACH: tl.constexpr, PARTS: tl.constexpr):
-    """Merge the parts' moments in a fixed order into base, low and the biased variance of the whole.
+def merge(partial, first, last, share, channel, shape, EACH: tl.constexpr):
+    """Merge the moments of parts ``first`` to ``last`` in a fixed order: base, low, M2, count of them together.
 
     M2 = sum of M2_part + n_part (mean_part - mean)^2 (Chan, Golub & LeVeque), with means relative to the first's: the
     variance of K parts is at least a Kth of the square of what is subtracted at the end.
     """
+    PARTS: tl.constexpr = 32
     C = shape[0]
-    base = tl.load(partial + channel, mask=channel < C, other=0.0)
-    base += tl.load(partial + C + channel, mask=channel < C, other=0.0)
+    start = partial + first * (3 * C) + channel
+    base = tl.load(start, mask=channel < C, other=0.0) + tl.load(start + C, mask=channel < C, other=0.0)
     s1 = tl.zeros_like(base)
     s2 = tl.zeros_like(base)
-    for i in range(0, parts, PARTS):
+    for i in range(first, last, PARTS):
         part = i + tl.arange(0, PARTS)
-        exists = (part < parts)[:, None] & (channel < C)[None, :]
+        exists = (part < last)[:, None] & (channel < C)[None, :]
         at = partial + part[:, None] * (3 * C) + channel[None, :]
         near = tl.load(at, mask=exists, other=0.0)
         low = tl.load(at + C, mask=exists, other=0.0)
         m2 = tl.load(at + 2 * C, mask=exists, other=0.0)
         n = ((tl.minimum((part + 1) * share, shape[1]) - part * share) * EACH).to(tl.float32)[:, None]
         d = (near - base[None, :]) + low
-        first, second = tl.split(tl.sum(tl.where(exists[:, :, None], tl.join(n * d, tl.fma(n * d, d, m2)), 0.0), 0))
-        s1 += first
-        s2 += second
-    count = (shape[1] * EACH).to(tl.float32)
+        both = tl.where(exists[:, :, None], tl.join(n * d, tl.fma(n * d, d, m2)), 0.0)
+        add1, add2 = tl.split(tl.sum(both, 0))
+        s1 += add1
+        s2 += add2
+    count = ((tl.minimum(last * share, shape[1]) - first * share) * EACH).to(tl.float32)
     low = s1 / count
-    return base, low, s2 / count - low * low
+    return base, low, s2 - s1 * low
+
+
+@triton.jit
+def store_part(partial, part, near, low, m2, channel, C):
+    """Write a part's moments."""
+    at = partial + part * (3 * C) + channel
+    tl.store(at, near, mask=channel < C)
+    tl.store(at + C, low, mask=channel < C)
+    tl.store(at + 2 * C, m2, mask=channel < C)
 
 
 @triton.jit
@@ -120,16 +122,34 @@ def publish(stats, count, base, low, var, gamma, beta, eps, channel, C, write):
 
 
 @triton.jit
+def settle(
+    partial, parts, share, word, arrivals, words, slices, stats, before, gamma, beta, running, eps, momentum,
+    channel, shape,
+    EACH: tl.constexpr, CUMULATIVE: tl.constexpr,
+):  # fmt: skip
+    """Merge all parts of a slice for everyone, and let those who wait go on."""
+    C = shape[0]
+    count = shape[1] * EACH
+    base, low, m2 = merge(partial, 0, parts, share, channel, shape, EACH)
+    var = m2 / count
+    publish(stats, count, base, low, var, gamma, beta, eps, channel, C, True)
+    meet.release(word, arrivals)
+    if running[0] is not None:
+        old = load_old(running, channel, C)
+        move(words + 1, slices, before, C, count, base + low, var, running, old, momentum, channel, CUMULATIVE)
+
+
+@triton.jit
 def normalize_tile(
-    tile, first, last, y, residual, bits, strides, base, scale, offset, slope, piece, channel, shape,
+    tile, added, first, last, y, bits, strides, base, scale, offset, slope, piece, channel, shape,
     ACT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of y, and the bits of z > 0 where the backward pass cannot find z again."""
     exists = inside(first, last, channel, shape, FORM)
     at = offsets(first + tl.arange(0, FORM[1]), strides, channel, shape, FORM)
     z = tl.fma(tile.to(tl.float32) - base[None, :], scale[None, :], offset[None, :])
-    if residual is not None:
-        z += tl.load(residual + at, mask=exists, other=0.0).to(tl.float32)
+    if added is not None:
+        z += added.to(tl.float32)
     if bits is not None:
         store_bits(bits, (z > 0) & exists, first, last, piece, shape, FORM)
     tl.store(y + at, activate(z, slope, ACT).to(y.dtype.element_ty), mask=exists)
@@ -149,22 +169,24 @@ def forward(
     C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift,
     eps, momentum, slope,
     ACT: tl.constexpr, CUMULATIVE: tl.constexpr, FORM: tl.constexpr, T: tl.constexpr,
-    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TICKET: tl.constexpr,
-    STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
+    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
+    TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
     """Run ``slices * parts`` programs.
 
     ALONE says that a slice has one part; LAST, that the last part to arrive merges all and writes ``stats`` for the
-    others, who otherwise each merge all themselves.
+    others, who otherwise each merge all themselves; TREE, that it does so in two steps, of 32 parts each.
     """
     R: tl.constexpr = FORM[1]
     EACH: tl.constexpr = 1 if FORM[0] else FORM[2]
-    PARTS: tl.constexpr = parts_at_once(FORM, T)
     C = C * (FORM[3] if FORM[0] else 1)
     shape = (C, units, width, magic, shift)
     x_strides = (x_stride, x_plane)
     y_strides = (y_stride, y_plane)
     running = (running_mean, running_var, batches, skipped)
+    # The running averages before this batch, then the parts' moments.
+    before = partial
+    partial = partial + 2 * C
     program = tl.program_id(0)
     if TICKET:
         program = meet.take_ticket(words, slices * parts)
@@ -180,43 +202,63 @@ def forward(
     count = units * EACH
 
     tiles = ()
+    added = ()
     if T > 0:
         for t in tl.static_range(T):
             tiles = tiles + (load_tile(x, x_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
+        if residual is not None:
+            for t in tl.static_range(T):
+                added = added + (load_tile(residual, y_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
     if PHASE & 1:
         # Early, while x is on its way.
+        near = sample(x, x_strides, first, last, channel, shape, FORM)
         g = load_or(gamma, channel, C, 1.0)
         b = load_or(beta, channel, C, 0.0)
+        if running_mean is not None and not LAST:
+            old = load_old(running, channel, C)
         if PHASE == 3 and not ALONE:
             side = meet.side_of(word)
-        base, low, m2 = moments_of(x, x_strides, tiles, first, last, channel, shape, FORM, T, STAGES, ON_DEVICE)
+        low, m2 = moments_of(x, x_strides, tiles, near, first, last, channel, shape, FORM, T, STAGES)
         if ALONE:
-            scale, offset = publish(stats, count, base, low, m2 / count, g, b, eps, channel, C, True)
+            base = near
         else:
-            at = partial + part * (3 * C) + channel
-            tl.store(at, base, mask=here)
-            tl.store(at + C, low, mask=here)
-            tl.store(at + 2 * C, m2, mask=here)
-            if LAST:
-                if meet.arrive(word) == parts - 1:
-                    base, low, var = merge(partial, parts, share, channel, shape, EACH, PARTS)
-                    publish(stats, count, base, low, var, g, b, eps, channel, C, True)
-                    meet.release(word, parts)
-                    if running_mean is not None:
-                        if meet.arrive(words + 1) == slices - 1:
-                            update(words + 1, stats, C, count, running, momentum, CUMULATIVE)
-                if PHASE == 3:
-                    meet.wait(word, side)
-            else:
-                meet.arrive_to_turn(word, part, parts)
-                meet.wait(word, side)
-                base, low, var = merge(partial, parts, share, channel, shape, EACH, PARTS)
-                scale, offset = publish(stats, count, base, low, var, g, b, eps, channel, C, part == 0)
-        if running_mean is not None and not LAST:
-            # Counted before y is written, so that its writing need not be waited for.
-            finished = -1
-            if part == 0:
-                finished = meet.arrive(words + 1)
+            store_part(partial, part, near, low, m2, channel, C)
+        if TREE:
+            twig = part // 32
+            final = tl.minimum((twig + 1) * 32, parts)
+            leaf = words + 2 + slices + piece * 32 + twig
+            if meet.arrive(leaf, 1) == final - twig * 32 - 1:
+                tl.store(leaf, 0)
+                base, low, m2 = merge(partial, twig * 32, final, share, channel, shape, EACH)
+                upper = partial + parts * (3 * C)
+                twigs = (parts + 31) // 32
+                store_part(upper, twig, base, low, m2, channel, C)
+                if meet.arrive(word, 1) == twigs - 1:
+                    settle(
+                        upper, twigs, share * 32, word, twigs, words, slices, stats, before, g, b, running, eps,
+                        momentum, channel, shape, EACH, CUMULATIVE,
+                    )  # fmt: skip
+        elif LAST:
+            if meet.arrive(word, 1) == parts - 1:
+                settle(
+                    partial, parts, share, word, parts, words, slices, stats, before, g, b, running, eps, momentum,
+                    channel, shape, EACH, CUMULATIVE,
+                )  # fmt: skip
+        elif not ALONE:
+            meet.arrive_to_turn(word, part, parts)
+        if PHASE == 3 and not ALONE:
+            meet.wait(word, side)
+        if not LAST:
+            if not ALONE:
+                base, low, m2 = merge(partial, 0, parts, share, channel, shape, EACH)
+            var = m2 / count
+            scale, offset = publish(stats, count, base, low, var, g, b, eps, channel, C, part == 0)
+            if running_mean is not None:
+                if part == 0:
+                    move(
+                        words + 1, slices, before, C, count, base + low, var, running, old, momentum,
+                        channel, CUMULATIVE,
+                    )  # fmt: skip
     if PHASE & 2:
         if LAST:
             base = tl.load(stats + 3 * C + channel, mask=here, other=0.0)
@@ -226,17 +268,19 @@ def forward(
             first = opaque(first, ON_DEVICE)
             for t in tl.static_range(T):
                 normalize_tile(
-                    opaque(tiles[t], ON_DEVICE), first + t * R, last, y, residual, bits, y_strides,
+                    opaque(tiles[t], ON_DEVICE), added[t] if residual is not None else None,
+                    first + t * R, last, y, bits, y_strides,
                     base, scale, offset, slope, piece, channel, shape, ACT, FORM,
                 )  # fmt: skip
         else:
             tail = first + (last - first - 1) // R * R
             for back in tl.range(0, last - first, R, num_stages=STAGES):
-                tile = load_tile(x, x_strides, tail - back, last, channel, shape, FORM)
+                start = tail - back
+                tile = load_tile(x, x_strides, start, last, channel, shape, FORM)
+                extra = None
+                if residual is not None:
+                    extra = load_tile(residual, y_strides, start, last, channel, shape, FORM)
                 normalize_tile(
-                    tile, tail - back, last, y, residual, bits, y_strides,
+                    tile, extra, start, last, y, bits, y_strides,
                     base, scale, offset, slope, piece, channel, shape, ACT, FORM,
                 )  # fmt: skip
-        if running_mean is not None and not LAST:
-            if finished == slices - 1:
-                update(words + 1, stats, C, count, running, momentum, CUMULATIVE)

@@ -26,10 +26,10 @@ def take_ticket(counter, programs):
 
 
 @triton.jit
-def arrive(word):
-    """Count this program's arrival, with everything it has written, and return how many came before it."""
+def arrive(word, step):
+    """Count this program's arrival, with everything it has written, and return the count before it."""
     tl.debug_barrier()
-    before = tl.atomic_add(word, 1, sem="acq_rel") & 0x7FFFFFFF
+    before = tl.atomic_add(word, step, sem="acq_rel") & 0x7FFFFFFF
     tl.debug_barrier()
     return before
 

@@ -33,24 +33,30 @@ def channels_of(piece, FORM: tl.constexpr):
 
 
 @triton.jit
+def place_of(units, strides, shape, FORM: tl.constexpr):
+    """Return where ``units`` of channel 0 start, in a channels-first tensor."""
+    width = shape[2]
+    example = (tl.umulhi(units.to(tl.uint32), shape[3].to(tl.uint32, bitcast=True)) >> shape[4]).to(tl.int32)
+    start = (units - example * width) * FORM[2]
+    if FORM[4]:
+        example = example.to(tl.int64)
+    return start + example * (strides[0] * FORM[3])
+
+
+@triton.jit
 def offsets(units, strides, channel, shape, FORM: tl.constexpr):
     """Return the element offsets [R, V] of ``units`` of a slice."""
     V: tl.constexpr = FORM[2]
-    # In multiples of A, so that the compiler knows how wide an access may be.
+    # Strides are in multiples of A, so that the compiler knows how wide an access may be.
     A: tl.constexpr = FORM[3]
-    WIDE: tl.constexpr = FORM[4]
+    if FORM[4]:
+        channel = channel.to(tl.int64)
     if FORM[0]:
-        if WIDE:
+        if FORM[4]:
             units = units.to(tl.int64)
         return units[:, None] * (strides[0] * A) + channel[None, :]
     else:
-        width = shape[2]
-        example = (tl.umulhi(units.to(tl.uint32), shape[3].to(tl.uint32, bitcast=True)) >> shape[4]).to(tl.int32)
-        start = (units - example * width) * V
-        if WIDE:
-            example = example.to(tl.int64)
-            channel = channel.to(tl.int64)
-        start = start + example * (strides[0] * A)
+        start = place_of(units, strides, shape, FORM)
         return (start[:, None] + (channel * (strides[1] * A))[None, :]) + tl.arange(0, V)[None, :]
 
 
@@ -67,20 +73,25 @@ def load_tile(x, strides, first, last, channel, shape, FORM: tl.constexpr):
     return tl.load(x + at, mask=inside(first, last, channel, shape, FORM), other=0.0)
 
 
-@triton.constexpr_function
-def parts_at_once(FORM, T):
-    """Return how many parts' sums to load at a time: few while tiles are held."""
-    width = FORM[2] if FORM[0] else 1
-    return max(16, min(256, (2048 if T else 8192) // width))
-
-
 @triton.jit
-def total(t, FORM: tl.constexpr):
-    """Sum a tile per channel: [R, V] -> [W], in a fixed order."""
+def sample(x, strides, first, last, channel, shape, FORM: tl.constexpr):
+    """Return something like the mean [W] of the units from ``first`` on: one row's values, or the mean of a few."""
+    V: tl.constexpr = FORM[2]
+    A: tl.constexpr = FORM[3]
     if FORM[0]:
-        return tl.sum(t, 0)
+        at = offsets(first + tl.arange(0, 1), strides, channel, shape, FORM)
+        values = tl.load(x + at, mask=(channel < shape[0])[None, :], other=0.0)
+        near = tl.sum(values.to(tl.float32), 0)
     else:
-        return tl.sum(tl.sum(t, 1, keep_dims=True), 0)
+        FEW: tl.constexpr = 32
+        e = tl.arange(0, FEW)
+        at = place_of(first + e // V, strides, shape, FORM) + e % V
+        if FORM[4]:
+            channel = channel.to(tl.int64)
+        there = e < (last - first) * V
+        values = tl.load(x + at[:, None] + (channel * (strides[1] * A))[None, :], mask=there[:, None], other=0.0)
+        near = tl.sum(values.to(tl.float32), 0) / tl.minimum((last - first) * V, FEW)
+    return tl.where(tl.abs(near) < float("inf"), near, 0.0)
 
 
 @triton.jit
@@ -166,7 +177,7 @@ def tanh(z):
 def activate(z, slope, ACT: tl.constexpr):
     """Return g(z)."""
     if ACT == RELU:
-        return tl.where(z < 0, 0.0, z)  # not a maximum: NaN must come through
+        return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACT == LEAKY_RELU:
         return tl.where(z < 0, z * slope, z)
     elif ACT == SIGMOID:
