@@ -1,21 +1,31 @@
-"""README's first screen is a program: run it."""
+"""README's first screen and the page that explains the library are programs: run them."""
 
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
-def test_python_session_runs():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def run_blocks(path):
+    blocks = re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
     assert blocks
     scope = {}
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), scope)
-    assert "plain" in scope
+        exec(compile(block, str(path), "exec"), scope)
+    return scope
 
 
-def test_links_point_at_files():
-    text = (ROOT / "README.md").read_text()
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
-        assert (ROOT / target).exists(), target
+def test_readme_session_ends_in_a_network_that_reads_digits():
+    assert run_blocks(ROOT / "README.md")["accuracy"] > 0.9
+
+
+def test_the_page_that_explains_the_library():
+    assert "plain" in run_blocks(ROOT / "docs" / "library.md")
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name)
+def test_links_point_at_files(page):
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target

@@ -108,23 +108,22 @@ def _fast_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tens
     if dy is not None:
         at = _transform(layout, wide, ctx.scale, beta, residual, ctx.mean) if ctx.needs == "z" else y
         g = nonlinear.backward(ctx.activation, _stored_like(dy, wide), None if at is None else at.to(wide.dtype))
-        if g is dy and needs[0] and dmean is None and dvar is None:
-            kernel = layout.backward(g, wide, None if gamma is None else gamma.to(wide.dtype), ctx.mean, ctx.invstd)
-            if kernel is not None:
-                return *kernel, g
+        if needs[0] and dmean is None and dvar is None and layout.has_kernel(x):
+            gamma = None if gamma is None else gamma.to(wide.dtype)
+            return *layout.kernel(g, wide, gamma, ctx.mean, ctx.invstd), g
         sums = layout.reduce(g, wide, ctx.mean, ctx.invstd)
         dgamma, dbeta = (_tensor(v, wide.dtype) for v in sums)
     if needs[0]:
         b, c = _coefficients(ctx, x.numel() // x.shape[1], sums, dmean, dvar)
-        if g is None or g is dy or needs[3]:
-            dx = torch.empty_like(wide)
+        ours = g is not None and g is not dy and not needs[3]
+        dx = g if ours else torch.empty_like(wide)  # a further buffer costs more than the arithmetic
+        if ours:
+            layout.affine(g, ctx.scale, c, out=dx)
+            layout.add_scaled_(dx, wide, b)
+        else:
             layout.affine(wide, b, c, out=dx)
             if g is not None:
                 layout.add_scaled_(dx, g, ctx.scale)
-        else:  # g is ours alone: no further buffer
-            dx = g
-            layout.affine(g, ctx.scale, c, out=dx)
-            layout.add_scaled_(dx, wide, b)
     return dx, dgamma, dbeta, g
 
 

@@ -49,11 +49,15 @@ class Layout(ABC):
     def reduce(self, g: Tensor, x: Tensor, mean: Vector, invstd: Vector) -> tuple[Vector, Vector]:
         """Return sum(g * x_hat) and sum(g) of each channel: dgamma and dbeta."""
 
-    def backward(
+    @abstractmethod
+    def has_kernel(self, x: Tensor) -> bool:
+        """Say whether torch's kernel for the whole backward pass knows this layout and is accurate."""
+
+    @abstractmethod
+    def kernel(
         self, g: Tensor, x: Tensor, gamma: Tensor | None, mean: Vector, invstd: Vector
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return dx, dgamma and dbeta from one kernel of torch's, or None where its channels are not ours."""
-        return None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dx, dgamma and dbeta from that kernel."""
 
     def affine(self, x: Tensor, a: Vector, b: Vector, out: Tensor) -> None:
         """Write a*x + b to ``out``, which may be ``x``."""
@@ -110,12 +114,14 @@ class Matrix(Layout):
         parts = [_backward(*b, None, None, None, *statistics, True, 0.0, _SUMS) for b in blocks]
         return self._columns([p[1] for p in parts]).sum((0, 1, 3)), self._columns([p[2] for p in parts]).sum((0, 1, 3))
 
-    def backward(
+    def has_kernel(self, x: Tensor) -> bool:
+        """Say whether each column is a channel and has not too many rows."""
+        return self.period == self.run == 1 and x.numel() <= ROWS * self.channels
+
+    def kernel(
         self, g: Tensor, x: Tensor, gamma: Tensor | None, mean: Vector, invstd: Vector
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Call the kernel where columns are channels."""
-        if self.period > 1 or self.run > 1 or x.numel() > ROWS * self.channels:
-            return None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call it on the matrix."""
         statistics = self.spread(mean, x), self.spread(invstd, x)
         dx, dgamma, dbeta = _backward(self.view(g), self.view(x), gamma, None, None, *statistics, True, 0.0, _ALL)
         return dx.view(x.movedim(1, -1).shape).movedim(-1, 1), dgamma, dbeta
@@ -157,10 +163,14 @@ class Planes(Layout):
         _, dgamma, dbeta = _backward(self.view(g), self.view(x), None, None, None, *statistics, True, 0.0, _SUMS)
         return dgamma.numpy().astype(np.float64), dbeta.numpy().astype(np.float64)
 
-    def backward(
+    def has_kernel(self, x: Tensor) -> bool:
+        """Say yes: the kernel adds up plane by plane."""
+        return True
+
+    def kernel(
         self, g: Tensor, x: Tensor, gamma: Tensor | None, mean: Vector, invstd: Vector
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call the kernel."""
+        """Call it on the planes."""
         statistics = (self.spread(v, x).view(-1) for v in (mean, invstd))
         dx, dgamma, dbeta = _backward(self.view(g), self.view(x), gamma, None, None, *statistics, True, 0.0, _ALL)
         return dx.view(x.shape), dgamma, dbeta

@@ -45,6 +45,9 @@ def backward(activation: Activation, dy: Tensor, at: Tensor | None) -> Tensor:
             return _aten.sigmoid_backward(dy, at)  # type: ignore[no-any-return]
         case "tanh":
             return _aten.tanh_backward(dy, at)  # type: ignore[no-any-return]
+        case "silu" if at is not None and torch.is_grad_enabled():  # torch's operator has no derivative
+            sigmoid = torch.sigmoid(at)
+            return dy * sigmoid * (1 + at * (1 - sigmoid))
         case "silu":
             return _aten.silu_backward(dy, at)  # type: ignore[no-any-return]
     return dy

@@ -1,0 +1,220 @@
+"""Is the CPU path faster than torch's, and for which shapes? ``batchnorm bench cpu`` answers with ratios."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from .. import layers, ops
+from . import record
+
+QUESTION = "time of batch normalization on CPU, forward and backward, ours over torch's"
+
+CONTIGUOUS, LAST = "contiguous", "channels_last"
+
+# What the ratios must stay below: BN + ReLU beats two calls, BN alone is never much slower, few channels win clearly.
+BARS = {"relu": 1.0, "none": 1.25, "few channels": 1 / 3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Beyond the paper: a shape that networks have.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layout: str = CONTIGUOUS
+    dtype: str = "float32"
+
+    def bar(self, activation: str) -> float:
+        """Return what the ratio has to stay below."""
+        few = self.layout == LAST and 1 < self.shape[1] < 8
+        return BARS["few channels"] if few else BARS[activation]
+
+    def input(self) -> Tensor:
+        """Draw an input that wants a gradient."""
+        x = torch.randn(self.shape).to(getattr(torch, self.dtype))
+        if self.layout == LAST:
+            x = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+        return x.requires_grad_()
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured for one case: medians over rounds in milliseconds, and the median of the rounds' ratios.
+
+    Beyond the paper: a line of results/cpu.json.
+    """
+
+    case: Case
+    activation: str
+    torch_ms: float
+    ours_ms: float
+    ratio: float
+    bar: float
+
+
+def _images() -> list[Case]:
+    shapes = {
+        "early images": (32, 64, 56, 56),
+        "middle images": (32, 256, 14, 14),
+        "late images": (64, 512, 7, 7),
+        "colour images": (32, 3, 112, 112),
+        "one channel": (32, 1, 64, 64),
+        "four channels": (32, 4, 56, 56),
+        "seven channels": (32, 7, 56, 56),
+        "volumes": (4, 16, 8, 16, 16),
+    }
+    return [Case(name, shape, layout) for name, shape in shapes.items() for layout in (CONTIGUOUS, LAST)]
+
+
+CASES = [
+    *_images(),
+    Case("fully connected, MNIST", (60, 100)),
+    Case("fully connected", (256, 512)),
+    Case("sequences", (32, 64, 128)),
+    Case("early images", (32, 64, 56, 56), CONTIGUOUS, "bfloat16"),
+    Case("early images", (32, 64, 56, 56), LAST, "bfloat16"),
+]
+
+
+def cpu(
+    *,
+    out: Path | None = Path("results/cpu.json"),
+    threads: int = 2,
+    rounds: int = 25,
+    seconds: float = 0.01,
+    level: Literal["functions", "layers"] = "functions",
+) -> list[Row]:
+    """Time batch normalization, with and without ReLU, against torch: forward and backward, statistics updated.
+
+    Both sides take turns in every round, so that what else the machine does hits both.
+
+    Args:
+        out: the result file; None writes none.
+        threads: how many threads torch may use.
+        rounds: how often the sides take turns.
+        seconds: how long each side runs in a turn, at least one pass.
+        level: compare ``ops.batch_norm_`` with ``F.batch_norm`` and ``F.relu``, or the layers with ``torch.nn``'s.
+
+    Beyond the paper: its transform, on the clock.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        rows = [measure(case, activation, level, rounds, seconds) for case in CASES for activation in ("none", "relu")]
+        if out is not None:
+            settings = {"level": level, "rounds": rounds, "seconds": seconds}
+            record.write(out, QUESTION, settings=settings, rows=[asdict(row) for row in rows])
+    finally:
+        torch.set_num_threads(before)
+    # Without a terminal the width is a guess that would cut numbers off.
+    Console(width=None if sys.stdout.isatty() else 120).print(_table(rows))
+    return rows
+
+
+def measure(case: Case, activation: str, level: str, rounds: int, seconds: float) -> Row:
+    """Let both sides take turns on one case.
+
+    >>> row = measure(Case("small", (4, 3)), "relu", "functions", rounds=2, seconds=0.0)
+    >>> row.torch_ms > 0 and row.ours_ms > 0
+    True
+
+    Beyond the paper: one row of the table.
+    """
+    sides = [_step(case, forward) for forward in (_torch(case, activation, level), _ours(case, activation, level))]
+    loops = []
+    for step in sides:
+        step()
+        loops.append(max(1, round(seconds / max(_time(step, 1), 1e-9))))
+    turns = [[_time(step, n) for step, n in zip(sides, loops, strict=True)] for _ in range(rounds)]
+    theirs, ours = (median(times) * 1e3 for times in zip(*turns, strict=True))
+    ratio = median(b / a for a, b in turns)
+    return Row(case, activation, round(theirs, 4), round(ours, 4), round(ratio, 3), round(case.bar(activation), 3))
+
+
+def _time(step: Callable[[], None], loops: int) -> float:
+    step()  # the other side had the caches until now
+    start = perf_counter()
+    for _ in range(loops):
+        step()
+    return (perf_counter() - start) / loops
+
+
+def _step(case: Case, forward: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    x = case.input()
+    dy = torch.empty_like(x).normal_().detach()
+
+    def step() -> None:
+        forward(x).backward(dy)
+        x.grad = None
+
+    return step
+
+
+def _parameters(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    channels = case.shape[1]
+    gamma, beta = torch.ones(channels, requires_grad=True), torch.zeros(channels, requires_grad=True)
+    return gamma, beta, torch.zeros(channels), torch.ones(channels)
+
+
+def _torch(case: Case, activation: str, level: str) -> Callable[[Tensor], Tensor]:
+    gamma, beta, mean, var = _parameters(case)
+    layer = _kind(nn, case)(case.shape[1])
+
+    def normalize(x: Tensor) -> Tensor:
+        if level == "layers":
+            return layer(x)  # type: ignore[no-any-return]
+        return F.batch_norm(x, mean, var, gamma, beta, training=True)
+
+    return normalize if activation == "none" else lambda x: F.relu(normalize(x))
+
+
+def _ours(case: Case, activation: str, level: str) -> Callable[[Tensor], Tensor]:
+    name = None if activation == "none" else activation
+    if level == "layers":
+        return _kind(layers, case)(case.shape[1], activation=name)
+    gamma, beta, mean, var = _parameters(case)
+    running = ops.Running(mean, var, torch.tensor(0), torch.tensor(0))
+    return lambda x: ops.batch_norm_(x, gamma, beta, running, activation=name)[0]
+
+
+def _kind(home: object, case: Case) -> type[nn.Module]:
+    return getattr(home, f"BatchNorm{max(1, len(case.shape) - 2)}d")  # type: ignore[no-any-return]
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(title=QUESTION, box=box.SIMPLE_HEAD)
+    for heading in ("case", "shape", "layout", "type", "with"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("torch ms", "ours ms", "ratio", "bar"):
+        table.add_column(heading, no_wrap=True, justify="right")
+    for row in rows:
+        case = row.case
+        shape = "x".join(map(str, case.shape))
+        mark = "" if row.ratio < row.bar else " !"
+        numbers = (f"{row.torch_ms:.3f}", f"{row.ours_ms:.3f}", f"{row.ratio:.2f}{mark}", f"{row.bar:.2f}")
+        table.add_row(case.name, shape, case.layout, case.dtype, row.activation, *numbers)
+    met = sum(row.ratio < row.bar for row in rows)
+    table.caption = f"{met} of {len(rows)} ratios below their bar"
+    return table
+
+
+if __name__ == "__main__":
+    import tyro
+
+    tyro.cli(cpu)
