@@ -226,6 +226,13 @@ def hardware(commit: str | None) -> dict[str, Any]:
     }
 
 
+def write(report: dict[str, Any], path: Path) -> None:
+    """Write the report so far."""
+    report["summary"] = summary(report["rows"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m batchnorm.bench.kernels", description=__doc__)
@@ -264,9 +271,8 @@ def main(arguments: list[str] | None = None) -> None:
         row = measure(watch, report["bandwidth"], *row_of, autotune=options.autotune)
         print(line(row), flush=True)
         report["rows"].append(row)
-        report["summary"] = summary(report["rows"])
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1))
+        write(report, options.out)
+    write(report, options.out)
     print(json.dumps(report.get("summary"), indent=1))
 
 
