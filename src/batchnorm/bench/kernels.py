@@ -15,8 +15,9 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -212,13 +213,11 @@ def line(row: dict[str, Any]) -> str:
 
 def hardware(commit: str | None) -> dict[str, Any]:
     """Return what a reader needs to know to repeat the measurement."""
-    import triton
-
     commit = commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": version("triton"),
         "python": platform.python_version(),
         "commit": commit or None,
         "date": time.strftime("%Y-%m-%d"),
@@ -233,47 +232,63 @@ def write(report: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(report, indent=1))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m batchnorm.bench.kernels", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results/kernels.json"))
-    parser.add_argument("--layers", choices=("short", "all"), default="short")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), nargs="+", default=["bfloat16"])
-    parser.add_argument("--autotune", action="store_true", help="also torch.compile's max-autotune, and cuDNN in fp16")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no layer after so many seconds")
-    parser.add_argument("--commit", help="what is measured, where the code is no git checkout")
-    parser.add_argument("--jobs", type=int, default=0, help="compile in so many processes first")
-    options = parser.parse_args(arguments)
+def kernels(
+    out: Path = Path("results/kernels.json"),
+    layers: Literal["short", "all"] = "short",
+    dtypes: tuple[Literal["bfloat16", "float32", "float16"], ...] = ("bfloat16",),
+    autotune: bool = False,
+    seconds: float = math.inf,
+    jobs: int = 0,
+    commit: str | None = None,
+) -> None:
+    """Time the fused CUDA kernels against eager torch, torch.compile and the bytes that have to move.
+
+    Args:
+        out: the result file.
+        layers: one layer of each size class, or all of both networks.
+        dtypes: of the activations.
+        autotune: also time torch.compile's max-autotune mode, and cuDNN in fp16.
+        seconds: start no layer after so many.
+        jobs: compile in so many processes first.
+        commit: what is measured, where the code is no git checkout.
+    """
     begin = time.monotonic()
-    layers = all_layers() if options.layers == "all" else short_list()
     given = [
         (layer, channels_last, getattr(torch, dtype), residual)
-        for dtype in options.dtype
+        for dtype in dtypes
         for residual in (False, True)
-        for layer in layers
+        for layer in (all_layers() if layers == "all" else short_list())
         for channels_last in (True, False)
     ]
-    if options.jobs:
-        for problem in precompile(compile_all, [(*g, options.autotune) for g in given], options.jobs):
+    if jobs:
+        for problem in precompile(compile_all, [(*g, autotune) for g in given], jobs):
             print(problem)
         print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
     watch = Stopwatch()
-    report: dict[str, Any] = {
-        "hardware": hardware(options.commit),
-        "bandwidth": copy_bandwidth(watch),
-        "rows": [],
-        "unmeasured": 0,
-    }
+    report: dict[str, Any] = {"hardware": hardware(commit), "bandwidth": copy_bandwidth(watch), "rows": []}
+    report["unmeasured"] = len(given)
     for row_of in given:
-        if time.monotonic() - begin > options.seconds:
-            report["unmeasured"] += 1
-            continue
-        row = measure(watch, report["bandwidth"], *row_of, autotune=options.autotune)
+        if time.monotonic() - begin > seconds:
+            break
+        row = measure(watch, report["bandwidth"], *row_of, autotune=autotune)
         print(line(row), flush=True)
         report["rows"].append(row)
-        write(report, options.out)
-    write(report, options.out)
+        report["unmeasured"] -= 1
+        write(report, out)
     print(json.dumps(report.get("summary"), indent=1))
+
+
+def main() -> None:
+    """Run without tyro, which a machine lent for an hour may not have."""
+    parser = argparse.ArgumentParser(prog="python -m batchnorm.bench.kernels", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("results/kernels.json"))
+    parser.add_argument("--layers", choices=("short", "all"), default="short")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
+    parser.add_argument("--autotune", action="store_true")
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--jobs", type=int, default=0)
+    parser.add_argument("--commit")
+    kernels(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":
