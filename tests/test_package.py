@@ -8,20 +8,22 @@ from pathlib import Path
 import pytest
 
 import batchnorm as bn
+from batchnorm.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "batchnorm"
 
 # From the top down; a module may import from the rows below its own, and from its own package.
 LAYERS = [
+    ["__main__"],
     ["cli"],
     ["reproduce", "bench"],
     ["train"],
     ["evaluate", "diagnosis", "report"],
     ["surgery", "population", "inference", "monitor", "models", "data"],
     ["layers"],
-    ["collectives", "exchange", "graph"],
-    ["ops"],
+    ["collectives", "graph"],
+    ["ops", "exchange"],
     ["calling", "extras", "progress", "sites", "tally"],
 ]
 LEVEL = {name: -i for i, row in enumerate(LAYERS) for name in row}
@@ -107,3 +109,11 @@ def test_version_is_stated_once():
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert f"## {bn.__version__}" in changelog
     assert f'version: "{bn.__version__}"' in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*command.split(), "--help"])
+    assert stop.value.code == 0
+    assert f"batchnorm {command}" in capsys.readouterr().out

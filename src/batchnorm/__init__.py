@@ -1,8 +1,9 @@
 """Batch Normalization (Ioffe & Szegedy, 2015) for PyTorch."""
 
-from . import data, ops
+from . import data, models, ops
 from .inference import export, fold
 from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, Ghost, Renorm, Sync, freeze_, param_groups, unfreeze_
+from .monitor import Monitor
 from .population import estimate_
 from .surgery import convert, insert, revert
 
@@ -13,6 +14,7 @@ __all__ = [
     "BatchNorm2d",
     "BatchNorm3d",
     "Ghost",
+    "Monitor",
     "Renorm",
     "Sync",
     "convert",
@@ -22,6 +24,7 @@ __all__ = [
     "fold",
     "freeze_",
     "insert",
+    "models",
     "ops",
     "param_groups",
     "revert",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,12 +44,12 @@ def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
     return net(*args, **kwargs)
 
 
-def evaluate(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
-    """Run the network for its output alone: no gradients, fixed random numbers, the batch safe from in-place code."""
-    batch = to_device(batch, device_of(net), copy=True)
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        return call(net, batch, forward)
+def eagerly() -> AbstractContextManager[Any]:
+    """Run what is compiled as it is written, for a while: compiled code need not see hooks that came after it."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def device_of(net: nn.Module) -> torch.device:

@@ -12,7 +12,28 @@ from .extras import MissingExtraError
 # word(s) -> (module:function, what it does). Modules are imported only when their word is used.
 COMMANDS: dict[str, tuple[str, str]] = {
     "fold": ("batchnorm.inference.command:fold", "fold a network's BN into its weights and write ONNX or torch.export"),
+    "train": ("batchnorm.train.command:train", "train the paper's network, or a variant, on images of your own"),
+    "evaluate": ("batchnorm.train.evaluation:evaluate", "top-1 and top-5 error of runs: 1, 10 or 144 crops, ensembles"),
+    "describe": ("batchnorm.train.command:describe", "print a network's layers and costs beside the paper's claims"),
+    "shard": ("batchnorm.data.sharding:shard", "pack an image folder, or ImageNet's tar files, into tar shards"),
+    "report": ("batchnorm.report.page:report", "compare runs on one page of HTML"),
+    "reproduce fig1": ("batchnorm.reproduce.fig1:fig1", "Figure 1: MNIST with and without batch normalization"),
+    "reproduce comparison": ("batchnorm.reproduce.comparison:comparison", "each network at its best rate, three seeds"),
+    "reproduce fig4": ("batchnorm.reproduce.fig4:fig4", "Figure 4: many crops, many networks"),
+    "reproduce section2": ("batchnorm.reproduce.section2:section2", "Section 2: normalizing outside the gradient"),
+    "reproduce optimizers": ("batchnorm.reproduce.optimizers:optimizers", "Section 3.1: batch descent to Adagrad"),
+    "reproduce placement": ("batchnorm.reproduce.placement:placement", "Section 3.2: BN before or after g"),
+    "reproduce scale": ("batchnorm.reproduce.scale:scale", "Section 3.3: the scale of W, and its growth"),
+    "reproduce jacobian": ("batchnorm.reproduce.jacobian:jacobian", "Section 3.3: singular values between layers"),
+    "reproduce saturation": ("batchnorm.reproduce.saturation:saturation", "saturated sigmoids over training"),
+    "reproduce init": ("batchnorm.reproduce.init:init", "accuracy against the width of the initial Gaussians"),
     "bench cpu": ("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side"),
+    "bench algorithm2": ("batchnorm.bench.algorithm2:algorithm2", "time estimate_ and fold against plain torch"),
+    "bench fig1": ("batchnorm.bench.fig1:fig1", "time Figure 1's experiment against plain eager PyTorch"),
+    "bench monitor": ("batchnorm.bench.monitor:monitor", "what a Monitor costs a training loop"),
+    "bench train": ("batchnorm.bench.train:train", "time the appendix network's training step against stock parts"),
+    "bench input": ("batchnorm.bench.input:input_rate", "images per second and core against a plain loader"),
+    "bench crops": ("batchnorm.bench.crops:crops", "crops per second against the bare forward pass"),
 }
 
 
@@ -27,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         tyro.cli(
             getattr(import_module(module), function),
             prog=f"batchnorm {command}",
+            config=(tyro.conf.OmitArgPrefixes,),
             args=words[len(command.split()) :],
         )
     except KeyboardInterrupt:

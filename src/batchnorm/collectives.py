@@ -39,6 +39,15 @@ def merge_across_ranks(local: Moments, group: distributed.ProcessGroup | None = 
     return merge(gather_moments(local, group))
 
 
+def add_across_ranks(values: Tensor, group: distributed.ProcessGroup | None = None) -> Tensor:
+    """Return the sum of every rank's tensor; the tensor itself where nothing is distributed."""
+    if world_size(group) == 1:
+        return values
+    total = values.clone()
+    distributed.all_reduce(total, group=group)
+    return total
+
+
 def gather_objects(value: Any, group: distributed.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's value, in the order of ranks; ``[value]`` where nothing is distributed."""
     if world_size(group) == 1:

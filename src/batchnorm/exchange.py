@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf, isnan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+from torch.nn.parameter import is_lazy
 
 from . import calling
 
@@ -21,7 +23,7 @@ def private_copy(net: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: where the network is a wrapper (compiled, parallel) around the one to work on.
-        ValueError: where it cannot be copied.
+        ValueError: where it cannot be copied, or has lazy layers that never ran.
     """
     for wrapper, inner in (
         ("OptimizedModule", "_orig_mod"),
@@ -30,6 +32,9 @@ def private_copy(net: nn.Module) -> nn.Module:
     ):
         if type(net).__name__ == wrapper:
             raise TypeError(f"the network is wrapped in {wrapper}; pass the network inside it, net.{inner}")
+    lazy = [name for name, p in net.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise ValueError(f"{lazy[0]} has no shape yet: run the network on a batch once, to settle its lazy layers")
     memo = _uncopied(net)
     try:
         return copy.deepcopy(net, memo)
@@ -96,11 +101,24 @@ def restored(net: nn.Module) -> Iterator[None]:
             m._buffers[key] = buffer
 
 
+def outputs(
+    net: nn.Module, example: Any, forward: calling.Forward | None = None, *, training: bool | None = None
+) -> Any:
+    """Return what the network computes, run as a copy: no gradients, fixed random numbers, nothing left behind."""
+    twin = private_copy(net)
+    if training is not None:
+        twin.train(training)
+    batch = calling.to_device(example, calling.device_of(net), copy=True)
+    with torch.no_grad(), calling.eagerly(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        return calling.call(twin, batch, forward)
+
+
 def relative_error(new: Any, old: Any) -> float:
     """Return max |new - old| / max |old| over all tensors of two outputs; inf where their structure differs."""
     news, olds = calling.tensors_in(new), calling.tensors_in(old)
     if [t.shape for t in news] != [t.shape for t in olds]:
-        return float("inf")
+        return inf
     return max((_relative(a, b) for a, b in zip(news, olds, strict=True)), default=0.0)
 
 
@@ -112,6 +130,8 @@ def _relative(new: Tensor, old: Tensor) -> float:
     difference = torch.where(same, 0.0, (new - old).abs())
     scale = float(old.abs()[old.isfinite()].max()) if old.isfinite().any() else 0.0
     worst = float(difference.max())
+    if isnan(worst):
+        return inf  # a NaN or an infinity where the other has none
     return worst / scale if scale > 0 else worst
 
 

@@ -250,6 +250,22 @@ def test_before_a_transposed_convolution_only_a_scale_could_go():
     torch.testing.assert_close(folded(x), net(x))
 
 
+def test_an_input_that_is_changed_before_the_output_is_read():
+    def code(n, x):
+        x = x * 1
+        y = n.bn(x)
+        x.relu_()
+        return n.conv(y) + x.mean()
+
+    net = Net(code, bn=nn.BatchNorm2d(3), conv=nn.Conv2d(3, 2, 1))
+    assert "changes its input in place" in check(net).report["bn"].reason
+
+
+def test_lazy_layers_that_never_ran_are_refused():
+    with pytest.raises(ValueError, match=r"0\.weight has no shape yet"):
+        bn.fold(nn.Sequential(nn.LazyConv2d(3, 3), nn.BatchNorm2d(3)), image())
+
+
 def test_a_norm_that_keeps_no_statistics_is_kept():
     net = nn.Sequential(conv(), nn.BatchNorm2d(3, track_running_stats=False))
     assert "by the mini-batch in evaluation too" in check(net).report["1"].reason

@@ -286,3 +286,27 @@ def test_an_exception_leaves_the_network_as_it_was(verb):
 def test_wrappers_are_named(verb):
     with pytest.raises(TypeError, match=r"pass the network inside it, net\.module"):
         verb(nn.DataParallel(nn.Linear(3, 3)), torch.zeros(2, 3))
+
+
+def test_dropout_between_a_layer_and_its_activation_keeps_them_apart():
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), nn.Sigmoid())
+    for batch in (4, 1):  # with a single example only evaluation can be looked at, where dropout does nothing
+        converted = bn.convert(net, torch.randn(batch, 3))
+        assert converted[0].activation.name == "identity", batch
+    assert "training mode does not run" in converted.report.notes[0]
+
+
+@pytest.mark.parametrize("verb", [bn.convert, bn.insert, bn.fold])
+def test_what_a_network_remembers_between_calls_is_not_moved(verb):
+    class Stateful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.bn, self.memory = nn.Linear(3, 3), nn.BatchNorm1d(3), torch.zeros(3)
+
+        def forward(self, x):
+            y = torch.relu(self.bn(self.linear(x)) + self.memory)
+            self.memory = y.detach().mean(0)
+            return y
+
+    result = verb(scramble_(Stateful()), torch.randn(4, 3))
+    assert (result.memory == 0).all()

@@ -230,3 +230,95 @@ def test_devices_dtypes_and_modes_follow_the_affine_layer():
     norm = bn.insert(net, torch.zeros(2, 3).double())[0].norm
     assert norm.weight.dtype == norm.running_mean.dtype == torch.float64
     assert not norm.training
+
+
+def test_weights_that_other_code_reads_are_not_touched():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return F.linear(torch.relu(self.linear(x)), self.linear.weight)
+
+    report = bn.insert(Tied(), torch.randn(4, 3)).report
+    assert report["linear"].reason == "its weights are also read by linear in the network"
+    # In evaluation torch's encoder layer hands the weights of its linear layers to one fused function.
+    encoder = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    report = bn.insert(encoder, torch.randn(2, 5, 8)).report
+    assert report["0.linear1"].reason == "its weights are also read by '0' in evaluation"
+
+
+def test_heads_that_only_training_has_are_found():
+    class Auxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.aux, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x):
+            x = torch.relu(self.body(x))
+            return (self.head(x), torch.relu(self.aux(x))) if self.training else self.head(x)
+
+    assert bn.insert(Auxiliary().eval(), torch.randn(4, 3)).report.paths("inserted") == ["body", "aux"]
+
+
+def test_a_network_whose_training_needs_more_than_the_example():
+    class Targets(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(3, 3)
+
+        def forward(self, x, targets=None):
+            y = torch.relu(self.body(x))
+            return y if not self.training else y - targets["boxes"]
+
+    inserted = bn.insert(Targets(), torch.randn(4, 3))
+    assert inserted.report.paths("inserted") == ["body"]
+    assert "training mode does not run" in inserted.report.notes[0]
+
+
+def test_weight_norm_stays():
+    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.ReLU())
+    inserted = bn.insert(net, torch.randn(4, 3))
+    assert nn.utils.parametrize.is_parametrized(inserted[0].affine)
+    inserted(torch.randn(4, 3)).sum().backward()
+    assert bn.fold(scramble_(inserted), torch.randn(4, 3)).report.paths("folded") == ["0.norm"]
+
+
+def test_a_transposed_convolution_is_called_with_its_output_size():
+    class Up(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1)
+
+        def forward(self, x):
+            return torch.relu(self.up(x, output_size=[8, 8]))
+
+    assert bn.insert(Up(), torch.randn(2, 3, 4, 4))(torch.randn(2, 3, 4, 4)).shape == (2, 4, 8, 8)
+
+
+def test_unbatched_input_is_no_batch_of_features():
+    report = bn.insert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(3, 5, 5)).report
+    assert "is not a batch of features" in report["0"].reason
+
+
+def test_torch_fx_can_trace_the_result():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(4, 3)
+    inserted = bn.insert(net, x).eval()
+    torch.testing.assert_close(torch.fx.symbolic_trace(inserted)(x), inserted(x))
+    folded = bn.fold(scramble_(inserted), x, traced=True)
+    torch.testing.assert_close(folded(x), inserted(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_loader_that_breaks_leaves_the_network_as_it_was():
+    def batches():
+        yield torch.randn(4, 3, 8, 8)
+        raise OSError("disk")
+
+    net = Plain()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(OSError, match="disk"):
+        bn.insert(net, torch.randn(4, 3, 8, 8), init="identity", batches=batches())
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert not any(m._forward_hooks for m in net.modules())

@@ -1,1 +1,1 @@
-"""Benchmarks: one file per question, to be run on your own machine; each writes what it measured under results/."""
+"""One file per question of speed; users run them on their own machine."""

@@ -1,6 +1,22 @@
-"""Data: the embedded MNIST, and batches fit for batch normalization."""
+"""Data: the embedded MNIST, images from folders and tar shards, and batches fit for batch normalization."""
 
+from .augment import Augment, Normalize
 from .batches import BalancedBatches
 from .digits import MNIST, Digits, mnist
+from .draws import seed_at
+from .images import ImageBatches, TooManyCorruptError, open_images
+from .order import Order
 
-__all__ = ["MNIST", "BalancedBatches", "Digits", "mnist"]
+__all__ = [
+    "MNIST",
+    "Augment",
+    "BalancedBatches",
+    "Digits",
+    "ImageBatches",
+    "Normalize",
+    "Order",
+    "TooManyCorruptError",
+    "mnist",
+    "open_images",
+    "seed_at",
+]

@@ -20,6 +20,8 @@ class Value:
     shape: tuple[int, ...]
     producer: Call | None = None
     consumers: list[Call] = field(default_factory=list)
+    handed_on: list[Call] = field(default_factory=list)
+    """The calls that gave it on unchanged, such as Dropout's in evaluation; they are no consumers."""
     escapes: bool = False
     """Whether something other than a call sees it: it is an output of the network, or a user's hook gets it."""
 
@@ -33,8 +35,8 @@ class Value:
 class Call:
     """Hold one call of a module or a function; a module called twice has two of these.
 
-    ``path`` names the module or, for a function, the module whose code calls it. In ``args`` and ``kwargs`` the tensors
-    are replaced by their values.
+    ``path`` names the module or, for a function, the module whose code calls it. ``target`` is what was called: for a
+    module, its copy in the network that was run. In ``args`` and ``kwargs`` the tensors are replaced by their values.
 
     Beyond the paper: data flow.
     """
@@ -44,15 +46,14 @@ class Call:
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    module: nn.Module | None = None
+    """The module of the user's network; None for a function."""
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
+    writes: bool = False
+    """Whether it wrote into one of its inputs."""
     passes: bool = False
     """Whether it only handed its input on, as Identity does, and Dropout in evaluation."""
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module called; None for a function."""
-        return self.target if isinstance(self.target, nn.Module) else None
 
     def argument(self, position: int, name: str) -> Any:
         """Return an argument given by position or by name; None where it was not given."""

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import calling
+from ..exchange import private_copy
 from .calls import Call, Graph, Value
 from .kinds import has_hooks, is_leaf
 
@@ -27,15 +28,16 @@ READS = frozenset(
 )
 
 
-def trace(net: nn.Module, example: Any, forward: calling.Forward | None = None) -> Graph:
-    """Run the network on an example and return who fed whom, in the mode (training or evaluation) that it is in.
-
-    This runs the network: pass a copy where it may not change. The hooks used are removed, whatever happens.
+def trace(
+    net: nn.Module, example: Any, forward: calling.Forward | None = None, *, training: bool | None = None
+) -> Graph:
+    """Run a copy of the network on an example and return who fed whom, in terms of the network given.
 
     Args:
         net: any network.
         example: a batch, see :mod:`batchnorm.calling`; it is copied, so in-place code cannot change it.
         forward: how to call the network, where that rule does not fit.
+        training: the mode to run in; None is the one that the network is in.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
     >>> linear, relu = trace(net, torch.zeros(1, 2)).calls
@@ -44,14 +46,25 @@ def trace(net: nn.Module, example: Any, forward: calling.Forward | None = None) 
 
     Beyond the paper: what Alg. 2, l. 4 ("each layer with input x") needs to know of a network.
     """
+    twin = private_copy(net)
+    originals: dict[nn.Module, nn.Module] = dict(zip(twin.modules(), net.modules(), strict=True))
+    tensors = dict(zip(map(id, _held(twin)), map(id, _held(net)), strict=True))
+    if training is not None:
+        twin.train(training)
     example = calling.to_device(example, calling.device_of(net), copy=True)
-    recorder = _Recorder(net)
-    with torch.no_grad(), recorder.watching(net), recorder, _Resurface():  # type: ignore[no-untyped-call]
-        out = calling.call(net, example, forward)
+    recorder = _Recorder(twin)
+    recorder.watch(twin)
+    with torch.no_grad(), calling.eagerly(), recorder, _Resurface():  # type: ignore[no-untyped-call]
+        out = calling.call(twin, example, forward)
     for t in calling.tensors_in(out):
         recorder.value(t).escapes = True
-    held = {id(t) for t in (*net.parameters(), *net.buffers())}
-    return Graph(recorder.calls, {k: v for k, v in recorder.values.items() if k in held})
+    for call in recorder.calls:
+        call.module = originals.get(call.target) if isinstance(call.target, nn.Module) else None
+    return Graph(recorder.calls, {tensors[k]: v for k, v in recorder.values.items() if k in tensors})
+
+
+def _held(net: nn.Module) -> list[Tensor]:
+    return [*net.parameters(), *net.buffers()]
 
 
 class _Resurface(TorchDispatchMode):
@@ -86,18 +99,11 @@ class _Recorder(TorchFunctionMode):
             self._finish(*before, out)
         return out
 
-    @contextmanager
-    def watching(self, net: nn.Module) -> Iterator[None]:
-        """Hook every module of the network for the time of a forward pass."""
-        handles = []
+    def watch(self, net: nn.Module) -> None:
+        """Hook every module of a network that is only there to be watched."""
         for module in net.modules():
-            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            module.register_forward_hook(self._leave, with_kwargs=True)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._inside += 1
@@ -158,6 +164,7 @@ class _Recorder(TorchFunctionMode):
                 if old not in call.inputs:
                     call.inputs.append(old)
                 call.outputs.append(self._bind(alias, call))
+        call.writes = bool(written)
         results = calling.tensors_in(out)
         call.passes = bool(results) and not written and all(id(t) in self.values for t in results)
         call.outputs = list(
@@ -165,6 +172,8 @@ class _Recorder(TorchFunctionMode):
         )
         if call.passes:
             self.calls.append(call)
+            for value in call.inputs:
+                value.handed_on.append(call)
         elif results or written or call.name in READS:
             self.calls.append(call)
             for value in call.inputs:

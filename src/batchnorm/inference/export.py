@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import calling
-from ..exchange import relative_error, tolerance_for
+from ..exchange import outputs, relative_error, tolerance_for
 from ..extras import require
 from ..sites import Report
 from .fold import fold
@@ -59,6 +59,7 @@ def export(
         tolerance: the largest relative error to accept; by default what rounding can make in the network's precision.
 
     Raises:
+        FileNotFoundError: where the folder does not exist.
         ValueError: for another ending, where the exporter cannot express the network, or where outputs differ.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()).eval()
@@ -72,6 +73,8 @@ def export(
     writers: dict[str, tuple[Writer, Runner]] = {".onnx": (_write_onnx, _run_onnx), ".pt2": (_write_pt2, _run_pt2)}
     if path.suffix not in writers:
         raise ValueError(f"cannot tell the format from '{path.name}': end it in .onnx or .pt2")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder '{path.parent}' to write {path.name} to does not exist")
     if net.training:
         warnings.warn(
             "the network is in training mode: what is exported is its evaluation mode, folded with the statistics it"
@@ -94,7 +97,7 @@ def export(
         except Exception as failure:
             hint = "; try dynamic_batch=False" if dynamic_batch else ""
             raise ValueError(f"the exporter cannot express this network{hint}: {failure}") from failure
-        error = max(relative_error(run(draft, batch), calling.evaluate(folded, batch)) for batch in batches)
+        error = max(relative_error(run(draft, batch), outputs(folded, batch)) for batch in batches)
         if not error <= limit:
             raise ValueError(
                 f"the exported file's output differs from the network's by {error:.2e} (relative), more than"
@@ -115,7 +118,8 @@ def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool) -> None:
 
 
 def _run_pt2(path: Path, batch: Any) -> Any:
-    return calling.evaluate(torch.export.load(path).module(), batch)
+    with torch.no_grad():
+        return calling.call(torch.export.load(path).module(), batch)
 
 
 def _write_onnx(net: nn.Module, example: Any, path: Path, dynamic: bool) -> None:

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
-from torch.nn.utils import parametrize
 
 from .. import calling
-from ..exchange import Memo, exchange, private_copy, relative_error, tolerance_for
+from ..exchange import exchange, outputs, private_copy, relative_error, tolerance_for
 from ..graph import Graph, trace
-from ..graph.kinds import Affine, base_type, has_hooks, keeps_torch_forward
+from ..graph.kinds import has_hooks, keeps_torch_forward
+from ..graph.trace import READS
 from ..layers import BatchNorm
-from ..layers.fusion import Fused, activations_after
-from ..layers.normalized import Normalized
-from ..ops import Activation
-from ..ops.activation import from_module, to_module
+from ..layers.fusion import activations_after
 from ..sites import Report, Site, attach
-from .affine import fold_after, fold_before, map_of, weights_of
-from .fixed import FixedAffine
-from .plan import Plan, has_extras, make_plan
-
-Makers = dict[nn.Module, Callable[[Memo], nn.Module]]
+from .affine import map_of
+from .build import makers_for
+from .plan import Plan, has_nonlinear_part, make_plan
 
 
 def fold(
@@ -64,24 +57,20 @@ def fold(
 
     Paper: Alg. 2, l. 11
     """
-    original = private_copy(net).eval()
-    notes: list[str] = []
-    source = original
+    source = net
     if traced:
         from .traced import as_graph_module
 
-        source = as_graph_module(private_copy(original))
-    graph = trace(source, example, forward)
+        source = as_graph_module(private_copy(net).eval())
+    graph = trace(source, example, forward, training=False)
     layers, kept = _choose(source)
     plan = make_plan(graph, layers)
-    fused, _ = activations_after([graph], [m for m in plan.remaining if not _nonlinear(graph, m)])
-    result = exchange(source, _makers(source, graph, plan, fused)).eval()
-    error = _verify(original, result, example, forward, tolerance)
-    sites = _sites(source, graph, plan, fused, kept)
-    reads = graph.functions("item", "__bool__", "__int__", "__float__", "tolist")
-    if reads:
-        notes.append(f"Python code reads values ({reads[0]}): an input that takes another path was not looked at")
-    return attach(result, Report("fold", tuple(sites), error, tuple(notes)))
+    fused, _ = activations_after([graph], [m for m in plan.remaining if not has_nonlinear_part(graph, m)])
+    result = exchange(source, makers_for(source, graph, plan, fused)).eval()
+    error = _verify(net, result, example, forward, tolerance)
+    reads = graph.functions(*READS)[:1]
+    notes = tuple(f"Python code reads values ({call}): other inputs may take another path" for call in reads)
+    return attach(result, Report("fold", tuple(_sites(source, graph, plan, fused, kept)), error, notes))
 
 
 def _choose(net: nn.Module) -> tuple[list[TorchBatchNorm], dict[nn.Module, str]]:
@@ -114,83 +103,11 @@ def _reason_to_keep(layer: TorchBatchNorm) -> str:
     return ""
 
 
-def _nonlinear(graph: Graph, layer: TorchBatchNorm) -> bool:
-    return _activation_of(layer).name != "identity" or has_extras(graph, layer)
-
-
-def _activation_of(layer: nn.Module) -> Activation:
-    return layer.activation if isinstance(layer, BatchNorm) else Activation()
-
-
-def _makers(net: nn.Module, graph: Graph, plan: Plan, fused: dict[nn.Module, nn.Module]) -> Makers:
-    makers: Makers = {module: _folded_affine(module, plan) for module in {**plan.before, **plan.after}}
-    for layer in plan.gone:
-        makers[layer] = _constant(_rest_of(layer, graph))
-    for layer, left in plan.remaining.items():
-        activation = (from_module(fused[layer]) if layer in fused else None) or _activation_of(layer)
-        makers[layer] = _constant(FixedAffine(_narrow(left.scale, layer), _narrow(left.shift, layer), activation))
-    for module in set(fused.values()):
-        makers[module] = _constant(nn.Identity())
-    for module in net.modules():
-        # What insert() added goes where nothing is left of it.
-        if isinstance(module, Normalized) and module.norm in plan.gone and _is_dispensable(module, makers):
-            makers[module] = _same_as(module.affine)
-        if isinstance(module, Fused):
-            makers[module] = _constant(nn.Identity())
-    return makers
-
-
-def _is_dispensable(container: Normalized, makers: Makers) -> bool:
-    identity = _activation_of(container.norm).name == "identity"
-    return identity and container.affine in makers and not has_hooks(container)
-
-
-def _folded_affine(module: nn.Module, plan: Plan) -> Callable[[Memo], nn.Module]:
-    def make(memo: Memo) -> nn.Module:
-        affine = copy.deepcopy(module, memo)
-        assert isinstance(affine, Affine)
-        weights = weights_of(affine)
-        if module in plan.before:
-            weights = fold_before(affine, weights, plan.before[module])
-        if module in plan.after:
-            weights = fold_after(affine, weights, plan.after[module])
-        trained, like = affine.weight.requires_grad, affine.weight.detach()
-        if parametrize.is_parametrized(affine):
-            # remove_parametrizations would take the property from a class that the user's module shares.
-            affine.__class__ = base_type(affine)
-            del affine._modules["parametrizations"]
-        affine.weight = nn.Parameter(weights.weight.to(like), requires_grad=trained)
-        affine.bias = nn.Parameter(weights.bias.to(like), requires_grad=trained)
-        return affine
-
-    return make
-
-
-def _rest_of(layer: TorchBatchNorm, graph: Graph) -> nn.Module:
-    activation = _activation_of(layer)
-    if has_extras(graph, layer):
-        return FixedAffine(None, None, activation)
-    return to_module(activation)
-
-
-def _constant(module: nn.Module) -> Callable[[Memo], nn.Module]:
-    return lambda memo: module
-
-
-def _same_as(module: nn.Module) -> Callable[[Memo], nn.Module]:
-    return lambda memo: memo[id(module)]
-
-
-def _narrow(v: Tensor, layer: TorchBatchNorm) -> Tensor:
-    assert layer.running_mean is not None
-    return v.to(layer.running_mean)
-
-
 def _verify(
     old: nn.Module, new: nn.Module, example: Any, forward: calling.Forward | None, tolerance: float | None
 ) -> float:
     limit = tolerance_for(old) if tolerance is None else tolerance
-    error = relative_error(calling.evaluate(new, example, forward), calling.evaluate(old, example, forward))
+    error = relative_error(outputs(new, example, forward), outputs(old, example, forward, training=False))
     if not error <= limit:
         raise ValueError(
             f"the folded network's output differs from the original's by {error:.2e} (relative), more than {limit:.0e};"

@@ -14,10 +14,7 @@ from ..graph import Call, Graph, Value
 from ..graph.kinds import MOVING, Affine, Convolution, Transposed, has_hooks, is_affine, plain_name
 from ..layers import BatchNorm
 from .affine import Map, map_of
-
-
-class Refusal(Exception):
-    """Say why a batch normalization cannot go into some weights."""
+from .match import Refusal, feature_shape, match_down, match_up
 
 
 @dataclass
@@ -68,7 +65,7 @@ def _fold_up(graph: Graph, plan: Plan, layer: TorchBatchNorm) -> None:
     for call in graph.calls_of(layer):
         source, moves = _source(plan, graph, call)
         assert source.module is not None
-        index = _match_up(source, moves, call, layer)
+        index = match_up(source, moves, call, layer)
         if source.module in sources and not torch.equal(sources[source.module], index):
             raise Refusal(f"the calls of {source} arrange its features differently")
         sources[source.module] = index
@@ -90,9 +87,11 @@ def _fold_down(graph: Graph, plan: Plan, layer: TorchBatchNorm) -> None:
     sinks: dict[nn.Module, Tensor] = {}
     reached: set[Call] = set()
     for call in graph.calls_of(layer):
-        for sink, moves in _sinks(plan, call.outputs[0], []):
+        for writer in (c for c in call.argument(0, "input").consumers if c.writes):
+            raise Refusal(f"{writer} changes its input in place, which its output would then share")
+        for sink, moves in _sinks(plan, layer, call.outputs[0], []):
             assert sink.module is not None
-            index = _match_down(call, moves, sink, layer)
+            index = match_down(call, moves, sink, layer)
             if sink.module in sinks and not torch.equal(sinks[sink.module], index):
                 raise Refusal(f"the calls of {sink} arrange its features differently")
             sinks[sink.module] = index
@@ -135,17 +134,17 @@ def _source(plan: Plan, graph: Graph, call: Call) -> tuple[Call, list[Call]]:
         reader = producer
 
 
-def _sinks(plan: Plan, value: Value, moves: list[Call]) -> Iterator[tuple[Call, list[Call]]]:
+def _sinks(plan: Plan, layer: TorchBatchNorm, value: Value, moves: list[Call]) -> Iterator[tuple[Call, list[Call]]]:
     """Walk down from a layer's output to the affine calls that are all that reads it."""
     if value.escapes:
         raise Refusal("its output leaves the network")
     for reader in value.consumers:
         if is_affine(reader.module) and reader.inputs == [value]:
             yield reader, moves
-        elif reader.module in plan.gone and reader.inputs == [value]:
-            yield from _sinks(plan, reader.outputs[0], moves)
+        elif isinstance(reader.module, TorchBatchNorm) and layer in plan.gone.get(reader.module, []):
+            yield from _sinks(plan, layer, reader.outputs[0], moves)
         elif plain_name(reader.name) in MOVING and reader.inputs == [value]:
-            yield from _sinks(plan, reader.outputs[0], [*moves, reader])
+            yield from _sinks(plan, layer, reader.outputs[0], [*moves, reader])
         else:
             raise Refusal(f"its output goes to {reader}")
 
@@ -181,66 +180,5 @@ def _check_borders(module: nn.Module, before: Map) -> None:
             raise Refusal(f"the {name} after it pads with zeros, which the layer would have shifted")
 
 
-def _match_up(source: Call, moves: list[Call], call: Call, layer: TorchBatchNorm) -> Tensor:
-    """Return which of the layer's features each feature of the source becomes."""
-    assert source.module is not None
-    origin, target = source.outputs[0].shape, call.argument(0, "input").shape
-    dims = _feature_dims(source.module, len(origin))
-    kept = _feature_dims(layer, len(target))
-    if not moves and dims == kept:
-        return torch.arange(prod(origin[d] for d in dims))
-    features = _replayed(_numbered(origin, dims), moves)
-    return _function_of(features, _numbered(target, kept), prod(origin[d] for d in dims))
-
-
-def _match_down(call: Call, moves: list[Call], sink: Call, layer: TorchBatchNorm) -> Tensor:
-    """Return which of the layer's features each input feature of the sink is."""
-    assert sink.module is not None
-    origin, target = call.outputs[0].shape, sink.inputs[0].shape
-    dims = _feature_dims(layer, len(origin))
-    kept = _feature_dims(sink.module, len(target))
-    if not moves and dims == kept:
-        return torch.arange(prod(origin[d] for d in dims))
-    features = _replayed(_numbered(origin, dims), moves)
-    return _function_of(_numbered(target, kept), features, prod(target[d] for d in kept))
-
-
-def _function_of(inner: Tensor, outer: Tensor, size: int) -> Tensor:
-    """Return f with f[inner] = outer at every place; refuse where one number meets two."""
-    if inner.shape != outer.shape:
-        raise Refusal("the shapes between the two do not match")
-    index = torch.zeros(size, dtype=torch.long)
-    index[inner.flatten()] = outer.flatten()
-    if not torch.equal(index[inner], outer):
-        raise Refusal("it does not normalize the features of the affine layer beside it, but another dimension")
-    return index
-
-
-def _replayed(x: Tensor, moves: list[Call]) -> Tensor:
-    for move in moves:
-        x = move.replay(x)
-    return x
-
-
-def _numbered(shape: tuple[int, ...], dims: list[int]) -> Tensor:
-    """Return a tensor that holds at each place the number of its feature."""
-    sizes = [n if d in dims else 1 for d, n in enumerate(shape)]
-    return torch.arange(prod(sizes)).reshape(sizes).expand(shape)
-
-
-def _feature_dims(module: nn.Module, rank: int) -> list[int]:
-    if isinstance(module, nn.Linear):
-        return [rank - 1]
-    if isinstance(module, Convolution | Transposed):
-        return [rank - 1 - len(module.kernel_size)]
-    return [1 + d for d in range(len(_shape(module)))]
-
-
 def _features(module: nn.Module, v: Tensor) -> tuple[int, ...]:
-    return tuple(v.shape) if isinstance(module, Affine) else _shape(module)
-
-
-def _shape(layer: nn.Module) -> tuple[int, ...]:
-    assert isinstance(layer, TorchBatchNorm)
-    assert layer.running_mean is not None
-    return tuple(layer.running_mean.shape)
+    return tuple(v.shape) if isinstance(module, Affine) else feature_shape(module)

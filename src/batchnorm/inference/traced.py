@@ -12,7 +12,6 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from ..graph.kinds import is_affine, keeps_torch_forward
 from ..layers import BatchNorm
-from ..layers.normalized import Normalized
 
 CONVOLUTIONS: dict[Any, Any] = {F.conv1d: nn.Conv1d, F.conv2d: nn.Conv2d, F.conv3d: nn.Conv3d}
 CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -29,8 +28,6 @@ class _Tracer(fx.Tracer):
     """Look into every module whose forward is not ``torch.nn``'s own."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, Normalized):
-            return True
         if isinstance(m, BatchNorm):
             return type(m).forward is BatchNorm.forward
         if isinstance(m, TorchBatchNorm):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from ..graph import Call, Graph
-from ..graph.kinds import has_hooks
+from ..graph.kinds import has_hooks, plain_name
 from ..ops.activation import from_module
 
 
@@ -80,15 +80,16 @@ def _only_activation(layer: nn.Module, calls: list[Call]) -> tuple[nn.Module | N
         return None, "it has hooks, which would see the activation's output"
     modules = set()
     for call in calls:
-        consumer = call.outputs[0].sole_consumer
+        output = call.outputs[0]
+        consumer = output.sole_consumer
         if consumer is None:
-            readers = ", ".join(map(str, call.outputs[0].consumers))
-            return (
-                None,
-                f"its output is read by {readers or 'nothing'}{' and leaves the network' * call.outputs[0].escapes}",
-            )
+            readers = [*map(str, output.consumers), *["the outside"] * output.escapes]
+            return None, f"its output is read by {', '.join(readers) or 'nothing'}"
         if consumer.module is None:
             return None, f"its output goes to the function {consumer}, not to a module"
+        between = [c for c in output.handed_on if "dropout" in plain_name(c.name)]
+        if between:
+            return None, f"{between[0]} lies between it and its activation"
         modules.add(consumer.module)
         activation = from_module(consumer.module)
         if activation is None or activation.name == "identity":

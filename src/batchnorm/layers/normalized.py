@@ -11,7 +11,7 @@ class Normalized(nn.Module):
     """Normalize what a module computes: BN(module(...)), in the module's place.
 
     The module keeps its own names one level down: the state-dict entry ``conv1.weight`` becomes
-    ``conv1.affine.weight``, and the layer's are ``conv1.norm.*``. Attributes that the container does not have are the
+    ``conv1.affine.weight``, and the layer's are ``conv1.norm.*``. Public attributes that the container has not are the
     module's, so that code which reads ``self.conv1.out_channels`` keeps working.
 
     Args:
@@ -35,7 +35,7 @@ class Normalized(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the normalized output of the module."""
         x: Tensor = self.affine(*args, **kwargs)
-        if self.features_last and x.dim() > 2:
+        if self.features_last:
             y: Tensor = self.norm(x.flatten(0, -2))
             return y.reshape(x.shape)
         return self.norm(x)  # type: ignore[no-any-return]
@@ -44,6 +44,7 @@ class Normalized(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in ("affine", "norm"):
+            # Not what Python itself asks for: the copy or the pickle of the module is not that of the container.
+            if name.startswith("_") or name in ("affine", "norm"):
                 raise
             return getattr(self.affine, name)

@@ -65,7 +65,7 @@ def estimate_(
             f"rule is 'paper' or 'pooled' and upstream 'batch' or 'population', not {rule!r}, {upstream!r}"
         )
     layers, left_alone = _choose(net)
-    with torch.no_grad(), restored(net):
+    with torch.no_grad(), calling.eagerly(), restored(net):
         for module in net.modules():
             module.training = False
         run = _batch_pass if upstream == "batch" else _population_passes

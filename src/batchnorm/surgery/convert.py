@@ -11,14 +11,14 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.nn.utils import parametrize
 
 from .. import calling
-from ..exchange import Memo, exchange, private_copy
+from ..exchange import Memo, exchange
 from ..graph import Graph
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Sync
 from ..layers.fusion import Fused, activations_after
 from ..ops import Activation
 from ..ops.activation import as_activation
 from ..sites import Report, Site, attach
-from .kinds import OURS, OWN, THEIRS, compare, has_extras, move_state, traces
+from .kinds import OURS, OWN, THEIRS, compare, has_extras, move_state, notes_on, traces
 
 BY_DIMENSIONS = {2: BatchNorm1d, 3: BatchNorm1d, 4: BatchNorm2d, 5: BatchNorm3d}
 
@@ -50,26 +50,24 @@ def convert(net: nn.Module, example: Any, *, forward: calling.Forward | None = N
 
     Beyond the paper: for networks that have batch normalization already.
     """
-    source = private_copy(net)
-    graphs = traces(source, example, forward)
-    layers, refused = _convertible(source, graphs[0])
+    graphs = traces(net, example, forward)
+    layers, refused = _convertible(net, graphs[0])
     fused, unfused = activations_after(graphs, [m for m in layers if _has_room(m, graphs)])
     makers: dict[nn.Module, Any] = {
         layer: partial(_ours, layer, kind, as_activation(fused.get(layer))) for layer, kind in layers.items()
     }
     for activation in set(fused.values()):
         makers[activation] = partial(_fused, activation, [m for m, a in fused.items() if a is activation])
-    result = exchange(source, makers)
-    error = compare(source, result, example, forward, modes=len(graphs))
+    result = exchange(net, makers)
+    error = compare(net, result, example, forward, modes=len(graphs))
     sites = []
-    for name, module in source.named_modules():
+    for name, module in net.named_modules():
         if module in refused:
             sites.append(Site(name, "refused", refused[module]))
         elif module in layers:
             action = "converted" + (f" with {type(fused[module]).__name__}" if module in fused else "")
             sites.append(Site(name, action, f"activation: {unfused[module]}" if module in unfused else ""))
-    notes = () if len(graphs) > 1 else ("training mode does not run on this example: it was not compared",)
-    return attach(result, Report("convert", tuple(sites), error, notes))
+    return attach(result, Report("convert", tuple(sites), error, notes_on(graphs)))
 
 
 def _convertible(net: nn.Module, graph: Graph) -> tuple[dict[TorchBatchNorm, type[BatchNorm]], dict[nn.Module, str]]:

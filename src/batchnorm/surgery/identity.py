@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import calling
-from ..exchange import restored
+from ..exchange import private_copy
 from ..layers import BatchNorm
 from ..ops.moments import batch_moments
 from ..progress import progress
@@ -30,20 +30,13 @@ def set_identity(
     Paper: Sec. 3, "could recover the original activations"
     """
     tallies = {place: Tally() for place in norms}
-    handles = [
-        place.module.register_forward_hook(partial(_measure, place, norms[place], tally))
-        for place, tally in tallies.items()
-    ]
+    twin = private_copy(net).eval()
+    for place, tally in tallies.items():
+        twin.get_submodule(place.path).register_forward_hook(partial(_measure, place, norms[place], tally))
     device = calling.device_of(net)
-    try:
-        with torch.no_grad(), restored(net):
-            for module in net.modules():
-                module.training = False
-            for batch in progress(batches, "measuring activations"):
-                calling.call(net, calling.to_device(batch, device, copy=True), forward)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), calling.eagerly():
+        for batch in progress(batches, "measuring activations"):
+            calling.call(twin, calling.to_device(batch, device, copy=True), forward)
     for place, tally in tallies.items():
         _set(place, norms[place], tally)
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from .. import calling
-from ..exchange import Memo, exchange, private_copy, relative_error, restored, tolerance_for
-from ..graph import trace
+from ..exchange import Memo, exchange, outputs, relative_error, tolerance_for
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from ..layers.normalized import Normalized
 from ..sites import Report, Site, attach
 from .identity import set_identity
+from .kinds import notes_on, traces
 from .places import Candidate, Place, activation_places, affine_places
 
 Where = Iterable[str] | Callable[[str, nn.Module], bool]
@@ -43,7 +43,7 @@ def insert(
 
     Args:
         net: any network.
-        example: a batch; a copy of the network is run on it once, in the mode it is in.
+        example: a batch; a copy of the network is run on it in evaluation and, where that works, in training.
         where: another subset of activations: the names of affine layers, or a predicate of name and module. With
             ``placement="after"``, of activation modules.
         init: "unit" is gamma = 1 and beta = 0. "identity" sets gamma = sqrt(Var[x] + eps) and beta = E[x] and the
@@ -62,7 +62,7 @@ def insert(
             network with "identity" computes something else.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2))
-    >>> normalized = insert(net, torch.zeros(2, 4))
+    >>> normalized = insert(net, torch.randn(2, 4))
     >>> print(normalized.report)
     insert: 2 sites
       0: inserted BatchNorm1d(8)
@@ -74,18 +74,17 @@ def insert(
         raise ValueError(f"init is 'unit' or 'identity', placement 'before' or 'after', not {init!r}, {placement!r}")
     if init == "identity" and batches is None:
         raise ValueError("init='identity' takes E[x] and Var[x] from data: give batches=")
-    source = private_copy(net)
-    with restored(source):
-        graph = trace(source, example, forward)
+    graphs = traces(net, example, forward)
     find = affine_places if placement == "before" else activation_places
-    places, sites = _select(find(source, graph), where)
+    places, sites = _select(find(net, graphs), where)
     norms = {place: _norm(place, per_activation) for place in places}
     if init == "identity":
-        set_identity(source, norms, batches or [], forward)
-    result = exchange(source, {place.module: partial(_make, place, norm) for place, norm in norms.items()})
-    error = _compare(source, result, example, forward) if init == "identity" else None
+        set_identity(net, norms, batches or [], forward)
+    result = exchange(net, {place.module: partial(_make, place, norm) for place, norm in norms.items()})
+    error = _compare(net, result, example, forward) if init == "identity" else None
     done = {place.path: Site(place.path, _describe(place, norm)) for place, norm in norms.items()}
-    return attach(result, Report("insert", tuple(done.get(site.path, site) for site in sites), error))
+    listed = tuple(done.get(site.path, site) for site in sites)
+    return attach(result, Report("insert", listed, error, notes_on(graphs)))
 
 
 def _select(candidates: Iterable[Candidate], where: Where | None) -> tuple[list[Place], list[Site]]:
@@ -140,9 +139,8 @@ def _describe(place: Place, norm: BatchNorm) -> str:
 
 
 def _compare(old: nn.Module, new: nn.Module, example: Any, forward: calling.Forward | None) -> float:
-    with restored(old), restored(new):
-        was = calling.evaluate(old.eval(), example, forward)
-        error = relative_error(calling.evaluate(new.eval(), example, forward), was)
+    was, now = (outputs(net, example, forward, training=False) for net in (old, new))
+    error = relative_error(now, was)
     if not error <= tolerance_for(old):
         raise ValueError(
             f"with init='identity' the network's output differs by {error:.2e} (relative); nothing was changed. Does"

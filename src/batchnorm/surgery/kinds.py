@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import calling
-from ..exchange import Memo, relative_error, restored, tolerance_for
+from ..exchange import Memo, outputs, relative_error, tolerance_for
 from ..graph import Graph, trace
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 
@@ -36,16 +36,17 @@ def has_extras(layer: nn.Module, graphs: list[Graph]) -> bool:
 
 def traces(net: nn.Module, example: Any, forward: calling.Forward | None) -> list[Graph]:
     """Trace evaluation, and training where the example allows it."""
-    graphs = []
-    for training in (False, True):
-        with restored(net):
-            try:
-                graphs.append(trace(net.train(training), example, forward))
-            except ValueError:
-                # One value per feature, or SyncBatchNorm without a GPU: training cannot run on this example.
-                if not training:
-                    raise
-    return graphs
+    evaluation = trace(net, example, forward, training=False)
+    try:
+        return [evaluation, trace(net, example, forward, training=True)]
+    except Exception:
+        # One value per feature, SyncBatchNorm without a GPU, targets wanted: training cannot run on this example.
+        return [evaluation]
+
+
+def notes_on(graphs: list[Graph]) -> tuple[str, ...]:
+    """Say so where training could not be looked at."""
+    return () if len(graphs) > 1 else ("training mode does not run on this example: only evaluation was looked at",)
 
 
 def compare(old: nn.Module, new: nn.Module, example: Any, forward: calling.Forward | None, modes: int) -> float:
@@ -56,9 +57,7 @@ def compare(old: nn.Module, new: nn.Module, example: Any, forward: calling.Forwa
     """
     error = 0.0
     for training in (False, True)[:modes]:
-        with restored(old), restored(new):
-            was = calling.evaluate(old.train(training), example, forward)
-            now = calling.evaluate(new.train(training), example, forward)
+        was, now = (outputs(net, example, forward, training=training) for net in (old, new))
         error = max(error, relative_error(now, was))
     if not error <= tolerance_for(old):
         raise ValueError(

@@ -14,6 +14,8 @@ from ..graph.kinds import HANDING_ON, NONLINEAR, Affine, Convolution, Transposed
 from ..sites import Site
 
 FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+# In evaluation, unless someone watches, these hand the weights of their parts to one fused function.
+BYPASSING = (nn.TransformerEncoderLayer,)
 SCALING = frozenset({"mul", "div", "truediv", "multiply", "divide"})
 
 
@@ -96,9 +98,11 @@ def reach(values: list[Value]) -> Reach:
     return found
 
 
-def affine_places(net: nn.Module, graph: Graph) -> Iterator[Candidate]:
+def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
     """Yield each affine layer, in the order of calls; those that feed a nonlinearity are the default."""
     names = {module: name for name, module in net.named_modules()}
+    graph = graphs[-1]  # training, where it ran: it may have heads that evaluation has not
+    bypassing = [m for m in names if isinstance(m, BYPASSING)]
     seen: set[nn.Module] = set()
     for call in graph.calls:
         module = call.module
@@ -108,17 +112,23 @@ def affine_places(net: nn.Module, graph: Graph) -> Iterator[Candidate]:
             continue
         seen.add(module)
         calls = graph.calls_of(module)
+        readers = [str(reader) for g in graphs for p in module.parameters() for reader in g.readers_of(p)]
+        readers += [f"'{names[owner]}' in evaluation" for owner in bypassing if module in owner.children()]
+        if readers:
+            yield Candidate(None, Site(names[module], "skipped", f"its weights are also read by {readers[0]}"))
+            continue
         reason = _reason_to_skip(calls)
         last = isinstance(module, nn.Linear)
-        place = Place(names[module], module, call.outputs[0].shape, last, len(calls), _absorbed_bias(module, graph))
+        place = Place(names[module], module, call.outputs[0].shape, last, len(calls), _absorbed_bias(module))
         yield Candidate(place, Site(place.path, "skipped", reason), not reason)
     for module, name in names.items():
         if is_affine(module) and module not in seen:
             yield Candidate(None, Site(name, "skipped", "not called on the example"))
 
 
-def activation_places(net: nn.Module, graph: Graph) -> Iterator[Candidate]:
+def activation_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
     """Yield each nonlinearity that an affine layer feeds, for a batch normalization after it."""
+    graph = graphs[-1]
     fed: dict[Call, bool] = {}
     for call in graph.calls:
         if is_affine(call.module):
@@ -143,9 +153,7 @@ def _reason_to_skip(calls: list[Call]) -> str:
     return "feeds no nonlinearity" + (f", but {found.elsewhere[0]}" if found.elsewhere else "")
 
 
-def _absorbed_bias(module: nn.Module, graph: Graph) -> Tensor | None:
-    """Return the bias, unless code outside the module's call reads it or something else computes it."""
+def _absorbed_bias(module: nn.Module) -> Tensor | None:
+    """Return the bias, unless something else computes it."""
     assert isinstance(module, Affine)
-    if module.bias is None or parametrize.is_parametrized(module, "bias") or graph.readers_of(module.bias):
-        return None
-    return module.bias
+    return None if parametrize.is_parametrized(module, "bias") else module.bias

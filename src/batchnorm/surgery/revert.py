@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from .. import calling
-from ..exchange import Memo, exchange, private_copy
+from ..exchange import Memo, exchange
 from ..graph import Graph
 from ..layers import BatchNorm, Sync
 from ..layers.fusion import Fused
@@ -42,9 +42,8 @@ def revert(net: nn.Module, example: Any = None, *, forward: calling.Forward | No
 
     Beyond the paper: for those who go on without this library.
     """
-    source = private_copy(net)
-    graphs = [] if example is None else traces(source, example, forward)
-    names = {module: name for name, module in source.named_modules()}
+    graphs = [] if example is None else traces(net, example, forward)
+    names = {module: name for name, module in net.named_modules()}
     layers = [m for m in names if isinstance(m, BatchNorm)]
     reasons = {m: reason for m in layers if (reason := _reason_to_refuse(m, graphs))}
     if reasons:
@@ -54,8 +53,8 @@ def revert(net: nn.Module, example: Any = None, *, forward: calling.Forward | No
     elsewhere = {layer for marker in markers for layer in marker.layers}
     makers: dict[nn.Module, Any] = {m: partial(_theirs, m, m not in elsewhere) for m in layers}
     makers |= {marker: partial(copy.deepcopy, marker.activation) for marker in markers}
-    result = exchange(source, makers)
-    error = compare(source, result, example, forward, modes=len(graphs)) if graphs else None
+    result = exchange(net, makers)
+    error = compare(net, result, example, forward, modes=len(graphs)) if graphs else None
     return attach(result, Report("revert", tuple(Site(names[m], "reverted") for m in layers), error))
 
 

@@ -1,0 +1,50 @@
+"""Watch what batch normalization does to your own network's activations, and compare two runs on one page."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import batchnorm as bn
+from batchnorm.monitor import JSONLines, typical_unit
+from batchnorm.report.page import Report, report
+
+digits = bn.data.mnist()
+probe = digits.test.images[:250]
+
+
+def network(batch_norm):
+    torch.manual_seed(0)
+    layers = [nn.Linear(784, 50), nn.Sigmoid(), nn.Linear(50, 50), nn.Sigmoid(), nn.Linear(50, 10)]
+    net = nn.Sequential(*layers)
+    return bn.insert(net, probe) if batch_norm else net
+
+
+def train(net, folder, steps=300):
+    folder.mkdir(parents=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    metrics = folder / "metrics.jsonl"
+    with bn.Monitor(net, every=20, probe=probe, sinks=[JSONLines(metrics)]) as monitor:
+        for step in range(steps):
+            rows = torch.randint(60_000, (60,))
+            batch = (digits.train.images[rows], digits.train.labels[rows])
+            loss = F.cross_entropy(net(batch[0]), batch[1])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % 100 == 0:  # Section 2: how a layer's gradient changes when only the layers below it move
+                monitor.record_gradient_change(step, lambda y, b: F.cross_entropy(y, b[1]), batch, rate=0.1)
+    last = monitor.layers[-1]
+    unit = typical_unit(monitor.records, last)
+    low, middle, high = monitor.records[-1].percentiles[last].z[:, unit].tolist()
+    print(f"{folder.name}: unit {unit} of layer {last} ends at percentiles {low:.2f}, {middle:.2f}, {high:.2f}")
+
+
+with tempfile.TemporaryDirectory() as folder:
+    runs = (Path(folder, "without"), Path(folder, "with"))
+    for path, batch_norm in zip(runs, (False, True), strict=True):
+        train(network(batch_norm), path)
+    page = report(Report(runs, Path(folder, "report.html")))
+    print(f"one page of {page.stat().st_size // 1024} KiB, to open in any browser")

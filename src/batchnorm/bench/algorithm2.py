@@ -1,0 +1,127 @@
+"""What do population statistics cost, and is the folded network as fast as torch's? ``batchnorm bench algorithm2``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.optimization import fuse
+
+from ..inference import fold
+from ..layers import BatchNorm2d
+from ..population import estimate_
+from . import record
+
+QUESTION = "seconds a pass over a residual network of 18 layers (medians), and ratios within rounds (medians)"
+
+
+class Block(nn.Module):
+    """Two convolutions and a shortcut, as in a residual network of 18 layers."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), norm(outputs)
+        self.conv2, self.norm2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), norm(outputs)
+        self.relu1, self.relu2 = nn.ReLU(inplace=True), nn.ReLU(inplace=True)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return relu(shortcut(x) + the two convolutions of x)."""
+        y = self.relu1(self.norm1(self.conv1(x)))
+        return self.relu2(self.norm2(self.conv2(y)) + self.shortcut(x))  # type: ignore[no-any-return]
+
+
+def residual18(norm: type[nn.Module]) -> nn.Module:
+    """Return a residual network of 18 layers."""
+    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), norm(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    shapes = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1), (256, 512, 2)]
+    blocks = [Block(*shape, norm) for shape in [*shapes, (512, 512, 1)]]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000))
+
+
+def algorithm2(
+    rounds: int = 15,
+    batch: int = 8,
+    size: int = 96,
+    batches: int = 3,
+    threads: int = 1,
+    device: str = "cpu",
+    out: Path = Path("results/algorithm2.json"),
+) -> None:
+    """Time estimate_ against a plain forward pass, and fold against torch.fx's folding, in turns.
+
+    Args:
+        rounds: turns of each contender; ratios are taken within a round, and their median is reported.
+        batch: examples in a batch.
+        size: height and width of the images.
+        batches: batches in a pass.
+        threads: CPU threads.
+        device: where to run: cpu or cuda.
+        out: the result file.
+    """
+    torch.set_num_threads(threads)
+    data = [torch.randn(batch, 3, size, size, device=device) for _ in range(batches)]
+    rows = {
+        f"estimate_, layers of {name}": _estimate(residual18(norm).to(device), data, rounds)
+        for name, norm in (("torch.nn", nn.BatchNorm2d), ("batchnorm", BatchNorm2d))
+    }
+    rows["fold"] = _fold(residual18(nn.BatchNorm2d).to(device), data, rounds)
+    options = {"rounds": rounds, "batch": batch, "size": size, "batches": batches, "device": device}
+    record.write(out, QUESTION, options=options, rows=rows)
+    for name, row in rows.items():
+        print(name, *(f"  {what}: {value:.4g}" for what, value in row.items()), sep="\n")
+
+
+def _estimate(net: nn.Module, data: list[Tensor], rounds: int) -> dict[str, float]:
+    def plain(training: bool) -> None:
+        net.train(training)
+        with torch.no_grad():
+            for x in data:
+                net(x)
+
+    seconds = _in_turns(
+        {
+            "evaluation": lambda: plain(False),
+            "training": lambda: plain(True),
+            "estimate_": lambda: estimate_(net.train(), data),
+        },
+        rounds,
+    )
+    over = {f"estimate_ / {k}": _ratio(seconds["estimate_"], seconds[k]) for k in ("training", "evaluation")}
+    return {**{k: median(v) for k, v in seconds.items()}, **over}
+
+
+def _fold(net: nn.Module, data: list[Tensor], rounds: int) -> dict[str, float]:
+    net.eval()
+    nets = {"not folded": net, "torch.fx": fuse(net), "fold": fold(net, data[0])}
+
+    def run(net: nn.Module) -> Callable[[], object]:
+        return lambda: [net(x) for x in data]
+
+    with torch.no_grad():
+        seconds = _in_turns({name: run(n) for name, n in nets.items()}, rounds)
+    over = {f"fold / {k}": _ratio(seconds["fold"], seconds[k]) for k in ("torch.fx", "not folded")}
+    return {**{k: median(v) for k, v in seconds.items()}, **over}
+
+
+def _in_turns(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, run in contenders.items():
+            start = perf_counter()
+            run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            if turn:  # the first is there to warm up
+                seconds[name].append(perf_counter() - start)
+    return seconds
+
+
+def _ratio(a: list[float], b: list[float]) -> float:
+    return round(median(x / y for x, y in zip(a, b, strict=True)), 4)

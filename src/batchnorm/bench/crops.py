@@ -1,0 +1,161 @@
+"""Do many crops keep the device busy? Crops per second against the network's bare forward pass.
+
+Runs as ``python -m batchnorm.bench.crops``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import tyro
+from torch import nn
+
+from ..evaluate import Crops, SquareBatches, open_squares, predict
+from ..evaluate.crops import Count
+from ..evaluate.squares import Squares
+from ..evaluate.views import MeanProbabilities
+from ..extras import require
+from ..inference import fold
+from ..models import inception
+from ..report.results import environment, write_json
+
+
+@dataclass(frozen=True)
+class BenchCrops:
+    """Measure crops per second of multi-crop evaluation against the forward pass of the same network.
+
+    Beyond the paper: speed.
+    """
+
+    crops: Count = 144
+    """crops of each image"""
+    size: int = 224
+    """side of a crop"""
+    width: float = 1.0
+    """factor on the network's filters"""
+    images: int = 176
+    """images of 500 x 375 px and the like, made for this"""
+    batch_size: int = 256
+    """crops that the network takes at a time"""
+    workers: int = 8
+    """processes that decode"""
+    rounds: int = 5
+    """how often each contender runs, in turns"""
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    """where the network runs"""
+    out: Path = Path("results/bench-crops.json")
+    """the result file"""
+
+
+def crops(options: BenchCrops) -> dict[str, Any]:
+    """Time the contenders in turns, print crops per second and ratios, write the result file and return it.
+
+    "forward" is the folded appendix network on a batch that lies on the device; "crops" starts from decoded squares in
+    the host's memory: copying, cutting, mirroring, normalizing, forward, averaging; "files" starts from JPEG files.
+
+    Beyond the paper: speed.
+    """
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        batches = open_squares(
+            photographs(Path(folder), options.images),
+            crops=Crops.of(options.crops, options.size),
+            batch_size=options.batch_size,
+            workers=options.workers,
+            device=options.device,
+        )
+        net = _network(options)
+        contenders = _contenders(net, batches, list(batches), options.batch_size)
+        rates: dict[str, list[float]] = {name: [] for name in contenders}
+        for turn in range(options.rounds + 1):
+            for name, contender in contenders.items():
+                rate = _crops_per_second(contender, options.device)
+                if turn:  # the first warms up
+                    rates[name].append(rate)
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    result = {
+        "what": "crops per second; forward: the network alone, crops: from decoded images, files: from JPEG files",
+        "options": asdict(options),
+        "environment": environment(),
+        "crops per second": rates,
+        "share of forward": {name: round(median[name] / median["forward"], 3) for name in ("crops", "files")},
+    }
+    write_json(options.out, result)
+    for name, value in median.items():
+        print(f"{name:8} {value:10,.0f} crops/s  {value / median['forward']:.2f} of forward")
+    return result
+
+
+def photographs(folder: Path, count: int) -> Path:
+    """Write JPEG files of photographs' size and detail into an image folder and return it.
+
+    Beyond the paper: speed.
+    """
+    image_module, rng = require("PIL.Image", "train"), np.random.default_rng(0)
+    (folder / "val" / "all").mkdir(parents=True)
+    for k in range(count):
+        width, height = ((500, 375), (375, 500), (500, 333))[k % 3]
+        # Noise at several scales has about the detail, and the bytes, of a photograph.
+        layers = [
+            image_module.fromarray(rng.integers(0, 256, (height // s, width // s, 3), dtype=np.uint8)).resize(
+                (width, height), image_module.Resampling.BICUBIC
+            )
+            for s in (64, 16, 4)
+        ]
+        mixed = image_module.blend(image_module.blend(layers[0], layers[1], 0.4), layers[2], 0.25)
+        mixed.save(folder / "val" / "all" / f"{k:05d}.jpg", quality=90)
+    return folder
+
+
+def _network(options: BenchCrops) -> nn.Module:
+    net = inception(classes=1, size=options.size, width=options.width, seed=0).eval()
+    folded: Any = fold(net, torch.randn(2, 3, options.size, options.size))
+    folded = folded.to(options.device)
+    return folded.to(memory_format=torch.channels_last) if options.device.startswith("cuda") else folded  # type: ignore[no-any-return]
+
+
+def _contenders(
+    net: nn.Module, batches: SquareBatches, decoded: list[Squares], batch_size: int
+) -> dict[str, Callable[[], int]]:
+    """Return functions that do the work and say how many crops it was."""
+    mean = MeanProbabilities(net, batches.crops, batch_size).to(batches.device)
+    x = torch.randn(batch_size, 3, batches.crops.size, batches.crops.size, device=batches.device)
+    x = x.contiguous(memory_format=torch.channels_last)
+    total = batches.num_examples * batches.crops.count
+
+    def forward() -> int:
+        passes = max(1, round(total / batch_size))
+        for _ in range(passes):
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
+                net(x)
+        return passes * batch_size
+
+    def from_decoded() -> int:
+        for squares in decoded:
+            mean(squares)
+        return total
+
+    def from_files() -> int:
+        predict(net, batches, batch_size=batch_size, name="bench")
+        return total
+
+    return {"forward": forward, "crops": from_decoded, "files": from_files}
+
+
+def _crops_per_second(contender: Callable[[], int], device: str) -> float:
+    began = time.perf_counter()
+    count = contender()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    return count / (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    crops(tyro.cli(BenchCrops))

@@ -1,0 +1,167 @@
+"""How fast images are decoded and cropped, against a plain Pillow loader, and how many cores feed a GPU."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..data import open_images
+from ..data.reader import BatchReader, RandomCrop, Request
+from ..data.source import ImageSource, open_source
+from ..extras import require
+from ..report.results import environment, write_json
+
+BATCH = 50
+
+
+@dataclass(frozen=True)
+class InputRate:
+    """Hold images per second of one core, for both loaders, and of all workers together."""
+
+    data: str
+    images: int
+    size: int
+    rounds: int
+    plain: float
+    ours: float
+    ratio: float
+    workers: int
+    together: float
+    gpu_rate: float
+
+    def __str__(self) -> str:
+        per_worker = self.together / self.workers
+        return "\n".join(
+            [
+                f"{self.data}, {self.images} images, random crops of {self.size} px, median of {self.rounds} rounds",
+                f"plain Pillow loader  {self.plain:8.0f} images/s per core",
+                f"batchnorm.data       {self.ours:8.0f} images/s per core, {self.ratio:.2f} times as many",
+                f"{self.workers} workers {self.together:18.0f} images/s together, {per_worker:.0f} each",
+                f"{math.ceil(self.gpu_rate / self.ours)} cores (by one core's rate) or"
+                f" {math.ceil(self.gpu_rate / per_worker)} (by the workers') feed one GPU that trains"
+                f" {self.gpu_rate:.0f} images/s",
+            ]
+        )
+
+
+def input_rate(
+    data: Path | None = None,
+    /,
+    *,
+    split: str = "train",
+    size: int = 224,
+    images: int = 500,
+    rounds: int = 7,
+    workers: int = os.cpu_count() or 1,
+    gpu_rate: float = 15_000.0,
+    out: Path = Path("results/bench-input.json"),
+) -> InputRate:
+    """Time decoding and cropping by one core against a plain Pillow loader with the same crops; print and write it.
+
+    A core's rate is by processor time, so other work on the machine counts little; rounds alternate between the two.
+    The workers' rate is by the clock, through shared memory to this process.
+
+    Args:
+        data: an image folder or tar shards; without it pictures of 500x375 pixels are made, which are smoother, and
+            so faster to decode, than photographs.
+        split: which part of it.
+        size: the side of the crops.
+        images: how many of them, spread over the set.
+        rounds: how often each loader is timed.
+        workers: processes of the second measurement.
+        gpu_rate: images per second of the GPU to be fed.
+        out: the result file.
+
+    Raises:
+        RuntimeError: where the two loaders do not give the same pictures.
+
+    Beyond the paper: the input side of training.
+    """
+    with ExitStack() as stack:
+        root = data or _make_pictures(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        source = open_source(root, split)
+        chosen = np.unique(np.linspace(0, len(source.labels) - 1, images).astype(np.int64))
+        requests = [Request(0, chosen[i : i + BATCH]) for i in range(0, len(chosen), BATCH)]
+        reader = BatchReader(source, RandomCrop(seed=0), size)
+        _check(reader, requests[0])
+        plain, ours = [], []
+        for _ in range(rounds):
+            plain.append(_core_rate(lambda request: _plain(source, reader, request), requests))
+            ours.append(_core_rate(lambda request: reader[request].images, requests))
+        rate = InputRate(
+            data=data.name if data else "made pictures of 500x375 pixels",
+            images=len(chosen),
+            size=size,
+            rounds=rounds,
+            plain=statistics.median(plain),
+            ours=statistics.median(ours),
+            ratio=statistics.median(b / a for a, b in zip(plain, ours, strict=True)),
+            workers=workers,
+            together=_workers_rate(root, split, size, workers),
+            gpu_rate=gpu_rate,
+        )
+    print(rate)
+    write_json(out, {"what": "images per second, decoded and cropped", **asdict(rate), "environment": environment()})
+    return rate
+
+
+def _plain(source: ImageSource, reader: BatchReader, request: Request) -> Tensor:
+    """Load as most training scripts do, up to the uint8 batch."""
+    pillow = require("PIL.Image", "train")
+    batch = []
+    for example, choose in zip(request.examples.tolist(), reader.crop(request), strict=True):
+        image = pillow.open(io.BytesIO(source.read(example))).convert("RGB")
+        image = image.crop(choose(*image.size)).resize((reader.size, reader.size), pillow.Resampling.BILINEAR)
+        batch.append(torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous())
+    return torch.stack(batch)
+
+
+def _check(reader: BatchReader, request: Request) -> None:
+    plain, ours = _plain(reader.source, reader, request), reader[request].images.permute(0, 3, 1, 2)
+    difference = (plain.float() - ours.float()).abs().mean().item()
+    # Scaled decoding and half a pixel of rounding cost a few levels; another crop would differ by tens.
+    if difference > 10:
+        raise RuntimeError(f"the loaders differ by {difference:.1f} grey levels on average: nothing was timed")
+
+
+def _core_rate(load: Callable[[Request], Tensor], requests: list[Request]) -> float:
+    start = time.process_time()
+    count = sum(len(load(request)) for request in requests)
+    return count / (time.process_time() - start)
+
+
+def _workers_rate(root: Path, split: str, size: int, workers: int, seconds: float = 5.0) -> float:
+    batches = open_images(root, split, size=size, batch_size=BATCH, train=True, workers=workers)
+    next(batches.epoch(0))  # the workers' start
+    count, start, epoch = 0, time.perf_counter(), 1
+    while True:
+        for _, labels in batches.epoch(epoch):
+            count += len(labels)
+            if (elapsed := time.perf_counter() - start) > seconds:
+                return count / elapsed
+        epoch += 1
+
+
+def _make_pictures(root: Path, count: int = 200) -> Path:
+    pillow = require("PIL.Image", "train")
+    folder = root / "train" / "made"
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for k in range(count):
+        coarse = pillow.fromarray(rng.integers(0, 256, (38, 50, 3), dtype=np.uint8))
+        coarse.resize((500, 375), pillow.Resampling.BICUBIC).save(folder / f"{k}.jpg", quality=90)
+    return root

@@ -1,0 +1,77 @@
+"""What does :class:`batchnorm.Monitor` cost a training loop at its default setting?"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..data import mnist
+from ..models import perceptron
+from ..monitor import Monitor
+from ..report.results import environment, write_json
+
+
+@dataclass(frozen=True)
+class BenchMonitor:
+    """Time an eager training loop of Section 4.1's network with and without a monitor, in turns.
+
+    Beyond the paper: the monitor's price.
+    """
+
+    steps: int = 500
+    """Updates in a turn: five records at the default ``every=100``."""
+    rounds: int = 15
+    """Turns of each contender; the ratio is of medians."""
+    out: Path = Path("results/bench-monitor.json")
+    """The result file."""
+
+
+def monitor(options: BenchMonitor) -> dict[str, Any]:
+    """Run the contenders in turns, write the result file and return what is in it.
+
+    Beyond the paper: the monitor's price.
+    """
+    data = mnist()
+    net = perceptron(seed=0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def train(rows: Tensor) -> float:
+        began = time.perf_counter()
+        for row in rows.unbind():
+            loss = F.cross_entropy(net(data.train.images[row]), data.train.labels[row])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return (time.perf_counter() - began) / len(rows)
+
+    load = os.getloadavg()[0]
+    seconds: dict[str, list[float]] = {"no monitor": [], "on the batch": [], "on a probe of 250": []}
+    train(torch.randint(60_000, (100, 60)))
+    for _ in range(options.rounds):
+        rows = torch.randint(60_000, (options.steps, 60))
+        seconds["no monitor"].append(train(rows))
+        with Monitor(net):
+            seconds["on the batch"].append(train(rows))
+        with Monitor(net, probe=data.test.images[:250]):
+            seconds["on a probe of 250"].append(train(rows))
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    result = {
+        "what": "seconds a training step, and what the monitor adds to it",
+        "options": {key: value for key, value in asdict(options).items() if key != "out"},
+        "environment": {**environment(), "load average before": load},
+        "seconds": seconds,
+        "median": median,
+        "added": {name: round(value / median["no monitor"] - 1, 4) for name, value in median.items()},
+    }
+    write_json(options.out, result)
+    for name, value in median.items():
+        print(f"{name}: {1e6 * value:.0f} us a step, {value / median['no monitor'] - 1:+.1%}")
+    return result

@@ -1,0 +1,131 @@
+"""A whole set of images, decoded once and kept on the device, where crops are cut out of it in batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .crops import CENTRE_SHARE, Box
+from .decode import decode_crop
+from .prefetch import Prefetcher
+from .reader import BatchReader, CorruptFile, Crop, Request, WholeImage
+from .source import ImageSource
+
+CHUNK = 256
+
+
+@dataclass(frozen=True)
+class DeviceCache:
+    """Hold all images at one size, stretched to squares, with what their crops need.
+
+    A crop is chosen in the original image's pixels, as without the cache (the same boxes for the same seed), and cut
+    out of the stretched image. What differs: pixels are resampled twice, and a crop of a large image has no more
+    detail than the kept size has.
+    """
+
+    images: Tensor  # (n, side, side, 3)
+    labels: Tensor
+    row_of: np.ndarray  # the row of each example, -1 where it is corrupt
+    sizes: np.ndarray
+    corrupt: list[CorruptFile]
+
+    @classmethod
+    def fill(cls, source: ImageSource, size: int, workers: int, device: torch.device) -> DeviceCache:
+        """Decode the whole source."""
+        n, side = len(source.labels), cached_side(source, size)
+        _check_room(n * side * side * 3, device)
+        images = torch.empty(n, side, side, 3, dtype=torch.uint8, device=device)
+        labels = torch.empty(n, dtype=torch.int64, device=device)
+        row_of, sizes = np.full(n, -1), np.zeros((n, 2), dtype=np.int64)
+        corrupt: list[CorruptFile] = []
+        load = Prefetcher(BatchReader(source, WholeImage(), side), workers, device)
+        row = 0
+        for part in load(Request(0, np.arange(i, min(i + CHUNK, n))) for i in range(0, n, CHUNK)):
+            rows = slice(row, row + len(part.images))
+            images[rows], labels[rows] = part.images, part.labels
+            row_of[part.examples.numpy()] = np.arange(rows.start, rows.stop)
+            sizes[part.examples.numpy()] = part.sizes.numpy()
+            corrupt += part.corrupt
+            row = rows.stop
+        return cls(images, labels, row_of, sizes, corrupt)
+
+    def batch(self, request: Request, crop: Crop, size: int) -> tuple[Tensor, Tensor]:
+        """Return the crops of a request as (n, size, size, 3), and the labels."""
+        side = self.images.shape[1]
+        boxes = [
+            choose(w, h).scaled(side / w, side / h)
+            for choose, (w, h) in zip(crop(request), self.sizes[request.examples].tolist(), strict=True)
+            if w
+        ]
+        rows = self.row_of[request.examples]
+        index = _to(torch.from_numpy(rows[rows >= 0]), self.images.device)
+        cut = _to(torch.tensor(boxes, dtype=torch.float32).view(-1, 4), self.images.device)
+        return crop_resize(self.images[index], cut, size), self.labels[index]
+
+
+def cached_side(source: ImageSource, size: int) -> int:
+    """Return the side at which images are kept: 8/7 of the crop's, or their own longest side where that is smaller."""
+    looked_at = np.unique(np.linspace(0, len(source.labels) - 1, 64).astype(int)).tolist()
+    longest = 1
+    for example in looked_at:
+        try:
+            longest = max(longest, *decode_crop(source.read(example), _all, torch.empty(1, 1, 3, dtype=torch.uint8)))
+        except (ValueError, OSError):
+            continue
+    return min(longest, math.ceil(size / CENTRE_SHARE))
+
+
+def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
+    """Cut a box out of each image and resize it with an antialiased bilinear (triangle) filter.
+
+    The filter is separable: y = R x C^T with one matrix for the rows and one for the columns of each image, so a batch
+    is two batched matrix products, and nothing waits for the device.
+
+    Args:
+        images: uint8 of shape (n, height, width, 3).
+        boxes: left, top, right, bottom of each, in pixels.
+        size: the side of the result, (n, size, size, 3).
+
+    Beyond the paper: the input pipeline.
+    """
+    left, top, right, bottom = boxes.unbind(1)
+    rows = _triangle_filter(top, bottom, images.shape[1], size)
+    columns = _triangle_filter(left, right, images.shape[2], size)
+    y = torch.einsum("niy,nyxc->nixc", rows, images.to(rows.dtype))
+    y = torch.einsum("njx,nixc->nijc", columns, y)
+    return y.round().clamp(0, 255).to(torch.uint8).contiguous()
+
+
+def _triangle_filter(start: Tensor, stop: Tensor, pixels: int, size: int) -> Tensor:
+    """Return the weights, (n, size, pixels), of the pixels inside of [start, stop) for each place of the result."""
+    scale = ((stop - start) / size)[:, None]
+    centre = start[:, None] + scale * (torch.arange(size, device=start.device) + 0.5)
+    pixel = torch.arange(pixels, device=start.device) + 0.5
+    weight = (1 - (pixel - centre[..., None]).abs() / scale.clamp(min=1)[..., None]).clamp(min=0)
+    # A pixel cut by the box's edge counts, so that there always is one.
+    inside = (pixel > start.floor()[:, None]) & (pixel < stop.ceil()[:, None])
+    weight = weight * inside[:, None]
+    return weight / weight.sum(-1, keepdim=True)
+
+
+def _all(width: int, height: int) -> Box:
+    return Box(0, 0, width, height)
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _check_room(wanted: int, device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    if wanted > free:
+        raise ValueError(
+            f"cache='device' needs {wanted / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free: use"
+            " cache='none'"
+        )

@@ -1,0 +1,77 @@
+"""Where to cut: boxes in the original image's pixels, each resized to the network's input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Not in the paper: GoogLeNet's crops ("Going deeper with convolutions", Sec. 6) cover 8% to 100% of the image's area
+# at an aspect ratio between 3/4 and 4/3.
+CROP_AREA = (0.08, 1.0)
+CROP_ASPECT = (3 / 4, 4 / 3)
+# Not in the paper: 224 pixels out of a short side of 256.
+CENTRE_SHARE = 224 / 256
+
+ATTEMPTS = 10
+DRAWS = 4 * ATTEMPTS
+
+
+class Box(NamedTuple):
+    """Hold a rectangle of an image in pixels; right and bottom are outside of it."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def scaled(self, x: float, y: float) -> Box:
+        """Return the same rectangle in the coordinates of an image scaled by ``x`` and ``y``."""
+        return Box(self.left * x, self.top * y, self.right * x, self.bottom * y)
+
+
+def random_box(draws: Sequence[float], width: int, height: int, area: tuple[float, float] = CROP_AREA) -> Box:
+    """Return a random rectangle of random area and aspect ratio, as Inception's training crops.
+
+    Args:
+        draws: :data:`DRAWS` numbers in [0, 1), four for each attempt at a rectangle that fits into the image.
+        width, height: the image's size.
+        area: the range of the rectangle's share of the image's area, uniform.
+
+    >>> random_box([0.5] * DRAWS, 100, 100)
+    Box(left=14, top=14, right=87, bottom=87)
+
+    Beyond the paper: GoogLeNet's sampling.
+    """
+    (low, high), (narrow, wide) = area, CROP_ASPECT
+    for k in range(0, DRAWS, 4):
+        share, shape, x, y = draws[k : k + 4]
+        pixels = width * height * (low + (high - low) * share)
+        aspect = narrow * (wide / narrow) ** shape
+        w, h = round(math.sqrt(pixels * aspect)), round(math.sqrt(pixels / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = int(x * (width - w + 1)), int(y * (height - h + 1))
+            return Box(left, top, left + w, top + h)
+    # The image is too long for any of them: its centre, at the nearest aspect ratio in range.
+    return _centred(min(width, round(height * wide)), min(height, round(width / narrow)), width, height)
+
+
+def centre_box(width: int, height: int, size: int) -> Box:
+    """Return the centre square that evaluation sees: 7/8 of the short side.
+
+    It is the same as resizing the short side to 8/7 of ``size`` and cutting out the centre. An image of fewer pixels
+    than that is not enlarged in order to be cut: the square has at least ``size`` pixels, or the whole short side.
+
+    >>> centre_box(512, 256, 224), centre_box(64, 64, 64)
+    (Box(left=144, top=16, right=368, bottom=240), Box(left=0, top=0, right=64, bottom=64))
+
+    Beyond the paper: the usual single crop.
+    """
+    short = min(width, height)
+    side = max(round(short * CENTRE_SHARE), min(short, size))
+    return _centred(side, side, width, height)
+
+
+def _centred(w: int, h: int, width: int, height: int) -> Box:
+    left, top = (width - w) // 2, (height - h) // 2
+    return Box(left, top, left + w, top + h)

@@ -1,0 +1,185 @@
+"""Batches of images from folders or tar shards, exact at any position on any number of ranks and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .cache import DeviceCache
+from .crops import CROP_AREA
+from .order import Order, Shuffle
+from .prefetch import Prefetcher
+from .reader import BatchReader, CentreCrop, CorruptFile, Crop, RandomCrop, Request
+from .source import ImageSource, open_source
+
+
+class TooManyCorruptError(ValueError):
+    """Report that more files than allowed could not be read."""
+
+
+class ImageBatches:
+    """Give the batches of any epoch from any step on; :func:`open_images` makes them.
+
+    Beyond the paper: the input pipeline.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        order: Order,
+        crop: Crop,
+        size: int,
+        load: Prefetcher | DeviceCache,
+        max_corrupt: int,
+    ) -> None:
+        self.order = order
+        self.size = size
+        self.max_corrupt = max_corrupt
+        self._source, self._crop, self._load = source, crop, load
+        self._corrupt: dict[int, CorruptFile] = {}
+        if isinstance(load, DeviceCache):
+            self._note(load.corrupt)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes; a label is a place among them."""
+        return self._source.classes
+
+    @property
+    def num_examples(self) -> int:
+        """The examples of an epoch over all ranks, corrupt ones included."""
+        return self.order.num_examples
+
+    @property
+    def corrupt(self) -> list[CorruptFile]:
+        """The files that this process has skipped so far, each once."""
+        return list(self._corrupt.values())
+
+    def __len__(self) -> int:
+        """Return the steps of an epoch, the same on every rank."""
+        return len(self.order)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's batches of an epoch from step ``start`` on.
+
+        Images are uint8 of shape (n, 3, size, size), channels last in memory, labels int64 of shape (n,). What step
+        k holds depends on the seed, the epoch and k alone, so going on from (epoch, step) is exact. A batch lacks
+        its corrupt files; in evaluation the last one may be empty on some ranks.
+
+        Raises:
+            TooManyCorruptError: past ``max_corrupt`` files, or where a training batch has fewer than two images left.
+        """
+        if not 0 <= start <= len(self):
+            raise ValueError(f"start={start} is outside of the {len(self)} steps of an epoch")
+        requests = _requests(self.order, epoch, start)
+        for step, (images, labels) in enumerate(self._batches(requests), start):
+            if self.order.train and len(labels) < 2:
+                raise TooManyCorruptError(
+                    f"step {step} of epoch {epoch} has {len(labels)} readable image(s) left, too few to normalize:"
+                    f" {self._listed()}"
+                )
+            yield images.permute(0, 3, 1, 2), labels
+
+    def _batches(self, requests: Iterable[Request]) -> Iterator[tuple[Tensor, Tensor]]:
+        if isinstance(self._load, DeviceCache):
+            for request in requests:
+                yield self._load.batch(request, self._crop, self.size)
+            return
+        for part in self._load(requests):
+            self._note(part.corrupt)
+            yield part.images, part.labels
+
+    def _note(self, corrupt: list[CorruptFile]) -> None:
+        self._corrupt |= {file.example: file for file in corrupt}
+        if len(self._corrupt) > self.max_corrupt:
+            raise TooManyCorruptError(
+                f"{len(self._corrupt)} files could not be read and max_corrupt={self.max_corrupt}: {self._listed()}"
+            )
+
+    def _listed(self) -> str:
+        return "; ".join(f"{file.name} ({file.reason})" for file in self.corrupt[:5])
+
+
+def _requests(order: Order, epoch: int, start: int) -> Iterator[Request]:
+    """Yield the requests of an epoch.
+
+    No method: a generator that held the batches would be part of a cycle, and workers would live until it is collected.
+    """
+    examples = order.examples(epoch)
+    for step in range(start, len(order)):
+        yield Request(epoch, order.batch(examples, step))
+
+
+def open_images(
+    path: str | Path,
+    split: str = "train",
+    *,
+    size: int,
+    batch_size: int,
+    train: bool,
+    shuffle: Shuffle = "epoch",
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    workers: int = 0,
+    cache: Literal["none", "device"] = "none",
+    device: torch.device | str = "cpu",
+    max_corrupt: int | None = None,
+    crop_area: tuple[float, float] = CROP_AREA,
+) -> ImageBatches:
+    """Open one split of an image folder or of tar shards as batches of crops.
+
+    Training (``train=True``) sees every example once an epoch, in random order, each as a random crop; evaluation sees
+    them as stored, each as its centre square. Workers only read, decode and crop: see :class:`batchnorm.data.Augment`
+    for the rest.
+
+    Args:
+        path: a folder with ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg``, or with WebDataset's ``train-*.tar`` and
+            ``val-*.tar``; images are JPEG, PNG or WebP.
+        split: which part of it.
+        size: the side of the crops.
+        batch_size: the examples of a step over all ranks together; see :class:`batchnorm.data.Order` for each rank's
+            part and for the last steps.
+        train: random order and crops, or stored order and centre squares.
+        shuffle: ``"fixed"`` or ``"epoch"``, for training.
+        seed: of order and crops.
+        rank, world_size: this process among all.
+        workers: processes that decode ahead; 0 decodes in this one.
+        cache: ``"device"`` decodes everything once and keeps it on the device; see
+            :class:`batchnorm.data.cache.DeviceCache` for what differs.
+        device: where batches go.
+        max_corrupt: files that may be unreadable, by default 10 and a thousandth of all.
+        crop_area: the range of the random crops' share of the image.
+
+    Raises:
+        FileNotFoundError: where ``path`` is neither layout.
+        ValueError: where no step layout fits, and :class:`TooManyCorruptError` where too many files are unreadable.
+
+    >>> import tempfile
+    >>> from PIL import Image
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> for name in ("cat", "dog"):
+    ...     (folder / "train" / name).mkdir(parents=True)
+    ...     for k in range(3):
+    ...         Image.new("RGB", (48, 40), "green").save(folder / "train" / name / f"{k}.jpg")
+    >>> batches = open_images(folder, size=32, batch_size=4, train=True)
+    >>> [(tuple(images.shape), len(labels)) for images, labels in batches.epoch(0)], batches.classes
+    ([((4, 3, 32, 32), 4), ((2, 3, 32, 32), 2)], ('cat', 'dog'))
+
+    Paper: Sec. 4.2.1, "Shuffle training examples more thoroughly"
+    """
+    where = torch.device(device)
+    source = open_source(path, split)
+    order = Order(source.shard_sizes, batch_size, train, shuffle, seed, rank, world_size)
+    crop: Crop = RandomCrop(seed, crop_area) if train else CentreCrop(size)
+    load: Prefetcher | DeviceCache
+    if cache == "device":
+        load = DeviceCache.fill(source, size, workers, where)
+    else:
+        load = Prefetcher(BatchReader(source, crop, size), workers, where)
+    allowed = 10 + order.num_examples // 1000 if max_corrupt is None else max_corrupt
+    return ImageBatches(source, order, crop, size, load, allowed)

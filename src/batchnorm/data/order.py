@@ -1,0 +1,115 @@
+"""Which examples a step sees: a function of the seed, the epoch and the step alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .draws import permutation, seed_at
+
+Shuffle = Literal["fixed", "epoch"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Lay out epochs: every example once, in steps that all ranks share.
+
+    A step is ``batch_size`` examples over all ranks together, so a position (epoch, step) means the same on any
+    number of ranks. Each rank takes one consecutive part of the step; the parts differ by at most one example.
+
+    The tail: where n is no multiple of the batch size, the last step is smaller. In training no rank may get a part
+    of fewer than two examples (they could not be normalized), so a leftover of less than half a step shares evenly
+    with the step before it. In evaluation the leftover stays as it is, and a rank's part of it may be empty.
+
+    Args:
+        shard_sizes: examples in each shard.
+        batch_size: examples of a step, over all ranks.
+        train: whether the order is random and the tail is balanced; else it is as stored.
+        shuffle: ``"fixed"`` is one random order within shards, the same each epoch, so the same examples always meet
+            in a mini-batch; ``"epoch"`` draws a new order of the shards and within them each epoch.
+        seed: where the random order comes from.
+        rank, world_size: this process among all.
+
+    Raises:
+        ValueError: where no layout gives each rank two examples in each step.
+
+    >>> order = Order((5, 4), batch_size=4, train=True, shuffle="epoch", seed=0)
+    >>> len(order), [order.step_size(step) for step in range(3)]
+    (3, [4, 3, 2])
+
+    Paper: Sec. 4.2.1, "Shuffle training examples more thoroughly"
+    """
+
+    shard_sizes: tuple[int, ...]
+    batch_size: int
+    train: bool
+    shuffle: Shuffle
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size}: a step needs at least one example")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank={self.rank} is not one of the {self.world_size} ranks 0 to {self.world_size - 1}")
+        if self.shuffle not in ("fixed", "epoch"):
+            raise ValueError(f"shuffle={self.shuffle!r} is unknown: choose 'fixed' or 'epoch'")
+        least = min((self.step_size(s) for s in range(max(0, len(self) - 2), len(self))), default=0)
+        if self.train and least < 2 * self.world_size:
+            raise ValueError(
+                f"{self.num_examples} examples in steps of {self.batch_size} leave one of {self.world_size} rank(s)"
+                f" fewer than 2 examples in a step, which cannot be normalized: use batch_size >= {4 * self.world_size}"
+                " and at least as many examples, or fewer ranks"
+            )
+
+    @property
+    def num_examples(self) -> int:
+        """The examples of an epoch, over all ranks."""
+        return sum(self.shard_sizes)
+
+    def __len__(self) -> int:
+        return -(-self.num_examples // self.batch_size)
+
+    def step_size(self, step: int) -> int:
+        """Return how many examples the step has over all ranks."""
+        lo, hi = self._bounds(step)
+        return hi - lo
+
+    def rows(self, step: int) -> slice:
+        """Return which of the step's examples are this rank's."""
+        return _part(self.step_size(step), self.rank, self.world_size)
+
+    def batch(self, permuted: NDArray[np.int64], step: int) -> NDArray[np.int64]:
+        """Return this rank's examples of a step, out of :meth:`examples` of its epoch."""
+        lo, hi = self._bounds(step)
+        return permuted[lo:hi][self.rows(step)]
+
+    def examples(self, epoch: int) -> NDArray[np.int64]:
+        """Return all examples of an epoch, over all ranks, in its order."""
+        if not self.train:
+            return np.arange(self.num_examples)
+        key = seed_at(self.seed, epoch if self.shuffle == "epoch" else 0)
+        first = np.concatenate([[0], np.cumsum(self.shard_sizes)])
+        shards = permutation(seed_at(key, 0), len(self.shard_sizes))
+        return np.concatenate([first[s] + permutation(seed_at(key, 1 + s), self.shard_sizes[s]) for s in shards])
+
+    def _bounds(self, step: int) -> tuple[int, int]:
+        n, last = self.num_examples, len(self) - 1
+        if not 0 <= step <= last:
+            raise IndexError(f"step {step} is not one of the {last + 1} steps of an epoch")
+        tail = n - last * self.batch_size
+        middle = last * self.batch_size
+        if self.train and last > 0 and tail < self.batch_size / 2:
+            middle = n - (self.batch_size + tail) // 2
+        edges = (*(s * self.batch_size for s in range(step, min(step + 2, last))), middle, n)
+        return (edges[0], edges[1])
+
+
+def _part(size: int, rank: int, world_size: int) -> slice:
+    each, extra = divmod(size, world_size)
+    start = rank * each + min(rank, extra)
+    return slice(start, start + each + (rank < extra))

@@ -1,0 +1,124 @@
+"""``batchnorm shard``: an image folder as tar shards."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .draws import permutation, seed_at
+from .folder import FolderSource
+from .imagenet import TRAIN_TAR, open_official
+from .shards import CLASSES_FILE, TarSource
+from .source import ImageSource
+
+T = TypeVar("T")
+
+
+class ShardedSplit(NamedTuple):
+    """Say what was written of one split."""
+
+    split: str
+    examples: int
+    shards: int
+    classes: int
+
+    def __str__(self) -> str:
+        return f"{self.split}: {self.examples} images of {self.classes} classes in {self.shards} shards"
+
+
+def shard(folder: Path, out: Path, /, *, per_shard: int = 5000, seed: int = 0) -> list[ShardedSplit]:
+    """Turn an image folder, or ImageNet's own tar files, into tar shards in random order, and print what was written.
+
+    Encoded images are copied as they are. ``classes.txt`` beside the shards has the class names. The folder ``out``
+    appears when all of it is written and safe on disk; the same folder, seed and size give the same bytes.
+
+    Args:
+        folder: with train/CLASS/*.jpg and, where there is one, val/CLASS/*.jpg; or with ILSVRC2012_img_train.tar and,
+            where there is one, ILSVRC2012_img_val.tar beside what says its classes, ILSVRC2012_bbox_val_v3.tgz or
+            LOC_val_solution.csv.
+        out: the folder to make.
+        per_shard: images in a shard, at most.
+        seed: of the order of the images.
+
+    Raises:
+        FileNotFoundError: where ``folder`` has no images.
+        ValueError: where ``out`` exists, or ``per_shard`` is no positive number.
+
+    Beyond the paper: WebDataset's layout.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists already: remove it or choose another folder")
+    if per_shard < 1:
+        raise ValueError(f"per_shard={per_shard}: a shard holds at least one image")
+    sources = _open_all(folder)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        written = [_write_split(source, split, temporary, per_shard, seed) for split, source in sources.items()]
+        temporary.chmod(0o755)
+        temporary.rename(out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    for line in written:
+        print(line)
+    return written
+
+
+def _open_all(folder: Path) -> Mapping[str, ImageSource]:
+    if (folder / TRAIN_TAR).exists():
+        return open_official(folder)
+    splits = [split for split in ("train", "val") if (folder / split).is_dir()]
+    if not splits:
+        raise FileNotFoundError(f"{folder} has neither train/CLASS/*.jpg, nor val/CLASS/*.jpg, nor {TRAIN_TAR}")
+    return {split: FolderSource.open(folder, split) for split in splits}
+
+
+def _write_split(source: ImageSource, split: str, out: Path, per_shard: int, seed: int) -> ShardedSplit:
+    (out / CLASSES_FILE).write_text("".join(f"{name}\n" for name in source.classes), encoding="utf-8")
+    n = len(source.labels)
+    order = permutation(seed_at(seed, 0), n)
+    parts = np.array_split(order, -(-n // per_shard))
+    shards = [out / f"{split}-{number:06d}.tar" for number in range(len(parts))]
+    for path, part in _progress(list(zip(shards, parts, strict=True)), split):
+        _write_shard(path, source, part)
+    TarSource.open(out, split, shards)  # leaves the index
+    return ShardedSplit(split, n, len(parts), len(source.classes))
+
+
+def _write_shard(path: Path, source: ImageSource, examples: NDArray[np.int64]) -> None:
+    with path.open("wb") as file:
+        with tarfile.open(fileobj=file, mode="w") as tar:
+            for example in examples.tolist():
+                origin = Path(source.name(example))
+                # A key has no dot and is unique; the file's own name is kept in it, for messages about it.
+                key = f"{example:08d}-{origin.stem.replace('.', '_')}"
+                _add(tar, f"{key}{origin.suffix.lower()}", source.read(example))
+                _add(tar, f"{key}.cls", str(source.labels[example]).encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
+
+
+def _progress(parts: list[T], title: str) -> Iterable[T]:
+    if not sys.stderr.isatty():
+        return parts
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(parts, description=f"{title} shards", console=Console(stderr=True))

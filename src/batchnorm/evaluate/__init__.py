@@ -1,0 +1,24 @@
+"""How good a network is: accuracy, many crops, many networks."""
+
+from .accuracy import Accuracy, count_correct
+from .crops import Crops
+from .ensemble import Ensemble, EnsembleReport, Member, evaluate_networks
+from .predict import Predictions, predict
+from .score import Score, score
+from .squares import SquareBatches, open_squares
+
+__all__ = [
+    "Accuracy",
+    "Crops",
+    "Ensemble",
+    "EnsembleReport",
+    "Member",
+    "Predictions",
+    "Score",
+    "SquareBatches",
+    "count_correct",
+    "evaluate_networks",
+    "open_squares",
+    "predict",
+    "score",
+]

@@ -1,0 +1,144 @@
+"""Which crops of an image are looked at: scales, squares, corners and mirrors, as exact boxes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+# GoogLeNet's ("Going deeper with convolutions", Sec. 7): short sides for crops of 224. Other sizes keep the ratios.
+SCALES = (256, 288, 320, 352)
+CROP = 224
+
+Count = Literal[1, 10, 144]
+
+
+class Square(NamedTuple):
+    """Hold a square of an image in whole pixels; right and bottom are outside of it."""
+
+    left: int
+    top: int
+    right: int
+    bottom: int
+
+
+@dataclass(frozen=True)
+class Crops:
+    """Say which crops of an image a network sees; their class probabilities are averaged.
+
+    The image is resized so that its short side has each of ``scales``; an image smaller than that is enlarged, so any
+    image has all crops. From each resized image come one or three squares as high as its short side: centre, or left,
+    centre and right (top, centre and bottom). From each square come crops of ``size``: its centre; with ``corners``
+    also its corners; with ``whole`` also the square itself, resized. ``mirror`` adds the mirror image of each.
+
+    Without scales there is one crop, the centre as validation during training sees it
+    (:func:`batchnorm.data.crops.centre_box`), so that both give the same accuracy.
+
+    Args:
+        size: height and width of the crops, which is what the network takes.
+        scales: short sides, each at least ``size``.
+        squares: 1 or 3.
+        corners, whole, mirror: as above.
+
+    Raises:
+        ValueError: where a scale is smaller than the crop, or the number of squares is neither 1 nor 3.
+
+    >>> Crops.of(144, size=224)
+    Crops(size=224, scales=(256, 288, 320, 352), squares=3, corners=True, whole=True, mirror=True)
+    >>> [Crops.of(n, size=64).count for n in (1, 10, 144)], Crops.of(144, size=64).scales
+    ([1, 10, 144], (73, 82, 91, 101))
+
+    Paper: Sec. 4.2.3, "The details of ensemble and multicrop inference are similar to [GoogLeNet]"
+    """
+
+    size: int
+    scales: tuple[int, ...] = ()
+    squares: Literal[1, 3] = 1
+    corners: bool = False
+    whole: bool = False
+    mirror: bool = False
+
+    def __post_init__(self) -> None:
+        if self.squares not in (1, 3):
+            raise ValueError(f"squares={self.squares}: take 1 square (the centre) or 3 from each scale")
+        small = [scale for scale in self.scales if scale < self.size]
+        if self.size < 1 or small:
+            raise ValueError(
+                f"a crop of {self.size} px does not fit into a short side of {', '.join(map(str, small)) or 'any'} px:"
+                " use scales that are at least as large as the crop"
+            )
+
+    @classmethod
+    def of(cls, count: Count, size: int) -> Crops:
+        """Return the usual 1, 10 or 144 crops at any size.
+
+        1 is the centre; 10 are corners and centre of the centre square at one scale, mirrored (Krizhevsky et al.,
+        2012); 144 are GoogLeNet's: 4 scales x 3 squares x 6 crops x 2 mirrors.
+        """
+        scales = tuple(round(size * scale / CROP) for scale in SCALES)
+        if count == 1:
+            return cls(size)
+        if count == 10:
+            return cls(size, scales[:1], corners=True, mirror=True)
+        if count == 144:
+            return cls(size, scales, 3, corners=True, whole=True, mirror=True)
+        raise ValueError(f"crops={count} is unknown: choose 1, 10 or 144")
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """The sides of the squares that crops are cut from."""
+        return self.scales or (self.size,)
+
+    @property
+    def per_square(self) -> int:
+        """Crops from one square, mirrored ones included."""
+        return (len(crop_boxes(self.size, self.size, self.corners)) + self.whole) * (1 + self.mirror)
+
+    @property
+    def count(self) -> int:
+        """Crops from one image."""
+        return len(self.sides) * self.squares * self.per_square
+
+
+def resized(width: int, height: int, scale: int) -> tuple[int, int]:
+    """Return the size of an image whose short side becomes ``scale``.
+
+    >>> resized(500, 375, 256), resized(30, 40, 256)
+    ((341, 256), (256, 341))
+
+    Beyond the paper: GoogLeNet's protocol.
+    """
+    short = min(width, height)
+    return round(width * scale / short), round(height * scale / short)
+
+
+def square_boxes(width: int, height: int, squares: int) -> tuple[Square, ...]:
+    """Return the squares of a resized image: left, centre and right of a wide one, top to bottom of a high one.
+
+    >>> square_boxes(341, 256, 3)[1]
+    Square(left=42, top=0, right=298, bottom=256)
+
+    Beyond the paper: GoogLeNet's protocol.
+    """
+    side = min(width, height)
+    room = max(width, height) - side
+    offsets = (0, room // 2, room) if squares == 3 else (room // 2,)
+    return tuple(_square(o, 0, side) if width >= height else _square(0, o, side) for o in offsets)
+
+
+def crop_boxes(side: int, size: int, corners: bool) -> tuple[Square, ...]:
+    """Return where the crops lie in a square: the centre, then the corners.
+
+    >>> crop_boxes(256, 224, corners=False)
+    (Square(left=16, top=16, right=240, bottom=240),)
+
+    Beyond the paper: GoogLeNet's protocol.
+    """
+    room = side - size
+    centre = _square(room // 2, room // 2, size)
+    if not corners:
+        return (centre,)
+    return (centre, *(_square(left, top, size) for top in (0, room) for left in (0, room)))
+
+
+def _square(left: int, top: int, side: int) -> Square:
+    return Square(left, top, left + side, top + side)

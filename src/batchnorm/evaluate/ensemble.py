@@ -1,0 +1,170 @@
+"""Many crops, many networks: the arithmetic mean of class probabilities, one network in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..collectives import add_across_ranks, gather_objects
+from ..data.reader import CorruptFile
+from .predict import Predictions, predict
+from .score import Score, score
+from .squares import SquareBatches
+
+
+class Member(NamedTuple):
+    """Hold a network's score alone, and that of the mean of all networks up to it.
+
+    Paper: Sec. 4.2.3
+    """
+
+    name: str
+    alone: Score
+    together: Score
+
+
+class EnsembleReport(NamedTuple):
+    """Hold the scores of networks and of their mean; ``print`` it for a table.
+
+    Paper: Sec. 4.2.3; Fig. 4
+    """
+
+    crops: int
+    members: tuple[Member, ...]
+    disagreement: float | None
+    """how often two networks' first choices differ, over images and pairs; None for one network"""
+    enlarged: int
+    """images smaller than the crop, which were enlarged"""
+    corrupt: tuple[CorruptFile, ...]
+
+    @property
+    def score(self) -> Score:
+        """The score of the mean of all networks."""
+        return self.members[-1].together
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as what JSON can hold."""
+        scores = {m.name: {"alone": m.alone._asdict(), "together": m.together._asdict()} for m in self.members}
+        return {**self._asdict(), "members": scores, "corrupt": [file._asdict() for file in self.corrupt]}
+
+    def __str__(self) -> str:
+        width = max(len("mean of all"), *(len(member.name) for member in self.members))
+        lines = [f"{member.name:{width}}  {member.alone}" for member in self.members]
+        if self.disagreement is not None:
+            lines.append(f"{'mean of all':{width}}  {self.score}")
+            lines.append(f"two networks disagree on {self.disagreement:.2%} of the images")
+        lines.append(f"{self.score.examples:,} images, {self.crops} crop(s) of each")
+        if self.enlarged:
+            lines.append(f"{self.enlarged:,} images are smaller than the crop and were enlarged")
+        if self.corrupt:
+            names = "; ".join(f"{file.name} ({file.reason})" for file in self.corrupt[:5])
+            lines.append(f"{len(self.corrupt):,} files could not be read and were left out: {names}")
+        return "\n".join(lines)
+
+
+class Ensemble:
+    """Average the class probabilities of any number of networks; memory does not grow with their number.
+
+        p(y | image) = 1/K sum_k p_k(y | image)
+
+    Kept are one sum of probabilities and one count of first choices for each image and class.
+
+    >>> ensemble, labels = Ensemble(), torch.tensor([0, 1])
+    >>> a = ensemble.add("a", torch.tensor([[0.8, 0.2], [0.6, 0.4]]), labels)
+    >>> b = ensemble.add("b", torch.tensor([[0.6, 0.4], [0.1, 0.9]]), labels)
+    >>> a.alone.top1_error, b.together.top1_error, ensemble.disagreement()
+    (0.5, 0.0, 0.5)
+
+    Paper: Sec. 4.2.3, "the arithmetic average of class probabilities"
+    """
+
+    def __init__(self) -> None:
+        self.members: list[Member] = []
+        self._sum: Tensor | None = None
+        self._votes: Tensor | None = None
+        self._labels: Tensor | None = None
+
+    def add(self, name: str, probabilities: Tensor, labels: Tensor) -> Member:
+        """Add a network's probabilities for this rank's images; every rank calls it.
+
+        Raises:
+            ValueError: where a probability is not a number, or the images are not those of the networks before.
+        """
+        if self._sum is None or self._votes is None or self._labels is None:
+            self._sum, self._labels = torch.zeros_like(probabilities), labels
+            self._votes = torch.zeros_like(probabilities, dtype=torch.int16)
+        elif self._sum.shape != probabilities.shape or not torch.equal(self._labels, labels):
+            raise ValueError(
+                f"{name} was evaluated on other images than {self.members[0].name}: {len(labels):,} images of"
+                f" {probabilities.shape[1]} classes, not the same {len(self._labels):,} of {self._sum.shape[1]}"
+            )
+        alone = score(probabilities, labels, name)
+        self._sum += probabilities
+        self._votes.scatter_add_(1, probabilities.argmax(1, keepdim=True), self._votes.new_ones(len(labels), 1))
+        together = score(self._sum / (len(self.members) + 1), labels, "the ensemble")
+        self.members.append(Member(name, alone, together))
+        return self.members[-1]
+
+    def mean(self) -> Tensor:
+        """Return the mean of all networks' probabilities, for this rank's images.
+
+        Raises:
+            ValueError: before a network was added.
+        """
+        if self._sum is None:
+            raise ValueError("an ensemble without networks has no mean: add one first")
+        return self._sum / len(self.members)
+
+    def report(self, crops: int, last: Predictions) -> EnsembleReport:
+        """Return what was found; every rank calls it.
+
+        Args:
+            crops: how many of each image were averaged.
+            last: any member's predictions, for what they say about the images.
+        """
+        corrupt = tuple(file for part in gather_objects(last.corrupt) for file in part)
+        enlarged = sum(gather_objects(last.enlarged))
+        return EnsembleReport(crops, tuple(self.members), self.disagreement(), enlarged, corrupt)
+
+    def disagreement(self) -> float | None:
+        """Return how often the first choices of two networks differ, over all images and pairs; None for fewer.
+
+        With v_c first choices for class c among K networks it is 1 - sum_c v_c (v_c - 1) / (K (K - 1)).
+        """
+        k = len(self.members)
+        if k < 2 or self._votes is None:
+            return None
+        votes = self._votes.double()
+        agreeing = (votes * (votes - 1)).sum() / (k * (k - 1))
+        agree, images = add_across_ranks(torch.stack([agreeing, agreeing.new_tensor(len(votes))])).tolist()
+        return float(1 - agree / images)
+
+
+def evaluate_networks(
+    networks: Mapping[str, Callable[[], nn.Module]], batches: SquareBatches, *, batch_size: int = 256
+) -> EnsembleReport:
+    """Score networks and the mean of their class probabilities, one network in memory at a time.
+
+    In a distributed run every rank calls it with its own part of the images and gets the scores over all of them.
+
+    Args:
+        networks: a function that builds or loads each, by the name it is reported under.
+        batches: from :func:`batchnorm.evaluate.open_squares`; each network passes over them once.
+        batch_size: crops that a network takes at a time.
+
+    Raises:
+        ValueError: without networks, or where one does not fit the data or has diverged; it names the network.
+
+    Paper: Sec. 4.2.3; Fig. 4
+    """
+    if not networks:
+        raise ValueError("there are no networks to evaluate: give at least one")
+    ensemble = Ensemble()
+    for name, load in networks.items():
+        # The network is held by nothing else, so it is gone before the next one is loaded.
+        found = predict(load(), batches, batch_size=batch_size, name=name)
+        ensemble.add(name, found.probabilities, found.labels)
+    return ensemble.report(batches.crops.count, found)

@@ -1,0 +1,211 @@
+"""The CPU's share of evaluation: each image is decoded once, resized to every scale and cut into squares."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from ..data.crops import centre_box
+from ..data.decode import CorruptImageError, decode_crop, to_rgb
+from ..data.order import Order
+from ..data.reader import CorruptFile
+from ..data.source import ImageSource, open_source
+from ..extras import require
+from .crops import Crops, resized, square_boxes
+
+# Past this a long image's squares do not overlap, and most of it is in none of them.
+LONG = 3
+
+
+class Squares(NamedTuple):
+    """Hold the squares of one step's images.
+
+    All squares of one scale have the same size, whatever their images' shapes, so they are one tensor.
+    """
+
+    pixels: list[Tensor]
+    """uint8 of shape (squares, side, side, 3), one for each scale"""
+    rows: Tensor
+    """(images, squares): which squares are whose; a square image has one, which stands for all three"""
+    labels: Tensor
+    examples: Tensor
+    """the number of each image in its split"""
+    enlarged: int
+    """images smaller than the crop"""
+    corrupt: list[CorruptFile]
+
+
+@dataclass(frozen=True)
+class SquareReader(Dataset[Squares]):
+    """Read, decode and cut images; corrupt ones are left out and listed."""
+
+    source: ImageSource
+    crops: Crops
+
+    def __getitem__(self, examples: NDArray[np.int64]) -> Squares:
+        kept: list[int] = []
+        found: list[list[Tensor]] = []
+        corrupt: list[CorruptFile] = []
+        enlarged = 0
+        for example in examples.tolist():
+            try:
+                squares, short = self._read(example)
+            except (CorruptImageError, OSError) as error:
+                corrupt.append(CorruptFile(example, self.source.name(example), str(error)))
+                continue
+            kept.append(example)
+            found.append(squares)
+            enlarged += short < self.crops.size
+        pixels = [
+            torch.cat([torch.empty(0, side, side, 3, dtype=torch.uint8), *(squares[k] for squares in found)])
+            for k, side in enumerate(self.crops.sides)
+        ]
+        labels = torch.from_numpy(self.source.labels[kept])
+        return Squares(pixels, self._rows(found), labels, torch.tensor(kept, dtype=torch.int64), enlarged, corrupt)
+
+    def _rows(self, found: list[list[Tensor]]) -> Tensor:
+        counts = torch.tensor([len(squares[0]) for squares in found], dtype=torch.int64)
+        place = torch.minimum(torch.arange(self.crops.squares), counts[:, None] - 1)
+        return (counts.cumsum(0) - counts)[:, None] + place
+
+    def _read(self, example: int) -> tuple[list[Tensor], int]:
+        """Return an image's squares and its short side."""
+        data, size = self.source.read(example), self.crops.size
+        if self.crops.scales:
+            image = decode(data)
+            return cut_squares(image, self.crops), min(image.shape[:2])
+        square = torch.empty(1, size, size, 3, dtype=torch.uint8)
+        return [square], min(decode_crop(data, partial(centre_box, size=size), square[0]))
+
+
+class SquareBatches:
+    """Give every image of a split once, as squares, as often as asked; :func:`open_squares` makes them."""
+
+    def __init__(self, source: ImageSource, crops: Crops, order: Order, workers: int, device: torch.device) -> None:
+        self.source, self.crops, self.order, self.device = source, crops, order, device
+        examples = order.examples(0)
+        steps = [order.batch(examples, step) for step in range(len(order))]
+        self.num_examples = sum(map(len, steps))
+        """images of this rank, corrupt ones included"""
+        self._loader = DataLoader(
+            SquareReader(source, crops),
+            batch_size=None,
+            # Arrays of examples where torch's types expect an index.
+            sampler=cast("list[int]", steps),
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # an evaluation must not move torch's global one
+        )
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes; a label is a place among them."""
+        return self.source.classes
+
+    def __len__(self) -> int:
+        """Return the steps, the same on every rank."""
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[Squares]:
+        """Yield this rank's part of each step, pixels in pinned memory where the device is a GPU."""
+        return cast("Iterator[Squares]", iter(self._loader))
+
+
+def open_squares(
+    path: str | Path,
+    split: str = "val",
+    *,
+    crops: Crops,
+    batch_size: int = 256,
+    workers: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    device: torch.device | str = "cpu",
+) -> SquareBatches:
+    """Open a split of an image folder or of tar shards for evaluation: every image exactly once over all ranks.
+
+    Args:
+        path: folder with SPLIT/CLASS/*.jpg or with SPLIT-*.tar.
+        split: which one.
+        crops: which crops of each image will be wanted.
+        batch_size: crops that a network takes at a time, on each rank; a step has the images that give as many.
+        workers: processes that decode ahead; 0 decodes in this one.
+        rank, world_size: this process among all.
+        device: where the network is.
+
+    Raises:
+        FileNotFoundError: where the folder or its images are not found.
+        ValueError: where a class has no images in the split.
+
+    Beyond the paper: how it is run.
+    """
+    source = open_source(path, split)
+    _check_classes(source, path, split)
+    images = max(1, round(batch_size / crops.per_square))
+    order = Order(source.shard_sizes, images * world_size, False, "epoch", 0, rank, world_size)
+    return SquareBatches(source, crops, order, workers, torch.device(device))
+
+
+def decode(data: bytes) -> Tensor:
+    """Return an image's pixels, uint8 of shape (height, width, 3).
+
+    Raises:
+        CorruptImageError: with the decoder's reason.
+    """
+    try:
+        return torch.from_numpy(np.array(to_rgb(require("PIL.Image", "train").open(io.BytesIO(data)))))
+    # Pillow has no one error for a broken file.
+    except Exception as error:
+        raise CorruptImageError(f"{type(error).__name__}: {error}") from error
+
+
+def cut_squares(image: Tensor, crops: Crops) -> list[Tensor]:
+    """Return the squares of an image for each scale, in tensors of shape (squares, side, side, 3).
+
+    Left, centre and right square of a square image are the same one, which then stands for all three.
+
+    >>> [tuple(squares.shape) for squares in cut_squares(torch.zeros(48, 64, 3, dtype=torch.uint8), Crops.of(10, 32))]
+    [(1, 37, 37, 3)]
+
+    Beyond the paper: GoogLeNet's protocol.
+    """
+    height, width = image.shape[:2]
+    squares = 1 if width == height else crops.squares
+    if max(width, height) > LONG * min(width, height):
+        # differs from the protocol: cut first, then resize, as an extreme image enlarged as a whole fills the memory.
+        parts = [image[t:b, left:r] for left, t, r, b in square_boxes(width, height, squares)]
+        return [torch.stack([_resize(part, scale, scale) for part in parts]) for scale in crops.scales]
+    levels = []
+    for scale in crops.scales:
+        w, h = resized(width, height, scale)
+        scaled = _resize(image, w, h)
+        levels.append(torch.stack([scaled[t:b, left:r] for left, t, r, b in square_boxes(w, h, squares)]))
+    return levels
+
+
+def _resize(image: Tensor, width: int, height: int) -> Tensor:
+    """Resize by the antialiased bilinear filter that training's images are resized by."""
+    planes = image.permute(2, 0, 1)[None]
+    return F.interpolate(planes, (height, width), mode="bilinear", antialias=True)[0].permute(1, 2, 0)
+
+
+def _check_classes(source: ImageSource, path: str | Path, split: str) -> None:
+    examples = np.bincount(source.labels, minlength=len(source.classes))
+    empty = [name for name, n in zip(source.classes, examples.tolist(), strict=True) if not n]
+    if empty:
+        raise ValueError(
+            f"{path} has no images of {len(empty)} of its {len(source.classes)} classes in its split {split!r}"
+            f" ({', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}): an error over the others would not compare"
+        )

@@ -1,0 +1,168 @@
+"""The monitor of Figure 1 (b, c): percentiles of nonlinearity inputs over the course of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import calling
+from .records import Percentiles, Record, percentiles_of
+from .shift import gradient_change
+from .sinks import Memory, Sink
+from .taps import Taps, nonlinearities, probing
+
+
+class Monitor:
+    """Record percentiles of a network's nonlinearity inputs while it trains, without altering the training.
+
+    As a context manager it counts the forward passes in training mode and records one in ``every``. The first is
+    step 0. :meth:`record` records by hand, for loops that do not call the network.
+
+    Args:
+        net: any network. Nonlinearities are found as modules, or fused into this library's batch normalization.
+        layers: names of the layers to watch: a nonlinearity (its input is recorded) or a batch normalization (its
+            output, before a fused nonlinearity, is). None watches every nonlinearity.
+        percentiles: which, ascending.
+        every: steps from one record to the next. It doubles each time ``points`` records are full, when every second
+            one is dropped: memory is bounded on a run of any length.
+        points: how many records are kept in memory.
+        probe: a batch that is run at each record instead of reading the training batch: as in training, normalized by
+            its own statistics, without dropout and without a trace in running averages or random numbers.
+        unit_dim: the dimension of a layer's units; a mapping gives it by name where it is not 1.
+        sinks: where else the records go, e.g. :class:`batchnorm.monitor.JSONLines`. They are closed on exit.
+
+    Raises:
+        ValueError: where a layer is not in the network, or none is found.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 1))
+    >>> with Monitor(net, every=2) as monitor:
+    ...     for _ in range(4):
+    ...         _ = net(torch.randn(8, 4))
+    >>> [(record.step, record.percentiles["1"].z.shape) for record in monitor.records]
+    [(0, torch.Size([3, 3])), (2, torch.Size([3, 3]))]
+
+    Paper: Sec. 4.1; Fig. 1 b, c
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        layers: Sequence[str] | None = None,
+        *,
+        percentiles: Sequence[float] = (15, 50, 85),
+        every: int = 100,
+        points: int = 500,
+        probe: Any = None,
+        unit_dim: int | Mapping[str, int] = 1,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        if every < 1 or list(percentiles) != sorted(percentiles) or len(percentiles) < 2:
+            raise ValueError(f"every={every} must be at least 1, percentiles={percentiles} two or more, ascending")
+        self.net, self.every, self.percentiles, self.probe = net, every, tuple(percentiles), probe
+        self.layers = _chosen(net, layers)
+        self.sinks, self.step = tuple(sinks), 0
+        self._percentiles, self._changes = Memory(points), Memory(points)
+        self._unit_dim = unit_dim if isinstance(unit_dim, Mapping) else dict.fromkeys(self.layers, unit_dim)
+        self._hooks, self._taps = ExitStack(), ExitStack()
+        self._seen: dict[str, Percentiles] | None = None
+        self._busy = False
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of percentiles that are in memory, in order."""
+        return self._percentiles.records
+
+    @property
+    def gradient_changes(self) -> list[Record]:
+        """The records of gradient changes that are in memory, in order."""
+        return self._changes.records
+
+    def __enter__(self) -> Monitor:
+        self._hooks.callback(self.net.register_forward_pre_hook(self._before).remove)
+        self._hooks.callback(self.net.register_forward_hook(self._after, always_call=True).remove)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._taps.close()
+        self._hooks.close()
+        for sink in self.sinks:
+            sink.close()
+
+    def record(self, step: int, batch: Any = None) -> Record:
+        """Run ``batch``, or the probe, as in training and without a trace; keep and return what was seen."""
+        batch = self.probe if batch is None else batch
+        if batch is None:
+            raise ValueError("nothing to run: give record() a batch, or make the Monitor with probe=")
+        seen: dict[str, Percentiles] = {}
+        busy, self._busy = self._busy, True
+        try:
+            with probing(self.net), self._reading(seen):
+                calling.call(self.net, batch)
+        finally:
+            self._busy = busy
+        return self._keep(Record(step, seen))
+
+    def record_gradient_change(self, step: int, loss: Callable[[Any, Any], Tensor], batch: Any, rate: float) -> Record:
+        """Keep and return how the layers' gradients change when only the layers below take their step.
+
+        Arguments as for :func:`batchnorm.monitor.gradient_change`. It costs a forward and backward pass a layer.
+        """
+        busy, self._busy = self._busy, True
+        try:
+            return self._keep(Record(step, {}, gradient_change(self.net, loss, batch, rate)))
+        finally:
+            self._busy = busy
+
+    def _before(self, net: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._busy or not (net.training and torch.is_grad_enabled()):
+            return
+        if self.step % self.every == 0:
+            if self.probe is not None:
+                self.record(self.step)
+            else:
+                self._seen = {}
+                # Attached for this pass alone: hooks that only look at a counter would slow every other step.
+                self._taps.enter_context(self._reading(self._seen))
+        self.step += 1
+
+    def _after(self, net: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        if self._busy or self._seen is None:
+            return
+        self._taps.close()
+        seen, self._seen = self._seen, None
+        if seen:
+            self._keep(Record(self.step - 1, seen))
+
+    def _reading(self, seen: dict[str, Percentiles]) -> Taps:
+        def read(name: str, z: Tensor, x: Tensor) -> None:
+            dim = self._unit_dim.get(name.split("#")[0], 1)
+            q = percentiles_of(z, self.percentiles, unit_dim=dim)
+            seen[name] = Percentiles(q, q if x is z else percentiles_of(x, self.percentiles, unit_dim=dim))
+
+        return Taps(self.net, self.layers, read)
+
+    def _keep(self, record: Record) -> Record:
+        memory = self._percentiles if record.percentiles else self._changes
+        thinned = memory.thinned
+        memory.write(record)
+        if memory is self._percentiles:
+            self.every *= 2 ** (memory.thinned - thinned)
+        for sink in self.sinks:
+            sink.write(record)
+        return record
+
+
+def _chosen(net: nn.Module, layers: Sequence[str] | None) -> list[str]:
+    names = dict(net.named_modules())
+    if layers is None:
+        layers = nonlinearities(net)
+        if not layers:
+            raise ValueError("no nonlinearity was found as a module; name what to watch in layers=, by its input")
+    for name in layers:
+        if name not in names or not name:
+            raise ValueError(f"no layer {name!r} in the network; it has {', '.join(n for n in names if n)}")
+    return list(layers)

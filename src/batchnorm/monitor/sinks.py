@@ -1,0 +1,140 @@
+"""Where a monitor's records go: memory, JSON lines, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..extras import require
+from .records import Percentiles, Record
+
+
+class Sink(Protocol):
+    """Take records as they come.
+
+    Beyond the paper: how a run is kept.
+    """
+
+    def write(self, record: Record) -> None:
+        """Keep one record."""
+
+    def close(self) -> None:
+        """Finish."""
+
+
+class Memory:
+    """Keep at most ``points`` records of a run of any length: when full, every second one is dropped.
+
+    >>> memory = Memory(points=4)
+    >>> for step in range(6): memory.write(Record(step))
+    >>> [record.step for record in memory.records]
+    [0, 2, 4, 5]
+
+    Beyond the paper: bounded memory.
+    """
+
+    def __init__(self, points: int = 500) -> None:
+        if points < 2:
+            raise ValueError(f"points must be at least 2 to keep a first and a later record, not {points}")
+        self.points = points
+        self.thinned = 0
+        self.records: list[Record] = []
+
+    def write(self, record: Record) -> None:
+        """Keep one record, and drop every second one of those before it when there are too many."""
+        if len(self.records) == self.points:
+            self.records = self.records[::2]
+            self.thinned += 1
+        self.records.append(record)
+
+    def close(self) -> None:
+        """Do nothing: the records stay."""
+
+
+class JSONLines:
+    """Append one line of JSON a record: ``{"step": 100, "percentiles": {"sigmoid1": {"z": [...], "x": [...]}}}``.
+
+    ``x`` is left out where it is ``z``. Numbers have five significant digits.
+
+    >>> import tempfile, pathlib
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "metrics.jsonl")
+    >>> from batchnorm.monitor import Change
+    >>> sink = JSONLines(path); sink.write(Record(7, gradient_change={"fc2": Change(0.5, 0.9)})); sink.close()
+    >>> path.read_text()
+    '{"step": 7, "gradient_change": {"fc2": {"relative": 0.5, "cosine": 0.9}}}\\n'
+
+    Beyond the paper: how a run is kept.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+
+    def write(self, record: Record) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(as_json(record)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> JSONLines:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class TensorBoard:
+    """Write scalars for TensorBoard: each percentile's mean over a layer's units, and gradient changes.
+
+    Raises:
+        MissingExtraError: where tensorboard is not installed.
+
+    Beyond the paper: how a run is watched.
+    """
+
+    def __init__(self, folder: str | Path, percentiles: Sequence[float] = (15, 50, 85)) -> None:
+        require("tensorboard", "train")
+        self._writer: Any = require("torch.utils.tensorboard", "train").SummaryWriter(str(folder))
+        self._percentiles = percentiles
+
+    def write(self, record: Record) -> None:
+        """Add the record's scalars."""
+        for layer, (z, x) in record.percentiles.items():
+            for symbol, values in (("z", z), ("x", x)) if x is not z else (("z", z),):
+                for q, value in zip(self._percentiles, values.mean(1).tolist(), strict=True):
+                    self._writer.add_scalar(f"{symbol} {layer}/p{q:g}", value, record.step)
+        for layer, change in record.gradient_change.items():
+            self._writer.add_scalar(f"gradient change/{layer}", change.relative, record.step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+def as_json(record: Record) -> dict[str, Any]:
+    """Return the record as what :mod:`json` writes."""
+    line: dict[str, Any] = {"step": record.step}
+    if record.percentiles:
+        line["percentiles"] = {name: _table(p) for name, p in record.percentiles.items()}
+    if record.gradient_change:
+        line["gradient_change"] = {name: _rounded(c._asdict()) for name, c in record.gradient_change.items()}
+    return line
+
+
+def _table(p: Percentiles) -> dict[str, Any]:
+    return {"z": _numbers(p.z)} if p.x is p.z else {"z": _numbers(p.z), "x": _numbers(p.x)}
+
+
+def _numbers(values: Tensor) -> list[list[float]]:
+    return [[float(f"{v:.5g}") for v in row] for row in values.tolist()]
+
+
+def _rounded(values: Mapping[str, float]) -> dict[str, float]:
+    return {k: float(f"{v:.5g}") for k, v in values.items()}

@@ -1,0 +1,147 @@
+"""Read the inputs of a network's nonlinearities in a forward pass, and run a pass that leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase as TorchNorm
+
+from ..layers.batch_norm import BatchNorm
+from ..ops import Activation
+
+Seen = Callable[[str, Tensor, Tensor], None]
+
+# The elementwise ones of torch.nn; each subclass of them counts.
+NONLINEARITIES = (
+    nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid,
+    nn.Mish, nn.PReLU, nn.ReLU, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh,
+    nn.Tanhshrink, nn.Threshold,
+)  # fmt: skip
+
+
+def nonlinearities(net: nn.Module) -> list[str]:
+    """Name the layers whose nonlinearity's input can be read: nonlinearities, and normalizations with one fused in.
+
+    A network whose nonlinearities are all functional has none of these; then its batch normalizations are named,
+    whose outputs feed them.
+    """
+    named = [(name, m) for name, m in net.named_modules() if name]
+    found = [name for name, m in named if isinstance(m, NONLINEARITIES) or _fuses(m)]
+    return found or [name for name, m in named if isinstance(m, TorchNorm)]
+
+
+def _fuses(module: nn.Module) -> bool:
+    return isinstance(module, BatchNorm) and module.activation.name != "identity"
+
+
+class Taps:
+    """Report z and x of chosen layers while attached: ``seen(name, z, x)`` at each of their calls.
+
+    A nonlinearity's z is its input; a batch normalization's z is its output before any fused nonlinearity, computed
+    again without it. x is the input of the batch normalization whose output z is, else z. A layer's second call in one
+    pass is reported as ``name#2``.
+
+    Beyond the paper: reads any network.
+    """
+
+    def __init__(self, net: nn.Module, names: Iterable[str], seen: Seen) -> None:
+        self.net, self.names, self.seen = net, list(names), seen
+        self._handles = ExitStack()
+        self._calls: dict[str, int] = {}
+        self._normalized: list[tuple[Tensor, Tensor]] = []
+
+    def __enter__(self) -> Taps:
+        for name in self.names:
+            module = self.net.get_submodule(name)
+            hook = self._normalization if isinstance(module, TorchNorm) else self._nonlinearity
+            self._attach(module.register_forward_pre_hook(_named(name, hook), with_kwargs=True))
+        for module in self.net.modules():
+            if isinstance(module, TorchNorm) and not _fuses(module):
+                self._attach(module.register_forward_hook(self._remember))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._handles.close()
+        self._normalized.clear()
+        self._calls.clear()
+
+    def _attach(self, handle: torch.utils.hooks.RemovableHandle) -> None:
+        self._handles.callback(handle.remove)
+
+    def _remember(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        self._normalized.append((output, args[0]))
+
+    def _nonlinearity(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        z = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(z, Tensor):
+            return
+        x = next((x for y, x in self._normalized if y is z), z)
+        self._report(name, z, x)
+
+    def _normalization(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with torch.no_grad(), borrowed_statistics([module]), _without_activation(module):
+            z = module.forward(*args, **kwargs)
+        self._report(name, z, args[0] if args else kwargs["input"])
+
+    def _report(self, name: str, z: Tensor, x: Tensor) -> None:
+        self._calls[name] = call = self._calls.get(name, 0) + 1
+        self.seen(name if call == 1 else f"{name}#{call}", z, x)
+
+
+def _named(name: str, hook: Callable[..., None]) -> Callable[..., None]:
+    def named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hook(name, module, args, kwargs)
+
+    return named
+
+
+@contextmanager
+def _without_activation(module: nn.Module) -> Iterator[None]:
+    if not _fuses(module):
+        yield
+        return
+    kept = module.activation
+    module.activation = Activation()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.activation = kept
+
+
+@contextmanager
+def borrowed_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Give normalization layers copies of their buffers for a while: what they update is thrown away."""
+    layers = [m for m in modules if isinstance(m, TorchNorm)]
+    kept = [dict(m._buffers) for m in layers]
+    try:
+        for layer in layers:
+            # Other tensors, not other values: autograd may hold the old ones for a backward pass still to come.
+            layer._buffers.update({k: None if b is None else b.clone() for k, b in layer._buffers.items()})
+        yield
+    finally:
+        for layer, buffers in zip(layers, kept, strict=True):
+            layer._buffers.update(buffers)
+
+
+@contextmanager
+def probing(net: nn.Module) -> Iterator[None]:
+    """Run the network as in training, by the batch's own statistics, but without a trace.
+
+    Only batch normalizations stay in training mode (dropout does not); running averages, random numbers and modes are
+    as before at the end.
+    """
+    modules = list(net.modules())
+    modes = [m.training for m in modules]
+    devices = {p.device.index for p in net.parameters() if p.device.type == "cuda"}
+    with torch.no_grad(), torch.random.fork_rng([d for d in devices if d is not None]), borrowed_statistics(modules):
+        try:
+            for m in modules:
+                m.training = m.training and isinstance(m, TorchNorm)
+            yield
+        finally:
+            for m, mode in zip(modules, modes, strict=True):
+                m.training = mode

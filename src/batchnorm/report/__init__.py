@@ -1,0 +1,1 @@
+"""What a run leaves behind: result files with their provenance, pictures, one page of HTML."""

@@ -1,0 +1,156 @@
+"""One self-contained page of HTML that compares runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from tyro.conf import Positional
+
+from .claims import paper_versus_here, steps_to
+from .payload import payload
+from .results import write_atomically
+from .runs import Run, read_runs
+
+
+@dataclass(frozen=True)
+class Report:
+    """Compare runs on one self-contained page of HTML.
+
+    Beyond the paper: what ``batchnorm report runs/a runs/b`` writes.
+    """
+
+    runs: Positional[tuple[Path, ...]]
+    """Folders of runs, or folders that hold them."""
+    out: Path = Path("report.html")
+    """The page to write."""
+
+
+def report(options: Report) -> Path:
+    """Read the runs, write the page and return its path.
+
+    Raises:
+        FileNotFoundError: where a folder holds no run.
+
+    Beyond the paper: ``batchnorm report``.
+    """
+    runs = read_runs(options.runs)
+    page = write_report(runs, options.out)
+    for run in runs:
+        print(run.line())
+    print(f"report: {page}")
+    return page
+
+
+def write_report(runs: Sequence[Run], path: Path) -> Path:
+    """Write the page for these runs to ``path``: it needs nothing else, and no network.
+
+    Beyond the paper: ``batchnorm report``.
+    """
+    write_atomically(path, render(runs).encode())
+    return path
+
+
+def render(runs: Sequence[Run]) -> str:
+    """Return the page's HTML.
+
+    Beyond the paper: ``batchnorm report``.
+    """
+    assets = files(__package__).joinpath("assets")
+    text = {name: assets.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", "chart.js", "page.js")}
+    # "</script" in a name would end the element that carries the data.
+    data = json.dumps(payload(runs), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    percentiles = next((r.config["percentiles"] for r in runs if "percentiles" in r.config), ["recorded"])
+    return Template(text["page.html"]).substitute(
+        title=escape(_title(runs)),
+        subtitle=escape(_subtitle(runs)),
+        figures="".join(_figure(k, run) for k, run in enumerate(runs)),
+        percentiles=", ".join(f"{q:g}th" if not isinstance(q, str) else q for q in percentiles),
+        tables=_tables(runs),
+        footer=escape(_footer(runs)),
+        css=text["page.css"],
+        data=data,
+        script=text["chart.js"] + text["page.js"].replace('"use strict";\n', "", 1),
+    )
+
+
+def _title(runs: Sequence[Run]) -> str:
+    if {run.config.get("batch_norm") for run in runs} == {True, False}:
+        return "Activations over time, with and without batch normalization"
+    return "Runs: " + ", ".join(run.name for run in runs)
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        return f"One run, {runs[0].steps:,} steps."
+    steps = sorted({run.steps for run in runs})
+    count = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
+    return f"{len(runs)} runs of {count} steps."
+
+
+def _figure(k: int, run: Run) -> str:
+    if not run.accuracy:
+        return ""
+    final = run.summary.get("accuracy")
+    value = run.accuracy[-1][1]
+    how = "test accuracy"
+    if isinstance(final, dict) and "folded" in final:
+        value, how = final["folded"], "test accuracy of the folded network"
+    name = f'<i style="background:var(--run{k % 6})"></i>{escape(run.name)}'
+    return f'<div class="figure"><span>{name}</span><b>{value:.2%}</b><span>{how}</span></div>'
+
+
+def _footer(runs: Sequence[Run]) -> str:
+    environment: dict[str, object] = next((r.config["environment"] for r in runs if "environment" in r.config), {})
+    parts = [f"{key}: {value}" for key, value in environment.items() if value is not None]
+    return " · ".join(parts)
+
+
+def _tables(runs: Sequence[Run]) -> str:
+    config = _config(runs)
+    parts = [
+        ("Paper versus here", "Section 4.1 and Figure 1 beside these runs.", paper_versus_here(runs)),
+        ("Steps to given accuracies", "The first evaluation that reached them.", steps_to(runs)),
+        ("At the end", "Test accuracy with each kind of statistics (Algorithm 2).", _final(runs)),
+        ("Configuration", "Bold where the runs differ.", config),
+    ]
+    return "\n".join(
+        f"<section><h2>{heading}</h2><p>{text}</p>{_table(rows, mark=rows is config)}</section>"
+        for heading, text, rows in parts
+        if len(rows) > 1
+    )
+
+
+def _final(runs: Sequence[Run]) -> list[list[str]]:
+    found = [run.summary.get("accuracy") or {} for run in runs]
+    names = {
+        "running": "running averages",
+        "population": "population statistics (estimate_)",
+        "folded": "folded network (fold)",
+    }
+    rows = [
+        [names[key], *(f"{f[key]:.2%}" if key in f else "-" for f in found)]
+        for key in names
+        if any(key in f for f in found if isinstance(f, dict))
+    ]
+    return [["statistics", *(run.name for run in runs)], *rows]
+
+
+def _config(runs: Sequence[Run]) -> list[list[str]]:
+    keys = list(dict.fromkeys(key for run in runs for key in run.config if key != "environment"))
+    rows = [[key.replace("_", " "), *(str(run.config.get(key, "-")) for run in runs)] for key in keys]
+    return [["option", *(run.name for run in runs)], *rows]
+
+
+def _table(rows: Sequence[Sequence[str]], mark: bool) -> str:
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
+    body = ""
+    for row in rows[1:]:
+        kind = ' class="differs"' if mark and len(set(row[1:])) > 1 else ""
+        body += f"<tr><td>{escape(row[0])}</td>" + "".join(f"<td{kind}>{escape(c)}</td>" for c in row[1:]) + "</tr>"
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -1,0 +1,70 @@
+"""Result files: what was measured, on what, with which versions and from which commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment() -> dict[str, Any]:
+    """Describe the machine and the software that a measurement ran on.
+
+    >>> sorted(environment())
+    ['commit', 'cores', 'gpu', 'hardware', 'python', 'threads', 'torch']
+
+    Beyond the paper: provenance of what is measured.
+    """
+    return {
+        "hardware": _cpu(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": _commit(),
+    }
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> Path:
+    """Write a JSON file so that a reader sees the old or the new content, never a part."""
+    write_atomically(path, (json.dumps(values, indent=1, default=str) + "\n").encode())
+    return path
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write to a temporary file beside ``path``, flush it to the disk, then rename it over ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """Return the commit of the source tree, with a mark where files differ from it; None outside a repository."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=here, capture_output=True, text=True, check=True, timeout=10,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.stdout.strip()

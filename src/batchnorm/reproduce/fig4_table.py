@@ -1,0 +1,176 @@
+"""Figure 4 as a table: the paper's rows, ours beside them, and whether each step lowers the error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..evaluate import Ensemble, Score
+from ..evaluate.accuracy import label_ranks
+from .member_files import CROPS, MemberFiles
+
+
+class Row(NamedTuple):
+    """Hold one row of Figure 4; None where nothing is stated.
+
+    Paper: Fig. 4
+    """
+
+    model: str
+    resolution: str
+    crops: str
+    models: str
+    top1: float | None
+    top5: float | None
+
+
+# As printed: ImageNet's 50,000 validation images.
+PAPER = (
+    Row("GoogLeNet ensemble", "224", "144", "7", None, 0.0667),
+    Row("Deep Image low-res", "256", "-", "1", None, 0.0796),
+    Row("Deep Image high-res", "512", "-", "1", 0.2488, 0.0742),
+    Row("Deep Image ensemble", "variable", "-", "-", None, 0.0598),
+    Row("BN-Inception single crop", "224", "1", "1", 0.252, 0.0782),
+    Row("BN-Inception multicrop", "224", "144", "1", 0.2199, 0.0582),
+    Row("BN-Inception ensemble", "224", "144", "6", 0.201, 0.049),
+)
+# On ImageNet's test images: the first two in the paper's text; the paper names human raters without a number, which
+# is that of Russakovsky et al. (2014).
+CONTEXT = (
+    Row("BN-Inception ensemble, test set", "224", "144", "6", None, 0.0482),
+    Row("He et al. (2015), test set", "-", "-", "-", None, 0.0494),
+    Row("human raters (Russakovsky et al., 2014), test set", "-", "-", "-", None, 0.051),
+)
+
+
+class Step(NamedTuple):
+    """Hold how much one step of Figure 4 lowers an error, over the same images, with its standard error.
+
+    Paper: Fig. 4
+    """
+
+    name: str
+    error: str
+    before: float
+    after: float
+    standard_error: float
+
+    @property
+    def verdict(self) -> str:
+        """What the difference says: two standard errors are asked for."""
+        gain = self.before - self.after
+        if abs(gain) <= 2 * self.standard_error:
+            return "not resolved"
+        return "confirmed" if gain > 0 else "refuted"
+
+    def __str__(self) -> str:
+        change = f"{self.before:.2%} to {self.after:.2%} (+- {self.standard_error:.2%})"
+        return f"{self.name} lowers the {self.error} error: {self.verdict}, {change}"
+
+
+class Figure4(NamedTuple):
+    """Hold what the members found so far amounts to.
+
+    Paper: Fig. 4
+    """
+
+    rows: tuple[Row, ...]
+    steps: tuple[Step, ...]
+    disagreement: dict[str, float | None]
+    together: dict[str, dict[str, Any]]
+
+
+def figure4(members: Sequence[MemberFiles], size: int) -> Figure4:
+    """Combine the members' files, one at a time: single network, many crops, many networks.
+
+    Paper: Sec. 4.2.3; Fig. 4
+    """
+    wrong: dict[tuple[int, str], Tensor] = {}
+    ensembles = {crops: _combine(members, crops, wrong) for crops in CROPS}
+    count, many = str(len(members)), max(CROPS)
+    rows = [
+        Row(m.name, str(size), str(c), "1", *_errors(ensembles[c].members[k].alone))
+        for k, m in enumerate(members)
+        for c in CROPS
+    ]
+    for c, name in zip(CROPS, ("single crop", "multicrop"), strict=True):
+        alone = [_errors(member.alone) for member in ensembles[c].members]
+        top1, top5 = (sum(errors) / len(errors) for errors in zip(*alone, strict=True))
+        rows.append(Row(f"{name}, mean over networks", str(size), str(c), "1", top1, top5))
+    if len(members) > 1:
+        rows += [Row("ensemble", str(size), str(c), count, *_errors(ensembles[c].members[-1].together)) for c in CROPS]
+    steps = []
+    for error in ("top-1", "top-5"):
+        single, multi = wrong[1, error], wrong[many, error]
+        steps.append(_step(f"{many} crops instead of 1", error, single, multi))
+        if len(members) > 1:
+            steps.append(_step(f"{count} networks instead of 1", error, multi, wrong[-many, error]))
+    return Figure4(
+        tuple(rows),
+        tuple(steps),
+        {str(c): ensembles[c].disagreement() for c in CROPS},
+        {str(c): ensembles[c].members[-1].together._asdict() for c in CROPS},
+    )
+
+
+def _combine(members: Sequence[MemberFiles], crops: int, wrong: dict[tuple[int, str], Tensor]) -> Ensemble:
+    """Average the members' probabilities and note, image by image, how often they are wrong (ensemble: -crops)."""
+    ensemble = Ensemble()
+    for member in members:
+        probabilities, labels = member.predictions(crops)
+        ensemble.add(member.name, probabilities, labels)
+        _note(wrong, crops, probabilities, labels, len(members))
+    _note(wrong, -crops, ensemble.mean(), labels, 1)
+    return ensemble
+
+
+def _note(wrong: dict[tuple[int, str], Tensor], key: int, scores: Tensor, labels: Tensor, members: int) -> None:
+    places = label_ranks(scores, labels)
+    for error, k in (("top-1", 1), ("top-5", 5)):
+        so_far = wrong.get((key, error), torch.zeros(len(labels), dtype=torch.float64))
+        wrong[key, error] = so_far + (places >= k) / members
+
+
+def _step(name: str, error: str, before: Tensor, after: Tensor) -> Step:
+    spread = (before - after).std().item() / len(before) ** 0.5
+    return Step(name, error, before.mean().item(), after.mean().item(), spread)
+
+
+def _errors(found: Score) -> tuple[float, float]:
+    return found.top1_error, found.top5_error
+
+
+def markdown(figure: Figure4 | None, images: str, missing: Mapping[str, str]) -> str:
+    """Write the figure as Markdown.
+
+    Args:
+        figure: what was measured, if anything.
+        images: on what.
+        missing: why a member is missing, by its name.
+
+    >>> print(markdown(None, "", {"bn-x30-dropout-5": "not yet run"}).splitlines()[-1])
+    - bn-x30-dropout-5: not yet run
+
+    Paper: Fig. 4
+    """
+    lines = ["| model | resolution | crops | models | top-1 error | top-5 error |", "|---|---|---|---|---|---|"]
+    lines += [_line(row) for row in PAPER] + [_line(row) for row in CONTEXT]
+    if figure is not None:
+        lines += [f"| **measured here: {images}** | | | | | |", *(_line(row) for row in figure.rows), ""]
+        lines += [f"- {step}" for step in figure.steps]
+        lines += [
+            f"- two networks disagree on {share:.2%} of the images ({crops} crops)"
+            for crops, share in figure.disagreement.items()
+            if share is not None
+        ]
+    if missing:
+        lines += ["", *(f"- {name}: {why}" for name, why in missing.items())]
+    return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    errors = ("-" if value is None else f"{value:.2%}" for value in (row.top1, row.top5))
+    return f"| {' | '.join((*row[:4], *errors))} |"

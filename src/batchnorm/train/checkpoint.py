@@ -1,0 +1,175 @@
+"""Checkpoints that are whole or not there: written beside, synced, renamed, and checked when read.
+
+A checkpoint is a folder ``step-000001234`` of three files: ``model.safetensors`` (parameters and buffers), ``state.pt``
+(optimizer, position, counters; loadable with ``weights_only=True``) and ``manifest.json`` (sizes and SHA-256 of both).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..extras import require
+
+FORMAT = "batchnorm checkpoint 1"
+KEPT = 2
+
+
+class CheckpointError(ValueError):
+    """Report a checkpoint that cannot be used, and why."""
+
+
+class Checkpoint(NamedTuple):
+    """Hold what a run needs to go on, and what was wrong with newer checkpoints that were passed over.
+
+    Beyond the paper: resuming.
+    """
+
+    step: int
+    model: dict[str, Tensor]
+    state: dict[str, Any]
+    passed_over: tuple[str, ...] = ()
+
+
+def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any]) -> Path:
+    """Write a checkpoint so that a crash at any moment leaves either all of it or none, and drop old ones.
+
+    The two newest are kept: the one before is only removed when its second successor is complete.
+
+    Args:
+        folder: where the run keeps its checkpoints; made where missing.
+        step: steps taken so far.
+        model: tensors, as ``state_dict()`` gives them.
+        state: tensors, numbers, strings, lists and dicts.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> save(folder, 7, {"w": torch.ones(2)}, {"note": "hello"}).name
+    'step-000000007'
+    >>> load_latest(folder).state
+    {'note': 'hello'}
+
+    Beyond the paper: resuming.
+    """
+    safetensors = require("safetensors.torch", "train")
+    folder.mkdir(parents=True, exist_ok=True)
+    final, temporary = folder / f"step-{step:09d}", folder / f".writing-{step:09d}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    # Copies of their own: safetensors refuses views and shared memory.
+    tensors = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in model.items()}
+    safetensors.save_file(tensors, temporary / "model.safetensors")
+    torch.save(state, temporary / "state.pt")
+    files = {name: _fingerprint(temporary / name) for name in ("model.safetensors", "state.pt")}
+    manifest = {"format": FORMAT, "step": step, "files": files}
+    (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2))
+    for path in (*sorted(temporary.iterdir()), temporary):
+        sync(path)
+    if final.exists():  # an unreadable one that a resumed run has passed over
+        shutil.rmtree(final)
+    os.rename(temporary, final)
+    sync(folder)
+    for old in _newest_first(folder)[KEPT:]:
+        shutil.rmtree(old)
+    return final
+
+
+def load_latest(folder: Path) -> Checkpoint | None:
+    """Return the newest checkpoint that is whole, or None where there is none at all.
+
+    Raises:
+        CheckpointError: where there are checkpoints, but none can be used; it says what is wrong with each.
+
+    Beyond the paper: resuming.
+    """
+    passed_over: list[str] = []
+    for path in _newest_first(folder):
+        try:
+            step, model, state, _ = load(path)
+        except CheckpointError as error:
+            passed_over.append(str(error))
+        else:
+            return Checkpoint(step, model, state, tuple(passed_over))
+    if passed_over:
+        raise CheckpointError("no checkpoint of this run can be used: " + "; ".join(passed_over))
+    return None
+
+
+def load(path: Path) -> Checkpoint:
+    """Read one checkpoint and check it against its manifest.
+
+    Raises:
+        CheckpointError: where a file is missing, cut short, altered, or not one of ours.
+
+    Beyond the paper: resuming.
+    """
+    safetensors = require("safetensors.torch", "train")
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        found, step, files = manifest["format"], int(manifest["step"]), dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: no readable manifest.json ({error!r}); this is not a checkpoint") from error
+    if found != FORMAT:
+        raise CheckpointError(f"{path}: its format is {found!r}, not {FORMAT!r}; it was made by another version")
+    for name in ("model.safetensors", "state.pt"):
+        if not (path / name).is_file():
+            raise CheckpointError(f"{path}: {name} is missing")
+        expected, actual = files.get(name, {}), _fingerprint(path / name)
+        if expected.get("bytes") != actual["bytes"]:
+            raise CheckpointError(f"{path}: {name} has {actual['bytes']} bytes instead of {expected.get('bytes')}")
+        if expected.get("sha256") != actual["sha256"]:
+            raise CheckpointError(f"{path}: {name} was altered after it was written (its SHA-256 differs)")
+    try:
+        model = safetensors.load_file(path / "model.safetensors")
+        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    except Exception as error:
+        # The hashes fit, so this is what was written: not by us.
+        raise CheckpointError(f"{path}: model.safetensors or state.pt cannot be read ({error})") from error
+    return Checkpoint(step, model, state)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a small file by new text, all at once.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp(), "recipe.json"); write_atomically(path, "{}"); path.read_text()
+    '{}'
+
+    Beyond the paper: resuming.
+    """
+    temporary = path.with_name(f".writing-{path.name}")
+    temporary.write_text(text)
+    sync(temporary)
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    def complete() -> Iterator[Path]:
+        for path in folder.glob("step-*"):
+            if path.is_dir() and path.name[5:].isdigit():
+                yield path
+
+    return sorted(complete(), key=lambda path: int(path.name[5:]), reverse=True)

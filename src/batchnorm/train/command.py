@@ -1,0 +1,118 @@
+"""``batchnorm train`` and ``batchnorm describe``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, make_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, get_type_hints
+
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import OmitArgPrefixes
+
+from ..models import describe as describe_network
+from ..models.claims import claims
+from .loop import train as train_recipe
+from .recipe import RECIPES, Recipe
+from .run import Options, Result, Stopped
+
+RecipeName = Literal[
+    "inception", "bn-baseline", "bn-x5", "bn-x30", "bn-x5-sigmoid", "inception-x5", "inception-sigmoid",
+    "bn-x30-large-init", "bn-x30-dropout-5", "bn-x30-dropout-10", "bn-x30-per-activation",
+    "bn-x30-large-init-dropout-5", "bn-x30-per-activation-dropout-10",
+]  # fmt: skip
+
+if TYPE_CHECKING:
+    Overrides = Recipe
+else:
+    # Every field of a recipe, of the same type or None: what is not given stays the recipe's. As a subclass it takes
+    # the fields' descriptions along.
+    Overrides = make_dataclass(
+        "Overrides",
+        [(name, Optional[kind], None) for name, kind in get_type_hints(Recipe).items()],  # noqa: UP045 - a value
+        bases=(Recipe,),
+        frozen=True,
+    )
+
+
+def train(
+    recipe: RecipeName,
+    options: Annotated[Options, OmitArgPrefixes],
+    overrides: Annotated[Overrides, OmitArgPrefixes] = Overrides(),  # noqa: B008 - frozen
+) -> None:
+    """Train the paper's network, or a variant of it, on images of your own.
+
+    Start the same command again after an interruption: it goes on from the last checkpoint. Under torchrun
+    (torchrun --nproc-per-node 8 -m batchnorm train ...) the batch is spread over the GPUs.
+
+    Args:
+        recipe: which of the paper's runs.
+        options: where, on what, how often.
+        overrides: fields of the recipe to change.
+    """
+    chosen = resolve(RECIPES[recipe], overrides)
+    silent = os.environ.get("RANK", "0") != "0"  # one of torchrun's processes speaks for all
+    try:
+        result = train_recipe(chosen, options)
+    except Stopped as stopped:
+        Console(stderr=True, quiet=silent).print(str(stopped))
+        raise KeyboardInterrupt from stopped
+    Console(quiet=silent).print(_summary(result, options.folder(chosen)))
+
+
+def describe(
+    network: Literal["inception"],
+    /,
+    recipe: RecipeName = "bn-x30",
+    classes: int = 1000,
+    size: int = 224,
+    stem: Literal["separable", "plain"] = "separable",
+    projection: Literal[96, 128] = 96,
+) -> None:
+    """Print the network's layers, parameters and multiply-adds, beside what the paper's appendix claims.
+
+    Args:
+        network: which network.
+        recipe: in the form of which of the paper's runs.
+        classes: the number of classes.
+        size: height and width of the images.
+        stem: the first convolution.
+        projection: pool projection in 4c and 4d, where the table contradicts itself.
+    """
+    chosen = replace(RECIPES[recipe], size=size, stem=stem, projection=projection)
+    description = describe_network(chosen.network(classes), size)
+    console = Console()
+    console.print(str(description), highlight=False, soft_wrap=True)
+    if (classes, size) == (1000, 224):
+        table = Table("the paper says", "computed here")
+        for claim in claims(description):
+            table.add_row(*claim)
+        console.print(table)
+
+
+def resolve(recipe: Recipe, overrides: Recipe) -> Recipe:
+    """Return the recipe with those fields replaced that the overrides give.
+
+    >>> resolve(RECIPES["bn-x30"], Overrides(batch_size=64)).batch_size
+    64
+
+    Beyond the paper: the command line.
+    """
+    given: dict[str, Any] = {field.name: getattr(overrides, field.name) for field in fields(Recipe)}
+    return replace(recipe, **{name: value for name, value in given.items() if value is not None})
+
+
+def _summary(result: Result, out: Path) -> str:
+    if result.diverged:
+        return f"{result.recipe}: diverged by step {result.steps:,}; see {out / 'metrics.jsonl'}"
+    assert result.top1 is not None
+    assert result.top5 is not None
+    lines = [
+        f"{result.recipe}: {result.top1:.2%} at 1, {result.top5:.2%} at 5 after {result.steps:,} steps"
+        " (folded, population statistics)"
+    ]
+    if result.best_top1 is not None:
+        lines.append(f"best by running averages: {result.best_top1:.2%} at step {result.best_step:,}")
+    lines += [f"steps to {float(k):.1%}: {v if v is None else f'{v:,}'}" for k, v in result.steps_to.items()]
+    return "\n".join([*lines, f"in {out}"])

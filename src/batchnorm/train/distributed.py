@@ -1,0 +1,116 @@
+"""One process or many: who am I, what do we agree on, what is the sum."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from ..layers import BatchNorm
+
+CPU = torch.device("cpu")
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Stand for this process among those that train together; alone it is rank 0 of 1.
+
+    >>> Ranks().any(True), Ranks().main
+    (True, True)
+
+    Beyond the paper: its "large-scale, distributed architecture" is not described.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = CPU
+    control: distributed.ProcessGroup | None = None
+    """for decisions of the host, beside nccl's group"""
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes files and talks."""
+        return self.rank == 0
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """Add up a tensor over all ranks, in place."""
+        if self.world_size > 1:
+            distributed.all_reduce(values)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Say whether the flag is raised on any rank."""
+        if self.world_size == 1:
+            return flag
+        raised = torch.tensor(float(flag))
+        distributed.all_reduce(raised, distributed.ReduceOp.MAX, self.control)
+        return bool(raised)
+
+    def wait(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            distributed.barrier(self.control)
+
+    def average_statistics_(self, net: nn.Module) -> None:
+        """Replace each running average by its mean over the ranks, so that none of the ranks' data is lost.
+
+        (DistributedDataParallel would keep rank 0's alone.) One all-reduce; nothing to do with one rank or ``Sync``.
+        """
+        if self.world_size == 1:
+            return
+        layers = [m for m in net.modules() if isinstance(m, BatchNorm) and m.statistics is None]
+        running = [b for m in layers for b in (m.running_mean, m.running_var) if b is not None]
+        if not running:
+            return
+        flat = torch.cat([b.flatten() for b in running])
+        distributed.all_reduce(flat)
+        flat /= self.world_size
+        for buffer, mean in zip(running, flat.split([b.numel() for b in running]), strict=True):
+            buffer.copy_(mean.view_as(buffer))
+
+
+@contextmanager
+def ranks(device: str = "auto") -> Iterator[Ranks]:
+    """Join the other processes that ``torchrun`` started, or run alone.
+
+    Args:
+        device: "cpu", "cuda", or "auto" for a GPU where there is one. Each rank of a machine takes its own GPU.
+
+    Raises:
+        ValueError: where "cuda" is asked for and there is none, or fewer GPUs than ranks on this machine.
+
+    >>> with ranks("cpu") as alone: print(alone.rank, alone.world_size)
+    0 1
+
+    Beyond the paper: torchrun's convention.
+    """
+    cuda = torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
+    if cuda and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}, but torch finds no CUDA device; use --device cpu")
+    world_size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    if cuda and local >= torch.cuda.device_count():
+        raise ValueError(f"local rank {local} needs a GPU of its own, there are {torch.cuda.device_count()}")
+    place = torch.device("cuda", local) if cuda else CPU
+    if cuda:
+        torch.cuda.set_device(place)
+    if world_size == 1:
+        yield Ranks(device=place)
+        return
+    store, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
+    # Workers that torchrun has restarted may meet the addresses that the dead ones left in its store.
+    store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    backend = "nccl" if cuda else "gloo"
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    try:
+        control = distributed.new_group(backend="gloo") if cuda else None
+        yield Ranks(rank, world_size, place, control)
+    finally:
+        distributed.destroy_process_group()

@@ -1,0 +1,67 @@
+"""The end of training: Algorithm 2, lines 7 to 11."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from ..data import Augment, ImageBatches, seed_at
+from ..inference import fold
+from ..layers import BatchNorm
+from ..population import estimate_
+
+
+def population_network(
+    net: nn.Module, batches: ImageBatches, augment: Augment, *, epoch: int, seed: int, count: int, bf16: bool = False
+) -> nn.Module:
+    """Return a copy of the network whose running averages are replaced by population statistics.
+
+    A network without batch normalization is its own inference network. Every rank calls this.
+
+    Args:
+        net: the trained network.
+        batches: training data; the first ``count`` batches of ``epoch``, each augmented as in training, are used.
+        augment: on the network's device.
+        epoch: one that training has not seen, so that its order and crops are new.
+        seed: of the augmentation.
+        count: how many batches.
+        bf16: run under autocast, as in training.
+
+    Paper: Alg. 2, l. 7-10
+    """
+    final = copy.deepcopy(net)
+    if any(isinstance(m, BatchNorm) for m in final.modules()):
+        device = next(final.parameters()).device
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            estimate_(final.train(), _prepared(batches, augment, epoch, seed, count))
+    return final.eval()
+
+
+def folded_network(net: nn.Module, size: int) -> nn.Module:
+    """Return the inference network with its batch normalization folded into the weights, on the network's device.
+
+    It is made, and checked against the original, on the CPU: a GPU's shortened products would hide a mistake.
+
+    Args:
+        net: with population statistics.
+        size: height and width of its images.
+
+    Paper: Alg. 2, l. 11
+    """
+    if not any(isinstance(m, BatchNorm) for m in net.modules()):
+        return net
+    device = next(net.parameters()).device
+    example = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    folded = fold(copy.deepcopy(net).cpu(), example).to(device)
+    return folded.to(memory_format=torch.channels_last) if device.type == "cuda" else folded  # type: ignore[call-overload]
+
+
+def _prepared(batches: ImageBatches, augment: Augment, epoch: int, seed: int, count: int) -> Iterator[Tensor]:
+    for k, (images, labels) in enumerate(islice(batches.epoch(epoch), count)):
+        generator = torch.Generator().manual_seed(seed_at(seed, 3, k))
+        draws = augment.draw(batches.order.step_size(k), generator)[batches.order.rows(k)]
+        yield augment(images, draws[: len(labels)].to(images.device))

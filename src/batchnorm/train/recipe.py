@@ -1,0 +1,179 @@
+"""The paper's five training runs and its two failures, each derived from another as the paper tells it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from ..layers import BatchNorm, Sync
+from ..models import inception as inception_network
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Hold everything that decides what a run learns; the defaults are the paper's Inception.
+
+    Comments mark what the paper does not say. The seven modifications of Section 4.2.1 are ``rate``, ``dropout``,
+    ``weight_decay``, ``decay_epochs``, ``local_response``, ``shuffle`` and ``photometric``.
+
+    >>> from dataclasses import replace
+    >>> replace(BN_X5, dropout=0.1).rate
+    0.0075
+
+    Paper: Sec. 4.2, 4.2.1, 4.2.2
+    """
+
+    name: str = "inception"
+    """what the run is called"""
+
+    batch_norm: bool = False
+    """normalize before each nonlinearity"""
+    activation: Literal["relu", "sigmoid"] = "relu"
+    """the nonlinearity"""
+    dropout: float = 0.4
+    """probability before the classifier"""
+    local_response: bool = True  # not in the paper: where, and its constants
+    """local response normalization"""
+    per_activation: tuple[str, ...] = ()  # not in the paper: which layers are "the last hidden layers"
+    """rows of the table normalized per activation"""
+    stem: Literal["separable", "plain"] = "separable"
+    """the first convolution"""
+    projection: Literal[96, 128] = 96  # the paper's table contradicts itself
+    """pool projection in 4c and 4d"""
+    width: float = 1.0
+    """factor on all numbers of filters"""
+    init: Literal["kaiming", "xavier"] = "kaiming"  # not in the paper
+    """initial weights"""
+    init_scale: float = 1.0
+    """factor on the initial weights"""
+    eps: float = 1e-3  # not in the paper: TF-slim's
+    """added to the variance"""
+    averaging: float = 0.1  # not in the paper
+    """weight of a new batch in the running averages"""
+    statistics: Literal["batch", "sync"] = "batch"  # not in the paper
+    """of each rank's own part of the batch, or of the whole batch"""
+
+    rate: float = 0.0015
+    """initial learning rate"""
+    momentum: float = 0.9  # not in the paper, which says "a version of SGD with momentum"
+    """of SGD"""
+    weight_decay: float = 2e-4  # not in the paper: a fifth of it is TF-slim's 4e-5; none on gamma and beta
+    """weight of the L2 loss on all parameters but gamma and beta"""
+    decay: float = 0.96  # not in the paper: GoogLeNet's
+    """factor on the learning rate ..."""
+    decay_epochs: float = 8.0  # not in the paper: GoogLeNet's
+    """... every so many epochs"""
+    batch_size: int = 32
+    """examples of a step, over all ranks"""
+    epochs: float = 775.0
+    """length of the run; 775 are the paper's 31 million steps of 32 on ImageNet"""
+
+    size: int = 224
+    """height and width of the crops"""
+    shuffle: Literal["fixed", "epoch"] = "fixed"
+    """one random order within shards, or a new one each epoch"""
+    photometric: Literal["none", "reduced", "full"] = "full"  # not in the paper: their strengths
+    """distortions of the colours"""
+
+    seed: int = 0
+    """of initial weights, order, crops, distortions and dropout"""
+
+    def network(self, classes: int) -> nn.Sequential:
+        """Build the recipe's network with its initial weights."""
+        net = inception_network(
+            classes=classes,
+            size=self.size,
+            norm="batch" if self.batch_norm else None,
+            activation=self.activation,
+            stem=self.stem,
+            projection=self.projection,
+            local_response=self.local_response,
+            dropout=self.dropout,
+            per_activation=self.per_activation,
+            width=self.width,
+            init=self.init,
+            init_scale=self.init_scale,
+            eps=self.eps,
+            momentum=self.averaging,
+            seed=self.seed,
+        )
+        if self.statistics == "sync":
+            for layer in net.modules():
+                if isinstance(layer, BatchNorm):
+                    layer.statistics = Sync()
+        return net
+
+    def to_json(self) -> str:
+        """Return the recipe as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Recipe:
+        """Read a recipe that :meth:`to_json` wrote.
+
+        >>> Recipe.from_json(BN_X30.to_json()) == BN_X30
+        True
+        """
+        values: dict[str, Any] = json.loads(text)
+        unknown = set(values) - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"a recipe has no field {', '.join(sorted(unknown))}: it was made by another version")
+        for key, value in values.items():
+            if isinstance(value, list):
+                values[key] = tuple(value)
+        return cls(**values)
+
+
+INCEPTION = Recipe()
+# "Same as Inception with Batch Normalization before each nonlinearity."
+BN_BASELINE = replace(INCEPTION, name="bn-baseline", batch_norm=True)
+# "Inception with Batch Normalization and the modifications in Sec. 4.2.1. The initial learning rate was increased by a
+# factor of 5, to 0.0075."
+BN_X5 = replace(
+    BN_BASELINE,
+    name="bn-x5",
+    rate=5 * INCEPTION.rate,
+    dropout=0.0,
+    weight_decay=INCEPTION.weight_decay / 5,
+    decay_epochs=INCEPTION.decay_epochs / 6,
+    local_response=False,
+    shuffle="epoch",
+    photometric="reduced",
+    epochs=150.0,  # 6 million steps of 32 on ImageNet, which is what BN-x30 took
+)
+# "Like BN-x5, but with the initial learning rate 0.045 (30 times that of Inception)."
+BN_X30 = replace(BN_X5, name="bn-x30", rate=30 * INCEPTION.rate)
+# "Like BN-x5, but with sigmoid nonlinearity."
+BN_X5_SIGMOID = replace(BN_X5, name="bn-x5-sigmoid", activation="sigmoid")
+# "The same learning rate increase with original Inception caused the model parameters to reach machine infinity."
+INCEPTION_X5 = replace(INCEPTION, name="inception-x5", rate=5 * INCEPTION.rate)
+# "We also attempted to train the original Inception with sigmoid, but the model remained at [...] chance."
+INCEPTION_SIGMOID = replace(INCEPTION, name="inception-sigmoid", activation="sigmoid")
+
+# Section 4.2.3: six networks, "each based on BN-x30, modified via some of the following: increased initial weights in
+# the convolutional layers; using Dropout (with the Dropout probability of 5% or 10%[...]); and using non-convolutional,
+# per-activation Batch Normalization with last hidden layers of the model". Not in the paper: which network has which,
+# by how much the weights are increased, which layers are the last ones.
+LARGE_INIT, LAST_LAYERS = 2.0, ("5b",)
+MEMBERS: dict[str, Recipe] = {
+    f"bn-x30-{name}": replace(BN_X30, name=f"bn-x30-{name}", seed=seed, **changes)  # type: ignore[arg-type]
+    for seed, (name, changes) in enumerate(
+        {
+            "large-init": {"init_scale": LARGE_INIT},
+            "dropout-5": {"dropout": 0.05},
+            "dropout-10": {"dropout": 0.1},
+            "per-activation": {"per_activation": LAST_LAYERS},
+            "large-init-dropout-5": {"init_scale": LARGE_INIT, "dropout": 0.05},
+            "per-activation-dropout-10": {"per_activation": LAST_LAYERS, "dropout": 0.1},
+        }.items(),
+        start=1,
+    )
+}
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (INCEPTION, BN_BASELINE, BN_X5, BN_X30, BN_X5_SIGMOID, INCEPTION_X5, INCEPTION_SIGMOID)
+} | MEMBERS

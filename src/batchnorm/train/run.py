@@ -1,0 +1,197 @@
+"""Where a run happens and how it is watched, and the record of how it went."""
+
+from __future__ import annotations
+
+import json
+import platform
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+
+from . import metrics
+from .checkpoint import write_atomically
+from .distributed import Ranks
+from .recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Options:
+    """Say where a run's data and results are, what it runs on and how often it reports; the recipe says the rest.
+
+    Beyond the paper: running it.
+    """
+
+    data: Path
+    """folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar shards"""
+    out: Path | None = None
+    """folder of the run, by default runs/NAME; an unfinished run of the same recipe in it goes on"""
+    device: str = "auto"
+    """cpu, cuda, or auto"""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """auto is bf16 on a GPU"""
+    compile: Literal["network", "pools", "nothing"] | None = None
+    """what torch.compile takes over; by default the network on a GPU, nothing on a CPU"""
+    graph: bool | None = None
+    """capture the step as a CUDA graph; by default on a single GPU"""
+    workers: int = 4
+    """processes that decode images, for each rank; 0 decodes in this one"""
+    cache: Literal["none", "device"] = "none"
+    """device keeps the decoded images on the device, for sets that fit"""
+    log_every: int = 100
+    """steps between lines of metrics.jsonl"""
+    evaluate_every: int = 0
+    """steps between validations; 0 is once an epoch"""
+    checkpoint_every: int = 5000
+    """steps between checkpoints; there is also one after each validation"""
+    evaluate_batch: int = 256
+    """examples of a validation batch, over all ranks"""
+    estimate_batches: int = 200
+    """training batches that the population statistics are estimated from at the end (Alg. 2, l. 10)"""
+    targets: tuple[float, ...] = ()
+    """report the first steps that reach these validation accuracies, such as 0.722"""
+    max_steps: int | None = None
+    """stop for good after so many steps, before the recipe's epochs are over"""
+    monitor_every: int = 0
+    """steps between records of the inputs' percentiles at every nonlinearity (Fig. 1 b, c); 0 is never"""
+    tensorboard: bool = False
+    """also write scalars for TensorBoard"""
+
+    def folder(self, recipe: Recipe) -> Path:
+        """Return the folder of a recipe's run.
+
+        >>> Options(Path("images")).folder(Recipe()).as_posix()
+        'runs/inception'
+        """
+        return Path("runs") / recipe.name if self.out is None else self.out
+
+
+@dataclass
+class Result:
+    """Tell how a run went; ``result.json`` in the run's folder.
+
+    Paper: Fig. 3 (steps to an accuracy, maximum accuracy, steps to it)
+    """
+
+    recipe: str
+    steps: int
+    examples: int
+    classes: int
+    diverged: bool = False
+    best_top1: float | None = None
+    best_step: int | None = None
+    top1: float | None = None
+    """of the folded network with estimated population statistics"""
+    top5: float | None = None
+    running_top1: float | None = None
+    """the same network by running averages, at the last step"""
+    steps_to: dict[str, int | None] = field(default_factory=dict)
+    corrupt: int = 0
+    hardware: dict[str, Any] = field(default_factory=dict)
+
+
+class Stopped(Exception):
+    """Say that a run was asked to stop and has saved its state.
+
+    Beyond the paper: resuming.
+    """
+
+
+class StopSignal:
+    """Remember that SIGTERM or Ctrl-C came, so that the loop can finish its step and save first.
+
+    Beyond the paper: resuming.
+    """
+
+    requested = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Take the signal; a second Ctrl-C is not waited for."""
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+@contextmanager
+def stop_signal() -> Iterator[StopSignal]:
+    """Catch SIGTERM and Ctrl-C inside the block, and give the handlers back after it.
+
+    >>> import os
+    >>> with stop_signal() as stop:
+    ...     os.kill(os.getpid(), signal.SIGTERM)
+    ...     print(stop.requested)
+    True
+
+    Beyond the paper: resuming.
+    """
+    stop = StopSignal()
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def claim_folder(out: Path, recipe: Recipe) -> None:
+    """Write the resolved recipe into the run's folder, or check that it is the one already there.
+
+    A longer or shorter run may go on: ``epochs`` may differ.
+
+    Raises:
+        ValueError: where the folder belongs to another recipe; it names the fields.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp()); claim_folder(folder, Recipe()); claim_folder(folder, Recipe(epochs=3))
+    >>> claim_folder(folder, Recipe(rate=1.0))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    ValueError: .../recipe.json is of another run: rate is 0.0015 there, 1.0 here; choose another --out
+
+    Beyond the paper: resuming.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "recipe.json"
+    if path.exists():
+        there, here = asdict(Recipe.from_json(path.read_text())), asdict(recipe)
+        other = [f"{k} is {there[k]} there, {here[k]} here" for k in here if k != "epochs" and there[k] != here[k]]
+        if other:
+            raise ValueError(f"{path} is of another run: {'; '.join(other)}; choose another --out")
+    write_atomically(path, recipe.to_json())
+
+
+def write_result(out: Path, result: Result) -> None:
+    """Write ``result.json``, all at once."""
+    write_atomically(out / "result.json", json.dumps(asdict(result), indent=2))
+
+
+def compare(result: Result, folder: Path, targets: Sequence[float]) -> Result:
+    """Fill in what a run's ``metrics.jsonl`` says: the best accuracy, the last, the first steps to the targets.
+
+    Paper: Fig. 3
+    """
+    points = metrics.curve(metrics.read(folder / "metrics.jsonl"))
+    if points:
+        result.best_step, result.best_top1 = max(points, key=lambda point: (point[1], -point[0]))
+        result.running_top1 = points[-1][1] if points[-1][0] == result.steps else None
+    result.steps_to = {f"{target:g}": metrics.steps_to(points, target) for target in targets}
+    return result
+
+
+def hardware(here: Ranks) -> dict[str, Any]:
+    """Say what a run ran on, for its result file."""
+    cuda = here.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(here.device) if cuda else platform.processor() or platform.machine(),
+        "ranks": here.world_size,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }

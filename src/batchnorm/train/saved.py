@@ -1,0 +1,126 @@
+"""Networks that runs have left: from a run's folder to the folded inference network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..inference import fold
+from . import checkpoint
+from .recipe import Recipe
+
+
+class SavedRun(NamedTuple):
+    """Stand for a finished run; its network is read when asked for.
+
+    Beyond the paper: evaluating a run.
+    """
+
+    folder: Path
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder."""
+        return self.folder.resolve().name
+
+    @property
+    def weights(self) -> str | None:
+        """The SHA-256 of the final network's weights, as its manifest states it; None where there is none yet."""
+        manifests = sorted((self.folder / "final").glob("step-*/manifest.json"))
+        return str(json.loads(manifests[-1].read_text())["files"]["model.safetensors"]["sha256"]) if manifests else None
+
+    def load(self, classes: Sequence[str]) -> nn.Module:
+        """Return the folded network with the population statistics of the end of training.
+
+        Args:
+            classes: names of the data's classes.
+
+        Raises:
+            ValueError: where the run has not ended or has diverged, its files are damaged, its weights are of another
+                architecture than its recipe, or its classes are not the data's.
+        """
+        saved = checkpoint.load_latest(self.folder / "final")
+        if saved is None:
+            raise ValueError(f"{self.folder} has no final network: {self._why()}")
+        check_classes(self.folder, saved.state["classes"], classes)
+        net = self.recipe.network(len(classes))
+        _load_weights(net, saved.model, self.folder)
+        # Any image will do: the network's path does not depend on it. Noise, so that no activation is at rest.
+        example = torch.randn(2, 3, self.recipe.size, self.recipe.size, generator=torch.Generator().manual_seed(0))
+        return fold(net.eval(), example)
+
+    def _why(self) -> str:
+        result = self.folder / "result.json"
+        if result.exists() and json.loads(result.read_text()).get("diverged"):
+            return "it diverged in training, so leave it out"
+        return "its training has not ended; start its command again and it goes on"
+
+
+def open_run(folder: Path) -> SavedRun:
+    """Open the folder of a run of ``batchnorm train``.
+
+    Raises:
+        FileNotFoundError: where it is not one.
+        ValueError: where its recipe was made by another version.
+
+    Beyond the paper: evaluating a run.
+    """
+    path = folder / "recipe.json"
+    if not path.is_file():
+        held = (
+            ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) if folder.is_dir() else "it does not exist"
+        )
+        raise FileNotFoundError(f"{folder} is not the folder of a run, with recipe.json and final/: {held or 'empty'}")
+    return SavedRun(folder, Recipe.from_json(path.read_text()))
+
+
+def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) -> None:
+    """Check that a label means the same class in training and here.
+
+    Shards without classes.txt have numbers for names, which say nothing about the classes; then only their number
+    counts.
+
+    Raises:
+        ValueError: where it does not.
+
+    >>> check_classes(Path("run"), ["cat", "dog"], ["0", "1"])
+    >>> check_classes(Path("run"), ["cat", "dog"], ["cat", "eel"])
+    Traceback (most recent call last):
+        ...
+    ValueError: run was trained on other classes: its class 1 is 'dog', the data's is 'eel'
+
+    Beyond the paper: evaluating a run.
+    """
+    if len(trained) != len(found):
+        raise ValueError(f"{folder} was trained on {len(trained)} classes, the data has {len(found)}")
+    if _numbers(trained) or _numbers(found):
+        return
+    for k, (mine, theirs) in enumerate(zip(trained, found, strict=True)):
+        if mine != theirs:
+            raise ValueError(
+                f"{folder} was trained on other classes: its class {k} is {mine!r}, the data's is {theirs!r}"
+            )
+
+
+def _numbers(names: Sequence[str]) -> bool:
+    return all(name == str(k) for k, name in enumerate(names))
+
+
+def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path) -> None:
+    expected = net.state_dict()
+    missing, foreign = expected.keys() - model.keys(), model.keys() - expected.keys()
+    shapes = [k for k in sorted(expected.keys() & model.keys()) if expected[k].shape != model[k].shape]
+    if missing or foreign or shapes:
+        first = min([*missing, *foreign, *shapes])
+        raise ValueError(
+            f"the weights in {folder / 'final'} are of another architecture than {folder / 'recipe.json'}:"
+            f" {len(missing)} are missing, {len(foreign)} unknown, {len(shapes)} of another shape (first: {first});"
+            " was the recipe edited or the folder mixed up?"
+        )
+    net.load_state_dict(model)

@@ -1,0 +1,219 @@
+"""One training step: augment, forward, backward, update; on a GPU compiled and replayed as one CUDA graph."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from inspect import signature
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..data import Augment
+from ..layers import param_groups
+from ..models.blocks import SeparableConv2d
+from .distributed import Ranks
+from .recipe import Recipe
+
+Compile = Literal["network", "pools", "nothing"]
+# Steps run as they come before the graph is captured: allocations, autotuning and, for DistributedDataParallel, its
+# first iterations (torch's notes on CUDA graphs ask for 11) must be behind.
+WARMUP, WARMUP_DISTRIBUTED = 3, 11
+# torch 2.13 renamed it.
+_RENAMED = "forward_sync_buffers" in signature(nn.parallel.DistributedDataParallel).parameters
+_KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+
+
+def make_optimizer(net: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.SGD:
+    """Return SGD with momentum whose weight decay leaves gamma and beta alone.
+
+    >>> optimizer = make_optimizer(nn.Conv2d(1, 1, 1), Recipe(), torch.device("cpu"))
+    >>> [group["weight_decay"] for group in optimizer.param_groups]
+    [0.0002, 0.0]
+
+    Paper: Sec. 4.2, "a version of Stochastic Gradient Descent with momentum"
+    """
+    # On a GPU the rate is a tensor that the captured graph reads.
+    cuda = device.type == "cuda"
+    rate = torch.tensor(recipe.rate, device=device) if cuda else recipe.rate
+    return torch.optim.SGD(param_groups(net, recipe.weight_decay), rate, recipe.momentum, fused=True if cuda else None)
+
+
+def set_rate_(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Change the learning rate, in the tensor that a captured graph reads where there is one."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def compile_pools_(net: nn.Module) -> None:
+    """Let torch.compile write the pooling kernels: torch's own are slow at channels_last and keep 8-byte indices.
+
+    Beyond the paper: speed.
+    """
+    import torch._dynamo  # costs a second or two: only where something is compiled
+
+    # Each shape counts as a recompilation of the same forward.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    for module in net.modules():
+        if isinstance(module, nn.MaxPool2d | nn.AvgPool2d | nn.AdaptiveAvgPool2d):
+            module.compile(dynamic=False)
+
+
+class Shadows:
+    """Run a network with bfloat16 copies of its kernels and matrices, all made at once.
+
+    Autocast casts each of them when it is used, and each gradient when it comes back: two launches a layer. The
+    separable stem keeps its own precision, in which its composed kernel is computed.
+
+    Beyond the paper: speed; autocast computes the same.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+        kept = {id(p) for m in net.modules() if isinstance(m, SeparableConv2d) for p in m.parameters()}
+        chosen = {name: p for name, p in net.named_parameters() if p.dim() in (2, 4) and id(p) not in kept}
+        self.masters: list[Tensor] = list(chosen.values())
+        self.copies = {name: p.detach().to(torch.bfloat16).requires_grad_() for name, p in chosen.items()}
+
+    def run(self, x: Tensor) -> Tensor:
+        """Call the network."""
+        y: Tensor = torch.func.functional_call(self.net, self.copies, x)
+        return y
+
+    def hand_over_gradients(self) -> None:
+        """Give the masters the copies' gradients, in their precision."""
+        for master in self.masters:
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+        wide = [master.grad for master in self.masters if master.grad is not None]
+        torch._foreach_copy_(wide, [copy.grad for copy in self.copies.values() if copy.grad is not None])
+        for copy in self.copies.values():
+            copy.grad = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the masters again."""
+        torch._foreach_copy_(list(self.copies.values()), self.masters)
+
+
+class TrainStep:
+    """Train a network by one batch a call, and add up what it saw in ``sums``: loss, right at 1, examples.
+
+    The gradient is that of the mean loss over all ranks' examples, however unevenly they are spread.
+
+    Args:
+        net: gives class scores; on the ranks' device.
+        optimizer: of its parameters.
+        augment: what is done to the images on the device.
+        ranks: the processes that train together.
+        bf16: run forward and backward under autocast.
+        compile: what torch.compile takes over: the whole "network", or its "pools" alone, which leaves batch
+            normalization to this library's kernels; or "nothing".
+        cast_once: with ``bf16`` and in one process, cast all kernels and matrices together after each update instead
+            of one by one in each forward and backward pass: the same numbers from two launches instead of hundreds.
+        graph: capture the whole step as a CUDA graph.
+        batch: examples of a whole batch of this rank. The smaller ones at the end of an epoch run as they are: neither
+            a second graph nor another minute of compilation is worth it.
+
+    Beyond the paper: speed; the step computes what the paper's does.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        augment: Augment,
+        ranks: Ranks,
+        *,
+        bf16: bool = False,
+        compile: Compile = "nothing",
+        cast_once: bool = False,
+        graph: bool = False,
+        batch: int | None = None,
+    ) -> None:
+        self.net, self.optimizer, self.augment, self.ranks, self.bf16 = net, optimizer, augment, ranks, bf16
+        self.shadows = Shadows(net) if cast_once and bf16 and ranks.world_size == 1 else None
+        self.plain: Any = net if self.shadows is None else self.shadows.run
+        self.model, self.batch = self.plain, batch
+        if compile == "network":
+            self.model = torch.compile(self.plain, dynamic=False)
+        elif compile == "pools":
+            compile_pools_(net)
+        self._graph = _Graph(self._compute, WARMUP if ranks.world_size == 1 else WARMUP_DISTRIBUTED) if graph else None
+        if ranks.world_size > 1:
+            with nullcontext() if self._graph is None else torch.cuda.stream(self._graph.stream):
+                # Running averages are averaged over the ranks below, instead of rank 0's being copied to the others.
+                self.model = nn.parallel.DistributedDataParallel(self.model, **_KEEP_BUFFERS)
+        self.sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
+        self._rate = -1.0
+
+    def __call__(self, images: Tensor, labels: Tensor, draws: Tensor, rate: float) -> None:
+        """Take one step at the given learning rate; returns before a GPU is done."""
+        if rate != self._rate:
+            set_rate_(self.optimizer, rate)
+            self._rate = rate
+        draws = draws.to(images.device, non_blocking=True)
+        if self.batch is not None and len(labels) != self.batch:
+            # DistributedDataParallel is not to be gone around.
+            self._compute(images, labels, draws, self.plain if self.ranks.world_size == 1 else self.model)
+        else:
+            (self._graph or self._compute)(images, labels, draws)
+
+    def _compute(self, images: Tensor, labels: Tensor, draws: Tensor, model: Any = None) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        x = self.augment(images, draws)
+        if x.is_cuda:
+            x = x.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
+            scores = (model or self.model)(x)
+        loss = F.cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), labels)
+        (loss * self._share(labels)).backward()
+        if self.shadows is not None:
+            self.shadows.hand_over_gradients()
+        self.optimizer.step()
+        if self.shadows is not None:
+            self.shadows.refresh()
+        self.ranks.average_statistics_(self.net)
+        right = (scores.detach().argmax(1) == labels).sum()
+        self.sums += torch.stack([loss.detach().double() * len(labels), right, torch.full_like(right, len(labels))])
+
+    def _share(self, labels: Tensor) -> Tensor | float:
+        """Return what makes the mean over ranks of the ranks' means the mean over all examples."""
+        if self.ranks.world_size == 1:
+            return 1.0
+        # In double precision: a third of a batch should weigh a third.
+        total = self.ranks.sum_(torch.full((), len(labels), dtype=torch.float64, device=labels.device))
+        return len(labels) * self.ranks.world_size / total
+
+
+class _Graph:
+    """Replay a function of tensors, always of the same shapes, as a CUDA graph once it has run a few times."""
+
+    def __init__(self, function: Any, warmup: int) -> None:
+        self.function, self.left = function, warmup
+        self.inputs: tuple[Tensor, ...] | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.stream = torch.cuda.Stream()
+
+    def __call__(self, *inputs: Tensor) -> None:
+        if self.inputs is None:
+            self.inputs = tuple(torch.empty_like(v) for v in inputs)
+        if self.left > 0:
+            self.left -= 1
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self.function(*inputs)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return
+        for static, v in zip(self.inputs, inputs, strict=True):
+            static.copy_(v)
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            # Other threads, such as nccl's watchdog, may go on calling CUDA meanwhile.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.function(*self.inputs)
+        self.graph.replay()

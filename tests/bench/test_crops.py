@@ -1,0 +1,33 @@
+"""The benchmark runs, on a network of a few filters, and says what it measured."""
+
+import json
+
+import pytest
+import torch
+
+from batchnorm.bench.crops import BenchCrops, crops, photographs
+from batchnorm.evaluate import Crops, open_squares
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    # Small tensors on shared cores: threads would only wait for each other.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_it_runs_and_leaves_a_result(tmp_path):
+    options = BenchCrops(size=32, width=0.04, images=3, batch_size=24, workers=0, rounds=1, device="cpu")
+    result = crops(BenchCrops(**{**vars(options), "out": tmp_path / "result.json"}))
+    assert set(result["share of forward"]) == {"crops", "files"}
+    assert all(rate > 0 for rates in result["crops per second"].values() for rate in rates)
+    assert json.loads((tmp_path / "result.json").read_text())["options"]["images"] == 3
+
+
+def test_its_images_have_all_crops(tmp_path):
+    (squares,) = open_squares(photographs(tmp_path, 3), crops=Crops.of(144, 32), batch_size=36)
+    assert [len(level) for level in squares.pixels] == [9, 9, 9, 9]
+    # Photographs of this size at this quality have 30 to 150 thousand bytes.
+    assert all(20_000 < path.stat().st_size < 200_000 for path in tmp_path.rglob("*.jpg"))

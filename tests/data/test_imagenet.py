@@ -1,0 +1,102 @@
+"""ImageNet's official tar files, made small, to shards."""
+
+import io
+import tarfile
+
+import pytest
+from pictures import encoded, smooth
+
+from batchnorm.data import open_images
+from batchnorm.data.imagenet import open_official
+from batchnorm.data.sharding import shard
+
+CLASSES = ("n01440764", "n01443537", "n01484850")
+ANNOTATION = "<annotation><object><name>{}</name><bndbox/></object><object><name>x</name></object></annotation>"
+
+
+def tar_of(members, mode="w"):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def picture(label, k):
+    return encoded(smooth(30, 20, seed=100 * label + k), "JPEG")
+
+
+def validation_class(k):
+    return (k * 2) % 3
+
+
+@pytest.fixture
+def official(tmp_path):
+    """Four training images of each class, seven validation images."""
+    root = tmp_path / "imagenet"
+    root.mkdir()
+    inner = [
+        (f"{wnid}.tar", tar_of([(f"{wnid}_{k}.JPEG", picture(label, k)) for k in range(4)]))
+        for label, wnid in reversed(list(enumerate(CLASSES)))
+    ]
+    (root / "ILSVRC2012_img_train.tar").write_bytes(tar_of(inner))
+    val = [(f"ILSVRC2012_val_{k:08d}.JPEG", picture(validation_class(k), 50 + k)) for k in range(7)]
+    (root / "ILSVRC2012_img_val.tar").write_bytes(tar_of(val))
+    return root
+
+
+def add_boxes(root):
+    notes = [
+        (f"val/ILSVRC2012_val_{k:08d}.xml", ANNOTATION.format(CLASSES[validation_class(k)]).encode()) for k in range(7)
+    ]
+    (root / "ILSVRC2012_bbox_val_v3.tgz").write_bytes(tar_of(notes, "w:gz"))
+
+
+def add_table(root):
+    rows = [f"ILSVRC2012_val_{k:08d},{CLASSES[validation_class(k)]} 85 1 499 272 " for k in reversed(range(7))]
+    (root / "LOC_val_solution.csv").write_text("\n".join(["ImageId,PredictionString", *rows, ""]))
+
+
+@pytest.mark.parametrize("add_classes", [add_boxes, add_table])
+def test_official_tars_become_shards(official, tmp_path, add_classes):
+    add_classes(official)
+    assert [tuple(s) for s in shard(official, tmp_path / "out", per_shard=5)] == [("train", 12, 3, 3), ("val", 7, 2, 3)]
+    for split, source in open_official(official).items():
+        batches = open_images(tmp_path / "out", split, size=8, batch_size=12, train=False)
+        assert batches.classes == CLASSES
+        stored = batches._source
+        mine = {source.read(i): int(source.labels[i]) for i in range(len(source.labels))}
+        assert {stored.read(i): int(stored.labels[i]) for i in range(len(stored.labels))} == mine
+        expected = (
+            {picture(label, k): label for label in range(3) for k in range(4)}
+            if split == "train"
+            else {picture(validation_class(k), 50 + k): validation_class(k) for k in range(7)}
+        )
+        assert mine == expected
+
+
+def test_training_part_alone(official):
+    (official / "ILSVRC2012_img_val.tar").unlink()
+    assert list(open_official(official)) == ["train"]
+
+
+def test_validation_images_need_their_classes(official, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nothing that says which classes its images are: put ILSVRC2012_bbox"):
+        shard(official, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    add_table(official)
+    table = official / "LOC_val_solution.csv"
+    table.write_text("\n".join(table.read_text().splitlines()[:-1]))
+    with pytest.raises(ValueError, match=r"ILSVRC2012_val_00000000.JPEG has no class"):
+        open_official(official)
+
+
+def test_wrong_tars_say_so(official):
+    (official / "ILSVRC2012_img_train.tar").write_bytes(tar_of([("readme.txt", b"hello")]))
+    with pytest.raises(ValueError, match=r"holds readme.txt where a tar file of one class is expected"):
+        open_official(official)
+    (official / "ILSVRC2012_img_train.tar").write_bytes(b"hello" * 300)
+    with pytest.raises(ValueError, match="is not a tar file"):
+        open_official(official)

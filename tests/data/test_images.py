@@ -1,0 +1,340 @@
+"""Image batches as a whole: exact epochs and resumption, workers, ranks, the cache, and files that cannot be read."""
+
+import multiprocessing
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from pictures import contents, encoded, image_folder, sharded, smooth
+
+import batchnorm as bn
+from batchnorm.data import TooManyCorruptError, open_images
+
+SIZES = [(20 + k % 5, 24 - k % 7) for k in range(23)]
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sets")
+    folder = image_folder(root / "folder", SIZES)
+    image_folder(folder, SIZES[:11], split="val")
+    return {"folder": folder, "shards": sharded(folder, root / "shards", per_shard=7)}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Pictures with content, so that another crop is another batch."""
+    root = tmp_path_factory.mktemp("pictures")
+    for k in range(14):
+        file = root / "train" / f"class{k % 3}" / f"{k}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(encoded(smooth(40 + k, 60 - 2 * k, seed=k), "JPEG"))
+    return root
+
+
+def assert_same(first, second):
+    for (a, la), (b, lb) in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(la, lb)
+
+
+@pytest.mark.parametrize("layout", ["folder", "shards"])
+@pytest.mark.parametrize("cache", ["none", "device"])
+@given(st.integers(1, 12), st.integers(1, 3), st.booleans(), st.integers(0, 2))
+def test_ranks_together_see_each_example_once(sets, layout, cache, batch_size, world_size, train, epoch):
+    seen, labels, lengths = [], [], set()
+    for rank in range(world_size):
+        try:
+            batches = open_images(
+                sets[layout], size=4, batch_size=batch_size, train=train, rank=rank, world_size=world_size, cache=cache
+            )
+        except ValueError:
+            assume(False)
+        lengths.add(len(batches))
+        for images, y in batches.epoch(epoch):
+            seen += contents(images)
+            labels += y.tolist()
+    assert len(lengths) == 1
+    assert sorted(seen) == list(range(len(SIZES)))
+    # The k-th stored image's class.
+    stored = sorted(k % 3 for k in range(len(SIZES)))
+    assert [stored[k] for k in seen] == labels
+
+
+@pytest.mark.parametrize("cache", ["none", "device"])
+@settings(max_examples=15)
+@given(st.integers(4, 9), st.integers(0, 3), st.data())
+def test_resuming_at_any_step_gives_the_same_batches(pictures, cache, batch_size, epoch, data):
+    def make():
+        return open_images(pictures, size=16, batch_size=batch_size, train=True, seed=5, cache=cache)
+
+    start = data.draw(st.integers(0, len(make())))
+    assert_same(list(make().epoch(epoch))[start:], list(make().epoch(epoch, start)))
+
+
+@pytest.mark.parametrize("cache", ["none", "device"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_change_nothing(pictures, workers, cache):
+    options = {"size": 16, "batch_size": 4, "train": True, "cache": cache}
+    alone, helped = (open_images(pictures, workers=w, **options) for w in (0, workers))
+    state = torch.get_rng_state()
+    for epoch, start in ((0, 0), (3, 1), (3, 2), (1, len(alone))):
+        assert_same(alone.epoch(epoch, start), helped.epoch(epoch, start))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_an_epoch_may_be_left_in_the_middle(pictures):
+    batches = open_images(pictures, size=16, batch_size=4, train=True, workers=2)
+    whole = list(batches.epoch(0))
+    for _ in range(3):
+        iterator = batches.epoch(0)
+        next(iterator)
+        next(iterator)
+    assert_same(batches.epoch(0), whole)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_two_epochs_at_a_time_are_refused(pictures, workers):
+    batches = open_images(pictures, size=16, batch_size=4, train=True, workers=workers)
+    first = batches.epoch(0)
+    next(first)
+    next(batches.epoch(1))
+    with pytest.raises(RuntimeError, match="open them a second time"):
+        next(first)
+
+
+def test_a_batch_split_over_ranks_is_the_batch_of_one_process(pictures):
+    def make(rank, world_size):
+        return open_images(pictures, size=16, batch_size=12, train=True, rank=rank, world_size=world_size)
+
+    whole = make(0, 1)
+    ranks = [make(rank, 3) for rank in range(3)]
+    steps = zip(*(r.epoch(4) for r in ranks), whole.epoch(4), strict=True)
+    for step, (*parts, (images, labels)) in enumerate(steps):
+        assert torch.equal(torch.cat([images for images, _ in parts]), images)
+        assert torch.equal(torch.cat([labels for _, labels in parts]), labels)
+        for rank, (_, y) in zip(ranks, parts, strict=True):
+            assert torch.equal(labels[rank.order.rows(step)], y)
+
+
+def test_crops_change_from_epoch_to_epoch_and_with_the_seed(pictures):
+    def first(epoch, seed, shuffle="fixed"):
+        batches = open_images(pictures, size=16, batch_size=14, train=True, seed=seed, shuffle=shuffle)
+        return next(batches.epoch(epoch))
+
+    (a, la), (b, lb) = first(0, 0), first(1, 0)
+    assert torch.equal(la, lb)  # the fixed order
+    assert not torch.equal(a, b)
+    assert not torch.equal(first(0, 1)[1], la)
+
+
+def test_evaluation_is_the_same_every_time_and_in_stored_order(sets):
+    batches = open_images(sets["folder"], "val", size=4, batch_size=4, train=False)
+    assert len(batches) == 3
+    epochs = [list(batches.epoch(e)) for e in (0, 9)]
+    assert_same(*epochs)
+    assert [k for images, _ in epochs[0] for k in contents(images)] == list(range(11))
+
+
+def test_a_rank_without_examples_gets_an_empty_batch(sets):
+    batches = open_images(sets["folder"], "val", size=4, batch_size=5, train=False, rank=1, world_size=2)
+    *_, (images, labels) = batches.epoch(0)
+    assert images.shape == (0, 3, 4, 4)
+    assert labels.shape == (0,)
+    assert labels.dtype == torch.int64
+
+
+@pytest.mark.parametrize("cache", ["none", "device"])
+def test_form_of_the_batches(pictures, cache):
+    batches = open_images(pictures, size=16, batch_size=5, train=True, cache=cache)
+    images, labels = next(batches.epoch(0))
+    assert images.shape == (5, 3, 16, 16)
+    assert images.dtype == torch.uint8
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert labels.dtype == torch.int64
+    assert batches.classes == ("class0", "class1", "class2")
+    assert batches.num_examples == 14
+
+
+def test_cached_crops_are_those_without_a_cache(tmp_path):
+    """Images of the kept size are not resampled twice: nothing but rounding differs."""
+    for k in range(8):
+        (tmp_path / "train" / "a").mkdir(parents=True, exist_ok=True)
+        smooth(32, 32, seed=k).save(tmp_path / "train" / "a" / f"{k}.png")
+    for train in (True, False):
+        plain, cached = (
+            open_images(tmp_path, size=32, batch_size=8, train=train, cache=cache) for cache in ("none", "device")
+        )
+        for (a, _), (b, _) in zip(plain.epoch(2), cached.epoch(2), strict=True):
+            torch.testing.assert_close(a.float(), b.float(), atol=2, rtol=0)
+
+
+def test_cached_crops_of_larger_images_are_close(pictures):
+    """Twice resampled and stretched to squares in between, yet the same crops."""
+    plain, cached = (open_images(pictures, size=24, batch_size=14, train=False, cache=c) for c in ("none", "device"))
+    (a, _), (b, _) = next(plain.epoch(0)), next(cached.epoch(0))
+    assert (a.float() - b.float()).abs().mean() < 4
+    shuffled = b[torch.randperm(14)]
+    assert (a.float() - shuffled.float()).abs().mean() > 20
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    folder = image_folder(tmp_path / "set", SIZES)
+    files = sorted((folder / "train").rglob("*.png"))
+    files[3].write_bytes(b"not an image")
+    files[9].write_bytes(files[9].read_bytes()[:50])
+    return folder
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("cache", ["none", "device"])
+@pytest.mark.parametrize("layout", ["folder", "shards"])
+def test_corrupt_files_are_skipped_counted_and_listed(damaged, layout, cache, workers, tmp_path):
+    path = damaged if layout == "folder" else sharded(damaged, tmp_path / "shards")
+    batches = open_images(path, size=4, batch_size=8, train=True, cache=cache, workers=workers)
+    for epoch in range(2):
+        seen = [k for images, labels in batches.epoch(epoch) for k in contents(images)]
+        assert sorted(seen) == sorted(set(range(len(SIZES))) - {3, 9})
+        assert sorted(file.example for file in batches.corrupt) == sorted(corrupt_examples(batches))
+        assert len(batches.corrupt) == 2
+    assert any("cannot identify image file" in file.reason for file in batches.corrupt)
+    assert all(".png" in file.name for file in batches.corrupt)
+    assert batches.num_examples == len(SIZES)
+
+
+def corrupt_examples(batches):
+    return [e for e in range(batches.num_examples) if e in {file.example for file in batches.corrupt}]
+
+
+@pytest.mark.parametrize("cache", ["none", "device"])
+def test_too_many_corrupt_files_stop_with_their_names(damaged, cache):
+    with pytest.raises(
+        TooManyCorruptError, match=r"2 files could not be read and max_corrupt=1: .*png.*UnidentifiedIm"
+    ):
+        list(open_images(damaged, size=4, batch_size=8, train=True, cache=cache, max_corrupt=1).epoch(0))
+
+
+def test_a_training_batch_that_loses_all_but_one_image_stops(tmp_path):
+    folder = image_folder(tmp_path, SIZES[:4])
+    for file in sorted((folder / "train").rglob("*.png"))[1:]:
+        file.write_bytes(b"")
+    with pytest.raises(TooManyCorruptError, match=r"step 0 of epoch 0 has 1 readable image\(s\) left"):
+        list(open_images(folder, size=4, batch_size=4, train=True).epoch(0))
+
+
+def test_a_file_that_vanishes_is_listed(tmp_path):
+    folder = image_folder(tmp_path, SIZES)
+    batches = open_images(folder, size=4, batch_size=8, train=False)
+    sorted((folder / "train").rglob("*.png"))[0].unlink()
+    assert sum(len(labels) for _, labels in batches.epoch(0)) == len(SIZES) - 1
+    assert "No such file" in batches.corrupt[0].reason
+
+
+def test_start_outside_of_the_epoch(sets):
+    batches = open_images(sets["folder"], size=4, batch_size=8, train=True)
+    assert list(batches.epoch(0, len(batches))) == []
+    with pytest.raises(ValueError, match="start=4 is outside of the 3 steps"):
+        next(batches.epoch(0, 4))
+
+
+def test_paths_that_are_neither_layout(tmp_path, sets):
+    options = {"size": 4, "batch_size": 8, "train": True}
+    with pytest.raises(FileNotFoundError, match=r"is not a folder: give one with train/CLASS/\*.jpg"):
+        open_images(tmp_path / "nothing", **options)
+    (tmp_path / "pictures").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"has neither train/CLASS/\*.jpg nor train-\*.tar; it holds: pictures"):
+        open_images(tmp_path, **options)
+    (tmp_path / "train" / "ant").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="has no images"):
+        open_images(tmp_path, **options)
+    (tmp_path / "train-0.tar").touch()
+    with pytest.raises(FileNotFoundError, match="has both train/ and train"):
+        open_images(tmp_path, **options)
+    with pytest.raises(FileNotFoundError, match="neither test/CLASS"):
+        open_images(sets["folder"], "test", **options)
+
+
+def test_splits_of_a_folder_agree_on_the_classes(tmp_path):
+    image_folder(tmp_path, SIZES[:6])
+    image_folder(tmp_path, SIZES[:4], split="val", classes=("bee", "cow"))
+    val = open_images(tmp_path, "val", size=4, batch_size=4, train=False)
+    assert val.classes == ("ant", "bee", "cow")
+    assert next(val.epoch(0))[1].tolist() == [1, 1, 2, 2]
+    (tmp_path / "val" / "yak").mkdir()
+    with pytest.raises(ValueError, match=r"has classes that .*train lacks: yak"):
+        open_images(tmp_path, "val", size=4, batch_size=4, train=False)
+
+
+def test_words_are_exported():
+    assert bn.data.open_images is open_images
+    assert np.isscalar(bn.data.seed_at(0, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_on_the_gpu_are_those_of_the_cpu(pictures, workers):
+    options = {"size": 16, "batch_size": 4, "train": True, "workers": workers}
+    here, there = (open_images(pictures, device=device, **options) for device in ("cpu", "cuda"))
+    for _ in range(3):
+        for (a, la), (b, lb) in zip(here.epoch(1), there.epoch(1), strict=True):
+            assert b.is_cuda
+            assert lb.is_cuda
+            torch.cuda._sleep(1_000_000)
+            assert torch.equal(a, b.cpu())
+            assert torch.equal(la, lb.cpu())
+
+
+@pytest.mark.gpu
+def test_cached_batches_on_the_gpu_are_those_of_the_cpu(pictures):
+    options = {"size": 16, "batch_size": 4, "train": True, "cache": "device"}
+    here, there = (open_images(pictures, device=device, **options) for device in ("cpu", "cuda"))
+    for (a, la), (b, lb) in zip(here.epoch(1), there.epoch(1), strict=True):
+        assert torch.equal(la, lb.cpu())
+        torch.testing.assert_close(a.float(), b.cpu().float(), atol=1, rtol=0)
+
+
+@pytest.mark.gpu
+def test_a_set_that_does_not_fit_on_the_gpu_says_so(pictures, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1000))
+    with pytest.raises(ValueError, match="use cache='none'"):
+        open_images(pictures, size=16, batch_size=4, train=True, cache="device", device="cuda")
+
+
+STOPPED = """
+import os, signal, subprocess, sys
+from batchnorm.data import open_images
+
+asked = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: asked.append(number))
+batches = open_images(sys.argv[1], size=4, batch_size=4, train=True, workers=2)
+count = 0
+for images, labels in batches.epoch(0):
+    if count == 0:
+        # By another process, as a terminal or a batch system would.
+        subprocess.run(["kill", "-INT", "--", f"-{os.getpgid(0)}"], check=False)
+        subprocess.run(["setsid", "kill", "-TERM", "--", f"-{os.getpgid(0)}"], check=False)
+    count += len(labels)
+assert sorted(asked) == [signal.SIGINT, signal.SIGTERM]
+print(count)
+"""
+
+
+def test_workers_outlive_the_signals_that_ask_the_parent_to_stop(sets):
+    command = [sys.executable, "-c", STOPPED, str(sets["folder"])]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=120)
+    assert (done.stdout, done.stderr) == (f"{len(SIZES)}\n", "")
+
+
+def test_workers_end_with_their_batches(sets):
+    batches = open_images(sets["folder"], size=4, batch_size=4, train=True, workers=2)
+    next(batches.epoch(0))
+    workers = set(multiprocessing.active_children())
+    assert len(workers) >= 2
+    del batches
+    assert not workers & set(multiprocessing.active_children())

@@ -1,0 +1,193 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import batchnorm as bn
+from batchnorm.models import perceptron
+from batchnorm.monitor import Memory, Monitor, Record
+from batchnorm.monitor.records import percentiles_of
+
+
+@pytest.mark.parametrize("n", [1, 2, 59, 60])
+def test_percentiles_equal_torch_quantile(n):
+    x = torch.randn(n, 7)
+    expected = torch.quantile(x, torch.tensor([0.0, 0.15, 0.5, 0.85, 1.0]), dim=0)
+    torch.testing.assert_close(percentiles_of(x, (0, 15, 50, 85, 100)), expected)
+
+
+def test_percentiles_run_over_locations_too():
+    x = torch.randn(4, 3, 5, 6)
+    expected = torch.quantile(x.movedim(1, 0).flatten(1), 0.5, dim=1)
+    torch.testing.assert_close(percentiles_of(x, (50,))[0], expected)
+    torch.testing.assert_close(percentiles_of(x.movedim(1, -1), (50,), unit_dim=-1)[0], expected)
+
+
+def test_odd_inputs_do_not_stop_a_training():
+    assert percentiles_of(torch.randn(9), (15, 50, 85)).shape == (3, 1)
+    assert percentiles_of(torch.tensor(2.0), (15, 85)).tolist() == [[2.0], [2.0]]
+    assert percentiles_of(torch.randn(0, 4), (15, 85)).isnan().all()
+    assert percentiles_of(torch.randn(8, 4).bfloat16(), (15, 85)).dtype == torch.float32
+
+
+def test_large_tensors_are_sampled_evenly():
+    q = percentiles_of(torch.randn(20_000, 600), (15, 50, 85), samples=1000, units=100)
+    assert q.shape == (3, 100)
+    assert q[1].abs().max() < 0.3
+
+
+def train(net, data, steps=12):
+    """A user's loop, with dropout and augmentation that draw random numbers."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        rows = torch.randint(len(data), (16,), generator=generator)
+        loss = net(data[rows] + 0.1 * torch.randn(16, *data.shape[1:])).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def small_net(kind):
+    torch.manual_seed(1)
+    if kind == "fused":
+        return nn.Sequential(
+            nn.Conv2d(2, 4, 3), bn.BatchNorm2d(4, activation="relu"), nn.Flatten(), nn.Dropout(0.5), nn.LazyLinear(3)
+        )
+    if kind == "torch.nn":
+        return nn.Sequential(
+            nn.Conv2d(2, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Flatten(),
+            nn.Dropout(0.5),
+            nn.LazyLinear(3),
+        )
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Dropout(0.5), nn.LazyLinear(3))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("probe", [False, True], ids=["batch", "probe"])
+@pytest.mark.parametrize("kind", ["fused", "torch.nn", "plain"])
+def test_training_is_the_same_bit_for_bit(kind, probe):
+    data = torch.randn(64, 2, 6, 6)
+    ends = []
+    for watched in (False, True):
+        net = small_net(kind)
+        net(data[:2])
+        torch.manual_seed(2)
+        if watched:
+            with Monitor(net, every=3, probe=data[:8] if probe else None) as monitor:
+                train(net, data)
+                monitor.record_gradient_change(12, lambda y, _: y.square().mean(), data[:8], rate=0.1)
+            assert [r.step for r in monitor.records] == [0, 3, 6, 9]
+        else:
+            train(net, data)
+        ends.append({**net.state_dict(), "random numbers": torch.get_rng_state()})
+    for name, value in ends[0].items():
+        assert torch.equal(ends[1][name], value), name
+
+
+def test_nothing_stays_attached_even_after_an_exception():
+    net = perceptron()
+    with pytest.raises(RuntimeError), Monitor(net, every=1):
+        net(torch.rand(4, 783))
+    for module in net.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_a_fused_layer_shows_what_the_separate_ones_show():
+    separate = nn.Sequential(nn.Linear(5, 4), bn.BatchNorm1d(4), nn.Sigmoid())
+    fused = nn.Sequential(separate[0], bn.BatchNorm1d(4, activation="sigmoid"))
+    batch = torch.randn(32, 5)
+    one, other = (Monitor(net).record(0, batch).percentiles for net in (separate, fused))
+    for a, b in zip(one["2"], other["1"], strict=True):
+        torch.testing.assert_close(a, b)
+    x = separate[0](batch)
+    torch.testing.assert_close(one["2"].x, percentiles_of(x, (15, 50, 85)))
+    torch.testing.assert_close(one["2"].z, percentiles_of(separate[1](x), (15, 50, 85)))
+
+
+def test_the_residual_counts_in_a_fused_layer():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = bn.BatchNorm1d(3, activation="relu")
+
+        def forward(self, x):
+            return self.bn(x, residual=x)
+
+    x = torch.randn(16, 3)
+    expected = bn.ops.batch_norm(x, residual=x)[0]
+    torch.testing.assert_close(
+        Monitor(Block()).record(0, x).percentiles["bn"].z, percentiles_of(expected, (15, 50, 85))
+    )
+
+
+def test_functional_nonlinearities_are_seen_at_the_normalization_before_them():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return F.relu(self.norm(self.fc(x)))
+
+    assert list(Monitor(Net()).record(0, torch.randn(8, 3)).percentiles) == ["norm"]
+
+
+def test_a_second_call_has_its_own_name():
+    act = nn.ReLU()
+    net = nn.Sequential(nn.Linear(3, 3), act, nn.Linear(3, 3), act)
+    assert list(Monitor(net, ["1"]).record(0, torch.randn(8, 3)).percentiles) == ["1", "1#2"]
+
+
+def test_evaluation_passes_are_not_steps():
+    net = perceptron()
+    with Monitor(net, every=1) as monitor:
+        with torch.no_grad():
+            net(torch.rand(4, 784))
+        net.eval()(torch.rand(4, 784))
+    assert monitor.records == []
+
+
+def test_memory_is_bounded_and_the_interval_doubles():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sigmoid())
+    with Monitor(net, every=1, points=8) as monitor:
+        for _ in range(100):
+            net(torch.randn(4, 2))
+    assert len(monitor.records) <= 8
+    assert monitor.every == 16
+    steps = [r.step for r in monitor.records]
+    assert steps == list(range(0, 16 * len(steps), 16))
+
+
+def test_memory_keeps_the_first_and_the_last():
+    memory = Memory(points=10)
+    for step in range(1000):
+        memory.write(Record(step))
+        assert len(memory.records) <= 10
+    assert memory.records[0].step == 0
+    assert memory.records[-1].step == 999
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layers": ["sigmoid9"]}, "no layer 'sigmoid9' in the network; it has linear1"),
+        ({"every": 0}, "every=0 must be at least 1"),
+        ({"percentiles": (85, 15)}, "ascending"),
+        ({"points": 1}, "points must be at least 2"),
+    ],
+)
+def test_errors_say_what_to_do(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Monitor(perceptron(), **arguments)
+
+
+def test_a_network_without_nonlinearities_is_refused():
+    with pytest.raises(ValueError, match="no nonlinearity was found as a module; name what to watch in layers="):
+        Monitor(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="give record\\(\\) a batch"):
+        Monitor(perceptron()).record(0)

@@ -1,0 +1,161 @@
+"""Figure 1's experiment, short: what it writes, how it stops and goes on, and the one gap that is certain."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from batchnorm.report.runs import read_runs
+from batchnorm.reproduce.fig1 import Fig1, fig1
+from batchnorm.reproduce.network_run import run
+from batchnorm.reproduce.run_folder import RunFolder
+from batchnorm.reproduce.threads import one_thread
+from batchnorm.reproduce.training import Setting
+
+SCRIPT = """
+import tyro
+from batchnorm.reproduce.fig1 import Fig1, fig1
+if __name__ == "__main__":
+    fig1(tyro.cli(Fig1))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_threads_of_the_caller_are_left_alone():
+    torch.set_num_threads(2)
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "short"
+    fig1(Fig1(steps=600, out=out, processes=1))
+    return out
+
+
+def test_a_run_leaves_its_files(finished):
+    files = {"fig1.png", "fig1.svg", "report.html", "result.json"}
+    assert {p.name for p in finished.iterdir()} == {"with-bn", "without-bn", *files}
+    result = json.loads((finished / "result.json").read_text())
+    assert result["runs"]["with-bn"]["steps"] == 600
+    for name in ("with-bn", "without-bn"):
+        files = {p.name for p in (finished / name).iterdir()}
+        assert files == {"config.json", "metrics.jsonl", "checkpoint.pt", "summary.json"}
+
+
+def test_the_configuration_is_complete(finished):
+    config = json.loads((finished / "with-bn" / "config.json").read_text())
+    expected = {"batch_norm": True, "steps": 600, "rate": 0.1, "std": 0.1, "batch_size": 60, "seed": 0}
+    assert expected.items() <= config.items()
+    assert {"hardware", "torch", "commit", "threads"} <= config["environment"].keys()
+
+
+def test_batch_normalization_trains_faster_at_an_equal_rate(finished):
+    plain, normalized = read_runs([finished])
+    assert normalized.accuracy[-1][1] > 0.8
+    assert plain.accuracy[-1][1] < 0.5  # 0.20 at this rate and width; the sigmoids have not left their plateau
+
+
+def test_the_folded_network_is_the_unfolded_one(finished):
+    summary = json.loads((finished / "with-bn" / "summary.json").read_text())["accuracy"]
+    assert summary["folded"] == pytest.approx(summary["population"], abs=1.5e-4)  # rounding may turn one of 10,000
+    assert summary["population"] == pytest.approx(summary["running"], abs=0.03)
+
+
+def test_every_measure_is_recorded(finished):
+    for r in read_runs([finished]):
+        assert r.layers == ["sigmoid1", "sigmoid2", "sigmoid3"]
+        assert r.percentiles[0].step == 0
+        assert r.percentiles[-1].percentiles["sigmoid3"].z.shape == (3, 100)
+        assert list(r.gradient_changes[0].gradient_change) == ["linear2", "linear3", "output"]
+        assert (r.percentiles[0].percentiles["sigmoid1"].x is not r.percentiles[0].percentiles["sigmoid1"].z) == (
+            r.name == "with-bn"
+        )
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_a_resumed_run_ends_bit_for_bit_the_same(tmp_path, batch_norm):
+    setting = Setting(batch_norm, steps=260)
+    assert run(setting, tmp_path / "whole")
+    asked = iter([False, True])
+    assert not run(setting, tmp_path / "halves", stopped=lambda: next(asked))
+    with (tmp_path / "halves" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 999, "loss": 1.0}\n{"step": 10')  # written after the checkpoint, by a run that was killed
+    assert run(setting, tmp_path / "halves", resume=True)
+    one, other = (tmp_path / name / "metrics.jsonl" for name in ("whole", "halves"))
+    assert one.read_bytes() == other.read_bytes()
+    a, b = (torch.load(p.parent / "checkpoint.pt", weights_only=True) for p in (one, other))
+    assert a["step"] == b["step"] == 260
+    assert b["seconds"] > 0
+    assert all(torch.equal(a["net"][key], b["net"][key]) for key in a["net"])
+
+
+def test_resuming_with_other_options_is_refused(tmp_path):
+    run(Setting(steps=100), tmp_path, stopped=lambda: True)
+    with pytest.raises(ValueError, match=r"rate is 0\.1 there and 0\.5 here.*use the same options, or another --out"):
+        run(Setting(steps=100, rate=0.5), tmp_path, resume=True)
+
+
+def test_a_checkpoint_is_replaced_or_left_alone(tmp_path, monkeypatch):
+    folder, net = RunFolder(tmp_path), Setting().network()
+    folder.start({})
+    folder.save(net, 1, 0.0)
+    before = folder.checkpoint.read_bytes()
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        folder.save(net, 2, 0.0)
+    assert folder.checkpoint.read_bytes() == before
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_a_report(tmp_path):
+    script = tmp_path / "go.py"
+    script.write_text(SCRIPT)
+    out = tmp_path / "run"
+    command = [sys.executable, str(script), "--out", str(out), "--steps", "1000000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    names = ("with-bn", "without-bn")
+    while not all((out / n / "metrics.jsonl").exists() and _steps(out / n) >= 200 for n in names):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, text
+    assert "stopped before the end" in text
+    assert (out / "report.html").exists()
+    for name in names:
+        state = torch.load(out / name / "checkpoint.pt", weights_only=True)
+        assert state["step"] == _steps(out / name) >= 200
+        assert not (out / name / "summary.json").exists()
+
+
+def _steps(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines if line.endswith("}") and '"loss"' in line]
+    return max(steps, default=0)
+
+
+def test_a_failing_network_is_reported_with_its_traceback(tmp_path):
+    script = tmp_path / "go.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "with-bn").write_text("a file where a folder should be")
+    command = [sys.executable, str(script), "--out", str(tmp_path / "run"), "--steps", "100"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert process.returncode != 0
+    assert "training with-bn failed" in process.stderr
+    assert "FileExistsError" in process.stderr

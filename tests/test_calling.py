@@ -1,0 +1,58 @@
+"""The rule for batches, in its one place."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from batchnorm import calling
+
+
+class Pair(NamedTuple):
+    images: torch.Tensor
+    labels: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: (x, 0), lambda x: [x, 0], lambda x: {"input": x}, lambda x: Pair(x, x)]
+)
+def test_a_tensor_the_first_of_a_tuple_or_list_a_dict_by_name(wrap):
+    net, x = nn.Linear(3, 2), torch.randn(4, 3)
+    torch.testing.assert_close(calling.call(net, wrap(x)), net(x))
+
+
+def test_forward_overrides():
+    assert calling.call(nn.Linear(3, 2), "anything", lambda net, batch: batch * 2) == "anythinganything"
+
+
+@pytest.mark.parametrize("batch", ["text", 3, (), []])
+def test_other_batches_are_refused(batch):
+    with pytest.raises(TypeError, match="forward=lambda net, batch"):
+        calling.call(nn.Linear(3, 2), batch)
+
+
+def test_moving_copies_on_request_and_keeps_the_form():
+    x = torch.randn(2, 3, requires_grad=True)
+    batch = {"pair": Pair(x, x), "list": [x, "text"]}
+    moved = calling.to_device(batch, torch.device("cpu"), copy=True)
+    assert isinstance(moved["pair"], Pair)
+    assert moved["list"][1] == "text"
+    assert moved["list"][0].data_ptr() != x.data_ptr()
+    assert not moved["list"][0].requires_grad
+
+
+def test_a_network_without_tensors_is_on_the_cpu():
+    assert calling.device_of(nn.ReLU()) == torch.device("cpu")
+
+
+def test_compiled_code_runs_as_written_for_a_while():
+    seen = []
+    net = torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager")
+    x = torch.zeros(1, 2)
+    net(x)
+    with calling.eagerly():
+        net._orig_mod[0].register_forward_hook(lambda *_: seen.append(1))
+        net(x)
+    assert seen
+    torch._dynamo.reset()

@@ -1,0 +1,97 @@
+"""Modules exchanged in a copy: every reference follows, everything shared stays shared."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from batchnorm.exchange import exchange, outputs, private_copy, relative_error, restored
+
+
+def test_references_in_lists_closures_and_methods_follow():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.relu = nn.ReLU()
+            self.plain = [self.relu]
+            self.method = self.relu.forward
+            self.table = {"again": (self.relu,)}
+
+        def forward(self, x):
+            return self.plain[0](x)
+
+    net = Odd()
+    new = exchange(net, {net.relu: lambda memo: nn.Tanh()})
+    assert isinstance(new.relu, nn.Tanh)
+    assert new.plain[0] is new.relu is new.table["again"][0] is new.method.__self__
+    assert isinstance(net.relu, nn.ReLU)
+
+
+def test_parts_copied_with_the_memo_share_tensors_with_the_rest():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    new = exchange(net, {net[0]: lambda memo: nn.Sequential(copy.deepcopy(net[0], memo))})
+    assert new[0][0].weight is new[1].weight
+    assert new[1].weight is not net[1].weight
+
+
+def test_the_root_itself_can_be_exchanged():
+    net = nn.ReLU()
+    assert isinstance(exchange(net, {net: lambda memo: nn.Tanh()}), nn.Tanh)
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "expected"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]), 0.5),
+        ({"a": torch.ones(2)}, {"a": torch.ones(2)}, 0.0),
+        (torch.ones(2), torch.ones(3), float("inf")),
+        ([torch.ones(1)], [], float("inf")),
+        (torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]), 0.0),
+        (torch.tensor([float("inf"), 1.0]), torch.tensor([float("inf"), 2.0]), 0.5),
+        ([torch.tensor([float("nan")]), torch.ones(1)], [torch.ones(1), torch.ones(1)], float("inf")),
+        (torch.ones(1), torch.tensor([float("inf")]), float("inf")),
+        (torch.zeros(2), torch.zeros(2), 0.0),
+        (torch.zeros(0), torch.zeros(0), 0.0),
+        (torch.tensor([3]), torch.tensor([3]), 0.0),
+    ],
+)
+def test_relative_error(new, old, expected):
+    assert relative_error(new, old) == pytest.approx(expected, nan_ok=True)
+
+
+def test_outputs_leave_nothing_behind():
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout()).train()
+    x, state = torch.randn(4, 3), torch.get_rng_state()
+    before = copy.deepcopy(net.state_dict())
+    first, second = outputs(net, x), outputs(net, x)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_restored_brings_replaced_buffers_back():
+    net = nn.BatchNorm1d(2)
+    mean = net.running_mean
+
+    def run():
+        net.running_mean = torch.ones(2)
+        mean.add_(1)
+        net.eval()
+        net.momentum = 0.5
+        raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"), restored(net):
+        run()
+    assert net.running_mean is mean
+    assert (mean == 0).all()
+    assert net.training
+    assert net.momentum == 0.1
+
+
+def test_wrappers_are_refused():
+    with pytest.raises(TypeError, match=r"net\.module"):
+        private_copy(nn.DataParallel(nn.Linear(1, 1)))
+    with pytest.raises(TypeError, match=r"net\._orig_mod"):
+        private_copy(torch.compile(nn.Linear(1, 1), backend="eager"))

@@ -1,0 +1,124 @@
+import json
+import os
+
+import pytest
+import torch
+
+from batchnorm.train import checkpoint
+from batchnorm.train.checkpoint import CheckpointError, load, load_latest, save
+
+MODEL = {"w": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(7)}
+STATE = {"optimizer": {"state": {0: {"momentum_buffer": torch.ones(3)}}}, "metrics": 12, "note": "x", "list": [1, 2]}
+
+
+def test_round_trip(tmp_path):
+    save(tmp_path / "checkpoints", 5, MODEL, STATE)
+    found = load_latest(tmp_path / "checkpoints")
+    assert found.step == 5
+    torch.testing.assert_close(found.model, MODEL, rtol=0, atol=0)
+    assert found.state.pop("optimizer")["state"][0]["momentum_buffer"].tolist() == [1.0, 1.0, 1.0]
+    assert found.state == {"metrics": 12, "note": "x", "list": [1, 2]}
+
+
+def test_tensors_that_share_memory_or_are_not_contiguous(tmp_path):
+    base = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    save(tmp_path, 1, {"a": base, "b": base, "c": base[:, 1]}, {})
+    model = load_latest(tmp_path).model
+    assert torch.equal(model["a"], base)
+    assert torch.equal(model["c"], base[:, 1])
+
+
+def test_no_checkpoint_is_no_error(tmp_path):
+    assert load_latest(tmp_path / "nowhere") is None
+
+
+def test_two_are_kept(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, MODEL, STATE)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000003", "step-000000004"]
+
+
+def truncate(path):
+    os.truncate(path / "model.safetensors", 40)
+
+
+def alter(path):
+    data = bytearray((path / "state.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "state.pt").write_bytes(data)
+
+
+def lose(path):
+    (path / "state.pt").unlink()
+
+
+def empty(path):
+    (path / "manifest.json").write_text("")
+
+
+def foreign(path):
+    (path / "manifest.json").write_text(json.dumps({"format": "someone else's", "step": 2, "files": {}}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (truncate, r"model\.safetensors has 40 bytes instead of \d+"),
+        (alter, r"state\.pt was altered"),
+        (lose, r"state\.pt is missing"),
+        (empty, "no readable manifest"),
+        (foreign, 'its format is "someone else\'s"'),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_damaged_checkpoints_are_passed_over(tmp_path, damage, says):
+    save(tmp_path, 1, MODEL, STATE)
+    newest = save(tmp_path, 2, MODEL, STATE)
+    damage(newest)
+    with pytest.raises(CheckpointError, match=says):
+        load(newest)
+    found = load_latest(tmp_path)
+    assert found.step == 1
+    assert len(found.passed_over) == 1
+    # It is written again when the run gets there again.
+    save(tmp_path, 2, MODEL, STATE)
+    assert load_latest(tmp_path).step == 2
+
+
+def test_all_damaged(tmp_path):
+    for step in (1, 2):
+        truncate(save(tmp_path, step, MODEL, STATE))
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint of this run can be used: .*step-000000002.*step-000000001"
+    ):
+        load_latest(tmp_path)
+
+
+def test_code_in_a_state_file_does_not_run(tmp_path):
+    class Harmful:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "harm"),)
+
+    path = save(tmp_path, 1, MODEL, STATE)
+    torch.save(Harmful(), path / "state.pt")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["state.pt"] = checkpoint._fingerprint(path / "state.pt")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"state\.pt"):
+        load(path)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_write_that_fails_leaves_the_last_good_one(tmp_path, monkeypatch):
+    save(tmp_path, 1, MODEL, STATE)
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "sync", full)
+    with pytest.raises(OSError, match="No space"):
+        save(tmp_path, 2, MODEL, STATE)
+    monkeypatch.undo()
+    assert load_latest(tmp_path).step == 1
+    save(tmp_path, 2, MODEL, STATE)
+    assert load_latest(tmp_path).step == 2

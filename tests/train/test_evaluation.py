@@ -1,0 +1,129 @@
+"""``batchnorm evaluate`` on runs that were really trained."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import tyro
+from training import small, stripes, train_small
+
+from batchnorm.layers import BatchNorm
+from batchnorm.train import RECIPES
+from batchnorm.train.evaluation import evaluate
+from batchnorm.train.recipe import BN_X30, MEMBERS
+from batchnorm.train.saved import open_run
+
+
+def one_of_each(root, *classes):
+    for label, name in enumerate(classes):
+        (root / "val" / name).mkdir(parents=True)
+        stripes(np.random.default_rng(0), label % 3).save(root / "val" / name / "0.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def runs(data, tmp_path_factory):
+    """Three small members of the ensemble: plain, dropout, per activation."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, fields in (("plain", {}), ("dropout", {"dropout": 0.1}), ("per-activation", {"per_activation": ("5b",)})):
+        train_small(data, root / name, small(name=name, seed=len(name), **fields), evaluate_every=0)
+    return root
+
+
+def test_one_crop_gives_the_run_its_own_accuracy(data, runs):
+    for name in ("plain", "dropout", "per-activation"):
+        report = evaluate((runs / name,), data=data, device="cpu", workers=0)
+        result = json.loads((runs / name / "result.json").read_text())
+        assert 1 - report.score.top1_error == pytest.approx(result["top1"])
+        assert report.score.examples == 12
+
+
+def test_the_networks_are_folded(data, runs):
+    net = open_run(runs / "per-activation").load(["class0", "class1", "class2"])
+    assert not any(isinstance(module, BatchNorm) for module in net.modules())
+
+
+@pytest.mark.parametrize("crops", ["10", "144"])
+def test_the_command(data, runs, tmp_path, capsys, crops):
+    words = [str(runs / "plain"), str(runs / "dropout"), "--data", str(data), "--crops", crops, "--device", "cpu"]
+    tyro.cli(evaluate, args=[*words, "--workers", "0", "--out", str(tmp_path / "result.json")])
+    text = capsys.readouterr().out
+    assert f"12 images, {crops} crop(s) of each" in text
+    assert "mean of all" in text
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert set(result["members"]) == {"plain", "dropout"}
+    assert result["crops"] == int(crops)
+    assert {"torch", "commit", "hardware"} <= set(result["environment"])
+
+
+def copy(runs, tmp_path, name="plain"):
+    return shutil.copytree(runs / name, tmp_path / "copy")
+
+
+def check(message, data, *folders):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        evaluate(folders, data=data, device="cpu", workers=0)
+
+
+def test_a_checkpoint_of_another_architecture(data, runs, tmp_path):
+    run = copy(runs, tmp_path)
+    recipe = json.loads((run / "recipe.json").read_text())
+    (run / "recipe.json").write_text(json.dumps({**recipe, "width": 0.08}))
+    check("are of another architecture than .*recipe.json: 0 are missing, 0 unknown, .* of another shape", data, run)
+    (run / "recipe.json").write_text(json.dumps({**recipe, "batch_norm": False}))
+    check(r"are of another architecture than .*recipe.json: \d+ are missing, \d+ unknown", data, run)
+
+
+def test_other_classes(runs, tmp_path):
+    check("plain was trained on 3 classes, the data has 4", one_of_each(tmp_path / "a", *"wxyz"), runs / "plain")
+    check(
+        "its class 2 is 'class2', the data's is 'zebra'",
+        one_of_each(tmp_path / "b", "class0", "class1", "zebra"),
+        runs / "plain",
+    )
+
+
+def test_not_a_run(data, runs, tmp_path):
+    check("is not the folder of a run, with recipe.json and final/: it does not exist", data, tmp_path / "no")
+    check("is not the folder of a run, .*: dropout, per-activation, plain", data, runs)
+    check("give at least one run", data)
+    check("a run is given twice", data, runs / "plain", runs / "plain")
+
+
+def test_an_unfinished_or_diverged_run(data, runs, tmp_path):
+    run = copy(runs, tmp_path)
+    shutil.rmtree(run / "final")
+    result = json.loads((run / "result.json").read_text())
+    check("has no final network: its training has not ended", data, run)
+    (run / "result.json").write_text(json.dumps({**result, "diverged": True}))
+    check("has no final network: it diverged", data, run)
+
+
+def test_a_damaged_checkpoint(data, runs, tmp_path):
+    run = copy(runs, tmp_path)
+    weights = next((run / "final").rglob("model.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    check("no checkpoint of this run can be used: .*model.safetensors has", data, run)
+
+
+def test_runs_of_different_sizes(data, runs, tmp_path):
+    run = copy(runs, tmp_path)
+    recipe = json.loads((run / "recipe.json").read_text())
+    (run / "recipe.json").write_text(json.dumps({**recipe, "size": 48}))
+    check("takes images of 32 px and .*copy of 48 px", data, runs / "plain", run)
+
+
+def test_the_six_members_are_bn_x30_modified():
+    assert len(MEMBERS) == 6
+    allowed = {"init_scale", "dropout", "per_activation", "name", "seed"}
+    changes = []
+    for name, member in MEMBERS.items():
+        assert RECIPES[name] is member
+        changed = {key: value for key, value in vars(member).items() if value != getattr(BN_X30, key)}
+        assert set(changed) <= allowed
+        changes.append(tuple(sorted((k, v) for k, v in changed.items() if k not in ("name", "seed"))))
+    assert len(set(changes)) == 6
+    assert {dict(c).get("dropout") for c in changes} == {None, 0.05, 0.1}
+    assert sum(len(c) > 1 for c in changes) == 2
+    assert len({member.seed for member in MEMBERS.values()} | {BN_X30.seed}) == 7

@@ -1,0 +1,173 @@
+import json
+import os
+import random
+import shutil
+import signal
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from training import assert_same_outcome, outcome, small, start, train_small
+
+from batchnorm.train import Recipe
+from batchnorm.train.checkpoint import load_latest
+from batchnorm.train.metrics import read
+
+
+@pytest.fixture(scope="module")
+def reference(data, tmp_path_factory):
+    """A run that nothing interrupted: 12 steps."""
+    out = tmp_path_factory.mktemp("reference")
+    torch.set_num_threads(1)
+    train_small(data, out, targets=(0.1, 1.01))
+    return out
+
+
+def lines_in(out):
+    path = out / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def test_what_a_run_leaves(reference):
+    result = json.loads((reference / "result.json").read_text())
+    lines = read(reference / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
+    assert [line["step"] for line in lines if "val_top1" in line] == [5, 10, 12, 12]  # the last: folded
+    assert (result["steps"], result["examples"], result["classes"], result["diverged"]) == (12, 30, 3, False)
+    assert result["top1"] == lines[-1]["val_top1"]
+    assert result["best_top1"] == max(line["val_top1"] for line in lines[:-1] if "val_top1" in line)
+    assert result["steps_to"] == {"0.1": 5, "1.01": None}
+    assert Recipe.from_json((reference / "recipe.json").read_text()) == small()
+    final = load_latest(reference / "final")
+    assert final.state["classes"] == ["class0", "class1", "class2"]
+    small().network(3).load_state_dict(final.model)
+
+
+def test_it_learns(data, tmp_path):
+    result = train_small(data, tmp_path, small(width=0.1, rate=0.02, epochs=12), evaluate_every=0, checkpoint_every=99)
+    lines = read(tmp_path / "metrics.jsonl")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    # Small noisy batches: means over the first and last two epochs.
+    assert sum(losses[-8:]) < 0.85 * sum(losses[:8])
+    assert result.top1 > 0.5
+
+
+def test_killed_at_random_points_ten_times(data, reference, tmp_path):
+    rng = random.Random(0)
+    kills = 0
+    while kills < 10:
+        out = tmp_path / f"run{kills}"
+        while not (out / "result.json").exists():
+            process = start(data, out)
+            if kills < 10:
+                # From before the first step to the last: whatever it is doing then.
+                wanted, delay = rng.randrange(0, 16), rng.uniform(0, 0.2)
+                while process.is_alive() and lines_in(out) < wanted:
+                    time.sleep(0.005)
+                process.join(delay)
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGKILL)
+                    kills += 1
+            process.join()
+            assert process.exitcode in (0, -signal.SIGKILL)
+        assert_same_outcome(out, reference)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_save_first(data, reference, tmp_path, number):
+    process = start(data, tmp_path, checkpoint_every=1000, evaluate_every=5)
+    while lines_in(tmp_path) < 3:
+        time.sleep(0.005)
+    os.kill(process.pid, number)
+    process.join()
+    assert process.exitcode == 1  # Stopped
+    steps = [line["step"] for line in read(tmp_path / "metrics.jsonl") if "loss" in line]
+    assert load_latest(tmp_path / "checkpoints").step == steps[-1] < 12
+    train_small(data, tmp_path)
+    assert_same_outcome(tmp_path, reference)
+
+
+def test_a_damaged_checkpoint_costs_steps_but_not_the_run(data, reference, tmp_path, capfd):
+    shutil.copytree(reference, tmp_path / "run")
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
+    os.truncate(newest / "state.pt", 100)
+    shutil.rmtree(tmp_path / "run" / "final")
+    train_small(data, tmp_path / "run", targets=(0.1, 1.01))
+    assert "state.pt has 100 bytes" in capfd.readouterr().out
+    assert_same_outcome(tmp_path / "run", reference)
+
+
+def test_a_folder_of_another_run_is_refused(data, reference):
+    with pytest.raises(ValueError, match=r"rate is 0\.0075 there, 0\.1 here"):
+        train_small(data, reference, small(rate=0.1))
+
+
+def test_a_longer_run_goes_on(data, tmp_path):
+    train_small(data, tmp_path, small(epochs=1))
+    result = train_small(data, tmp_path, small(epochs=2))
+    assert result.steps == 8
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl") if "loss" in line] == list(range(1, 9))
+
+
+def test_divergence_is_a_result(data, tmp_path):
+    recipe = small(batch_norm=False, rate=1e9)
+    result = train_small(data, tmp_path, recipe)
+    assert result.diverged
+    assert result.top1 is None
+    assert read(tmp_path / "metrics.jsonl")[-1]["loss"] is None
+    assert json.loads((tmp_path / "result.json").read_text())["diverged"] is True
+
+
+def test_dropout_and_order_resume_exactly(data, tmp_path):
+    recipe = small(dropout=0.4, local_response=True, shuffle="fixed", photometric="full", batch_norm=False, epochs=1.5)
+    train_small(data, tmp_path / "whole", recipe)
+    process = start(data, tmp_path / "parts", recipe)
+    while lines_in(tmp_path / "parts") < 2:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    train_small(data, tmp_path / "parts", recipe)
+    assert_same_outcome(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_the_monitor_watches_without_a_trace(data, reference, tmp_path):
+    train_small(data, tmp_path, monitor_every=4, targets=(0.1, 1.01))
+    records = read(tmp_path / "monitor.jsonl")
+    assert [record["step"] for record in records] == [4, 8, 12]
+    assert len(records[0]["percentiles"]) == sum(".bn.weight" in k for k in outcome(reference)[1])
+    assert_same_outcome(tmp_path, reference)
+
+
+def test_tensorboard(data, tmp_path):
+    train_small(data, tmp_path, small(epochs=0.5), tensorboard=True)
+    assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_bf16_on_the_cpu(data, tmp_path):
+    result = train_small(data, tmp_path, small(epochs=0.5), precision="bf16")
+    assert not result.diverged
+
+
+def real_images():
+    return next((p / "shared" / "data" for p in Path(__file__).parents if (p / "shared" / "data").is_dir()), None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(real_images() is None, reason="no ../shared/data with real images")
+def test_a_thousand_real_jpegs(tmp_path):
+    with tarfile.open(real_images() / "imagenet-sample-1000-short256.tar") as tar:
+        tar.extractall(tmp_path / "raw", filter="data")
+    images = sorted(p for p in (tmp_path / "raw").rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))
+    assert len(images) == 1000
+    for split in ("train", "val"):
+        for label, image in enumerate(images):
+            folder = tmp_path / "data" / split / f"{label:03d}"
+            folder.mkdir(parents=True)
+            (folder / image.name).symlink_to(image)
+    result = train_small(
+        tmp_path / "data", tmp_path / "run", small(batch_size=250, epochs=1), evaluate_every=0, checkpoint_every=99
+    )
+    assert (result.examples, result.classes, result.corrupt, result.steps) == (1000, 1000, 0, 4)
+    assert outcome(tmp_path / "run")[0] == 4

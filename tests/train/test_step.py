@@ -1,0 +1,70 @@
+"""The fast forms of a step against the plain one."""
+
+import pytest
+import torch
+from training import small
+
+from batchnorm.data import Augment
+from batchnorm.train.distributed import Ranks
+from batchnorm.train.step import TrainStep, make_optimizer
+
+
+def trained(steps=3, bf16=True, device="cpu", size=8, recipe=None, **options):
+    recipe = recipe or small(rate=0.01)
+    net = recipe.network(3).to(device)
+    step = TrainStep(
+        net,
+        make_optimizer(net, recipe, torch.device(device)),
+        Augment("reduced").to(device),
+        Ranks(device=torch.device(device)),
+        bf16=bf16,
+        **options,
+    )
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        images = torch.randint(0, 256, (size, 3, 32, 32), generator=generator, dtype=torch.uint8).to(device)
+        labels = torch.randint(0, 3, (size,), generator=generator).to(device)
+        step(images, labels, step.augment.draw(size, generator), 0.01)
+    return {k: v.clone() for k, v in net.state_dict().items()}, step.sums.clone()
+
+
+def test_casting_once_computes_what_autocast_does():
+    plain, once = trained(), trained(cast_once=True)
+    torch.testing.assert_close(once, plain, rtol=0, atol=0)
+
+
+def test_without_autocast_nothing_is_cast():
+    plain, same = trained(bf16=False, steps=1), trained(bf16=False, steps=1, cast_once=True)
+    torch.testing.assert_close(same, plain, rtol=0, atol=0)
+
+
+def test_compiled_pools():
+    # One step: this deep and narrow network amplifies rounding by orders of magnitude a step.
+    plain, compiled = trained(bf16=False, steps=1), trained(bf16=False, steps=1, compile="pools")
+    torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-4)
+
+
+def test_only_whole_batches_are_worth_compiling():
+    recipe = small()
+    net, augment = recipe.network(3), Augment("none")
+    step = TrainStep(net, make_optimizer(net, recipe, torch.device("cpu")), augment, Ranks(), batch=4)
+    seen = []
+    step.model = lambda x: seen.append(len(x)) or net(x)
+    for size in (3, 4, 2, 4):
+        images = torch.randint(0, 256, (size, 3, 32, 32), dtype=torch.uint8)
+        step(images, torch.zeros(size, dtype=torch.long), augment.draw(size, torch.Generator()), 0.01)
+    assert seen == [4, 4]
+    assert step.sums[2] == 13
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["nothing", "pools", "network"])
+@pytest.mark.parametrize("cast_once", [False, True])
+def test_captured_steps_train_as_the_plain_ones_do(what, cast_once):
+    options = {"steps": 8, "device": "cuda", "recipe": small(rate=0.01, dropout=0.2)}
+    plain = trained(**options)
+    fast = trained(**options, compile=what, cast_once=cast_once, graph=True)
+    # Means of the loss over the steps, in bfloat16 and with other dropout draws.
+    torch.testing.assert_close(fast[1][0], plain[1][0], rtol=0.15, atol=0)
+    assert fast[1][2] == plain[1][2]
+    assert all(v.isfinite().all() for v in fast[0].values())
