@@ -61,7 +61,8 @@ def batch_norm(
 
     Paper: Alg. 1; Sec. 3.2 (convolutional); Sec. 4.2.3 (per activation)
     """
-    return _batch_norm(Call(x, gamma, beta, feature_dims, activation, residual, mask), eps)
+    call = Call(x, gamma, beta, feature_dims, activation, residual, mask)
+    return _batch_norm(call, eps, choose(call).path)
 
 
 def batch_norm_(
@@ -89,11 +90,12 @@ def batch_norm_(
     Paper: Alg. 1; Sec. 3.1, moving averages
     """
     call = Call(x, gamma, beta, feature_dims, activation, residual, mask)
-    if feature_dims == 1 and running.mean.dtype == running.var.dtype == torch.float32 and choose(call).path == "cuda":
+    path = choose(call).path
+    if path == "cuda" and feature_dims == 1 and running.mean.dtype == running.var.dtype == torch.float32:
         return fused.batch_norm_(x, gamma, beta, running, momentum, eps, call.activation, residual)
-    y, moments = _batch_norm(call, eps, constant_moments=True)
+    y, moments = _batch_norm(call, eps, path, constant_moments=True)
     moments = Moments(*(v.detach() for v in moments))
-    update_(running, moments, momentum)
+    update_(running, moments, momentum, plain=path == "cpu")
     return y, moments
 
 
@@ -238,9 +240,8 @@ def _features_last(x: Tensor, feature_dims: int) -> bool:
     return feature_dims == x.dim() - 1 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
 
-def _batch_norm(call: Call, eps: float, *, constant_moments: bool = False) -> tuple[Tensor, Moments]:
+def _batch_norm(call: Call, eps: float, path: str, *, constant_moments: bool = False) -> tuple[Tensor, Moments]:
     arguments = (call.x, call.gamma, call.beta, eps, call.activation, call.residual)
-    path = choose(call).path
     if path == "cpu":
         y, moments = cpu.batch_norm(*arguments, constant_moments=constant_moments)
     elif path == "cuda":

@@ -23,8 +23,11 @@ Vector = NDArray[np.float64]
 WIDTH = 1024
 # Planes with fewer locations than this have loops too short to be worth their start.
 SHORT = 32
-# torch's kernels add rows one after the other in float32; after this many the error is still below 1e-6.
-ROWS = 8192
+# torch's kernels are vectorized over channels that lie side by side where there are so many of them.
+VECTOR = 16
+# They add rows one after the other in float32. After ROWS of one sign the error is below 1e-6, good enough for a mean;
+# after GRADIENT_ROWS below 1e-5, good enough for the sums over gradients.
+ROWS, GRADIENT_ROWS = 1 << 13, 1 << 18
 
 _backward = torch.ops.aten.native_batch_norm_backward.default
 _ALL, _SUMS = (True, True, True), (False, True, True)  # of dx, dgamma, dbeta
@@ -115,15 +118,16 @@ class Matrix(Layout):
         return self._columns([p[1] for p in parts]).sum((0, 1, 3)), self._columns([p[2] for p in parts]).sum((0, 1, 3))
 
     def has_kernel(self, x: Tensor) -> bool:
-        """Say whether each column is a channel and has not too many rows."""
-        return self.period == self.run == 1 and x.numel() <= ROWS * self.channels
+        """Say whether the channels lie side by side and fill vectors."""
+        return self.run == 1 and self.channels >= VECTOR and x.numel() <= GRADIENT_ROWS * self.channels
 
     def kernel(
         self, g: Tensor, x: Tensor, gamma: Tensor | None, mean: Vector, invstd: Vector
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call it on the matrix."""
-        statistics = self.spread(mean, x), self.spread(invstd, x)
-        dx, dgamma, dbeta = _backward(self.view(g), self.view(x), gamma, None, None, *statistics, True, 0.0, _ALL)
+        """Call it on a matrix with one column per channel."""
+        rows = Matrix(1, self.channels, 1)
+        statistics = rows.spread(mean, x), rows.spread(invstd, x)
+        dx, dgamma, dbeta = _backward(rows.view(g), rows.view(x), gamma, None, None, *statistics, True, 0.0, _ALL)
         return dx.view(x.movedim(1, -1).shape).movedim(-1, 1), dgamma, dbeta
 
     def _columns(self, parts: list[Tensor]) -> Vector:
@@ -193,7 +197,7 @@ def layout_of(x: Tensor) -> Matrix | Planes | None:
 @lru_cache(maxsize=1024)
 def _period(m: int, channels: int) -> int:
     """Return how many of m positions make a row of at most WIDTH columns."""
-    if channels >= 16 and m <= ROWS:
+    if channels >= VECTOR:
         return 1
     return next(k for k in range(max(1, WIDTH // channels), 0, -1) if m % k == 0)
 

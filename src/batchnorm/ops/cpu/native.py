@@ -9,28 +9,27 @@ from torch import Tensor
 
 from ..activation import Activation
 from ..moments import Moments, statistics_dtype
-from .layout import ROWS
+from .layout import ROWS, VECTOR
 
 # Largest ||mean / std|| for which a*x + b in float32 is good to 100 * 2^-24 * a few = 2e-5 of a standard deviation.
 CONDITION = 100.0
 
-# Up to here one call of a slower kernel beats several calls of faster ones. torch's loop over channels that lie side
-# by side is vectorized, that over (N, C, L) is not.
-MATRIX_ELEMENTS, IMAGE_ELEMENTS = 1 << 18, 1 << 17
+# Up to here one call of a slow kernel beats several calls of fast ones: torch's loop over (N, C, L) is not vectorized.
+IMAGE_ELEMENTS = 1 << 17
 
 
 def is_fast(x: Tensor) -> bool:
-    """Say whether torch's kernels are the fastest for ``x``."""
+    """Say whether torch's kernels are the fastest for ``x`` and accurate for well-conditioned values."""
     elements, channels = x.numel(), x.shape[1]
     if elements == channels:  # one value per channel: the kernel's unbiased variance is 0/0
         return False
     half, contiguous = x.dtype.itemsize == 2, x.is_contiguous()
     if contiguous and elements > x.shape[0] * channels:
         return half or elements <= IMAGE_ELEMENTS
-    # In half precision there is nothing faster than the fused kernel, whatever the size.
-    if not half and (elements > MATRIX_ELEMENTS or elements > ROWS * channels):
-        return False
-    return contiguous or (channels >= 16 and x.movedim(1, -1).is_contiguous())
+    # The kernel for channels that lie side by side is the fastest at any size, but it adds up the rows one after the
+    # other in float32: where there are many they go in blocks. In half precision nothing else is fast.
+    few_rows = half or elements <= ROWS * channels
+    return few_rows and (contiguous or (channels >= VECTOR and x.movedim(1, -1).is_contiguous()))
 
 
 def batch_norm(
