@@ -1,5 +1,7 @@
 """The input benchmark runs; what it measures is no assertion."""
 
+import json
+
 import pytest
 from pictures import real_jpegs
 
@@ -13,7 +15,9 @@ def test_it_measures_and_says_how_many_cores_feed_a_gpu(tmp_path, monkeypatch, c
     for name, data in real_jpegs(60):
         (folder / name).write_bytes(data)
     monkeypatch.setattr(bench._workers_rate, "__defaults__", (0.1,))
-    rate = input_rate(tmp_path, images=60, rounds=1, workers=1, size=32, gpu_rate=1000)
+    out = tmp_path / "result.json"
+    rate = input_rate(tmp_path, images=60, rounds=1, workers=1, size=32, gpu_rate=1000, out=out)
+    assert json.loads(out.read_text())["ratio"] == rate.ratio
     assert rate.images == 60
     assert min(rate.plain, rate.ours, rate.together) > 0
     lines = capsys.readouterr().out
@@ -21,10 +25,10 @@ def test_it_measures_and_says_how_many_cores_feed_a_gpu(tmp_path, monkeypatch, c
     assert "feed one GPU that trains 1000 images/s" in lines
 
 
-def test_it_makes_its_own_pictures(monkeypatch):
+def test_it_makes_its_own_pictures(monkeypatch, tmp_path):
     monkeypatch.setattr(bench._make_pictures, "__defaults__", (20,))
     monkeypatch.setattr(bench._workers_rate, "__defaults__", (0.1,))
-    assert input_rate(images=10, rounds=1, workers=1, size=64).data.startswith("made pictures")
+    assert input_rate(images=10, rounds=1, workers=1, size=64, out=tmp_path / "r.json").data.startswith("made pictures")
 
 
 def test_it_times_nothing_where_the_loaders_differ(monkeypatch):

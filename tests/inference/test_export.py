@@ -81,6 +81,11 @@ def test_other_endings_are_refused(tmp_path):
         bn.export(Residual(), torch.randn(2, 3, 8, 8), tmp_path / "net.bin")
 
 
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        bn.export(Residual(), torch.randn(2, 3, 8, 8), tmp_path / "nowhere" / "net.pt2")
+
+
 def test_a_file_that_differs_is_not_written(tmp_path):
     (tmp_path / "net.pt2").write_text("an older file")
     with pytest.raises(ValueError, match="more than 0e"):

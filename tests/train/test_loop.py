@@ -132,6 +132,14 @@ def test_dropout_and_order_resume_exactly(data, tmp_path):
     assert_same_outcome(tmp_path / "parts", tmp_path / "whole")
 
 
+def test_the_monitor_watches_without_a_trace(data, reference, tmp_path):
+    train_small(data, tmp_path, monitor_every=4, targets=(0.1, 1.01))
+    records = read(tmp_path / "monitor.jsonl")
+    assert [record["step"] for record in records] == [4, 8, 12]
+    assert len(records[0]["percentiles"]) == sum(".bn.weight" in k for k in outcome(reference)[1])
+    assert_same_outcome(tmp_path, reference)
+
+
 def test_tensorboard(data, tmp_path):
     train_small(data, tmp_path, small(epochs=0.5), tensorboard=True)
     assert list((tmp_path / "tensorboard").glob("events*"))

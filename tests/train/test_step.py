@@ -44,6 +44,19 @@ def test_compiled_pools():
     torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-4)
 
 
+def test_only_whole_batches_are_worth_compiling():
+    recipe = small()
+    net, augment = recipe.network(3), Augment("none")
+    step = TrainStep(net, make_optimizer(net, recipe, torch.device("cpu")), augment, Ranks(), batch=4)
+    seen = []
+    step.model = lambda x: seen.append(len(x)) or net(x)
+    for size in (3, 4, 2, 4):
+        images = torch.randint(0, 256, (size, 3, 32, 32), dtype=torch.uint8)
+        step(images, torch.zeros(size, dtype=torch.long), augment.draw(size, torch.Generator()), 0.01)
+    assert seen == [4, 4]
+    assert step.sums[2] == 13
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("what", ["nothing", "pools", "network"])
 @pytest.mark.parametrize("cast_once", [False, True])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -17,6 +14,9 @@ from torch.fx.experimental.optimization import fuse
 from ..inference import fold
 from ..layers import BatchNorm2d
 from ..population import estimate_
+from ..results import write_result
+
+QUESTION = "seconds a pass over a residual network of 18 layers (medians), and ratios within rounds (medians)"
 
 
 class Block(nn.Module):
@@ -67,23 +67,15 @@ def algorithm2(
     """
     torch.set_num_threads(threads)
     data = [torch.randn(batch, 3, size, size, device=device) for _ in range(batches)]
-    result: dict[str, object] = {
-        "what": "seconds of a pass (medians) over a residual network of 18 layers, and ratios within rounds (medians)",
-        "options": {"rounds": rounds, "batch": batch, "size": size, "batches": batches},
-        "environment": {
-            "device": torch.cuda.get_device_name()
-            if device == "cuda"
-            else f"{platform.machine()}, {threads} thread(s)",
-            "torch": torch.__version__,
-            "load average": os.getloadavg()[0],
-        },
+    rows = {
+        f"estimate_, layers of {name}": _estimate(residual18(norm).to(device), data, rounds)
+        for name, norm in (("torch.nn", nn.BatchNorm2d), ("batchnorm", BatchNorm2d))
     }
-    for name, norm in (("torch.nn", nn.BatchNorm2d), ("batchnorm", BatchNorm2d)):
-        result[f"estimate_, layers of {name}"] = _estimate(residual18(norm).to(device), data, rounds)
-    result["fold"] = _fold(residual18(nn.BatchNorm2d).to(device), data, rounds)
-    print(json.dumps(result, indent=1))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    rows["fold"] = _fold(residual18(nn.BatchNorm2d).to(device), data, rounds)
+    options = {"rounds": rounds, "batch": batch, "size": size, "batches": batches, "device": device}
+    write_result(out, QUESTION, options=options, rows=rows)
+    for name, row in rows.items():
+        print(name, *(f"  {what}: {value:.4g}" for what, value in row.items()), sep="\n")
 
 
 def _estimate(net: nn.Module, data: list[Tensor], rounds: int) -> dict[str, float]:

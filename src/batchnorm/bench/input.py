@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from ..data import open_images
 from ..data.reader import BatchReader, RandomCrop, Request
 from ..data.source import ImageSource, open_source
 from ..extras import require
+from ..results import environment, write_json
 
 BATCH = 50
 
@@ -57,6 +58,7 @@ class InputRate:
 
 def input_rate(
     data: Path | None = None,
+    /,
     *,
     split: str = "train",
     size: int = 224,
@@ -64,8 +66,9 @@ def input_rate(
     rounds: int = 7,
     workers: int = os.cpu_count() or 1,
     gpu_rate: float = 15_000.0,
+    out: Path = Path("results/bench-input.json"),
 ) -> InputRate:
-    """Time decoding and cropping by one core against a plain Pillow loader with the same crops, and print it.
+    """Time decoding and cropping by one core against a plain Pillow loader with the same crops; print and write it.
 
     A core's rate is by processor time, so other work on the machine counts little; rounds alternate between the two.
     The workers' rate is by the clock, through shared memory to this process.
@@ -79,6 +82,7 @@ def input_rate(
         rounds: how often each loader is timed.
         workers: processes of the second measurement.
         gpu_rate: images per second of the GPU to be fed.
+        out: the result file.
 
     Raises:
         RuntimeError: where the two loaders do not give the same pictures.
@@ -99,7 +103,7 @@ def input_rate(
             plain.append(_core_rate(lambda request: _plain(source, reader, request), requests))
             ours.append(_core_rate(lambda request: reader[request].images, requests))
         rate = InputRate(
-            data=str(data) if data else "made pictures of 500x375 pixels",
+            data=data.name if data else "made pictures of 500x375 pixels",
             images=len(chosen),
             size=size,
             rounds=rounds,
@@ -111,6 +115,7 @@ def input_rate(
             gpu_rate=gpu_rate,
         )
     print(rate)
+    write_json(out, {"what": "images per second, decoded and cropped", **asdict(rate), "environment": environment()})
     return rate
 
 

@@ -88,20 +88,22 @@ def _await_the_parents_end(parent: int) -> None:
 def _copy_ahead(answers: Iterator[Decoded], device: torch.device) -> Iterator[Decoded]:
     """Copy each batch on a stream of its own, one batch ahead of the one in use."""
     stream = torch.cuda.Stream(device)
-    waiting: Decoded | None = None
+    waiting: tuple[Decoded, torch.cuda.Event] | None = None
     for answer in answers:
         with torch.cuda.stream(stream):
             images, labels = (t.pin_memory().to(device, non_blocking=True) for t in (answer.images, answer.labels))
+            copied = stream.record_event()
         if waiting is not None:
-            yield _received(waiting, stream)
-        waiting = answer._replace(images=images, labels=labels)
+            yield _received(*waiting)
+        waiting = answer._replace(images=images, labels=labels), copied
     if waiting is not None:
-        yield _received(waiting, stream)
+        yield _received(*waiting)
 
 
-def _received(batch: Decoded, stream: torch.cuda.Stream) -> Decoded:
-    current = torch.cuda.current_stream(stream.device)
-    current.wait_stream(stream)
+def _received(batch: Decoded, copied: torch.cuda.Event) -> Decoded:
+    current = torch.cuda.current_stream(batch.images.device)
+    # Not for the whole stream, which is busy with the next batch by now.
+    current.wait_event(copied)
     for tensor in (batch.images, batch.labels):
         # Its memory belongs to the copying stream: keep it from being reused there while it is read here.
         tensor.record_stream(current)

@@ -36,7 +36,7 @@ class ShardedSplit(NamedTuple):
         return f"{self.split}: {self.examples} images of {self.classes} classes in {self.shards} shards"
 
 
-def shard(folder: Path, out: Path, *, per_shard: int = 5000, seed: int = 0) -> list[ShardedSplit]:
+def shard(folder: Path, out: Path, /, *, per_shard: int = 5000, seed: int = 0) -> list[ShardedSplit]:
     """Turn an image folder, or ImageNet's own tar files, into tar shards in random order, and print what was written.
 
     Encoded images are copied as they are. ``classes.txt`` beside the shards has the class names. The folder ``out``

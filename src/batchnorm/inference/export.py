@@ -59,6 +59,7 @@ def export(
         tolerance: the largest relative error to accept; by default what rounding can make in the network's precision.
 
     Raises:
+        FileNotFoundError: where the folder does not exist.
         ValueError: for another ending, where the exporter cannot express the network, or where outputs differ.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()).eval()
@@ -72,6 +73,8 @@ def export(
     writers: dict[str, tuple[Writer, Runner]] = {".onnx": (_write_onnx, _run_onnx), ".pt2": (_write_pt2, _run_pt2)}
     if path.suffix not in writers:
         raise ValueError(f"cannot tell the format from '{path.name}': end it in .onnx or .pt2")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder '{path.parent}' to write {path.name} to does not exist")
     if net.training:
         warnings.warn(
             "the network is in training mode: what is exported is its evaluation mode, folded with the statistics it"

@@ -17,7 +17,7 @@ from ..tally import Tally, Totals, merge
 
 # Layers known to leave exactly a batch's mean and unbiased variance in their buffers when momentum is 1.
 KNOWN = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
     *(BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, get_type_hints
@@ -51,12 +52,13 @@ def train(
         overrides: fields of the recipe to change.
     """
     chosen = resolve(RECIPES[recipe], overrides)
+    silent = os.environ.get("RANK", "0") != "0"  # one of torchrun's processes speaks for all
     try:
         result = train_recipe(chosen, options)
     except Stopped as stopped:
-        Console(stderr=True).print(str(stopped))
+        Console(stderr=True, quiet=silent).print(str(stopped))
         raise KeyboardInterrupt from stopped
-    Console().print(_summary(result, options.folder(chosen)))
+    Console(quiet=silent).print(_summary(result, options.folder(chosen)))
 
 
 def describe(

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-import platform
-import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..data import Augment, ImageBatches, Normalize, open_images, seed_at
 from ..evaluate import Accuracy, count_correct
-from . import checkpoint, metrics
+from ..monitor import Monitor
+from . import checkpoint
 from .distributed import Ranks, ranks
 from .finish import folded_network, population_network
 from .recipe import Recipe
 from .report import Reporter
-from .run import Options, Result, Stopped, StopSignal, claim_folder, stop_signal, write_result
+from .run import Options, Result, Stopped, StopSignal, claim_folder, compare, hardware, stop_signal, write_result
 from .schedule import exponential_rate
 from .step import TrainStep, make_optimizer
 
@@ -67,10 +65,13 @@ class _Run:
         if cuda:
             self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = make_optimizer(self.net, recipe, here.device)
-        self.augment = Augment(recipe.photometric).to(here.device)
-        self.normalize = Normalize().to(here.device)
+        # What autocast would make of the images anyway.
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
+        self.augment = Augment(recipe.photometric, dtype=dtype).to(here.device)
+        self.normalize = Normalize(dtype=dtype).to(here.device)
         self.step, self.evaluated = 0, 0
-        position, sums = self._resume()
+        self.monitor: Monitor | None = None
+        positions, sums = self._resume()
         self.train_step = TrainStep(
             self.net,
             self.optimizer,
@@ -80,11 +81,12 @@ class _Run:
             compile=options.compile or ("network" if cuda else "nothing"),
             cast_once=cuda,
             graph=cuda and here.world_size == 1 if options.graph is None else options.graph,
+            batch=len(range(recipe.batch_size)[self.batches.order.rows(0)]),
         )
         if sums is not None:
             self.train_step.sums.copy_(sums)
         self.report = (
-            Reporter(self.folder, position, self.total_steps, tensorboard=options.tensorboard) if here.main else None
+            Reporter(self.folder, positions, self.total_steps, tensorboard=options.tensorboard) if here.main else None
         )
 
     @property
@@ -111,6 +113,7 @@ class _Run:
                 self._train_on(images, labels, k)
                 if self.step % self.options.log_every == 0 and not self._log():
                     return True
+                self._monitor_if_due()
                 if self._stop_requested():
                     self._save()
                     raise Stopped(f"stopped at step {self.step:,}; the same command goes on from there")
@@ -141,6 +144,18 @@ class _Run:
         if self.report is not None:
             self.report.line({"step": self.step, "loss": loss / count, "train_top1": right / count})
         return math.isfinite(loss)
+
+    def _monitor_if_due(self) -> None:
+        """Record percentiles on the first validation batch, always the same one, without a trace in the training."""
+        if self.options.monitor_every == 0 or self.step % self.options.monitor_every:
+            return
+        if self.monitor is None:
+            images, _ = next(iter(self.validation.epoch(0)))
+            self.monitor = Monitor(self.net, probe=self.normalize(images))
+        with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.bf16):
+            record = self.monitor.record(self.step)
+        if self.report is not None:
+            self.report.watched(record)
 
     def _evaluate_if_due(self) -> None:
         every = self.options.evaluate_every or len(self.batches)
@@ -182,17 +197,17 @@ class _Run:
                 "optimizer": self.optimizer.state_dict(),
                 "sums": sums.cpu(),
                 "evaluated": self.evaluated,
-                "metrics": self.report.position(),
+                "positions": self.report.positions(),
                 "threads": torch.get_num_threads(),
             }
             checkpoint.save(self.folder / "checkpoints", self.step, self.net.state_dict(), state)
         self.ranks.wait()
 
-    def _resume(self) -> tuple[int, Tensor | None]:
-        """Load the newest good checkpoint; return the metrics file's length and this rank's sums then."""
+    def _resume(self) -> tuple[tuple[int, int], Tensor | None]:
+        """Load the newest good checkpoint; return the lengths of the files and this rank's sums then."""
         found = checkpoint.load_latest(self.folder / "checkpoints")
         if found is None:
-            return 0, None
+            return (0, 0), None
         for problem in found.passed_over if self.ranks.main else ():
             print(f"passed over a checkpoint: {problem}")
         try:
@@ -209,7 +224,7 @@ class _Run:
         if self.ranks.main:
             note = "" if same else "; the number of ranks or threads differs, so the last bits will"
             print(f"going on from step {found.step:,}{note}", flush=True)
-        return int(found.state["metrics"]), sums[self.ranks.rank] if same else sums.sum(0) / self.ranks.world_size
+        return found.state["positions"], sums[self.ranks.rank] if same else sums.sum(0) / self.ranks.world_size
 
     def _conclude(self, diverged: bool) -> Result:
         """Take Algorithm 2 to its end, keep the network and write down how the run went."""
@@ -229,8 +244,7 @@ class _Run:
             if accuracy is not None:
                 record = {"step": self.step, "final": True, "val_top1": accuracy.top1, "val_top5": accuracy.top5}
                 self.report.line(record)
-            self._compare(result)
-            write_result(self.folder, result)
+            write_result(self.folder, compare(result, self.folder, self.options.targets))
         self.ranks.wait()
         return result
 
@@ -244,13 +258,6 @@ class _Run:
             state = {"classes": list(self.batches.classes)}
             checkpoint.save(self.folder / "final", self.step, final.state_dict(), state)
         return folded_network(final, self.recipe.size)
-
-    def _compare(self, result: Result) -> None:
-        points = metrics.curve(metrics.read(self.folder / "metrics.jsonl"))
-        if points:
-            result.best_step, result.best_top1 = max(points, key=lambda point: (point[1], -point[0]))
-            result.running_top1 = points[-1][1] if points[-1][0] == self.step else None
-        result.steps_to = {f"{target:g}": metrics.steps_to(points, target) for target in self.options.targets}
 
     def _open(self, split: str, batch_size: int) -> ImageBatches:
         training, options = split == "train", self.options
@@ -268,16 +275,3 @@ class _Run:
             cache=options.cache,
             device=self.ranks.device,
         )
-
-
-def hardware(here: Ranks) -> dict[str, Any]:
-    """Say what a run ran on, for its result file."""
-    cuda = here.device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(here.device) if cuda else platform.processor() or platform.machine(),
-        "ranks": here.world_size,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }

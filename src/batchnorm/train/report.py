@@ -1,4 +1,4 @@
-"""What rank 0 tells: metrics.jsonl, a progress bar or plain lines, TensorBoard."""
+"""What rank 0 tells: metrics.jsonl, monitor.jsonl, a progress bar or plain lines, TensorBoard."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..extras import require
+from ..monitor.records import Record
+from ..monitor.sinks import as_json
 from .metrics import Metrics
 
 
@@ -16,15 +18,16 @@ class Reporter:
 
     Args:
         folder: of the run.
-        position: the length of the metrics file that is to be kept.
+        positions: how much of metrics.jsonl and monitor.jsonl is to be kept.
         total: steps of the whole run.
         tensorboard: also write scalars for TensorBoard.
 
     Beyond the paper: for people who wait.
     """
 
-    def __init__(self, folder: Path, position: int, total: int, *, tensorboard: bool = False) -> None:
-        self.metrics = Metrics(folder / "metrics.jsonl", position)
+    def __init__(self, folder: Path, positions: tuple[int, int], total: int, *, tensorboard: bool = False) -> None:
+        self.metrics = Metrics(folder / "metrics.jsonl", positions[0])
+        self.monitor = Metrics(folder / "monitor.jsonl", positions[1])
         self.started = time.perf_counter()
         self.board: Any = None
         if tensorboard:
@@ -57,13 +60,18 @@ class Reporter:
                 if isinstance(value, float):
                     self.board.add_scalar(key, value, record["step"])
 
-    def position(self) -> int:
-        """Return the length of the metrics file, all of it on the disk."""
-        return self.metrics.position()
+    def watched(self, record: Record) -> None:
+        """Keep what the Monitor saw, in ``monitor.jsonl``."""
+        self.monitor.write(as_json(record))
+
+    def positions(self) -> tuple[int, int]:
+        """Return the lengths of the two files, all of them on the disk."""
+        return self.metrics.position(), self.monitor.position()
 
     def close(self) -> None:
         """Close all files."""
         self.metrics.close()
+        self.monitor.close()
         if self.bar is not None:
             self.bar.stop()
         if self.board is not None:

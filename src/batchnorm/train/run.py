@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import platform
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+import torch
+
+from . import metrics
 from .checkpoint import write_atomically
+from .distributed import Ranks
 from .recipe import Recipe
 
 
@@ -52,6 +58,8 @@ class Options:
     """report the first steps that reach these validation accuracies, such as 0.722"""
     max_steps: int | None = None
     """stop for good after so many steps, before the recipe's epochs are over"""
+    monitor_every: int = 0
+    """steps between records of the inputs' percentiles at every nonlinearity (Fig. 1 b, c); 0 is never"""
     tensorboard: bool = False
     """also write scalars for TensorBoard"""
 
@@ -161,3 +169,29 @@ def claim_folder(out: Path, recipe: Recipe) -> None:
 def write_result(out: Path, result: Result) -> None:
     """Write ``result.json``, all at once."""
     write_atomically(out / "result.json", json.dumps(asdict(result), indent=2))
+
+
+def compare(result: Result, folder: Path, targets: Sequence[float]) -> Result:
+    """Fill in what a run's ``metrics.jsonl`` says: the best accuracy, the last, the first steps to the targets.
+
+    Paper: Fig. 3
+    """
+    points = metrics.curve(metrics.read(folder / "metrics.jsonl"))
+    if points:
+        result.best_step, result.best_top1 = max(points, key=lambda point: (point[1], -point[0]))
+        result.running_top1 = points[-1][1] if points[-1][0] == result.steps else None
+    result.steps_to = {f"{target:g}": metrics.steps_to(points, target) for target in targets}
+    return result
+
+
+def hardware(here: Ranks) -> dict[str, Any]:
+    """Say what a run ran on, for its result file."""
+    cuda = here.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(here.device) if cuda else platform.processor() or platform.machine(),
+        "ranks": here.world_size,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }

@@ -115,7 +115,9 @@ class TrainStep:
             normalization to this library's kernels; or "nothing".
         cast_once: with ``bf16`` and in one process, cast all kernels and matrices together after each update instead
             of one by one in each forward and backward pass: the same numbers from two launches instead of hundreds.
-        graph: capture the whole step as a CUDA graph. Batches of another size than the first run without.
+        graph: capture the whole step as a CUDA graph.
+        batch: examples of a whole batch of this rank. The smaller ones at the end of an epoch run as they are: neither
+            a second graph nor another minute of compilation is worth it.
 
     Beyond the paper: speed; the step computes what the paper's does.
     """
@@ -131,12 +133,14 @@ class TrainStep:
         compile: Compile = "nothing",
         cast_once: bool = False,
         graph: bool = False,
+        batch: int | None = None,
     ) -> None:
         self.net, self.optimizer, self.augment, self.ranks, self.bf16 = net, optimizer, augment, ranks, bf16
         self.shadows = Shadows(net) if cast_once and bf16 and ranks.world_size == 1 else None
-        self.model: Any = net if self.shadows is None else self.shadows.run
+        self.plain: Any = net if self.shadows is None else self.shadows.run
+        self.model, self.batch = self.plain, batch
         if compile == "network":
-            self.model = torch.compile(self.model, dynamic=False)
+            self.model = torch.compile(self.plain, dynamic=False)
         elif compile == "pools":
             compile_pools_(net)
         self._graph = _Graph(self._compute, WARMUP if ranks.world_size == 1 else WARMUP_DISTRIBUTED) if graph else None
@@ -153,15 +157,19 @@ class TrainStep:
             set_rate_(self.optimizer, rate)
             self._rate = rate
         draws = draws.to(images.device, non_blocking=True)
-        (self._graph or self._compute)(images, labels, draws)
+        if self.batch is not None and len(labels) != self.batch:
+            # DistributedDataParallel is not to be gone around.
+            self._compute(images, labels, draws, self.plain if self.ranks.world_size == 1 else self.model)
+        else:
+            (self._graph or self._compute)(images, labels, draws)
 
-    def _compute(self, images: Tensor, labels: Tensor, draws: Tensor) -> None:
+    def _compute(self, images: Tensor, labels: Tensor, draws: Tensor, model: Any = None) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         x = self.augment(images, draws)
         if x.is_cuda:
             x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
-            scores = self.model(x)
+            scores = (model or self.model)(x)
         loss = F.cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), labels)
         (loss * self._share(labels)).backward()
         if self.shadows is not None:
@@ -183,7 +191,7 @@ class TrainStep:
 
 
 class _Graph:
-    """Replay a function of tensors as a CUDA graph once it has run a few times; other shapes run it directly."""
+    """Replay a function of tensors, always of the same shapes, as a CUDA graph once it has run a few times."""
 
     def __init__(self, function: Any, warmup: int) -> None:
         self.function, self.left = function, warmup
@@ -194,9 +202,6 @@ class _Graph:
     def __call__(self, *inputs: Tensor) -> None:
         if self.inputs is None:
             self.inputs = tuple(torch.empty_like(v) for v in inputs)
-        if any(v.shape != static.shape for v, static in zip(inputs, self.inputs, strict=True)):
-            self.function(*inputs)
-            return
         if self.left > 0:
             self.left -= 1
             self.stream.wait_stream(torch.cuda.current_stream())

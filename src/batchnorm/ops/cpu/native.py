@@ -9,13 +9,14 @@ from torch import Tensor
 
 from ..activation import Activation
 from ..moments import Moments, statistics_dtype
+from .layout import ROWS
 
 # Largest ||mean / std|| for which a*x + b in float32 is good to 100 * 2^-24 * a few = 2e-5 of a standard deviation.
 CONDITION = 100.0
 
 # Up to here one call of a slower kernel beats several calls of faster ones. torch's loop over channels that lie side
-# by side is vectorized, that over (N, C, L) is not. The former adds rows one after the other in float32: not too many.
-MATRIX_ELEMENTS, IMAGE_ELEMENTS, MATRIX_ROWS = 1 << 18, 1 << 17, 4096
+# by side is vectorized, that over (N, C, L) is not.
+MATRIX_ELEMENTS, IMAGE_ELEMENTS = 1 << 18, 1 << 17
 
 
 def is_fast(x: Tensor) -> bool:
@@ -27,7 +28,7 @@ def is_fast(x: Tensor) -> bool:
     if contiguous and elements > x.shape[0] * channels:
         return half or elements <= IMAGE_ELEMENTS
     # In half precision there is nothing faster than the fused kernel, whatever the size.
-    if not half and (elements > MATRIX_ELEMENTS or elements > MATRIX_ROWS * channels):
+    if not half and (elements > MATRIX_ELEMENTS or elements > ROWS * channels):
         return False
     return contiguous or (channels >= 16 and x.movedim(1, -1).is_contiguous())
 

@@ -1,0 +1,44 @@
+import pytest
+import torch
+from torch import nn
+
+from batchnorm.bench.train import (
+    OURS,
+    STOCK,
+    STOCK_COMPOSED,
+    Measured,
+    Timed,
+    check_same_function,
+    report,
+    train,
+)
+from batchnorm.layers import BatchNorm
+
+
+def test_stock_parts_are_torchs():
+    net = STOCK.network(64, torch.device("cpu"))
+    norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert len(norms) == 70 - 1  # one for each convolution but the stem's depthwise one
+    assert not any(isinstance(m, BatchNorm) for m in net.modules())
+
+
+def test_contenders_compute_the_same_loss():
+    torch.set_num_threads(1)
+    by_blocks = next(c for c in OURS if c.by_blocks)
+    ready = [Timed(contender, 2, 64, torch.device("cpu")) for contender in (STOCK, STOCK_COMPOSED, by_blocks)]
+    check_same_function(ready)
+    ready[-1].first_loss *= 1.1
+    with pytest.raises(RuntimeError, match="nothing is timed"):
+        check_same_function(ready)
+
+
+def test_the_table_says_whether_the_bar_is_reached():
+    rows = [Measured(name, 32, 1.0, 2.0, ratio, ratio) for name, ratio in (("stock", 1.0), ("s", 1.2), ("ours", 1.6))]
+    assert "reached" in report(rows, 32)
+    assert "NOT reached" in report([*rows[:2], Measured("ours", 32, 1.0, 2.0, 1.4, 1.2)], 32)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_without_a_gpu():
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        train()

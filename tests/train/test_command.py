@@ -1,0 +1,61 @@
+"""The two commands as a user types them."""
+
+import json
+
+import pytest
+
+from batchnorm.cli import main
+
+
+def test_describe(capsys):
+    assert main(["describe", "inception"]) == 0
+    out = capsys.readouterr().out
+    assert "11,188,288" in out
+    assert "13.6 million parameters" in out
+    assert "22% more" in out
+
+
+def test_train_with_overrides(data, tmp_path, capsys):
+    words = "--width 0.04 --size 32 --batch-size 10 --epochs 1 --dropout 0.1 --per-activation 5a 5b --device cpu"
+    options = ["--workers", "0", "--estimate-batches", "2", "--targets", "0.1"]
+    arguments = ["train", "--recipe", "bn-x30", "--data", str(data), "--out", str(tmp_path), *words.split(), *options]
+    assert main(arguments) == 0
+    recipe = json.loads((tmp_path / "recipe.json").read_text())
+    assert (recipe["rate"], recipe["dropout"], recipe["per_activation"]) == (0.045, 0.1, ["5a", "5b"])
+    assert "after 3 steps" in capsys.readouterr().out
+    assert json.loads((tmp_path / "result.json").read_text())["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--data", "nowhere"], "nowhere"),
+        (["--data", "DATA", "--size", "16"], "32 px or more, not 16"),
+        (["--data", "DATA", "--batch-size", "1"], "fewer than 2 examples"),
+    ],
+    ids=["no data", "too small", "batch of one"],
+)
+def test_what_a_user_can_put_right_gets_one_sentence(data, tmp_path, capsys, arguments, says):
+    words = [str(data) if word == "DATA" else word for word in arguments]
+    fixed = [
+        "--recipe",
+        "bn-x5",
+        "--out",
+        str(tmp_path / "run"),
+        "--device",
+        "cpu",
+        "--width",
+        "0.04",
+        "--workers",
+        "0",
+    ]
+    assert main(["train", *fixed, *words]) == 1
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_an_unknown_recipe(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--recipe", "bn-x7", "--data", "nowhere"])
+    assert stop.value.code == 2
