@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test check format gpu clean
+.PHONY: help run test test-all check format gpu clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run     Figure 1: train MNIST with and without BN, fold, write the figure and the report (runs/fig1)"
 	@echo "make test    run the tests"
+	@echo "make test-all  run the slow ones too"
 	@echo "make check   ruff (format and lint) and mypy"
 	@echo "make format  let ruff rewrite the files"
 	@echo "make clean   remove .venv and caches"
@@ -27,7 +28,10 @@ run: $(STAMP)
 	$(BIN)/batchnorm reproduce fig1
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto -m "not slow"
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest
 
 check: $(STAMP)
 	$(BIN)/ruff format --check

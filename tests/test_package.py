@@ -24,7 +24,7 @@ LAYERS = [
     ["layers"],
     ["collectives", "graph"],
     ["ops", "exchange"],
-    ["calling", "extras", "progress", "sites", "tally"],
+    ["calling", "extras", "progress", "results", "sites", "tally"],
 ]
 LEVEL = {name: -i for i, row in enumerate(LAYERS) for name in row}
 

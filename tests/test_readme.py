@@ -29,3 +29,10 @@ def test_the_page_that_explains_the_library():
 def test_links_point_at_files(page):
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_tables_are_what_the_result_files_say():
+    from batchnorm.report.summary import rewrite
+
+    page = ROOT / "README.md"
+    assert rewrite(page, ROOT / "results") == page.read_text(), "run: python -m batchnorm.report.summary"

@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "reproduce saturation": ("batchnorm.reproduce.saturation:saturation", "saturated sigmoids over training"),
     "reproduce init": ("batchnorm.reproduce.init:init", "accuracy against the width of the initial Gaussians"),
     "bench cpu": ("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side"),
+    "bench kernels": ("batchnorm.bench.kernels:kernels", "time the fused CUDA kernels against eager and torch.compile"),
     "bench algorithm2": ("batchnorm.bench.algorithm2:algorithm2", "time estimate_ and fold against plain torch"),
     "bench fig1": ("batchnorm.bench.fig1:fig1", "time Figure 1's experiment against plain eager PyTorch"),
     "bench monitor": ("batchnorm.bench.monitor:monitor", "what a Monitor costs a training loop"),

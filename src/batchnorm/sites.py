@@ -54,7 +54,7 @@ class Report:
         return [site.path for site in self.sites if site.action.startswith(action)]
 
     def __str__(self) -> str:
-        lines = [f"{self.verb}: {len(self.sites)} sites"]
+        lines = [f"{self.verb}: {len(self.sites)} site{'s' * (len(self.sites) != 1)}"]
         if self.relative_error is not None:
             lines[0] += f", relative error {self.relative_error:.1e}"
         return "\n".join([*lines, *(f"  {site}" for site in self.sites), *(f"  note: {note}" for note in self.notes)])

@@ -322,3 +322,12 @@ def test_a_loader_that_breaks_leaves_the_network_as_it_was():
         bn.insert(net, torch.randn(4, 3, 8, 8), init="identity", batches=batches())
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
     assert not any(m._forward_hooks for m in net.modules())
+
+
+def test_a_convolution_with_its_own_forward_is_listed():
+    class Same(nn.Conv2d):
+        def forward(self, x):
+            return F.conv2d(F.pad(x, (1, 1, 1, 1)), self.weight, self.bias)
+
+    report = bn.insert(nn.Sequential(Same(3, 4, 3), nn.ReLU()), torch.randn(2, 3, 5, 5)).report
+    assert report["0"].reason == "Same has its own forward"

@@ -14,7 +14,7 @@ from torch.fx.experimental.optimization import fuse
 from ..inference import fold
 from ..layers import BatchNorm2d
 from ..population import estimate_
-from . import record
+from ..results import write_result
 
 QUESTION = "seconds a pass over a residual network of 18 layers (medians), and ratios within rounds (medians)"
 
@@ -73,7 +73,7 @@ def algorithm2(
     }
     rows["fold"] = _fold(residual18(nn.BatchNorm2d).to(device), data, rounds)
     options = {"rounds": rounds, "batch": batch, "size": size, "batches": batches, "device": device}
-    record.write(out, QUESTION, options=options, rows=rows)
+    write_result(out, QUESTION, options=options, rows=rows)
     for name, row in rows.items():
         print(name, *(f"  {what}: {value:.4g}" for what, value in row.items()), sep="\n")
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from .. import layers, ops
-from . import record
+from ..results import write_result
 
 QUESTION = "time of batch normalization on CPU, forward and backward, ours over torch's"
 
@@ -119,7 +119,7 @@ def cpu(
         rows = [measure(case, activation, level, rounds, seconds) for case in CASES for activation in ("none", "relu")]
         if out is not None:
             settings = {"level": level, "rounds": rounds, "seconds": seconds}
-            record.write(out, QUESTION, settings=settings, rows=[asdict(row) for row in rows])
+            write_result(out, QUESTION, settings=settings, rows=[asdict(row) for row in rows])
     finally:
         torch.set_num_threads(before)
     # Without a terminal the width is a guess that would cut numbers off.

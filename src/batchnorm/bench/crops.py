@@ -25,7 +25,7 @@ from ..evaluate.views import MeanProbabilities
 from ..extras import require
 from ..inference import fold
 from ..models import inception
-from ..report.results import environment, write_json
+from ..results import environment, write_json
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..report.results import environment, write_json
+from ..results import environment, write_json
 
 COMMAND = "import sys; from batchnorm.cli import main; sys.exit(main())"
 

@@ -21,7 +21,7 @@ from ..data import open_images
 from ..data.reader import BatchReader, RandomCrop, Request
 from ..data.source import ImageSource, open_source
 from ..extras import require
-from ..report.results import environment, write_json
+from ..results import environment, write_json
 
 BATCH = 50
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..data import mnist
 from ..models import perceptron
 from ..monitor import Monitor
-from ..report.results import environment, write_json
+from ..results import environment, write_json
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from ..layers import BatchNorm
 from ..models.blocks import InceptionModule, SeparableConv2d
+from ..results import write_result
 from ..train import RECIPES
 from ..train.distributed import Ranks
 from ..train.step import Compile, TrainStep, make_optimizer
-from . import record
 
 QUESTION = "images per second of the appendix network's training step, ours over stock parts"
 BARS = {32: 1.5, 256: 1.4}  # what ours must be over stock, at least
@@ -231,7 +231,7 @@ def train(
         torch.cuda.empty_cache()
         print(report(rows, batch), flush=True)
         if out is not None:  # after each size, so that an interrupted run leaves what it has
-            record.write(out, QUESTION, size=size, rounds=rounds, rows=[asdict(row) for row in rows])
+            write_result(out, QUESTION, size=size, rounds=rounds, rows=[asdict(row) for row in rows])
 
 
 def report(rows: Sequence[Measured], batch: int) -> str:

@@ -67,7 +67,7 @@ class Monitor:
         self.sinks, self.step = tuple(sinks), 0
         self._percentiles, self._changes = Memory(points), Memory(points)
         self._unit_dim = unit_dim if isinstance(unit_dim, Mapping) else dict.fromkeys(self.layers, unit_dim)
-        self._hooks, self._taps = ExitStack(), ExitStack()
+        self._hooks, self._taps, self._end = ExitStack(), ExitStack(), ExitStack()
         self._seen: dict[str, Percentiles] | None = None
         self._busy = False
 
@@ -83,12 +83,11 @@ class Monitor:
 
     def __enter__(self) -> Monitor:
         self._hooks.callback(self.net.register_forward_pre_hook(self._before).remove)
-        self._hooks.callback(self.net.register_forward_hook(self._after, always_call=True).remove)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._taps.close()
-        self._hooks.close()
+        for hooks in (self._taps, self._end, self._hooks):
+            hooks.close()
         for sink in self.sinks:
             sink.close()
 
@@ -120,6 +119,7 @@ class Monitor:
     def _before(self, net: nn.Module, args: tuple[Any, ...]) -> None:
         if self._busy or not (net.training and torch.is_grad_enabled()):
             return
+        self._end.close()
         if self.step % self.every == 0:
             if self.probe is not None:
                 self.record(self.step)
@@ -127,6 +127,8 @@ class Monitor:
                 self._seen = {}
                 # Attached for this pass alone: hooks that only look at a counter would slow every other step.
                 self._taps.enter_context(self._reading(self._seen))
+                # Removed before the next pass: torch iterates over the hooks while this one runs.
+                self._end.callback(net.register_forward_hook(self._after, always_call=True).remove)
         self.step += 1
 
     def _after(self, net: nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -134,7 +136,7 @@ class Monitor:
             return
         self._taps.close()
         seen, self._seen = self._seen, None
-        if seen:
+        if seen and output is not None:  # None after an exception: the pass saw only a part
             self._keep(Record(self.step - 1, seen))
 
     def _reading(self, seen: dict[str, Percentiles]) -> Taps:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import composite, cpu
+from . import composite, cpu, fused
 from .activation import Activation, as_activation
 from .context import is_forward_mode, is_observed, is_transformed
 from .moments import Moments
@@ -91,6 +91,8 @@ def batch_norm_(
     """
     call = Call(x, gamma, beta, feature_dims, activation, residual, mask)
     path = choose(call).path
+    if path == "cuda" and feature_dims == 1 and running.mean.dtype == running.var.dtype == torch.float32:
+        return fused.batch_norm_(x, gamma, beta, running, momentum, eps, call.activation, residual)
     y, moments = _batch_norm(call, eps, path, constant_moments=True)
     moments = Moments(*(v.detach() for v in moments))
     update_(running, moments, momentum, plain=path == "cpu")
@@ -242,6 +244,8 @@ def _batch_norm(call: Call, eps: float, path: str, *, constant_moments: bool = F
     arguments = (call.x, call.gamma, call.beta, eps, call.activation, call.residual)
     if path == "cpu":
         y, moments = cpu.batch_norm(*arguments, constant_moments=constant_moments)
+    elif path == "cuda":
+        y, moments = fused.batch_norm(*arguments)
     else:
         y, moments = composite.batch_norm(*arguments, call.mask)
     return call.restore(y), call.restore_moments(moments)
@@ -251,17 +255,21 @@ def choose(call: Call) -> Choice:
     """Choose the fastest path that is right for a call."""
     x = call.x
     if torch.compiler.is_compiling():
-        return Choice("composite", "torch.compile fuses plain operations itself")
-    if is_transformed():
+        # The compiler sees through plain operations; what it makes of them on CUDA is slower than the fused kernels.
+        if x.device.type != "cuda":
+            return Choice("composite", "torch.compile fuses plain operations itself")
+    elif is_transformed():
         return Choice("composite", "a torch.func transform differentiates plain operations itself")
+    elif is_observed(x):
+        return Choice("composite", "a tensor subclass, a tracer or a dispatch mode wants to see plain operations")
     if is_forward_mode():
         return Choice("composite", "forward-mode differentiation needs plain operations")
-    if is_observed(x):
-        return Choice("composite", "a tensor subclass, a tracer or a dispatch mode wants to see plain operations")
     if call.mask is not None:
         return Choice("composite", "a mask is given")
     if x.numel() == 0:
         return Choice("composite", "the batch is empty")
     if x.device.type == "cpu":
         return Choice("cpu", "a CPU tensor")
+    if x.device.type == "cuda":
+        return Choice(*fused.choice(x, call.residual))
     return Choice("composite", f"no faster path for {x.device.type} tensors")

@@ -12,9 +12,9 @@ from string import Template
 
 from tyro.conf import Positional
 
+from ..results import write_atomically
 from .claims import paper_versus_here, steps_to
 from .payload import payload
-from .results import write_atomically
 from .runs import Run, read_runs
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from ..report.claims import paper_versus_here, steps_to
 from ..report.figure1 import draw
 from ..report.page import write_report
-from ..report.results import write_json
 from ..report.runs import Run, read_runs
+from ..results import write_json
 from .training import Setting
 from .workers import run_all
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import OmitArgPrefixes
 
-from ..report.results import environment, write_atomically, write_json
+from ..results import environment, write_atomically, write_json
 from ..train import Options, Stopped, train
 from ..train.command import Overrides, resolve
 from ..train.evaluation import open_runs

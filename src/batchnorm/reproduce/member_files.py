@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..evaluate import predict, score
 from ..evaluate.crops import Count
-from ..report.results import environment, write_json
+from ..results import environment, write_json
 from ..train.distributed import Ranks, ranks
 from ..train.evaluation import loaders, open_for
 from ..train.run import Options

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..extras import require
-from ..report.results import environment, write_json
+from ..results import environment, write_json
 
 # With batch normalization, without, and two more.
 BLUE, ORANGE, GREEN, GREY = "#2a6fc9", "#d9622b", "#14835b", "#8b8a84"

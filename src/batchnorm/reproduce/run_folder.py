@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..report.results import environment, write_atomically, write_json
+from ..results import environment, write_atomically, write_json
 
 
 class RunFolder:

@@ -107,7 +107,10 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
     for call in graph.calls:
         module = call.module
         if module is None and call.name in FUNCTIONAL:
-            yield Candidate(None, Site(call.path, "skipped", f"{call.name} is a function here, not a module"))
+            owner = net.get_submodule(call.path)
+            own = f"{type(owner).__name__} has its own forward"
+            reason = own if isinstance(owner, Affine) else f"{call.name} is a function here, not a module"
+            yield Candidate(None, Site(call.path, "skipped", reason))
         if module is None or module in seen or not is_affine(module):
             continue
         seen.add(module)

@@ -13,7 +13,7 @@ from tyro.conf import arg
 
 from ..evaluate import Crops, EnsembleReport, SquareBatches, evaluate_networks, open_squares
 from ..evaluate.crops import Count
-from ..report.results import environment, write_json
+from ..results import environment, write_json
 from .distributed import Ranks, ranks
 from .saved import SavedRun, open_run
 

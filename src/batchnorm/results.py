@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 
@@ -17,7 +18,7 @@ def environment() -> dict[str, Any]:
     """Describe the machine and the software that a measurement ran on.
 
     >>> sorted(environment())
-    ['commit', 'cores', 'gpu', 'hardware', 'python', 'threads', 'torch']
+    ['commit', 'cores', 'gpu', 'hardware', 'load', 'numpy', 'python', 'threads', 'torch']
 
     Beyond the paper: provenance of what is measured.
     """
@@ -28,8 +29,24 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "commit": _commit(),
     }
+
+
+def write_result(path: Path, question: str, **content: Any) -> None:
+    """Write what was measured as JSON, with the question it answers and where and by what code it was measured.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_result(Path(folder) / "a.json", "how fast?", rows=[1, 2])
+    ...     sorted(json.loads((Path(folder) / "a.json").read_text()))
+    ['environment', 'question', 'rows']
+
+    Beyond the paper: every number stated anywhere has such a file.
+    """
+    write_json(path, {"question": question, "environment": environment(), **content})
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> Path:

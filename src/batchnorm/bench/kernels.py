@@ -1,0 +1,295 @@
+"""How fast are the fused CUDA kernels, against eager torch, torch.compile and the bytes that have to move?
+
+    python -m batchnorm.bench.kernels --out results/kernels.json
+
+Every layer, BN+ReLU and BN+add+ReLU, both layouts: forward and backward pass of each contender inside a CUDA graph,
+with data that is not in the cache. A path whose results are wrong is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import ops
+from .graphs import Stopwatch, buffers, copy_bandwidth
+from .layers import Layer, all_layers, short_list
+from .precompile import precompile
+
+EPS = 1e-5
+# ||ours - expected|| / ||expected|| that a check allows: a few roundings of the type.
+ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
+Normalize = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class Parameters:
+    """Hold one layer's parameters and running statistics."""
+
+    def __init__(self, channels: int) -> None:
+        self.gamma = (torch.rand(channels, device="cuda") + 0.5).requires_grad_()
+        self.beta = torch.randn(channels, device="cuda").requires_grad_()
+        count = torch.zeros((), dtype=torch.long, device="cuda")
+        mean, var = torch.zeros(channels, device="cuda"), torch.ones(channels, device="cuda")
+        self.running = ops.Running(mean, var, count, count.clone())
+
+    def ours(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Apply BN, add and ReLU in one call."""
+        return ops.batch_norm_(x, self.gamma, self.beta, self.running, 0.1, EPS, activation="relu", residual=residual)[
+            0
+        ]
+
+    def eager(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Apply torch's batch_norm, add and ReLU."""
+        y = F.batch_norm(x, self.running.mean, self.running.var, self.gamma, self.beta, True, 0.1, EPS)
+        return F.relu(y if residual is None else y + residual)
+
+
+def contenders(p: Parameters, autotune: bool) -> dict[str, Normalize]:
+    """Return what is compared, by name."""
+    found: dict[str, Normalize] = {"batchnorm": p.ours, "eager": p.eager}
+    found["compile"] = torch.compile(p.eager, fullgraph=True, dynamic=False)
+    if autotune:
+        found["compile-max"] = torch.compile(p.eager, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
+    return found
+
+
+class Sets:
+    """Hold enough inputs, residuals and output gradients that each is cold when its turn comes."""
+
+    def __init__(
+        self, layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool, n: int | None = None
+    ) -> None:
+        form = torch.channels_last if channels_last else torch.contiguous_format
+
+        def draw() -> Tensor:
+            return torch.randn(layer.shape, device="cuda").to(dtype, memory_format=form)
+
+        self.bytes = math.prod(layer.shape) * dtype.itemsize
+        self.n = n or buffers(self.bytes)
+        self.x = [draw().requires_grad_() for _ in range(self.n)]
+        self.dy = [draw() for _ in range(self.n)]
+        self.residual = [draw().requires_grad_() if residual else None for _ in range(self.n)]
+
+    def limit(self, bandwidth: float) -> tuple[float, float]:
+        """Return the seconds that the bytes take, each input read once and each output written once."""
+        extra = self.residual[0] is not None
+        return tuple((n + extra) * self.bytes / bandwidth for n in (2, 3))  # type: ignore[return-value]
+
+
+def check(sets: Sets, p: Parameters, call: Normalize) -> dict[str, float]:
+    """Return the relative errors of y and every gradient on the first set."""
+    x, r, dy = sets.x[0], sets.residual[0], sets.dy[0]
+    wide = torch.float64 if x.numel() < 2**25 or x.dtype == torch.float32 else torch.float32
+    inputs = [x, p.gamma, p.beta, *([] if r is None else [r])]
+    y = call(x, r)
+    got = [y, *torch.autograd.grad(y, inputs, dy)]
+    x_, g_, b_, *r_ = (t.detach().to(wide).requires_grad_() for t in inputs)
+    z = F.batch_norm(x_, None, None, g_, b_, True, 0.0, EPS)
+    y_ = F.relu(z + r_[0] if r_ else z)
+    expected = [y_, *torch.autograd.grad(y_, [x_, g_, b_, *r_], dy.to(wide))]
+    names = ("y", "dx", "dgamma", "dbeta", "dresidual")
+    return {
+        name: float((a.detach().to(wide) - e.detach()).norm() / e.detach().norm())
+        for name, a, e in zip(names, got, expected, strict=False)
+    }
+
+
+def time_passes(watch: Stopwatch, sets: Sets, p: Parameters, call: Normalize) -> tuple[float, float]:
+    """Return the seconds of a forward and of a backward pass."""
+
+    def forward(i: int) -> Tensor:
+        return call(sets.x[i], sets.residual[i])
+
+    def backward(i: int) -> tuple[Tensor, ...]:
+        r = sets.residual[i]
+        inputs = [sets.x[i], p.gamma, p.beta, *([] if r is None else [r])]
+        return torch.autograd.grad(outputs[i], inputs, sets.dy[i])
+
+    with torch.cuda.stream(watch.stream):
+        outputs = [forward(0)]
+        backward(0)
+    torch.cuda.synchronize()
+    seconds = watch.seconds(forward, sets.n)
+    with torch.cuda.stream(watch.stream):
+        outputs = [forward(i) for i in range(sets.n)]
+    torch.cuda.synchronize()
+    return seconds, watch.seconds(backward, sets.n)
+
+
+def measure(
+    watch: Stopwatch,
+    bandwidth: float,
+    layer: Layer,
+    channels_last: bool,
+    dtype: torch.dtype,
+    residual: bool,
+    **which: Any,
+) -> dict[str, Any]:
+    """Check and time every contender on one layer."""
+    torch._dynamo.reset()
+    sets, p = Sets(layer, channels_last, dtype, residual), Parameters(layer.channels)
+    limits = sets.limit(bandwidth)
+    choice = ops.explain(sets.x[0], p.gamma, p.beta, activation="relu", residual=sets.residual[0])
+    row: dict[str, Any] = {
+        **layer._asdict(),
+        "layout": "NHWC" if channels_last else "NCHW",
+        "dtype": str(dtype).removeprefix("torch."),
+        "op": "BN+add+ReLU" if residual else "BN+ReLU",
+        "megabytes": sets.bytes / 1e6,
+        "limit_us": [t * 1e6 for t in limits],
+        "path": choice.reason if choice.path == "cuda" else choice.path,
+        "us": {},
+    }
+    for name, call in contenders(p, **which).items():
+        errors = check(sets, p, call)
+        if name == "batchnorm":
+            row["errors"] = errors
+            if not all(e <= ALLOWED[dtype] for e in errors.values()):
+                row["refused"] = "the check failed: not timed"
+                continue
+        row["us"][name] = [t * 1e6 for t in time_passes(watch, sets, p, call)]
+    if channels_last and dtype == torch.bfloat16 and which["autotune"]:
+        half = Sets(layer, True, torch.float16, residual)
+        row["us"]["cudnn-fp16"] = [t * 1e6 for t in time_passes(watch, half, p, p.eager)]
+    return row
+
+
+def compile_all(layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool, autotune: bool) -> None:
+    """Run every contender once on one layer, for the sake of the compilers' caches."""
+    sets, p = Sets(layer, channels_last, dtype, residual, 1), Parameters(layer.channels)
+    for call in contenders(p, autotune).values():
+        torch._dynamo.reset()
+        call(sets.x[0], sets.residual[0]).backward(sets.dy[0])
+    torch.cuda.synchronize()
+
+
+def ratio(row: dict[str, Any], other: str) -> float:
+    """Return how many times as long ``other`` takes, forward and backward together."""
+    return float(sum(row["us"][other]) / sum(row["us"]["batchnorm"]))
+
+
+def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the geometric means and the worst layer, by layout, type and operation."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if "batchnorm" in row["us"]:
+            groups.setdefault((row["layout"], row["dtype"], row["op"]), []).append(row)
+    found = []
+    for (layout, dtype, op), members in groups.items():
+        entry: dict[str, Any] = {"layout": layout, "dtype": dtype, "op": op, "layers": len(members)}
+        for other in ("compile", "compile-max", "eager", "cudnn-fp16"):
+            ratios = [ratio(r, other) for r in members if other in r["us"]]
+            if ratios:
+                entry[other] = {
+                    "geometric_mean": math.exp(sum(map(math.log, ratios)) / len(ratios)),
+                    "worst": min(ratios),
+                    "n": len(ratios),
+                }
+        found.append(entry)
+    return found
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return one row of the printed table: microseconds forward/backward, and times the limit."""
+    shape = f"{row['batch']}x{row['channels']}x{row['size']}x{row['size']}"
+    text = f"{shape:>16} {row['layout']} {row['dtype']:>8} {row['op']:>11} {row['megabytes']:7.1f} MB"
+    for name, us in row["us"].items():
+        times = [t / limit for t, limit in zip(us, row["limit_us"], strict=True)]
+        text += f" | {name} {us[0]:.1f}/{us[1]:.1f} ({times[0]:.2f}/{times[1]:.2f})"
+    return text + (f" | {row['refused']} {row['errors']}" if "refused" in row else "")
+
+
+def hardware(commit: str | None) -> dict[str, Any]:
+    """Return what a reader needs to know to repeat the measurement."""
+    commit = commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "python": platform.python_version(),
+        "commit": commit or None,
+        "date": time.strftime("%Y-%m-%d"),
+        "method": "median of 11 CUDA-graph replays over inputs of more than 180 MB, outputs kept; forward and backward",
+    }
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    """Write the report so far."""
+    report["summary"] = summary(report["rows"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1))
+
+
+def kernels(
+    out: Path = Path("results/kernels.json"),
+    layers: Literal["short", "all"] = "short",
+    dtypes: tuple[Literal["bfloat16", "float32", "float16"], ...] = ("bfloat16",),
+    autotune: bool = False,
+    seconds: float = math.inf,
+    jobs: int = 0,
+    commit: str | None = None,
+) -> None:
+    """Time the fused CUDA kernels against eager torch, torch.compile and the bytes that have to move.
+
+    Args:
+        out: the result file.
+        layers: one layer of each size class, or all of both networks.
+        dtypes: of the activations.
+        autotune: also time torch.compile's max-autotune mode, and cuDNN in fp16.
+        seconds: start no layer after so many.
+        jobs: compile in so many processes first.
+        commit: what is measured, where the code is no git checkout.
+    """
+    begin = time.monotonic()
+    given = [
+        (layer, channels_last, getattr(torch, dtype), residual)
+        for dtype in dtypes
+        for residual in (False, True)
+        for layer in (all_layers() if layers == "all" else short_list())
+        for channels_last in (True, False)
+    ]
+    if jobs:
+        for problem in precompile(compile_all, [(*g, autotune) for g in given], jobs):
+            print(problem)
+        print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
+    watch = Stopwatch()
+    report: dict[str, Any] = {"hardware": hardware(commit), "bandwidth": copy_bandwidth(watch), "rows": []}
+    report["unmeasured"] = len(given)
+    for row_of in given:
+        if time.monotonic() - begin > seconds:
+            break
+        row = measure(watch, report["bandwidth"], *row_of, autotune=autotune)
+        print(line(row), flush=True)
+        report["rows"].append(row)
+        report["unmeasured"] -= 1
+        write(report, out)
+    print(json.dumps(report.get("summary"), indent=1))
+
+
+def main() -> None:
+    """Run without tyro, which a machine lent for an hour may not have."""
+    parser = argparse.ArgumentParser(prog="python -m batchnorm.bench.kernels", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("results/kernels.json"))
+    parser.add_argument("--layers", choices=("short", "all"), default="short")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
+    parser.add_argument("--autotune", action="store_true")
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--jobs", type=int, default=0)
+    parser.add_argument("--commit")
+    kernels(**vars(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""What one program sees of a tensor: tiles of units by a slice of channels, the same code for both layouts.
+
+A *unit* is a row of a channels-last tensor (one location of one example), or ``V`` neighbouring locations of one
+channel of a contiguous one. A tile is [R, V] either way: R rows of V channels, or R units of one channel. What is per
+channel has the shape [W], with W = V channels or W = 1, so that ``v[None, :]`` broadcasts over a tile in both.
+
+Passed everywhere: ``FORM``, the constants (channels last?, R, V, A, offsets need 64 bits?); ``shape``, the numbers
+(C, units of a channel, units of a channel in one example, and magic and shift, which divide by the latter with a
+multiplication, as a division costs 20 instructions); per tensor ``strides``, of a row or an example and of a channel.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+IDENTITY = tl.constexpr(0)
+RELU = tl.constexpr(1)
+LEAKY_RELU = tl.constexpr(2)
+SIGMOID = tl.constexpr(3)
+TANH = tl.constexpr(4)
+SILU = tl.constexpr(5)
+
+
+@triton.jit
+def channels_of(piece, FORM: tl.constexpr):
+    """Return the channels [W] of a slice."""
+    V: tl.constexpr = FORM[2]
+    if FORM[0]:
+        return piece * V + tl.arange(0, V)
+    else:
+        return piece + tl.arange(0, 1)
+
+
+@triton.jit
+def place_of(units, strides, shape, FORM: tl.constexpr):
+    """Return where ``units`` of channel 0 start, in a channels-first tensor."""
+    width = shape[2]
+    example = (tl.umulhi(units.to(tl.uint32), shape[3].to(tl.uint32, bitcast=True)) >> shape[4]).to(tl.int32)
+    start = (units - example * width) * FORM[2]
+    if FORM[4]:
+        example = example.to(tl.int64)
+    return start + example * (strides[0] * FORM[3])
+
+
+@triton.jit
+def offsets(units, strides, channel, shape, FORM: tl.constexpr):
+    """Return the element offsets [R, V] of ``units`` of a slice."""
+    V: tl.constexpr = FORM[2]
+    # Strides are in multiples of A, so that the compiler knows how wide an access may be.
+    A: tl.constexpr = FORM[3]
+    if FORM[4]:
+        channel = channel.to(tl.int64)
+    if FORM[0]:
+        if FORM[4]:
+            units = units.to(tl.int64)
+        return units[:, None] * (strides[0] * A) + channel[None, :]
+    else:
+        start = place_of(units, strides, shape, FORM)
+        return (start[:, None] + (channel * (strides[1] * A))[None, :]) + tl.arange(0, V)[None, :]
+
+
+@triton.jit
+def inside(first, last, channel, shape, FORM: tl.constexpr):
+    """Return which elements [R, V] of the tile that starts at unit ``first`` exist."""
+    return (first + tl.arange(0, FORM[1]) < last)[:, None] & (channel < shape[0])[None, :]
+
+
+@triton.jit
+def load_tile(x, strides, first, last, channel, shape, FORM: tl.constexpr):
+    """Load the tile that starts at unit ``first``; 0 where there is nothing."""
+    at = offsets(first + tl.arange(0, FORM[1]), strides, channel, shape, FORM)
+    return tl.load(x + at, mask=inside(first, last, channel, shape, FORM), other=0.0)
+
+
+@triton.jit
+def sample(x, strides, first, last, channel, shape, FORM: tl.constexpr):
+    """Return something like the mean [W] of the units from ``first`` on: one row's values, or the mean of a few."""
+    V: tl.constexpr = FORM[2]
+    A: tl.constexpr = FORM[3]
+    if FORM[0]:
+        at = offsets(first + tl.arange(0, 1), strides, channel, shape, FORM)
+        values = tl.load(x + at, mask=(channel < shape[0])[None, :], other=0.0)
+        near = tl.sum(values.to(tl.float32), 0)
+    else:
+        FEW: tl.constexpr = 32
+        e = tl.arange(0, FEW)
+        at = place_of(first + e // V, strides, shape, FORM) + e % V
+        if FORM[4]:
+            channel = channel.to(tl.int64)
+        there = e < (last - first) * V
+        values = tl.load(x + at[:, None] + (channel * (strides[1] * A))[None, :], mask=there[:, None], other=0.0)
+        near = tl.sum(values.to(tl.float32), 0) / tl.minimum((last - first) * V, FEW)
+    return tl.where(tl.abs(near) < float("inf"), near, 0.0)
+
+
+@triton.jit
+def totals(s, t, FORM: tl.constexpr):
+    """Sum two tiles per channel in one go: half the waiting of two sums."""
+    both = tl.join(s, t)
+    if FORM[0]:
+        return tl.split(tl.sum(both, 0))
+    else:
+        return tl.split(tl.sum(tl.sum(both, 1, keep_dims=True), 0))
+
+
+@triton.jit
+def opaque(v, ON_DEVICE: tl.constexpr):
+    """Return ``v`` in a way the compiler cannot see through.
+
+    Without it the float32 copies and the addresses made for one pass over a held tile are kept for the next: twice the
+    registers.
+    """
+    if not ON_DEVICE:
+        return v
+    elif v.dtype.is_int():
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], v.dtype, is_pure=False, pack=1)
+    elif v.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], v.dtype, is_pure=False, pack=2)
+    else:
+        return tl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [v], v.dtype, is_pure=False, pack=1)
+
+
+@triton.jit
+def bit_offsets(first, last, piece, shape, FORM: tl.constexpr):
+    """Return where the bytes of the tile that starts at unit ``first`` lie, and which of them exist.
+
+    Rows of C bits rounded up to bytes, or channels of M bits. Parts start at multiples of 8 units.
+    """
+    R: tl.constexpr = FORM[1]
+    V: tl.constexpr = FORM[2]
+    at = tl.arange(0, R * V // 8)
+    if FORM[0]:
+        line = first + at // (V // 8)
+        byte = piece * (V // 8) + at % (V // 8)
+        length = (shape[0] + 7) // 8
+        exists = (line < last) & (byte < length)
+    else:
+        line = tl.zeros_like(at) + piece
+        byte = first * V // 8 + at
+        length = (shape[1] * V + 7) // 8
+        exists = byte < (last * V + 7) // 8
+    if FORM[4]:
+        line = line.to(tl.int64)
+    return line * length + byte, exists
+
+
+@triton.jit
+def store_bits(bits, t, first, last, piece, shape, FORM: tl.constexpr):
+    """Write a tile of booleans as bits, the first of eight neighbours in the lowest."""
+    at, exists = bit_offsets(first, last, piece, shape, FORM)
+    eights = tl.reshape(t, [FORM[1] * FORM[2] // 8, 8]).to(tl.int32)
+    tl.store(bits + at, tl.sum(eights << tl.arange(0, 8)[None, :], 1).to(tl.uint8), mask=exists)
+
+
+@triton.jit
+def load_bits(bits, first, last, piece, shape, FORM: tl.constexpr):
+    """Read back the tile of booleans that :func:`store_bits` wrote."""
+    at, exists = bit_offsets(first, last, piece, shape, FORM)
+    packed = tl.load(bits + at, mask=exists, other=0).to(tl.int32)
+    return tl.reshape((packed[:, None] >> tl.arange(0, 8)[None, :]) & 1, [FORM[1], FORM[2]]) != 0
+
+
+@triton.jit
+def sigmoid(z):
+    """Return 1 / (1 + exp(-z))."""
+    return 1.0 / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def tanh(z):
+    """Return tanh(z)."""
+    return 2.0 * sigmoid(2.0 * z) - 1.0
+
+
+@triton.jit
+def activate(z, slope, ACT: tl.constexpr):
+    """Return g(z)."""
+    if ACT == RELU:
+        return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACT == LEAKY_RELU:
+        return tl.where(z < 0, z * slope, z)
+    elif ACT == SIGMOID:
+        return sigmoid(z)
+    elif ACT == TANH:
+        return tanh(z)
+    elif ACT == SILU:
+        return z * sigmoid(z)
+    else:
+        return z
+
+
+@triton.jit
+def activate_backward(dy, z, slope, ACT: tl.constexpr):
+    """Return g'(z) * dy."""
+    if ACT == RELU:
+        return tl.where(z > 0, dy, 0.0)
+    elif ACT == LEAKY_RELU:
+        return tl.where(z > 0, dy, dy * slope)
+    elif ACT == SIGMOID:
+        s = sigmoid(z)
+        return dy * s * (1.0 - s)
+    elif ACT == TANH:
+        s = tanh(z)
+        return dy * (1.0 - s * s)
+    elif ACT == SILU:
+        s = sigmoid(z)
+        return dy * s * (1.0 + z * (1.0 - s))
+    else:
+        return dy

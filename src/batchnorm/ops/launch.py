@@ -1,0 +1,185 @@
+"""Launch the fused kernels: what they need beside the tensors, and where their programs meet."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import plan
+from .activation import NAMES
+from .geometry import Geometry, as_dense, empty_dense, geometry_of
+from .plan import Plan
+
+STATS = 8  # rows of the statistics kept for the backward pass: see kernels/forward.py
+
+
+def forward(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    residual: Tensor | None,
+    running: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    momentum: float | None,
+    eps: float,
+    activation: str,
+    slope: float,
+    keep_bits: bool,
+    p: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, the statistics (STATS, C) and the bits of z > 0 (empty where not asked for)."""
+    from .kernels.forward import forward as kernel
+
+    g = _geometry(x)
+    p = p or plan_of(x, False, residual is not None)
+    y = empty_dense(x, g, x.dtype)
+    stats = torch.empty((STATS, g.channels), dtype=torch.float32, device=x.device)
+    bits = torch.empty(bytes_of_bits(g) if keep_bits else 0, dtype=torch.uint8, device=x.device)
+    partial = torch.empty((2 + 3 * p.kept_parts) * g.channels, dtype=torch.float32, device=x.device)
+    residual = None if residual is None else as_dense(residual, g)
+    words = _words.get(x.device, p.words)
+    kept = bits if keep_bits else None
+    tensors = (x, y, residual, kept, gamma, beta, stats, partial, words, *(running or (None, None, None, None)))
+    rest = (eps, momentum or 0.0, slope, NAMES.index(activation), momentum is None)
+    _launch(kernel, tensors, rest, g, p, x)
+    return y, stats, bits
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+    bits: Tensor | None,
+    stats: Tensor,
+    activation: str,
+    slope: float,
+    residual_dtype: torch.dtype | None,
+    p: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return dx, dgamma, dbeta and, where a type is given for it, the residual's gradient."""
+    from .kernels.backward import backward as kernel
+
+    g = _geometry(x)
+    p = p or plan_of(x, True, residual_dtype is not None)
+    dx = empty_dense(x, g, x.dtype)
+    dresidual = None if residual_dtype is None else empty_dense(x, g, residual_dtype)
+    dgamma, dbeta = (torch.empty(g.channels, dtype=torch.float32, device=x.device) for _ in range(2))
+    partial = torch.empty(2 * p.kept_parts * g.channels, dtype=torch.float32, device=x.device)
+    residual = None if residual is None else as_dense(residual, g)
+    words = _words.get(x.device, p.words)
+    tensors = (as_dense(dy, g), x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
+    _launch(kernel, tensors, (slope, NAMES.index(activation)), g, p, x)
+    return dx, dgamma, dbeta, dresidual
+
+
+def _geometry(x: Tensor) -> Geometry:
+    g = geometry_of(x)
+    if g is None:
+        raise ValueError(f"the fused kernels cannot take strides {x.stride()}; ops.batch_norm chooses another path")
+    return g
+
+
+def bytes_of_bits(g: Geometry) -> int:
+    """Return how many bytes hold a bit per element: rows, or channels, rounded up to whole bytes."""
+    return g.rows * plan.up(g.channels, 8) if g.nhwc else g.channels * plan.up(g.rows, 8)
+
+
+def plan_of(x: Tensor, backward: bool, residual: bool) -> Plan:
+    """Return the plan by which a pass over ``x`` runs."""
+    return plan.choose(_geometry(x), x.element_size(), backward, residual, _processors(x.device))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def _numbers(g: Geometry, p: Plan) -> tuple[int, ...]:
+    """Return C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift."""
+    a = p.align
+    if g.nhwc:
+        return (
+            g.channels // a,
+            g.rows,
+            p.slices,
+            p.parts,
+            p.share,
+            p.beside,
+            g.stride // a,
+            0,
+            g.channels // a,
+            0,
+            0,
+            0,
+            0,
+        )
+    width = g.width // p.V
+    # n // width == umulhi(n, magic) >> shift for n < 2^31: division by multiplication (Granlund & Montgomery).
+    bits = (width - 1).bit_length()
+    magic = (1 << (31 + bits)) // width + 1
+    magic = magic - 2**32 if magic >= 2**31 else magic
+    strides = g.stride // a, g.plane // a, g.channels * g.width // a, g.width // a
+    return g.channels, g.rows // p.V, p.slices, p.parts, p.share, p.beside, *strides, width, magic, bits - 1
+
+
+def _launch(kernel: Any, tensors: tuple[Any, ...], rest: tuple[Any, ...], g: Geometry, p: Plan, x: Tensor) -> None:
+    """Run the kernel once, or its two phases one after the other."""
+    on_device = x.is_cuda
+    form = (g.nhwc, p.R, p.V, p.align, g.wide)
+    # Interpreted programs run one after the other: none may wait for the next.
+    if p.alone or (on_device and p.path != "stream"):
+        last = p.parts > plan.MERGED_BY_ALL
+        kernel[(p.slices * p.parts,)](
+            *tensors, *_numbers(g, p), *rest, form, p.T, 3, p.alone, last, last, p.ticket and not p.alone,
+            p.stages, on_device, num_warps=p.warps, maxnreg=p.registers or None,
+        )  # fmt: skip
+        return
+    kernel[(p.slices * p.parts,)](
+        *tensors, *_numbers(g, p), *rest, form, p.T, 1, False, True, p.tree, False,
+        p.stages, on_device, num_warps=p.warps, maxnreg=p.registers or None,
+    )  # fmt: skip
+    q = p.second(g.rows // (1 if g.nhwc else p.V)) if p.path == "stream" else p
+    kernel[(q.slices * q.parts,)](
+        *tensors, *_numbers(g, q), *rest, form, p.T, 2, False, True, False, False,
+        p.stages, on_device, num_warps=p.warps,
+    )  # fmt: skip
+
+
+class _Words:
+    """Keep the words at which programs meet: zero between launches, never shared by two that may overlap."""
+
+    ARENA = 1 << 22
+
+    def __init__(self) -> None:
+        self.by_stream: dict[tuple[int, int], Tensor] = {}
+        self.arenas: dict[int, tuple[Tensor, int]] = {}
+
+    def get(self, device: torch.device, n: int) -> Tensor:
+        n = -(-n // 32) * 32  # whole cache lines
+        if device.type != "cuda":
+            return torch.zeros(n, dtype=torch.int32)
+        index = device.index
+        if torch.cuda.is_current_stream_capturing():
+            return self.captured(device, n)
+        key = (index, torch._C._cuda_getCurrentRawStream(index))
+        words = self.by_stream.get(key)
+        if words is None or words.numel() < n:
+            words = self.by_stream[key] = torch.zeros(max(n, 4096), dtype=torch.int32, device=device)
+            if index not in self.arenas:
+                self.arenas[index] = (torch.zeros(self.ARENA, dtype=torch.int32, device=device), 0)
+                torch.cuda.current_stream(device).synchronize()  # once: graphs may be replayed on any stream
+        return words
+
+    def captured(self, device: torch.device, n: int) -> Tensor:
+        """Give a captured launch words of its own: its graph may be replayed beside anything."""
+        arena, used = self.arenas.get(device.index, (None, 0))
+        if arena is None or used + n > arena.numel():
+            return torch.zeros(n, dtype=torch.int32, device=device)  # set to zero at every replay
+        self.arenas[device.index] = (arena, used + n)
+        return arena[used : used + n]
+
+
+_words = _Words()

@@ -1,0 +1,194 @@
+"""README's tables of results, written from the files under results/ and never by hand.
+
+python -m batchnorm.report.summary          rewrites README.md between its two markers
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Result = dict[str, Any]
+MARKERS = ("<!-- results: written by python -m batchnorm.report.summary -->", "<!-- end of results -->")
+
+
+class Row(NamedTuple):
+    """Hold one line: what is claimed or asked, the command that answers, and how to read its result file."""
+
+    what: str
+    command: str
+    paper: str
+    file: str
+    measured: Callable[[Result], str]
+
+
+def _fig1(r: Result) -> str:
+    runs = r["runs"]
+    plain, folded = runs["without-bn"]["accuracy"]["running"], runs["with-bn"]["accuracy"]["folded"]
+    return f"{plain:.1%} without, {folded:.1%} with BN (folded) at rate {r['options']['rate']}"
+
+
+def _comparison(r: Result) -> str:
+    def ends(name: str) -> str:
+        plain, normalized = r[name]
+        first, last = (
+            f"{plain['mean'][i]:.1%} / {normalized['mean'][i]:.1%} at step {plain['steps'][i]:,}" for i in (0, -1)
+        )
+        return f"{first}, {last}"
+
+    best = r["best rate"]
+    return f"best rates ({best['without BN']:g} / {best['with BN']:g}): {ends('best against best')}; " + (
+        f"equal rate {r['options']['equal_rate']}: {ends('equal rate')}"
+    )
+
+
+def _section2(r: Result) -> str:
+    b = r["b alone"]["ignored"]
+    return f"norm of b grows to {b['norm of b'][-1]:.3g}; loss {b['loss'][0]:.4f} to {b['loss'][-1]:.4f}"
+
+
+def _init(r: Result) -> str:
+    def trained(network: str) -> str:
+        widths = [row["std"] for row in r["final test accuracy"] if row["network"] == network and row["mean"] > 0.9]
+        return f"{min(widths):g} to {max(widths):g}" if widths else "none"
+
+    return f"widths that train past 90%: {trained('without BN')} without, {trained('with BN')} with BN"
+
+
+def _jacobian(r: Result) -> str:
+    last = max(pair["step"] for pair in r["pairs"])
+    near = "fraction between 1/2 and 2"
+    rows = [p for p in r["pairs"] if p["step"] == last]
+    return "between 1/2 and 2 (random matrices): " + "; ".join(
+        f"{p['network']}, layers {p['layers']}: {p['J'][near]:.0%} ({p['random'][near]:.0%})" for p in rows
+    )
+
+
+def _scale(r: Result) -> str:
+    far = r["largest"]
+    return (
+        f"output within {far['output']:.0%} of the bound that eps sets; Jacobians differ by at most"
+        f" {far['du']:.1%} (du) and {far['dW']:.1%} (dW), n = {len(r['identities'])}"
+    )
+
+
+def _saturation(r: Result) -> str:
+    def last(row: Result) -> str:
+        return f"{row['network']}, width {row['std']:g}: {max(row['saturated'][-1].values()):.0%}"
+
+    return "most saturated layer at the end: " + "; ".join(map(last, r["runs"]))
+
+
+def _placement(r: Result) -> str:
+    return "; ".join(f"{x['nonlinearity']}, BN {x['batch normalization']}: {x['mean']:.1%}" for x in r["runs"])
+
+
+def _optimizers(r: Result) -> str:
+    rows = [x for x in r["runs"] if x["network"] == "with BN"]
+    return "with BN: " + "; ".join(f"{x['optimizer']} {x['accuracy'][-1]:.1%}" for x in rows)
+
+
+FIGURES = [
+    Row("Figure 1", "reproduce fig1", "BN trains faster, ends higher", "fig1.json", _fig1),
+    Row("Figure 1, fairly", "reproduce comparison", "not in the paper", "comparison.json", _comparison),
+    Row("Figures 2, 3", "", "14 times fewer steps; 74.8% against 72.2%", "fig2.json", str),
+    Row("Figure 4", "reproduce fig4 --data DIR", "4.9% top-5 error", "fig4.json", str),
+    Row("Section 2", "reproduce section2", "b grows, the loss stays", "section2.json", _section2),
+    Row("Section 3.1", "reproduce optimizers", "any gradient method", "optimizers.json", _optimizers),
+    Row("Sections 3.2, 5", "reproduce placement", "before the nonlinearity", "placement.json", _placement),
+    Row("Section 3.3", "reproduce scale", "BN((aW)u) = BN(Wu)", "scale.json", _scale),
+    Row("Section 3.3", "reproduce jacobian", "singular values near 1 (conjecture)", "jacobian.json", _jacobian),
+    Row("Section 1", "reproduce saturation", "saturated modes are avoided", "saturation.json", _saturation),
+    Row("Abstract", "reproduce init", "less careful about initialization", "init.json", _init),
+]
+
+
+def _cpu(r: Result) -> str:
+    def worst(test: Callable[[Result], bool]) -> str:
+        ratios = [row["ratio"] for row in r["rows"] if test(row)]
+        return f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f} (worst {max(ratios):.2f}, n = {len(ratios)})"
+
+    few = worst(lambda row: row["case"]["layout"] == "channels_last" and 1 < row["case"]["shape"][1] < 8)
+    relu, alone = worst(lambda row: row["activation"] == "relu"), worst(lambda row: row["activation"] == "none")
+    return f"of torch's time: BN+ReLU {relu}, BN alone {alone}, few channels channels_last {few}"
+
+
+def _kernels(r: Result) -> str:
+    return "; ".join(
+        f"{s['op']} {s['layout']}: {s['compile']['geometric_mean']:.2f} times torch.compile"
+        f" (worst {s['compile']['worst']:.2f}), {s['eager']['geometric_mean']:.2f} times eager"
+        for s in r["summary"]
+    )
+
+
+def _bench_fig1(r: Result) -> str:
+    faster = r["times faster than eager"]
+    return f"one process {faster['one process']:.2f}, as `make run` {faster['make run']:.2f} times faster"
+
+
+def _monitor(r: Result) -> str:
+    return ", ".join(f"{name} {value:+.1%}" for name, value in r["added"].items() if name != "no monitor")
+
+
+def _algorithm2(r: Result) -> str:
+    rows = r["rows"]
+    pass_, fold = rows["estimate_, layers of batchnorm"], rows["fold"]
+    return (
+        f"estimate_ {pass_['estimate_ / training']:.2f} of a training-mode forward pass;"
+        f" folded network {fold['fold / torch.fx']:.2f} of torch.fx's folded one"
+    )
+
+
+SPEED = [
+    Row("CPU layers against torch", "bench cpu", "", "cpu.json", _cpu),
+    Row("CUDA kernels, bf16, forward + backward", "bench kernels", "", "kernels-h200.json", _kernels),
+    Row("Figure 1 against plain eager", "bench fig1", "", "bench-fig1.json", _bench_fig1),
+    Row("Monitor's price", "bench monitor", "", "bench-monitor.json", _monitor),
+    Row("estimate_ and fold", "bench algorithm2", "", "algorithm2.json", _algorithm2),
+]
+
+
+def tables(results: Path) -> str:
+    """Return both tables as Markdown; what has no result file is listed as not yet run.
+
+    Beyond the paper: the paper's tables beside ours.
+    """
+    lines = ["| part of the paper | command | paper | measured here | on |", "|---|---|---|---|---|"]
+    for row in FIGURES:
+        command = f"`batchnorm {row.command}`" if row.command else "to come"
+        lines.append(f"| {row.what} | {command} | {row.paper} | {' | '.join(_read(row, results))} |")
+    lines += ["", "| speed | command | measured here | on |", "|---|---|---|---|"]
+    for row in SPEED:
+        lines.append(f"| {row.what} | `batchnorm {row.command}` | {' | '.join(_read(row, results))} |")
+    return "\n".join(lines)
+
+
+def _read(row: Row, results: Path) -> tuple[str, str]:
+    path = results / row.file
+    if not path.exists():
+        return "not yet run", ""
+    result = json.loads(path.read_text())
+    return f"[{row.measured(result)}](results/{row.file})", _where(result)
+
+
+def _where(result: Result) -> str:
+    env = result.get("environment") or result["hardware"]
+    machine = env.get("gpu") or env.get("device") or f"{env['hardware']}, {env['cores']} cores"
+    seeds = result.get("options", {}).get("seeds")
+    return f"{machine}, torch {env['torch']}" + (f", {seeds} seeds" if seeds else "")
+
+
+def rewrite(readme: Path, results: Path) -> str:
+    """Return the text of ``readme`` with the tables between its markers renewed."""
+    before, _, rest = readme.read_text().partition(MARKERS[0])
+    _, _, after = rest.partition(MARKERS[1])
+    return f"{before}{MARKERS[0]}\n{tables(results)}\n{MARKERS[1]}{after}"
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1] if len(sys.argv) > 1 else "README.md")
+    page.write_text(rewrite(page, page.parent / "results"))

@@ -1,0 +1,55 @@
+"""Compile the kernels for a Hopper device, which needs none: run by test_kernels_compile.py without the interpreter."""
+
+import itertools
+import sys
+
+from triton import compile as triton_compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from batchnorm.ops.kernels.backward import backward
+from batchnorm.ops.kernels.forward import forward
+
+NUMBERS = ("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane", "width")
+POINTERS = {"bits": "u8", "batches": "i64", "skipped": "i64", "words": "i32"}
+TYPED = ("x", "y", "residual", "dy", "dx", "dresidual")  # the rest is float32
+ALONE = {"T": 2, "PHASE": 3, "ALONE": True, "LAST": False, "TREE": False, "TICKET": False}
+MET = {"T": 4, "PHASE": 3, "ALONE": False, "LAST": False, "TREE": False, "TICKET": True}
+MANY = {"T": 4, "PHASE": 3, "ALONE": False, "LAST": True, "TREE": True, "TICKET": True}
+SUMS = {"T": 0, "PHASE": 1, "ALONE": False, "LAST": True, "TREE": False, "TICKET": False}
+REST = {**SUMS, "PHASE": 2}
+LAST, FIRST = (True, 64, 32, 16, False), (False, 256, 8, 8, True)
+
+
+def build(kernel, form, way, dtype, act, absent):
+    constants = {**way, "FORM": form, "ACT": act, "CUMULATIVE": act == 2, "STAGES": 3, "ON_DEVICE": True}
+    signature, fixed, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants or name in absent:
+            signature[name], fixed[(i,)] = "constexpr", constants.get(name)
+        elif name in (*NUMBERS, "magic", "shift"):
+            signature[name] = "i32"
+        elif name in ("eps", "momentum", "slope"):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "*" + POINTERS.get(name, dtype if name in TYPED else "fp32")
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
+    assert triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["cubin"]
+
+
+def main():
+    count = 0
+    plain, hidden = ("residual", "bits", "dresidual", "gamma"), ("residual",)
+    for kernel, form, way in itertools.product((forward, backward), (LAST, FIRST), (ALONE, MET, MANY, SUMS, REST)):
+        build(kernel, form, way, "bf16", 1, plain)
+        count += 1
+    for kernel, act in itertools.product((forward, backward), (0, 2, 3, 4, 5)):
+        absent = () if act > 2 else hidden if kernel is backward else ("running_mean", "running_var", "beta")
+        build(kernel, LAST, MET, "fp32", act, (*absent, "bits") if act > 2 else absent)
+        count += 1
+    sys.stdout.write(f"compiled {count}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The registered operators: gradients, double gradients, what is saved, torch.compile, checkpointing, fallbacks."""
+
+import pytest
+import torch
+from oracle import assert_near, expect
+from torch.utils.checkpoint import checkpoint
+
+from batchnorm.ops import Activation, Running, composite, fused, geometry, launch
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+EPS = 1e-5
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def draw(*shape):
+    return torch.randn(shape, device=DEVICE)
+
+
+def leaves(residual=True, shape=(3, 10, 4, 4)):
+    x = draw(*shape).requires_grad_()
+    gamma, beta = (draw(shape[1]).requires_grad_() for _ in range(2))
+    return x, gamma, beta, draw(*shape).requires_grad_() if residual else None
+
+
+def fresh(c):
+    zero = torch.zeros((), dtype=torch.long, device=DEVICE)
+    return Running(torch.zeros(c, device=DEVICE), torch.ones(c, device=DEVICE), zero, zero.clone())
+
+
+@pytest.mark.parametrize("activation", ["identity", "relu", "leaky_relu", "sigmoid", "tanh", "silu"])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_gradients(activation, has_residual):
+    x, gamma, beta, residual = leaves(has_residual)
+    dy = torch.randn_like(x)
+    y, _ = fused.batch_norm(x, gamma, beta, EPS, Activation(activation, 0.1), residual)
+    y.backward(dy)
+    e = expect(x, gamma, beta, EPS, dy, Activation(activation, 0.1), residual)
+    assert_near(y, e.y, torch.float32, "y")
+    assert_near(x.grad, e.dx, torch.float32, "dx", top=e.dx_terms)
+    assert_near(gamma.grad, e.dgamma, torch.float32, "dgamma", top=e.sum_terms)
+    assert_near(beta.grad, e.dbeta, torch.float32, "dbeta", top=e.sum_terms)
+    if has_residual:
+        assert_near(residual.grad, e.dresidual, torch.float32, "dresidual")
+
+
+def plain(x, gamma, beta, activation, residual):
+    return composite.batch_norm(x, gamma, beta, EPS, Activation(activation), residual)
+
+
+@pytest.mark.parametrize("activation", ["identity", "relu", "silu"])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_double_backward_matches_plain_operations(activation, has_residual):
+    given = leaves(has_residual, (3, 4, 3, 3))
+    x, gamma, beta, residual = given
+    wanted = [t for t in given if t is not None]
+    dy, weight = draw(3, 4, 3, 3).requires_grad_(), draw(3, 4, 3, 3)
+    results = []
+    for y in (
+        fused.batch_norm(x, gamma, beta, EPS, Activation(activation), residual)[0],
+        plain(x, gamma, beta, activation, residual)[0],
+    ):
+        first = torch.autograd.grad(y, wanted, dy, create_graph=True)
+        loss = (first[0] * weight).sum() + first[1].square().sum()
+        results.append([*first, *torch.autograd.grad(loss, [x, gamma, dy])])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_moments_are_differentiable():
+    x, gamma, beta, _ = leaves(False)
+    results = []
+    for _, moments in (
+        fused.batch_norm(x, gamma, beta, EPS, Activation("relu"), None),
+        plain(x, gamma, beta, "relu", None),
+    ):
+        loss = (moments.mean * gamma.detach()).sum() + moments.var.square().sum()
+        results.append(torch.autograd.grad(loss, x)[0])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(("activation", "bytes_per_value"), [("relu", 1 / 8), ("leaky_relu", 1 / 8), ("identity", 0)])
+def test_saved_for_backward(activation, bytes_per_value):
+    x, gamma, beta, residual = leaves(shape=(4, 16, 8, 8))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        fused.batch_norm(x, gamma, beta, EPS, Activation(activation), residual)
+    large = [t for t in saved if t.numel() > launch.STATS * 16]
+    assert any(t.data_ptr() == x.data_ptr() for t in large)
+    rest = [t for t in large if t.data_ptr() != x.data_ptr()]
+    assert sum(t.numel() * t.element_size() for t in rest) == x.numel() * bytes_per_value
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_operators_are_registered_soundly(has_residual):
+    x, gamma, beta, residual = leaves(has_residual, (3, 4, 3, 3))
+    args = (x, gamma, beta, residual, EPS, "relu", 0.0, False)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.batchnorm.fused.default, args, test_utils=checks)
+    running = fresh(4)
+    args = (x.detach(), gamma.detach(), beta.detach(), residual, *running, 0.1, EPS, "relu", 0.0, False)
+    torch.library.opcheck(torch.ops.batchnorm.fused_.default, args, test_utils=("test_faketensor",))
+
+
+def step(call, layer_input, running):
+    given = leaves()
+    torch.manual_seed(5)
+    for t in given:
+        t.data.copy_(torch.randn_like(t))
+    y = call(*given, running)
+    y.square().sum().backward()
+    return [y.detach(), *(t.grad for t in given), *running]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_as_one_graph(dynamic):
+    def call(x, gamma, beta, residual, running):
+        return fused.batch_norm_(x, gamma, beta, running, 0.1, EPS, Activation("relu"), residual)[0] * 2
+
+    expected = step(call, None, fresh(10))
+    got = step(torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic), None, fresh(10))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert int(got[-2]) == 1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_does_not_update(use_reentrant):
+    running = fresh(10)
+
+    def call(x, gamma, beta, residual):
+        return fused.batch_norm_(x, gamma, beta, running, 0.1, EPS, Activation("relu"), residual)[0]
+
+    checkpoint(call, *leaves(), use_reentrant=use_reentrant).sum().backward()
+    assert int(running.num_batches) == 1
+
+
+def test_update_is_known_to_autograd():
+    running = fresh(10)
+    x, gamma, beta, _ = leaves(False)
+    before = [t._version for t in running]
+    fused.batch_norm_(x, gamma, beta, running, 0.1, EPS, Activation(), None)
+    assert all(t._version > v for t, v in zip(running, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("x", "reason"),
+    [
+        (torch.randn(4, 3, 2, 2, dtype=torch.float64), "float64"),
+        (torch.randn(4, 2, 6, 3).transpose(2, 3), "strides"),
+        (torch.randn(5, 4).t(), "strides"),
+    ],
+)
+def test_what_the_kernels_refuse(x, reason):
+    assert reason in fused.refusal(x)
+    assert fused.choice(x, None)[0] == "composite"
+
+
+def test_launching_what_is_refused_says_so():
+    with pytest.raises(ValueError, match="strides"):
+        launch.forward(torch.randn(5, 4).t(), None, None, None, None, 0.1, EPS, "relu", 0.0, False)
+
+
+def test_bits_unpack_in_both_layouts():
+    for x in (draw(3, 10, 3, 3), draw(3, 3, 3, 10).movedim(-1, 1)):
+        residual = torch.randn_like(x)
+        y, _, bits = launch.forward(x, None, None, residual, None, 0.1, EPS, "relu", 0.0, True)
+        assert torch.equal(fused.unpack(bits, x), y > 0)
+        assert bits.numel() == launch.bytes_of_bits(geometry.geometry_of(x))

@@ -1,0 +1,249 @@
+"""The fused kernels against the float64 oracle: interpreted on CPU, or on a device where there is one.
+
+Outputs start as NaN (torch fills what it allocates, by the fixture below), so that an unwritten value fails.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import assert_near, expect
+
+from batchnorm.ops import Activation, launch, plan
+from batchnorm.ops.geometry import geometry_of
+
+# Triton's interpreter meets it in numpy >= 1.25.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+EPS = 1e-5
+ON_DEVICE = torch.cuda.is_available()
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(ON_DEVICE, reason="compiled, not interpreted, on this machine")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def device(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _unwritten_is_nan():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Way(NamedTuple):
+    """How to run: the arguments of plan.make."""
+
+    path: str
+    tile: int = 64
+    tiles: int = 0
+    parts: int = 1
+    lanes: int = 8
+
+
+ALONE = Way("once", 256, 16)  # one program has a slice
+MET = Way("once", 64, 2)  # several programs share one
+AGAIN = Way("again", 64, 0, 3)
+STREAM = Way("stream", 64, 0, 3)
+TREE = Way("stream", 64, 0, 40)  # so many parts that they are merged in two steps
+
+
+def arranged(shape, layout, dtype, device, mean=3.0):
+    x = (torch.randn(shape, device=device) * 2 + mean).to(dtype)
+    if layout == "last":
+        return x.movedim(1, -1).contiguous().movedim(-1, 1)
+    return x
+
+
+def run(x, way, activation=None, residual=None, affine=True, running=None, momentum=0.1):
+    """Everything that one forward and one backward pass give, by launches planned as ``way`` says."""
+    act = Activation(*activation) if activation else Activation()
+    c = x.shape[1]
+    gamma, beta = (torch.randn(c, device=x.device) for _ in range(2)) if affine else (None, None)
+    dy = torch.randn_like(x)
+    p = plan.make(geometry_of(x), x.element_size(), *way, 4)
+    signed = residual is not None and act.name in ("relu", "leaky_relu")
+    y, stats, bits = launch.forward(x, gamma, beta, residual, running, momentum, EPS, *act, signed, p)
+    hidden = residual if residual is not None and act.name != "identity" and not signed else None
+    wanted = None if residual is None else residual.dtype
+    dx, dgamma, dbeta, dr = launch.backward(dy, x, hidden, bits if signed else None, stats, *act, wanted, p)
+    ones, zeros = torch.ones(c, device=x.device), torch.zeros(c, device=x.device)
+    e = expect(x, ones if gamma is None else gamma, zeros if beta is None else beta, EPS, dy, act, residual)
+    return (y, stats, dx, dgamma, dbeta, dr), e
+
+
+def compare(x, got, e, residual=None, scale=1.0):
+    y, stats, dx, dgamma, dbeta, dr = got
+    assert_near(y, e.y, x.dtype, "y", scale)
+    assert_near(stats[0], e.mean, torch.float32, "mean")
+    assert_near(stats[1], e.var, torch.float32, "var", scale)
+    assert (stats[2] == x.numel() // x.shape[1]).all()
+    assert_near(dx, e.dx, x.dtype, "dx", scale, top=e.dx_terms)
+    assert_near(dgamma, e.dgamma, torch.float32, "dgamma", scale, top=e.sum_terms)
+    assert_near(dbeta, e.dbeta, torch.float32, "dbeta", scale, top=e.sum_terms)
+    if residual is not None:
+        assert_near(dr, e.dresidual, residual.dtype, "dresidual", scale)
+
+
+CASES = [
+    # way, shape, layout, dtype, activation, residual: each row is one path through the kernels
+    (ALONE, (4, 5, 6, 6), "first", torch.float32, ("relu",), False),
+    (ALONE, (4, 24, 3, 5), "last", torch.bfloat16, ("relu",), True),
+    (ALONE, (3, 7, 5), "first", torch.float16, ("sigmoid",), False),  # odd length: one value an access
+    (ALONE, (37, 9), "last", torch.float32, None, True),  # 2-D, odd channels, identity
+    (MET, (4, 5, 6, 6), "first", torch.bfloat16, ("leaky_relu", 0.1), True),
+    (MET, (4, 5, 7, 7), "first", torch.float32, ("relu",), True),  # bits across examples
+    (MET, (6, 24, 5, 5), "last", torch.float32, ("silu",), True),
+    (MET, (3, 11, 4, 3, 3), "last", torch.float32, ("relu",), False),  # 3-D, odd channels
+    (AGAIN, (4, 5, 6, 6), "first", torch.float32, ("tanh",), False),
+    (AGAIN, (6, 17, 5, 5), "last", torch.float32, ("leaky_relu", 0.1), False),
+    (STREAM, (4, 5, 6, 6), "first", torch.float32, ("relu",), True),
+    (STREAM, (6, 24, 5, 5), "last", torch.bfloat16, ("relu",), False),
+    (STREAM, (6, 24, 5, 5), "last", torch.float32, ("tanh",), True),
+    (TREE, (20, 3, 4, 4), "last", torch.float32, ("relu",), False),
+    (TREE, (66, 2, 4, 4), "first", torch.float32, ("relu",), False),
+    (STREAM, (2, 3, 2, 4, 4), "first", torch.float16, ("silu",), False),
+]
+
+
+@pytest.mark.parametrize(("way", "shape", "layout", "dtype", "activation", "has_residual"), CASES)
+def test_every_path_matches_the_oracle(device, way, shape, layout, dtype, activation, has_residual):
+    x = arranged(shape, layout, dtype, device)
+    residual = arranged(shape, layout, dtype, device, 0.0) if has_residual else None
+    got, e = run(x, way, activation, residual)
+    compare(x, got, e, residual)
+
+
+@settings(max_examples=8)
+@given(
+    n=st.integers(1, 5),
+    c=st.integers(1, 19),
+    size=st.lists(st.integers(1, 5), max_size=3),
+    layout=st.sampled_from(["first", "last"]),
+    way=st.sampled_from([ALONE, MET, AGAIN, STREAM]),
+    activation=st.sampled_from([None, ("relu",), ("leaky_relu", 0.2)]),
+    has_residual=st.booleans(),
+)
+def test_any_shape(n, c, size, layout, way, activation, has_residual):
+    device = "cuda" if ON_DEVICE else "cpu"
+    shape = (n + 1, c, *size)
+    x = arranged(shape, layout, torch.float32, device)
+    residual = arranged(shape, layout, torch.float32, device, 0.0) if has_residual else None
+    got, e = run(x, way, activation, residual)
+    # Two values of a channel may be equal to within rounding: 1/std is then as large as eps lets it be.
+    compare(x, got, e, residual, scale=max(1.0, float((e.var + EPS).rsqrt().max()) / 10))
+
+
+@pytest.mark.parametrize("way", [ALONE, MET, STREAM])
+@pytest.mark.parametrize("layout", ["first", "last"])
+def test_mean_a_million_standard_deviations(device, layout, way):
+    # float32 has a spacing of 1/16 there: x is what it is, but nothing more may be lost
+    x = arranged((4, 3, 5, 8), layout, torch.float32, device, 0.0) / 2 + 1e6
+    got, e = run(x, way, ("relu",))
+    compare(x, got, e)
+
+
+@pytest.mark.parametrize("way", [ALONE, MET, STREAM])
+def test_one_value_far_from_the_others(device, way):
+    # a shift by the channel's first value would lose all digits of the variance
+    x = torch.randn(8, 2, 4, 4, device=device)
+    x[0, :, 0, 0] = 1e5
+    got, e = run(x, way)
+    compare(x, got, e)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        pytest.param(torch.randn(8, 1, 3, 3), id="one channel"),
+        pytest.param(torch.randn(2, 5), id="m = 2"),
+        pytest.param(torch.ones(4, 3, 2, 2) * torch.tensor([1.0, -2.0, 1e3]).view(1, 3, 1, 1), id="zero variance"),
+        pytest.param(torch.randn(4, 9, 4, 4)[:, 2:7], id="some channels of a contiguous tensor"),
+        pytest.param(torch.randn(4, 4, 4, 12)[..., 2:9].movedim(-1, 1), id="some channels of a channels_last tensor"),
+        pytest.param(torch.randn(8, 3, 4, 4)[::2], id="every second example"),
+        pytest.param(torch.randn(6, 8, 1, 1), id="one location"),
+    ],
+)
+@pytest.mark.parametrize("way", [MET, STREAM])
+def test_hard_inputs(device, x, way):
+    x = x.to(device) if device == "cpu" else torch.empty_strided(x.shape, x.stride(), device=device).copy_(x)
+    got, e = run(x, way, ("leaky_relu", 0.1), affine=False)
+    compare(x, got, e)
+
+
+@pytest.mark.parametrize("layout", ["first", "last"])
+def test_64_bit_offsets(device, layout, monkeypatch):
+    find = launch._geometry
+    monkeypatch.setattr(launch, "_geometry", lambda x: find(x)._replace(wide=True))
+    x = arranged((3, 10, 4, 4), layout, torch.float32, device)
+    residual = torch.randn_like(x)
+    got, e = run(x, MET, ("relu",), residual)
+    compare(x, got, e, residual)
+
+
+def test_residual_and_gradient_in_another_layout_and_type(device):
+    x = arranged((3, 10, 4, 4), "last", torch.float32, device)
+    residual = torch.randn(3, 10, 4, 4, device=device).to(torch.float16)
+    got, e = run(x, MET, ("relu",), residual)
+    compare(x, got, e, residual)
+
+
+@pytest.mark.parametrize("way", [ALONE, MET, STREAM])
+@pytest.mark.parametrize("layout", ["first", "last"])
+def test_same_bits_every_time(device, layout, way):
+    x = arranged((3, 3, 4, 4), layout, torch.float32, device)
+    results = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        results.append(run(x, way, ("relu",))[0])
+    for a, b in zip(*results, strict=True):
+        assert a is b is None or torch.equal(a, b)
+
+
+def kept(c, device):
+    count = torch.zeros((), dtype=torch.long, device=device)
+    return torch.full((c,), 0.5, device=device), torch.full((c,), 2.0, device=device), count, count.clone()
+
+
+@pytest.mark.parametrize("way", [ALONE, MET, AGAIN, STREAM])
+@pytest.mark.parametrize("layout", ["first", "last"])
+def test_running_averages(device, layout, way):
+    x = arranged((4, 9, 3, 3), layout, torch.float32, device)
+    running = kept(9, device)
+    _, e = run(x, way, running=running)
+    m = x.numel() / 9
+    assert_near(running[0], 0.5 + 0.1 * (e.mean - 0.5), torch.float32, "mean")
+    assert_near(running[1], 2.0 + 0.1 * (e.var * m / (m - 1) - 2.0), torch.float32, "var")
+    assert [int(v) for v in running[2:]] == [1, 0]
+    run(x, way, running=running, momentum=None)  # the second batch of the cumulative average
+    assert int(running[2]) == 2
+    first = 0.5 + 0.1 * (e.mean - 0.5)
+    assert_near(running[0], (first + e.mean) / 2, torch.float32, "cumulative mean")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, interpreting inf - inf
+@pytest.mark.parametrize("way", [ALONE, MET, STREAM])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_non_finite_batches_are_counted_and_change_nothing(device, way, value):
+    x = torch.randn(4, 9, 3, 3, device=device)
+    x[1, 3, 2, 2] = value
+    running = kept(9, device)
+    (y, *_), _ = run(x, way, running=running)
+    assert y[:, 3].isnan().all()
+    assert y[:, 4].isfinite().all()
+    assert (running[0] == 0.5).all()
+    assert (running[1] == 2.0).all()
+    assert [int(v) for v in running[2:]] == [0, 1]
+
+
+def test_a_single_value_is_no_information(device):
+    running = kept(3, device)
+    run(torch.randn(1, 3, device=device), ALONE, running=running)
+    assert (running[0] == 0.5).all()
+    assert [int(v) for v in running[2:]] == [0, 0]
