@@ -275,6 +275,17 @@ def test_many_values_per_channel(shape, format):
     torch.testing.assert_close(moments.var.double(), x64.var(0, correction=0), rtol=5e-6, atol=0)
 
 
+def test_more_half_precision_values_than_float32_can_count_one_by_one():
+    # torch's kernel adds up lane by lane in float32, and a lane stops growing at 2^24.
+    x = torch.ones(2**13 + 8, 1, 2**7, 2**8, dtype=torch.bfloat16)
+    x[-(2**12) :] = 3
+    share = 2**12 / len(x)
+    with torch.no_grad():
+        _, moments = cpu.batch_norm(x, None, None, EPS, Activation(), None)
+    torch.testing.assert_close(moments.mean.item(), 1 + 2 * share, rtol=1e-5, atol=0)
+    torch.testing.assert_close(moments.var.item(), 4 * share * (1 - share), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("format", [torch.contiguous_format, LAST])
 def test_gradients_of_one_sign_over_many_values(format):
     # Their sum grows to 200,000: the place where adding one after the other in float32 costs most.

@@ -45,11 +45,13 @@ class BatchNormFunction(torch.autograd.Function):
             if not (mean * mean <= CONDITION * (var + eps)).all():
                 # From here on `wide` and `mean` are relative to the shift; x - shift is exact for values near it.
                 shift = mean.astype(np.float32).astype(np.float64) if dtype == torch.float32 else mean
-                wide = layout.shift(wide, shift)
+                wide = _shifted(layout, x, shift)
                 mean, var = layout.moments(wide)
             invstd = 1 / np.sqrt(var + eps)
             scale = invstd if gamma is None else invstd * _vector(gamma)
-            z = _transform(layout, wide, scale, beta, residual, mean)
+            # A copy of x that is ours becomes the output.
+            out = torch.empty_like(x) if wide is x else wide
+            z = _transform(layout, wide, scale, beta, residual, mean, out)
         y = nonlinear.apply_(activation, z).to(x.dtype)
 
         ctx.set_materialize_grads(False)
@@ -71,16 +73,23 @@ class BatchNormFunction(torch.autograd.Function):
         return *(g.to(dtype) if g is not None and needed else None for g, needed, dtype in grads), None, None, None
 
 
+def _shifted(layout: Layout, x: Tensor, shift: Vector) -> Tensor:
+    """Return x - shift in the type of the statistics, in new memory."""
+    wide = x.to(statistics_dtype(x))
+    out = torch.empty_like(x) if wide is x else wide
+    layout.shift(wide, shift, out)
+    return out
+
+
 def _transform(
-    layout: Layout, x: Tensor, scale: Vector, beta: Tensor | None, residual: Tensor | None, mean: Vector
+    layout: Layout, x: Tensor, scale: Vector, beta: Tensor | None, residual: Tensor | None, mean: Vector, out: Tensor
 ) -> Tensor:
-    """Return z = scale * (x - mean) + beta + residual."""
+    """Return z = scale * (x - mean) + beta + residual, written to ``out``."""
     offset = -mean * scale
     if beta is not None:
         offset += _vector(beta)
-    z = torch.empty_like(x)
-    layout.affine(x, scale, offset, out=z)
-    return z if residual is None else z.add_(residual)
+    layout.affine(x, scale, offset, out)
+    return out if residual is None else out.add_(residual)
 
 
 def _vector(t: Tensor) -> NDArray[Any]:
@@ -89,24 +98,23 @@ def _vector(t: Tensor) -> NDArray[Any]:
 
 
 def _tensor(v: Vector, dtype: torch.dtype) -> Tensor:
-    if dtype == torch.float32:
-        return torch.from_numpy(v.astype(np.float32))
-    return torch.from_numpy(v).to(dtype)
+    return torch.from_numpy(v.astype(np.float32 if dtype == torch.float32 else np.float64))  # always a copy
 
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
+@np.errstate(all="ignore")
 def _fast_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor | None) -> _Gradients:
     """Return dx, dgamma, dbeta and dz."""
     x, gamma, beta, residual, y = ctx.saved_tensors
     layout, needs = ctx.layout, ctx.needs_input_grad
-    wide = x.to(statistics_dtype(x))
-    if ctx.shift is not None:
-        wide = layout.shift(wide, ctx.shift)
+    wide = x.to(statistics_dtype(x)) if ctx.shift is None else _shifted(layout, x, ctx.shift)
     g = sums = dgamma = dbeta = dx = None
     if dy is not None:
-        at = _transform(layout, wide, ctx.scale, beta, residual, ctx.mean) if ctx.needs == "z" else y
+        at = y
+        if ctx.needs == "z":
+            at = _transform(layout, wide, ctx.scale, beta, residual, ctx.mean, torch.empty_like(wide))
         g = nonlinear.backward(ctx.activation, _stored_like(dy, wide), None if at is None else at.to(wide.dtype))
         if needs[0] and dmean is None and dvar is None and layout.has_kernel(x):
             gamma = None if gamma is None else gamma.to(wide.dtype)

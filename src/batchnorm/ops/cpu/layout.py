@@ -66,11 +66,9 @@ class Layout(ABC):
         """Write a*x + b to ``out``, which may be ``x``."""
         torch.addcmul(self.spread(b, x), self.view(x), self.spread(a, x), out=self.view(out))
 
-    def shift(self, x: Tensor, s: Vector) -> Tensor:
-        """Return x - s."""
-        out = torch.empty_like(x)
+    def shift(self, x: Tensor, s: Vector, out: Tensor) -> None:
+        """Write x - s to ``out``, which may be ``x``."""
         torch.sub(self.view(x), self.spread(s, x), out=self.view(out))
-        return out
 
     def add_scaled_(self, out: Tensor, x: Tensor, a: Vector) -> None:
         """Add a*x to ``out``."""

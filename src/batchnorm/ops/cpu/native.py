@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..activation import Activation
 from ..moments import Moments, statistics_dtype
-from .layout import ROWS, VECTOR
+from .layout import GRADIENT_ROWS, ROWS, VECTOR
 
 # Largest ||mean / std|| for which a*x + b in float32 is good to 100 * 2^-24 * a few = 2e-5 of a standard deviation.
 CONDITION = 100.0
@@ -23,11 +23,13 @@ def is_fast(x: Tensor) -> bool:
     elements, channels = x.numel(), x.shape[1]
     if elements == channels:  # one value per channel: the kernel's unbiased variance is 0/0
         return False
-    half, contiguous = x.dtype.itemsize == 2, x.is_contiguous()
+    contiguous = x.is_contiguous()
+    # In half precision nothing else is fast, and the sums need not be better than float32's GRADIENT_ROWS.
+    half = x.dtype.itemsize == 2 and elements <= GRADIENT_ROWS * channels
     if contiguous and elements > x.shape[0] * channels:
         return half or elements <= IMAGE_ELEMENTS
     # The kernel for channels that lie side by side is the fastest at any size, but it adds up the rows one after the
-    # other in float32: where there are many they go in blocks. In half precision nothing else is fast.
+    # other in float32: where there are many they go in blocks.
     few_rows = half or elements <= ROWS * channels
     return few_rows and (contiguous or (channels >= VECTOR and x.movedim(1, -1).is_contiguous()))
 
