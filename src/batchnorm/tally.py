@@ -34,6 +34,9 @@ class Totals:
 class Tally:
     """Collect moments; a chunk of them is merged at a time, so that a batch costs next to nothing.
 
+    Args:
+        unbiased: the variances that are added are m/(m-1) sigma_B^2, as layers keep them.
+
     >>> tally = Tally()
     >>> tally.add(8, torch.tensor([0.0]), torch.tensor([0.0])); tally.add(2, torch.tensor([10.0]), torch.tensor([0.0]))
     >>> totals = tally.totals()
@@ -43,12 +46,13 @@ class Tally:
     Paper: Alg. 2, l. 10
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, unbiased: bool = False) -> None:
+        self._unbiased = unbiased
         self._waiting: list[tuple[Tensor | int, Tensor, Tensor]] = []
         self._totals: Totals | None = None
 
     def add(self, count: Tensor | int, mean: Tensor, var: Tensor) -> None:
-        """Add one mini-batch: how many values, their mean and biased variance for each feature."""
+        """Add one mini-batch: how many values, their mean and variance for each feature."""
         self._waiting.append((count, mean, var))
         if len(self._waiting) >= CHUNK:
             self._merge_waiting()
@@ -63,8 +67,10 @@ class Tally:
         counts, means, variances = zip(*self._waiting, strict=True)
         self._waiting = []
         m = torch.tensor([float(c) for c in counts], dtype=torch.float64)
-        new = _sum_up(m, torch.stack(means).cpu().double(), torch.stack(variances).cpu().double())
-        self._totals = merge([self._totals, new])
+        mean, var = torch.stack(means).cpu().double(), torch.stack(variances).cpu().double()
+        if self._unbiased:
+            var = var * ((m - 1) / m).reshape(-1, *[1] * (var.dim() - 1))
+        self._totals = merge([self._totals, _sum_up(m, mean, var)])
 
 
 def merge(parts: Iterable[Totals | None]) -> Totals | None:

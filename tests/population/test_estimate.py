@@ -226,7 +226,7 @@ def test_an_exception_leaves_the_network_bit_for_bit_as_it_was(upstream, broken)
 @pytest.mark.parametrize("kind", KINDS)
 def test_infinite_statistics_name_the_layer(kind):
     net = nn.Sequential(KINDS[kind](3))
-    with pytest.raises(ValueError, match="layer '0': a batch gave infinite"):
+    with pytest.raises(ValueError, match="layer '0': a batch gave no usable statistics"):
         bn.estimate_(net, [torch.randn(2, 3, 4, 4), torch.full((2, 3, 4, 4), float("inf"))])
 
 
@@ -293,6 +293,13 @@ def test_a_layer_that_is_not_called_is_left_alone():
 
     report = bn.estimate_(Half(), [torch.randn(4, 2)])
     assert [site.reason for site in report.left_alone] == ["not called on these batches"]
+
+
+def test_an_empty_batch_says_nothing():
+    net, x = bn.BatchNorm1d(3), torch.randn(6, 3)
+    report = bn.estimate_(net, [x[:0], x, x[:0]], rule="pooled")
+    torch.testing.assert_close(net.running_mean, x.mean(0), rtol=1e-5, atol=1e-6)
+    assert report.layers[0].batches == 1
 
 
 def test_many_batches_are_merged_in_chunks():

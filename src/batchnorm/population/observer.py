@@ -30,19 +30,22 @@ class Observer:
     """
 
     def __init__(self, layer: TorchBatchNorm, path: str, *, direct: bool = False) -> None:
-        self.layer, self.path, self.tally = layer, path, Tally()
+        self.layer, self.path = layer, path
         wide = layer.running_mean is not None and layer.running_mean.dtype.itemsize >= 4
         own = getattr(layer, "statistics", None)
         self.direct = direct or type(layer) not in KNOWN or not wide or own is not None
+        self.tally = Tally(unbiased=not self.direct)
         self.totals: Totals | None = None
-        self.calls = 0
-        self.updates: Tensor | int = 0
+        self._calls = 0
         self._count: Tensor | int = 0
 
     def register(self) -> Iterator[Any]:
         """Hook the layer; yield the handles to undo it."""
         yield self.layer.register_forward_pre_hook(self._before, with_kwargs=True)
         if not self.direct:
+            # Counts the calls whose statistics the layer could use.
+            self.layer._buffers["num_batches_tracked"] = torch.zeros_like(self.layer.num_batches_tracked)  # type: ignore[arg-type]
+            self.layer.momentum = 1.0
             yield self.layer.register_forward_hook(self._after)
 
     def _before(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
@@ -58,8 +61,7 @@ class Observer:
         if self.direct:
             self._measure(x, mask, features)
         else:
-            self.layer.momentum = 1.0
-            for key in ("running_mean", "running_var", "num_batches_tracked"):
+            for key in ("running_mean", "running_var"):
                 self.layer._buffers[key] = torch.zeros_like(self.layer._buffers[key])  # type: ignore[arg-type]
 
     def _measure(self, x: Tensor, mask: Tensor | None, features: tuple[int, ...]) -> None:
@@ -70,21 +72,21 @@ class Observer:
         self.tally.add(self._count, moments.mean.reshape(features), moments.var.reshape(features))
 
     def _after(self, layer: nn.Module, args: Any, out: Any) -> None:
-        buffers = self.layer._buffers
-        mean, var, updated = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
-        assert mean is not None and var is not None and updated is not None  # noqa: PT018
-        m = self._count
-        self.calls, self.updates = self.calls + 1, self.updates + updated
-        self.tally.add(m, mean, var * ((m - 1) / m))
+        mean, var = self.layer.running_mean, self.layer.running_var
+        assert mean is not None and var is not None  # noqa: PT018
+        if isinstance(self._count, int) and self._count == 0:
+            return  # an empty batch says nothing
+        self._calls += 1
+        self.tally.add(self._count, mean, var)
 
     def conclude(self) -> None:
         """Add up what all ranks noted, and refuse what no statistics can be made of."""
-        lost = int(self.updates) != self.calls
+        lost = not self.direct and int(self.layer.num_batches_tracked) != self._calls  # type: ignore[arg-type]
         ranks = collectives.gather_objects((self.tally.totals(), lost))
         self.totals = totals = merge(part for part, _ in ranks)
         finite = totals is None or bool((totals.mean + totals.within + totals.between).isfinite().all())
         if not finite or any(lost for _, lost in ranks):
             raise ValueError(
-                f"layer '{self.path}': a batch gave infinite or undefined statistics; the network is as it was."
-                " Look for inf or NaN in the batches or in the weights before this layer"
+                f"layer '{self.path}': a batch gave no usable statistics; the network is as it was. Look for inf or NaN"
+                " in the batches or in the weights before this layer, or for a mask that leaves a single value"
             )
