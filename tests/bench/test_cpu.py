@@ -19,7 +19,7 @@ def test_writes_what_it_prints(level, tmp_path, monkeypatch, capsys):
     written = json.loads((tmp_path / "results" / "cpu.json").read_text())
     assert len(written["rows"]) == len(rows) == 2 * len(SMALL)
     assert written["settings"]["level"] == level
-    assert written["hardware"]["threads"] == 2
+    assert written["environment"]["threads"] == 2
     shown = capsys.readouterr().out
     assert f"of {len(rows)} ratios below their bar" in shown
     for row in rows:
