@@ -23,6 +23,15 @@ def is_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def is_plain(x: Tensor) -> bool:
+    """Say whether this is an ordinary forward pass on the CPU: no compiler, transform, tracer or recomputation."""
+    return (
+        not torch.compiler.is_compiling()
+        and x.device.type == "cpu"
+        and not (is_transformed() or is_forward_mode() or is_observed(x) or is_recomputation())
+    )
+
+
 def is_observed(x: Tensor) -> bool:
     """Say whether someone records or replaces the operations on ``x``: what leaves torch would be lost to them."""
     return (

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import composite, cpu, fused
 from .activation import Activation, as_activation
-from .context import is_forward_mode, is_observed, is_transformed
+from .context import is_forward_mode, is_observed, is_plain, is_transformed
 from .moments import Moments
 from .running import Running, update_
 
@@ -89,6 +89,10 @@ def batch_norm_(
 
     Paper: Alg. 1; Sec. 3.1, moving averages
     """
+    if feature_dims == 1 and residual is None and mask is None and is_plain(x):
+        small = cpu.small_batch_norm_(x, gamma, beta, running, momentum, eps, as_activation(activation))
+        if small is not None:
+            return small
     call = Call(x, gamma, beta, feature_dims, activation, residual, mask)
     path = choose(call).path
     if path == "cuda" and feature_dims == 1 and running.mean.dtype == running.var.dtype == torch.float32:

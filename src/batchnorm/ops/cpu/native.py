@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..activation import Activation
 from ..moments import Moments, statistics_dtype
+from ..running import Running
 from .layout import GRADIENT_ROWS, ROWS, VECTOR
 
 # Largest ||mean / std|| for which a*x + b in float32 is good to 100 * 2^-24 * a few = 2e-5 of a standard deviation.
@@ -62,6 +64,32 @@ def batch_norm(
     if x.requires_grad and not constant_moments and torch.is_grad_enabled():
         mean, var = _DifferentiableMoments.apply(x, mean, var)  # type: ignore[no-untyped-call]
     return y, Moments(torch.full((), m, dtype=dtype), mean, var)
+
+
+def batch_norm_(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, running: Running, momentum: float | None, eps: float,
+    activation: Activation,
+) -> tuple[Tensor, Moments] | None:  # fmt: skip
+    """Normalize ``x`` and let the kernel move the running averages too; None, and nothing moved, where it may not.
+
+    For small batches every operator counts: this way a (60, 100) batch takes 1.2 times torch's own time, not 2.2.
+    """
+    wide = (gamma, beta, running.mean, running.var)
+    if x.dtype != torch.float32 or any(v is not None and v.dtype != torch.float32 for v in wide):
+        return None
+    kept = running.mean.clone(), running.var.clone()
+    factor = momentum if momentum is not None else 1 / (int(running.num_batches) + 1)
+    y, mean, invstd = torch.native_batch_norm(x, gamma, beta, running.mean, running.var, True, factor, eps)
+    scale = invstd.numpy()
+    ratio = mean.numpy() * scale
+    if not (ratio.dot(ratio) <= CONDITION**2 and scale.min() > 0):  # NaN is not; 0 is an infinite variance
+        running.mean.copy_(kept[0])
+        running.var.copy_(kept[1])
+        return None
+    running.num_batches.add_(1)
+    y = y.relu_() if activation.name == "relu" else activation(y)
+    var = np.maximum(1 / np.square(scale, dtype=np.float64) - eps, 0).astype(np.float32)
+    return y, Moments(torch.tensor(x.numel() / x.shape[1]), mean, torch.from_numpy(var))
 
 
 class _DifferentiableMoments(torch.autograd.Function):
