@@ -267,11 +267,12 @@ def test_mean_far_from_zero(format, mean, bound, strategy):
 @pytest.mark.parametrize("format", [torch.contiguous_format, LAST])
 @pytest.mark.parametrize("shape", [(64, 16, 56, 56), (4, 2, 512, 400), (8, 96, 72, 72)])
 def test_many_values_per_channel(shape, format):
-    # One float32 sum over 200,000 values of mean 3 would be off by 1e-5; ours are blocked.
+    # One float32 sum over 200,000 values of mean 3 would be off by 1e-5; ours go in blocks of at most 8192 rows, which
+    # on one thread are off by 2e-6.
     x = draw(*shape, mean=3.0, format=format)
     _, moments = cpu.batch_norm(x, None, None, EPS, Activation(), None)
     x64 = rows(x.double())
-    torch.testing.assert_close(moments.mean.double(), x64.mean(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(moments.mean.double(), x64.mean(0), rtol=3e-6, atol=0)
     torch.testing.assert_close(moments.var.double(), x64.var(0, correction=0), rtol=5e-6, atol=0)
 
 
