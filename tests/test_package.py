@@ -102,7 +102,12 @@ def test_command_line_lists_its_commands():
     assert "bench cpu" in out.stdout
     wrong = subprocess.run([sys.executable, "-m", "batchnorm.cli", "nonsense"], capture_output=True, text=True)
     assert wrong.returncode == 2
-    assert "there is no command 'nonsense'" in wrong.stderr
+    assert wrong.stderr.endswith("there is no command 'nonsense'\n")
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"batchnorm {bn.__version__}\n"
 
 
 def test_version_is_stated_once():

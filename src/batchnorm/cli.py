@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.metadata import version
 
 import tyro
 
@@ -41,6 +42,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status: 0, 2 for wrong usage, 130 after Ctrl-C."""
     words = sys.argv[1:] if arguments is None else arguments
+    if words == ["--version"]:
+        print(f"batchnorm {version('batchnorm')}")
+        return 0
     command = next((c for n in (2, 1) if (c := " ".join(words[:n])) in COMMANDS), None)
     if command is None:
         return _usage(words)
@@ -67,7 +71,6 @@ def _usage(words: list[str]) -> int:
     shown = {c: text for c, (_, text) in COMMANDS.items() if c.split()[: len(prefix)] == prefix}
     unknown = not shown
     if unknown:
-        print(f"batchnorm: there is no command '{' '.join(prefix)}'", file=sys.stderr)
         shown = {c: text for c, (_, text) in COMMANDS.items()}
     asked = not unknown and (not words or {"-h", "--help"} & set(words))
     stream = sys.stdout if asked else sys.stderr
@@ -75,6 +78,8 @@ def _usage(words: list[str]) -> int:
     width = max(map(len, shown))
     for command, text in shown.items():
         print(f"  {command:<{width}}  {text}", file=stream)
+    if unknown:
+        print(f"\nbatchnorm: there is no command '{' '.join(prefix)}'", file=stream)
     return 0 if asked else 2
 
 

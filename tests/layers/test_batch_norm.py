@@ -270,3 +270,23 @@ def test_changing_batch_size_under_compile():
         x = torch.randn(n, 3)
         torch.testing.assert_close(compiled(x), nn.BatchNorm1d(3)(x), rtol=1e-4, atol=1e-5)
     assert layer.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"statistics": "sync"}, TypeError, "must be a value such as Sync"),
+        ({"statistics": bn.Sync}, TypeError, "must be a value such as Sync"),
+        ({"activation": torch.relu}, TypeError, r"torch.nn module such as nn.ReLU\(\)"),
+        ({"eps": -1.0}, ValueError, "must not be negative"),
+    ],
+    ids=str,
+)
+def test_constructor_refuses_what_forward_could_not_use(options, error, words):
+    with pytest.raises(error, match=words):
+        bn.BatchNorm2d(4, **options)
+
+
+def test_a_forgotten_dimension_is_not_taken_for_another_normalization():
+    with pytest.raises(ValueError, match="whole shape of an example"):
+        bn.BatchNorm2d((6, 4))

@@ -53,6 +53,11 @@ class BatchNorm(TorchBatchNorm):
             raise ValueError("on_single='running' needs track_running_stats=True")
         if not isinstance(num_features, int):
             num_features = tuple(num_features)
+            self._check_features(num_features)
+        if statistics is not None and (isinstance(statistics, type) or not hasattr(statistics, "batch_norm")):
+            raise TypeError(f"statistics must be a value such as Sync(), Ghost(32) or Renorm(), not {statistics!r}")
+        if eps < 0:
+            raise ValueError(f"eps must not be negative, it is {eps}")
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)  # type: ignore[arg-type]
         if not bias:
             self.bias = None  # type: ignore[assignment]
@@ -64,6 +69,14 @@ class BatchNorm(TorchBatchNorm):
         skipped = torch.zeros((), dtype=torch.long, device=device) if track_running_stats else None
         self.register_buffer("num_batches_skipped", skipped, persistent=False)
         self._keep_statistics_wide()
+
+    def _check_features(self, features: tuple[int, ...]) -> None:
+        whole = [d - 1 for d in getattr(self, "_input_dims", ())]
+        if whole and len(features) not in (1, *whole):
+            raise ValueError(
+                f"num_features={features}: give the number of channels, or for statistics per activation the whole"
+                f" shape of an example ({' or '.join(map(str, whole))} numbers)"
+            )
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -151,15 +164,16 @@ class BatchNorm(TorchBatchNorm):
         if isinstance(self.statistics, Sync):
             return False  # other ranks may have more
         m = input.shape[0] * prod(input.shape[1 + len(self.features) :])
+        masked = ""
         if mask is not None and mask.device.type == "cpu" and not (torch.compiler.is_compiling() or is_transformed()):
-            m = int(mask.sum())
+            m, masked = int(mask.sum()), " of which the mask leaves one"
         if m != 1:
             return False
         if self.on_single == "running":
             return True
         raise ValueError(
             f"{path_of(self)}: expected more than 1 value per channel when training, got input size"
-            f" {tuple(input.shape)}. Use a larger batch, drop or balance the loader's last batch"
+            f" {tuple(input.shape)}{masked}. Use a larger batch, drop or balance the loader's last batch"
             " (batchnorm.data.BalancedBatches), freeze the statistics (batchnorm.freeze_), or make the layer with"
             " on_single='running' to normalize such a batch by the running statistics"
         )

@@ -81,8 +81,8 @@ class Ghost:
     size: int
 
     def __post_init__(self) -> None:
-        if self.size < 2:
-            raise ValueError(f"a ghost batch needs at least 2 examples, not {self.size}")
+        if not isinstance(self.size, int) or self.size < 2:
+            raise ValueError(f"a ghost batch needs at least 2 examples, not {self.size!r}")
 
     def batch_norm(
         self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any

@@ -56,6 +56,10 @@ def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
         return found
     if isinstance(spec, str):
         spec = Activation(spec)
+    if not isinstance(spec, Activation):
+        raise TypeError(
+            f"activation must be one of {', '.join(NAMES)} or a torch.nn module such as nn.ReLU(), not {spec}"
+        )
     if spec.name not in NAMES:
         raise ValueError(f"activation {spec.name!r} is not one of {', '.join(NAMES)}; call it after the layer instead")
     return spec

@@ -29,6 +29,13 @@ class Setting:
     batch_size: int = 60
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 2 or self.rate <= 0 or self.std <= 0:
+            raise ValueError(
+                f"steps={self.steps}, batch_size={self.batch_size}, rate={self.rate}, std={self.std}: training needs at"
+                " least 1 step, 2 examples in a mini-batch, and a rate and a width above 0"
+            )
+
     def network(self) -> nn.Sequential:
         """Build the network; the weights depend on the seed alone, with and without batch normalization."""
         return perceptron(batch_norm=self.batch_norm, std=self.std, seed=self.seed)

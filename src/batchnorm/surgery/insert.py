@@ -89,6 +89,8 @@ def insert(
 
 def _select(candidates: Iterable[Candidate], where: Where | None) -> tuple[list[Place], list[Site]]:
     """Choose among the candidates, and say of each what would be said if it is not chosen."""
+    if isinstance(where, str):
+        where = [where]
     names = None if where is None or callable(where) else set(where)
     places: list[Place] = []
     sites: list[Site] = []

@@ -92,7 +92,9 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
 
     Beyond the paper: torchrun's convention.
     """
-    cuda = torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={device!r} is unknown: choose cpu, cuda or auto")
+    cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     if cuda and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}, but torch finds no CUDA device; use --device cpu")
     world_size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))

@@ -45,9 +45,6 @@ def train(recipe: Recipe, options: Options) -> Result:
     """
     tuned = torch.backends.cudnn.flags(enabled=True, benchmark=True)
     with ranks(options.device) as here, stop_signal() as stop, tuned:
-        if here.main:
-            claim_folder(options.folder(recipe), recipe)
-        here.wait()
         return _Run(recipe, options, here, stop).finish()
 
 
@@ -59,6 +56,10 @@ class _Run:
         self.validation = self._open("val", options.evaluate_batch)
         if self.validation.classes != self.batches.classes:
             raise ValueError(f"{options.data}: train and val do not have the same classes")
+        # Only now that there is something to train on: a mistyped --data must not leave a folder that looks like a run.
+        if here.main:
+            claim_folder(self.folder, recipe)
+        here.wait()
         cuda = here.device.type == "cuda"
         self.bf16 = cuda if options.precision == "auto" else options.precision == "bf16"
         self.net = recipe.network(len(self.batches.classes)).to(here.device)

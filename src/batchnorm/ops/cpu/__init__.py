@@ -68,9 +68,10 @@ def small_batch_norm_(
     activation: Activation,
 ) -> tuple[Tensor, Moments] | None:  # fmt: skip
     """Normalize a small batch and move the running averages in one call of torch's kernel; None where it may not be."""
+    if x.dim() < 2 or not x.is_floating_point() or x.numel() <= x.shape[1] or not native.is_fast(x):
+        return None
     channels = x.shape[1:2]
-    fits = x.dim() > 1 and x.is_floating_point() and x.numel() > x.shape[1]
-    if not fits or any(v is not None and v.shape != channels for v in (gamma, beta)) or not native.is_fast(x):
+    if (gamma is not None and gamma.shape != channels) or (beta is not None and beta.shape != channels):
         return None
     return native.batch_norm_(x, gamma, beta, running, momentum, eps, activation)
 
