@@ -127,15 +127,13 @@ class _Bars:
         self.bars = Progress(
             TextColumn("{task.description:12}"),
             BarColumn(),
-            TextColumn("{task.completed:,}/{task.total:,} steps  loss {task.fields[loss]:.4f}  "),
-            TextColumn("accuracy {task.fields[accuracy]:.2%}"),
+            TextColumn("{task.completed:,}/{task.total:,} steps  {task.fields[seen]}"),
             TimeRemainingColumn(),
             console=self.console,
             disable=not self.console.is_terminal,
         )
-        nan = float("nan")
         self.tasks: dict[str, TaskID] = {
-            name: self.bars.add_task(name, total=s.steps, loss=nan, accuracy=nan) for name, s in settings.items()
+            name: self.bars.add_task(name, total=s.steps, seen="") for name, s in settings.items()
         }
 
     def __enter__(self) -> _Bars:
@@ -147,12 +145,12 @@ class _Bars:
 
     def tell(self, name: str, step: int, loss: float, accuracy: float) -> None:
         """Show where a network is."""
-        self.bars.update(self.tasks[name], completed=step, loss=loss, accuracy=accuracy)
+        seen = (f"loss {loss:.4f}, " if step else "") + f"accuracy {accuracy:.2%}"
+        self.bars.update(self.tasks[name], completed=step, seen=seen)
         tenth = 10 * step // self.steps[name]
         if not self.console.is_terminal and tenth > self.lines[name]:
             self.lines[name] = tenth
-            seen = f"loss {loss:.4f}, " if step else ""
-            self.console.print(f"{name}: step {step:,}, {seen}accuracy {accuracy:.2%}", highlight=False)
+            self.console.print(f"{name}: step {step:,}, {seen}", highlight=False)
 
     def teller(self, name: str) -> Any:
         """Return a function that tells of one network."""
