@@ -280,7 +280,7 @@ def test_changing_batch_size_under_compile():
         ({"activation": torch.relu}, TypeError, r"torch.nn module such as nn.ReLU\(\)"),
         ({"eps": -1.0}, ValueError, "must not be negative"),
     ],
-    ids=str,
+    ids=["name for value", "class for value", "function for name", "negative eps"],
 )
 def test_constructor_refuses_what_forward_could_not_use(options, error, words):
     with pytest.raises(error, match=words):
