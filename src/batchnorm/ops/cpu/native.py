@@ -72,7 +72,7 @@ def batch_norm_(
 ) -> tuple[Tensor, Moments] | None:  # fmt: skip
     """Normalize ``x`` and let the kernel move the running averages too; None, and nothing moved, where it may not.
 
-    For small batches every operator counts: this way a (60, 100) batch takes 1.2 times torch's own time, not 2.2.
+    For small batches every operator counts; results/cpu.json has what a (60, 100) batch costs beside torch's.
     """
     f32 = torch.float32
     if not x.dtype == running.mean.dtype == running.var.dtype == f32 or (gamma is not None and gamma.dtype != f32):
