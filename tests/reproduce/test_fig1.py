@@ -159,3 +159,14 @@ def test_a_failing_network_is_reported_with_its_traceback(tmp_path):
     assert process.returncode != 0
     assert "training with-bn failed" in process.stderr
     assert "FileExistsError" in process.stderr
+
+
+def test_a_run_of_other_options_is_not_overwritten(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.start({"steps": 10, "rate": 0.1})
+    folder.save(torch.nn.Linear(1, 1), 10, 1.0)
+    with pytest.raises(ValueError, match=r"holds another run .steps is 10 there and 5 here.*another --out"):
+        folder.start({"steps": 5, "rate": 0.1})
+    assert folder.checkpoint.exists()
+    folder.start({"steps": 10, "rate": 0.1})
+    assert not folder.checkpoint.exists()

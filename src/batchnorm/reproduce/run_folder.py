@@ -30,7 +30,13 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
 
     def start(self, config: Mapping[str, Any]) -> tuple[int, float]:
-        """Begin a new run at step 0, after 0 seconds: what an earlier one left here is removed."""
+        """Begin a new run at step 0, after 0 seconds; an earlier run of the same configuration is done again.
+
+        Raises:
+            ValueError: where the folder holds a run with another configuration, which would be lost.
+        """
+        if self.checkpoint.exists():
+            self._check_same(config)
         for old in (self.metrics, self.checkpoint, self.path / "summary.json"):
             old.unlink(missing_ok=True)
         write_json(self.path / "config.json", {**config, "environment": environment()})
@@ -47,11 +53,7 @@ class RunFolder:
         """
         if not self.checkpoint.exists():
             return self.start(config)
-        written = json.loads((self.path / "config.json").read_text())
-        differs = {k: (written.get(k), v) for k, v in config.items() if k != "steps" and written.get(k) != v}
-        if differs:
-            what = ", ".join(f"{k} is {old} there and {new} here" for k, (old, new) in differs.items())
-            raise ValueError(f"{self.path} holds another run ({what}); use the same options, or another --out")
+        written = self._check_same({k: v for k, v in config.items() if k != "steps"})
         write_json(self.path / "config.json", {**written, **config})
         (self.path / "summary.json").unlink(missing_ok=True)
         state = torch.load(self.checkpoint, weights_only=True)
@@ -59,6 +61,15 @@ class RunFolder:
         with self.metrics.open("r+b") as file:
             file.truncate(state["metrics_size"])
         return int(state["step"]), float(state["seconds"])
+
+    def _check_same(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the configuration of the run in the folder."""
+        written: dict[str, Any] = json.loads((self.path / "config.json").read_text())
+        differs = {k: (written.get(k), v) for k, v in config.items() if written.get(k) != v}
+        if differs:
+            what = ", ".join(f"{k} is {old} there and {new} here" for k, (old, new) in differs.items())
+            raise ValueError(f"{self.path} holds another run ({what}); use the same options, or another --out")
+        return written
 
     def log(self, **values: Any) -> None:
         """Append one line to the metrics."""

@@ -136,22 +136,6 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(step, model, state)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file by new text, all at once.
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp(), "recipe.json"); write_atomically(path, "{}"); path.read_text()
-    '{}'
-
-    Beyond the paper: resuming.
-    """
-    temporary = path.with_name(f".writing-{path.name}")
-    temporary.write_text(text)
-    sync(temporary)
-    os.replace(temporary, path)
-    sync(path.parent)
-
-
 def sync(path: Path) -> None:
     """Wait until a file or folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)

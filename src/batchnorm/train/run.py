@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from ..results import write_atomically
 from . import metrics
-from .checkpoint import write_atomically
 from .distributed import Ranks
 from .recipe import Recipe
 
@@ -163,12 +163,12 @@ def claim_folder(out: Path, recipe: Recipe) -> None:
         other = [f"{k} is {there[k]} there, {here[k]} here" for k in here if k != "epochs" and there[k] != here[k]]
         if other:
             raise ValueError(f"{path} is of another run: {'; '.join(other)}; choose another --out")
-    write_atomically(path, recipe.to_json())
+    write_atomically(path, recipe.to_json().encode())
 
 
 def write_result(out: Path, result: Result) -> None:
     """Write ``result.json``, all at once."""
-    write_atomically(out / "result.json", json.dumps(asdict(result), indent=2))
+    write_atomically(out / "result.json", json.dumps(asdict(result), indent=2).encode())
 
 
 def compare(result: Result, folder: Path, targets: Sequence[float]) -> Result:
