@@ -35,8 +35,7 @@ class RunFolder:
         Raises:
             ValueError: where the folder holds a run with another configuration, which would be lost.
         """
-        if self.checkpoint.exists():
-            self._check_same(config)
+        self.check_same(config)
         for old in (self.metrics, self.checkpoint, self.path / "summary.json"):
             old.unlink(missing_ok=True)
         write_json(self.path / "config.json", {**config, "environment": environment()})
@@ -53,7 +52,7 @@ class RunFolder:
         """
         if not self.checkpoint.exists():
             return self.start(config)
-        written = self._check_same({k: v for k, v in config.items() if k != "steps"})
+        written = self.check_same({k: v for k, v in config.items() if k != "steps"})
         write_json(self.path / "config.json", {**written, **config})
         (self.path / "summary.json").unlink(missing_ok=True)
         state = torch.load(self.checkpoint, weights_only=True)
@@ -62,8 +61,10 @@ class RunFolder:
             file.truncate(state["metrics_size"])
         return int(state["step"]), float(state["seconds"])
 
-    def _check_same(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the configuration of the run in the folder."""
+    def check_same(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the configuration of the run in the folder, if there is one; refuse where it is another."""
+        if not self.checkpoint.exists():
+            return {}
         written: dict[str, Any] = json.loads((self.path / "config.json").read_text())
         differs = {k: (written.get(k), v) for k, v in config.items() if written.get(k) != v}
         if differs:

@@ -8,6 +8,7 @@ import signal
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import FrameType
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from .network_run import run
+from .run_folder import RunFolder
 from .threads import one_thread, use_one_thread
 from .training import Setting
 
@@ -35,10 +37,16 @@ def run_all(settings: Mapping[str, Setting], out: Path, *, resume: bool, process
         processes: 1 trains one network after the other in this process, else each gets its own.
 
     Raises:
+        ValueError: where a folder holds a run of other options.
         RuntimeError: with the traceback, where a network's process failed.
 
     Paper: Sec. 4.1
     """
+    for name, setting in settings.items():
+        # Here as well as in the run itself: a process of its own could only answer with its traceback.
+        mine = {k: v for k, v in asdict(setting).items() if not (resume and k == "steps")}
+        if (out / name).is_dir():
+            RunFolder(out / name).check_same(mine)
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     with _interruptible(stop), _Bars(settings) as bars:
