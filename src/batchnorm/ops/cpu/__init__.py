@@ -27,10 +27,12 @@ from torch import Tensor
 from .. import composite
 from ..activation import Activation
 from ..moments import Moments, statistics_dtype
-from ..running import Running
 from . import native, nonlinear
 from .function import BatchNormFunction
 from .layout import layout_of
+from .quick import normalize_batch_
+
+__all__ = ["batch_norm", "normalize", "normalize_batch_"]
 
 
 def batch_norm(
@@ -61,19 +63,6 @@ def batch_norm(
             return composite.batch_norm(x, gamma, beta, eps, activation, residual)
     y, mean, var = BatchNormFunction.apply(x, gamma, beta, residual, eps, activation, layout)  # type: ignore[no-untyped-call]
     return y, Moments(torch.full((), x.numel() // x.shape[1], dtype=statistics_dtype(x)), mean, var)
-
-
-def small_batch_norm_(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, running: Running, momentum: float | None, eps: float,
-    activation: Activation,
-) -> tuple[Tensor, Moments] | None:  # fmt: skip
-    """Normalize a small batch and move the running averages in one call of torch's kernel; None where it may not be."""
-    if x.dim() < 2 or not x.is_floating_point() or x.numel() <= x.shape[1] or not native.is_fast(x):
-        return None
-    channels = x.shape[1:2]
-    if (gamma is not None and gamma.shape != channels) or (beta is not None and beta.shape != channels):
-        return None
-    return native.batch_norm_(x, gamma, beta, running, momentum, eps, activation)
 
 
 def normalize(
