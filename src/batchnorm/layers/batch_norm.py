@@ -125,28 +125,28 @@ class BatchNorm(TorchBatchNorm):
             return y
         if running is None:
             return ops.batch_norm(input, self.weight, self.bias, self.eps, **options)[0]
-        return ops.normalize_batch_(input, self.weight, self.bias, running, self.momentum, self.eps, **options)
+        return ops.batch_norm_(input, self.weight, self.bias, running, self.momentum, self.eps, **options)[0]
 
     def _quick(self, input: Tensor) -> Tensor | None:
-        """Train as most do, on a CPU, with nothing to refuse and no policy to apply; None where something is special."""
-        # Not by self.weight and the like: nn.Module.__getattr__ takes longer for these than the kernel on a small batch.
+        """Train on a CPU with nothing to refuse and no policy to apply, as most do; None where something is special."""
+        # From the dictionaries: nn.Module.__getattr__ is Python, and would be asked six times.
         p, b = self._parameters, self._buffers
-        running = mean, _, num_batches, _ = (
-            b["running_mean"], b["running_var"], b["num_batches_tracked"], b["num_batches_skipped"],
-        )  # fmt: skip
+        mean, var, num_batches = b.get("running_mean"), b.get("running_var"), b.get("num_batches_tracked")
         if (
             self.training
             and self.track_running_stats
             and self.statistics is None
             and not self._frozen & STATISTICS
             and mean is not None
+            and var is not None
             and num_batches is not None
             and "weight" in p  # where not, something computes it: torch.nn.utils.parametrize
             and "bias" in p
             and input.dim() in self._input_dims
             and input.shape[1] == self.num_features
         ):
-            return quick(input, p["weight"], p["bias"], running, self.momentum, self.eps, self.activation)  # type: ignore[arg-type]
+            kept = mean, var, num_batches
+            return quick(input, p["weight"], p["bias"], kept, self.momentum, self.eps, self.activation)
         return None
 
     def _as_leaf(self, proxy: Any, extra: dict[str, Any]) -> Any:

@@ -107,12 +107,11 @@ def normalize_batch_(
     momentum: float | None = 0.1,
     eps: float = 1e-5,
     *,
-    feature_dims: int = 1,
     activation: str | Activation | None = None,
-    residual: Tensor | None = None,
-    mask: Tensor | None = None,
 ) -> Tensor:
     """Do what :func:`batch_norm_` does and return the output alone, as ``torch.nn.functional.batch_norm`` does.
+
+    On the CPU that is faster where batches are small.
 
     >>> running = Running(torch.zeros(1), torch.ones(1), torch.tensor(0), torch.tensor(0))
     >>> normalize_batch_(torch.tensor([[1.0], [3.0]]), None, None, running, eps=0.0)
@@ -122,14 +121,10 @@ def normalize_batch_(
     Paper: Alg. 1; Sec. 3.1, moving averages
     """
     activation = as_activation(activation)
-    if feature_dims == 1 and residual is None and mask is None:
-        y = cpu.normalize_batch_(x, gamma, beta, running, momentum, eps, activation)
-        if y is not None:
-            return y
-    return batch_norm_(
-        x, gamma, beta, running, momentum, eps,
-        feature_dims=feature_dims, activation=activation, residual=residual, mask=mask,
-    )[0]  # fmt: skip
+    y = cpu.normalize_batch_(x, gamma, beta, running[:3], momentum, eps, activation)
+    if y is None:
+        y, _ = batch_norm_(x, gamma, beta, running, momentum, eps, activation=activation)
+    return y
 
 
 def normalize(

@@ -1,13 +1,13 @@
 """The CPU path: torch's kernels where they are fast, our passes over memory where they are not, accurate everywhere.
 
-What there is to gain, for 32x64x56x56 float32 (26 MB) on two cores that copy 68 GB/s: a forward pass reads x twice
-and writes y, 1.1 ms at least; torch takes 6.6 contiguous (5.5 of them the statistics, a scalar loop) and 1.6
-channels_last. ReLU as a second call costs 1.0 more forward and 1.4 backward, mostly for fresh memory. With 3 channels
-in channels_last torch's vectors are 3 wide: 11.6 ms where 0.1 is the limit. Hence
+What there is to gain: a forward pass has to read x twice and write y, at the speed of memory. Torch's statistics of
+contiguous images are a scalar loop, far from it; in channels_last with few channels its vectors are as wide as there
+are channels. ReLU as a second call takes new memory forward and backward. And on a small batch all of this is less than
+what surrounds it: calls of operators, and of Python where the backward pass is Python's. Hence
 
-native.py    torch's kernel and its derivative, for small batches (an operator costs 2 to 5 us and a Python backward
-             40, against 57 us for all of torch's forward and backward on a (60, 100) batch), for channels_last with
-             channels enough, and for half precision. The activation is applied in place.
+native.py    torch's kernel and its derivative, for small batches, for channels_last with channels enough, and for half
+             precision. The activation is applied in place.
+quick.py     the same for layers in training, with as little around the kernel as there can be.
 function.py  everything else: statistics by sums that run at the speed of memory, the transform, the activation in
              place, torch's kernel for the backward pass where it knows the layout.
 layout.py    what those passes are for planes, for rows, and for rows made of several positions where channels are few.
@@ -47,7 +47,7 @@ def batch_norm(
 ) -> tuple[Tensor, Moments]:
     """Normalize a non-empty CPU tensor (N, C, ...) by its own statistics.
 
-    ``constant_moments`` says that nobody differentiates the moments; on small batches that saves a third of the time.
+    ``constant_moments`` says that nobody differentiates the moments, which spares autograd a step.
     """
     # A half-precision sum with the residual would round z before the activation looks at its sign.
     if native.is_fast(x) and (residual is None or x.dtype.itemsize > 2):

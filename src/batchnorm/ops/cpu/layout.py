@@ -1,7 +1,7 @@
 """How a dense tensor (N, C, ...) lies in memory, and the passes over it that batch normalization needs.
 
-Tensors have x's shape and strides. Per-channel vectors are float64 and numpy's: an operation on one costs 0.4 us there
-and 2 to 5 us in torch, and a call needs about 30 of them.
+Tensors have x's shape and strides. Per-channel vectors are float64 and numpy's: a call needs about 30 operations on
+them, and numpy has less to do around each than torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 Vector = NDArray[np.float64]
 
 # Columns enough for full vectors and for loops worth their start, few enough that a row of sums stays in the nearest
-# cache: 0.08 ns per element at 512 to 1024, 0.14 at 2048, 2 at 3.
+# cache.
 WIDTH = 1024
 # Planes with fewer locations than this have loops too short to be worth their start.
 SHORT = 32
@@ -53,8 +53,11 @@ class Layout(ABC):
         """Return sum(g * x_hat) and sum(g) of each channel: dgamma and dbeta."""
 
     @abstractmethod
-    def has_kernel(self, x: Tensor) -> bool:
-        """Say whether torch's kernel for the whole backward pass knows this layout and is accurate."""
+    def has_kernel(self, x: Tensor, spare: bool) -> bool:
+        """Say whether torch's kernel for the whole backward pass knows this layout, is accurate, and the fastest.
+
+        ``spare`` says that the gradient lies in a buffer of ours, which other passes can turn into dx.
+        """
 
     @abstractmethod
     def kernel(
@@ -115,9 +118,10 @@ class Matrix(Layout):
         parts = [_backward(*b, None, None, None, *statistics, True, 0.0, _SUMS) for b in blocks]
         return self._columns([p[1] for p in parts]).sum((0, 1, 3)), self._columns([p[2] for p in parts]).sum((0, 1, 3))
 
-    def has_kernel(self, x: Tensor) -> bool:
-        """Say whether the channels lie side by side and fill vectors."""
-        return self.run == 1 and self.channels >= VECTOR and x.numel() <= GRADIENT_ROWS * self.channels
+    def has_kernel(self, x: Tensor, spare: bool) -> bool:
+        """Say whether the channels lie side by side and fill vectors; new memory costs more than it saves passes."""
+        few_rows = x.numel() <= GRADIENT_ROWS * self.channels
+        return self.run == 1 and self.channels >= VECTOR and few_rows and not spare
 
     def kernel(
         self, g: Tensor, x: Tensor, gamma: Tensor | None, mean: Vector, invstd: Vector
@@ -165,7 +169,7 @@ class Planes(Layout):
         _, dgamma, dbeta = _backward(self.view(g), self.view(x), None, None, None, *statistics, True, 0.0, _SUMS)
         return dgamma.numpy().astype(np.float64), dbeta.numpy().astype(np.float64)
 
-    def has_kernel(self, x: Tensor) -> bool:
+    def has_kernel(self, x: Tensor, spare: bool) -> bool:
         """Say yes: the kernel adds up plane by plane."""
         return True
 
