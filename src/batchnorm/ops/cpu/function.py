@@ -111,20 +111,19 @@ def _fast_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tens
     layout, needs = ctx.layout, ctx.needs_input_grad
     wide = x.to(statistics_dtype(x)) if ctx.shift is None else _shifted(layout, x, ctx.shift)
     g = sums = dgamma = dbeta = dx = None
-    ours = False
     if dy is not None:
         at = y
         if ctx.needs == "z":
             at = _transform(layout, wide, ctx.scale, beta, residual, ctx.mean, torch.empty_like(wide))
         g = nonlinear.backward(ctx.activation, _stored_like(dy, wide), None if at is None else at.to(wide.dtype))
-        ours = g is not dy and not needs[3]
-        if needs[0] and dmean is None and dvar is None and layout.has_kernel(x, ours):
+        if needs[0] and dmean is None and dvar is None and layout.has_kernel(x):
             gamma = None if gamma is None else gamma.to(wide.dtype)
             return *layout.kernel(g, wide, gamma, ctx.mean, ctx.invstd), g
         sums = layout.reduce(g, wide, ctx.mean, ctx.invstd)
         dgamma, dbeta = (_tensor(v, wide.dtype) for v in sums)
     if needs[0]:
         b, c = _coefficients(ctx, x.numel() // x.shape[1], sums, dmean, dvar)
+        ours = g is not None and g is not dy and not needs[3]
         dx = g if ours else torch.empty_like(wide)  # a further buffer costs more than the arithmetic
         if ours:
             layout.affine(g, ctx.scale, c, out=dx)

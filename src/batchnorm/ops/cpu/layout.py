@@ -53,11 +53,8 @@ class Layout(ABC):
         """Return sum(g * x_hat) and sum(g) of each channel: dgamma and dbeta."""
 
     @abstractmethod
-    def has_kernel(self, x: Tensor, spare: bool) -> bool:
-        """Say whether torch's kernel for the whole backward pass knows this layout, is accurate, and the fastest.
-
-        ``spare`` says that the gradient lies in a buffer of ours, which other passes can turn into dx.
-        """
+    def has_kernel(self, x: Tensor) -> bool:
+        """Say whether torch's kernel for the whole backward pass knows this layout and is accurate."""
 
     @abstractmethod
     def kernel(
@@ -118,10 +115,9 @@ class Matrix(Layout):
         parts = [_backward(*b, None, None, None, *statistics, True, 0.0, _SUMS) for b in blocks]
         return self._columns([p[1] for p in parts]).sum((0, 1, 3)), self._columns([p[2] for p in parts]).sum((0, 1, 3))
 
-    def has_kernel(self, x: Tensor, spare: bool) -> bool:
-        """Say whether the channels lie side by side and fill vectors; new memory costs more than it saves passes."""
-        few_rows = x.numel() <= GRADIENT_ROWS * self.channels
-        return self.run == 1 and self.channels >= VECTOR and few_rows and not spare
+    def has_kernel(self, x: Tensor) -> bool:
+        """Say whether the channels lie side by side and fill vectors."""
+        return self.run == 1 and self.channels >= VECTOR and x.numel() <= GRADIENT_ROWS * self.channels
 
     def kernel(
         self, g: Tensor, x: Tensor, gamma: Tensor | None, mean: Vector, invstd: Vector
@@ -169,7 +165,7 @@ class Planes(Layout):
         _, dgamma, dbeta = _backward(self.view(g), self.view(x), None, None, None, *statistics, True, 0.0, _SUMS)
         return dgamma.numpy().astype(np.float64), dbeta.numpy().astype(np.float64)
 
-    def has_kernel(self, x: Tensor, spare: bool) -> bool:
+    def has_kernel(self, x: Tensor) -> bool:
         """Say yes: the kernel adds up plane by plane."""
         return True
 
