@@ -90,7 +90,8 @@ class Shadows:
             if master.grad is None:
                 master.grad = torch.empty_like(master)
         wide = [master.grad for master in self.masters if master.grad is not None]
-        torch._foreach_copy_(wide, [copy.grad for copy in self.copies.values() if copy.grad is not None])
+        narrow = [copy.grad for copy in self.copies.values() if copy.grad is not None]
+        torch._foreach_copy_(wide, [_with_strides_of(like, grad) for like, grad in zip(wide, narrow, strict=True)])
         for copy in self.copies.values():
             copy.grad = None
 
@@ -98,6 +99,16 @@ class Shadows:
     def refresh(self) -> None:
         """Copy the masters again."""
         torch._foreach_copy_(list(self.copies.values()), self.masters)
+
+
+def _with_strides_of(like: Tensor, t: Tensor) -> Tensor:
+    """Return ``t``, by the same strides as ``like`` where both lie alike in memory.
+
+    Dimensions of one element have no order: the kernel of a 1x1 convolution is contiguous and channels last at once.
+    Torch copies many tensors in one launch only where all strides are the same.
+    """
+    alike = all(n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), like.stride(), strict=True))
+    return t.as_strided(like.shape, like.stride()) if alike else t
 
 
 class TrainStep:
