@@ -13,13 +13,14 @@ from batchnorm.bench.train import (
     train,
 )
 from batchnorm.layers import BatchNorm
+from batchnorm.models import pools
 
 
 def test_stock_parts_are_torchs():
     net = STOCK.network(64, torch.device("cpu"))
     norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
     assert len(norms) == 70 - 1  # one for each convolution but the stem's depthwise one
-    assert not any(isinstance(m, BatchNorm) for m in net.modules())
+    assert not any(isinstance(m, BatchNorm | pools.MaxPool2d | pools.AvgPool2d) for m in net.modules())
 
 
 def test_contenders_compute_the_same_loss():

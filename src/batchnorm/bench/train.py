@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import BatchNorm
+from ..models import pools
 from ..models.blocks import InceptionModule, SeparableConv2d
 from ..results import write_result
 from ..train import RECIPES
@@ -50,7 +51,8 @@ class Contender:
     composed_stem: bool = True
     by_blocks: bool = False
     joined: bool = True
-    compile: Compile = "network"
+    side_by_side: bool = True
+    compile: Compile = "nothing"
     cast_once: bool = True
 
     def network(self, size: int, device: torch.device) -> nn.Module:
@@ -66,21 +68,20 @@ class Contender:
         return net.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
-STOCK = Contender("stock", stock=True, composed_stem=False, joined=False, cast_once=False)
+STOCK = Contender("stock", stock=True, composed_stem=False, joined=False, compile="network", cast_once=False)
 STOCK_COMPOSED = replace(STOCK, name="stock, composed stem", composed_stem=True)
 OURS = (
-    Contender("ours: compiled"),
-    Contender("ours: compiled, stem by blocks", by_blocks=True),
-    Contender("ours: compiled, modules as drawn", joined=False),
-    Contender("ours: compiled, autocast", cast_once=False),
-    Contender("ours: own kernels, compiled pools", compile="pools"),
-    Contender("ours: own kernels, compiled pools, stem by blocks", compile="pools", by_blocks=True),
-    Contender("ours: own kernels", compile="nothing"),
+    Contender("ours"),
+    Contender("ours: stem by blocks", by_blocks=True),
+    Contender("ours: on one stream", side_by_side=False),
+    Contender("ours: modules as drawn", joined=False),
+    Contender("ours: autocast", cast_once=False),
+    Contender("ours: compiled", compile="network"),
 )
 
 
 def with_stock_parts_(net: nn.Module) -> None:
-    """Replace each batch normalization of ours, with its fused nonlinearity, by ``torch.nn``'s two modules, in place.
+    """Replace normalizations of ours, each with its nonlinearity, and pools by ``torch.nn``'s modules, in place.
 
     >>> from batchnorm import BatchNorm2d
     >>> net = nn.Sequential(BatchNorm2d(4, activation="relu")); with_stock_parts_(net)
@@ -95,6 +96,10 @@ def with_stock_parts_(net: nn.Module) -> None:
                 norm = nn.BatchNorm2d(layer.features[0], layer.eps, layer.momentum)
                 norm.load_state_dict(layer.state_dict())
                 setattr(parent, name, nn.Sequential(norm, nn.ReLU(inplace=True)))
+            elif isinstance(layer, pools.MaxPool2d):
+                setattr(parent, name, nn.MaxPool2d(3, layer.stride, 1))
+            elif isinstance(layer, pools.AvgPool2d):
+                setattr(parent, name, nn.AvgPool2d(3, 1, 1, count_include_pad=False))
 
 
 class Timed:
@@ -125,6 +130,9 @@ class Timed:
             cast_once=contender.cast_once,
             graph=cuda,
         )
+        for module in net.modules():
+            if isinstance(module, InceptionModule):
+                module.side_by_side &= contender.side_by_side
         self.device = device
         self.first_loss = self._first_step()
 
@@ -276,7 +284,7 @@ def train(
         size: height and width of the images.
         rounds: how often each contender is timed, in turns.
         out: write the numbers to this file.
-        only: of our forms, only those with these names ("ours: " left out).
+        only: of our forms, only those with these names.
         kernels: write where each contender's time goes, kernel by kernel, to files in this folder.
 
     Raises:
@@ -286,7 +294,7 @@ def train(
     """
     if not torch.cuda.is_available():
         raise ValueError("the training benchmark needs a CUDA device, and torch finds none")
-    contenders = (STOCK, STOCK_COMPOSED, *(c for c in OURS if not only or c.name.removeprefix("ours: ") in only))
+    contenders = (STOCK, STOCK_COMPOSED, *(c for c in OURS if not only or c.name in only))
     # Their processes share the cores: the compiler's own pool in every one of them would be too many.
     threads = max(1, (os.cpu_count() or 1) // (len(contenders) * len(batches)))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
