@@ -10,7 +10,10 @@ from triton.compiler import ASTSource
 from batchnorm.ops.kernels.backward import backward
 from batchnorm.ops.kernels.forward import forward
 
-NUMBERS = ("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane", "width")
+NUMBERS = (
+    *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane", "width"),
+    "dy_stride",
+)
 POINTERS = {"bits": "u8", "batches": "i64", "skipped": "i64", "words": "i32"}
 TYPED = ("x", "y", "residual", "dy", "dx", "dresidual")  # the rest is float32
 ALONE = {"T": 2, "PHASE": 3, "ALONE": True, "LAST": False, "TREE": False, "TICKET": False}

@@ -7,16 +7,19 @@ momentum; bf16 autocast, channels_last, replayed as one CUDA graph) of
 - stock, composed stem: the same with the stem's two convolutions as one;
 - ours: this library's network in the forms that ``batchnorm train`` can run it in.
 
-All contenders are built first and timed in turns; a ratio is the median over the rounds of ratios within a round.
-Before that, their losses on the same weights and images must agree.
+Each contender has a process of its own, so that all compile side by side; then they are timed in turns. A ratio is the
+median over the rounds of ratios within a round. Before that, their losses on the same weights and images must agree.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import BatchNorm
+from ..models import pools
 from ..models.blocks import InceptionModule, SeparableConv2d
 from ..results import write_result
 from ..train import RECIPES
@@ -47,7 +51,8 @@ class Contender:
     composed_stem: bool = True
     by_blocks: bool = False
     joined: bool = True
-    compile: Compile = "network"
+    side_by_side: bool = True
+    compile: Compile = "nothing"
     cast_once: bool = True
 
     def network(self, size: int, device: torch.device) -> nn.Module:
@@ -63,21 +68,20 @@ class Contender:
         return net.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
-STOCK = Contender("stock", stock=True, composed_stem=False, joined=False, cast_once=False)
+STOCK = Contender("stock", stock=True, composed_stem=False, joined=False, compile="network", cast_once=False)
 STOCK_COMPOSED = replace(STOCK, name="stock, composed stem", composed_stem=True)
 OURS = (
-    Contender("ours: compiled"),
-    Contender("ours: compiled, stem by blocks", by_blocks=True),
-    Contender("ours: compiled, modules as drawn", joined=False),
-    Contender("ours: compiled, autocast", cast_once=False),
-    Contender("ours: own kernels, compiled pools", compile="pools"),
-    Contender("ours: own kernels, compiled pools, stem by blocks", compile="pools", by_blocks=True),
-    Contender("ours: own kernels", compile="nothing"),
+    Contender("ours"),
+    Contender("ours: stem by blocks", by_blocks=True),
+    Contender("ours: on one stream", side_by_side=False),
+    Contender("ours: modules as drawn", joined=False),
+    Contender("ours: autocast", cast_once=False),
+    Contender("ours: compiled", compile="network"),
 )
 
 
 def with_stock_parts_(net: nn.Module) -> None:
-    """Replace each batch normalization of ours, with its fused nonlinearity, by ``torch.nn``'s two modules, in place.
+    """Replace normalizations of ours, each with its nonlinearity, and pools by ``torch.nn``'s modules, in place.
 
     >>> from batchnorm import BatchNorm2d
     >>> net = nn.Sequential(BatchNorm2d(4, activation="relu")); with_stock_parts_(net)
@@ -92,6 +96,10 @@ def with_stock_parts_(net: nn.Module) -> None:
                 norm = nn.BatchNorm2d(layer.features[0], layer.eps, layer.momentum)
                 norm.load_state_dict(layer.state_dict())
                 setattr(parent, name, nn.Sequential(norm, nn.ReLU(inplace=True)))
+            elif isinstance(layer, pools.MaxPool2d):
+                setattr(parent, name, nn.MaxPool2d(3, layer.stride, 1))
+            elif isinstance(layer, pools.AvgPool2d):
+                setattr(parent, name, nn.AvgPool2d(3, 1, 1, count_include_pad=False))
 
 
 class Timed:
@@ -122,6 +130,9 @@ class Timed:
             cast_once=contender.cast_once,
             graph=cuda,
         )
+        for module in net.modules():
+            if isinstance(module, InceptionModule):
+                module.side_by_side &= contender.side_by_side
         self.device = device
         self.first_loss = self._first_step()
 
@@ -144,9 +155,75 @@ class Timed:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3 / steps
 
+    def kernels(self, steps: int = 5) -> str:
+        """Return a table of the kernels of a step: microseconds, launches, name."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.take(steps)
+            torch.cuda.synchronize()
+        events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+        total = sum(e.self_device_time_total for e in events) / steps
+        lines = [f"{total:9.1f} {sum(e.count for e in events) / steps:7.1f} all"]
+        lines += [f"{e.self_device_time_total / steps:9.1f} {e.count / steps:7.1f} {e.key[:150]}" for e in events]
+        return "\n".join(lines) + "\n"
+
 
 def _as_is(images: Tensor, draws: Tensor) -> Tensor:
     return images
+
+
+class Apart:
+    """A contender in a process of its own; it has the GPU to itself while the others wait for their turn.
+
+    Beyond the paper: speed.
+    """
+
+    def __init__(self, contender: Contender, batch: int, size: int) -> None:
+        self.contender, self.batch = contender, batch
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, contender, batch, size), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ready(self) -> float:
+        """Wait until it is compiled; return the loss of its first step."""
+        return self._answer()  # type: ignore[no-any-return]
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the :class:`Timed` in the other process."""
+        self._pipe.send((method, args))
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join(10)
+        self._process.kill()
+
+    def _answer(self) -> Any:
+        try:
+            failed, answer = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"{self.contender.name}, batch {self.batch}: its process died") from None
+        if failed:
+            raise RuntimeError(f"{self.contender.name}, batch {self.batch}: {answer}")
+        return answer
+
+
+def _serve(pipe: Connection, contender: Contender, batch: int, size: int) -> None:
+    torch.backends.cudnn.benchmark = True
+    try:
+        timed = Timed(contender, batch, size, torch.device("cuda"))
+        timed.take(20)
+        torch.cuda.synchronize()
+        pipe.send((False, timed.first_loss))
+        while True:
+            method, args = pipe.recv()
+            pipe.send((False, getattr(timed, method)(*args)))
+    except EOFError:
+        return
+    except Exception as error:  # whatever it was: the parent says so
+        pipe.send((True, repr(error)))
 
 
 @dataclass(frozen=True)
@@ -164,37 +241,30 @@ class Measured:
     over_composed: float
 
 
-def measure(
-    contenders: Sequence[Contender], batch: int, size: int, rounds: int, device: torch.device
-) -> list[Measured]:
-    """Build, check and time the contenders in turns; the first is stock, the second stock with a composed stem.
+def measure(ready: Sequence[Apart], batch: int, rounds: int) -> list[Measured]:
+    """Time contenders in turns; the first is stock, the second stock with a composed stem.
 
     Beyond the paper: speed.
     """
-    ready = [_announced(contender, batch, size, device) for contender in contenders]
-    check_same_function(ready)
     steps = max(5, 2000 // batch)
-    for timed in ready:
-        timed.take(20)
-    table = [[timed.seconds(steps) for timed in ready] for _ in range(rounds)]
+    table = [[apart.ask("seconds", steps) for apart in ready] for _ in range(rounds)]
     found = []
-    for k, timed in enumerate(ready):
+    for k, apart in enumerate(ready):
         seconds = statistics.median(row[k] for row in table)
         ratios = [statistics.median(row[j] / row[k] for row in table) for j in (0, 1)]
-        found.append(Measured(timed.contender.name, batch, 1e3 * seconds, batch / seconds, *ratios))
+        found.append(Measured(apart.contender.name, batch, 1e3 * seconds, batch / seconds, *ratios))
     return found
 
 
-def check_same_function(ready: Sequence[Timed]) -> None:
-    """Refuse to time networks whose losses differ.
+def check_same_function(losses: dict[str, float]) -> None:
+    """Refuse to time networks whose losses differ from that of the first.
 
     Raises:
         RuntimeError: with the losses.
 
     Beyond the paper: a fast wrong answer is not fast.
     """
-    losses = {timed.contender.name: timed.first_loss for timed in ready}
-    expected = ready[0].first_loss
+    expected = next(iter(losses.values()))
     if any(not abs(loss - expected) <= LOSS_TOLERANCE * abs(expected) for loss in losses.values()):
         raise RuntimeError(f"the contenders do not compute the same loss, so nothing is timed: {losses}")
 
@@ -205,6 +275,7 @@ def train(
     rounds: int = 15,
     out: Path | None = None,
     only: Sequence[str] = (),
+    kernels: Path | None = None,
 ) -> None:
     """Time the appendix network's training step on this GPU, against stock parts.
 
@@ -213,7 +284,8 @@ def train(
         size: height and width of the images.
         rounds: how often each contender is timed, in turns.
         out: write the numbers to this file.
-        only: of our forms, only those with these names ("ours: " left out).
+        only: of our forms, only those with these names.
+        kernels: write where each contender's time goes, kernel by kernel, to files in this folder.
 
     Raises:
         ValueError: where there is no GPU.
@@ -222,16 +294,33 @@ def train(
     """
     if not torch.cuda.is_available():
         raise ValueError("the training benchmark needs a CUDA device, and torch finds none")
-    device = torch.device("cuda")
-    contenders = (STOCK, STOCK_COMPOSED, *(c for c in OURS if not only or c.name.removeprefix("ours: ") in only))
+    contenders = (STOCK, STOCK_COMPOSED, *(c for c in OURS if not only or c.name in only))
+    # Their processes share the cores: the compiler's own pool in every one of them would be too many.
+    threads = max(1, (os.cpu_count() or 1) // (len(contenders) * len(batches)))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    apart = {batch: [Apart(contender, batch, size) for contender in contenders] for batch in batches}
     rows: list[Measured] = []
-    for batch in batches:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=True):
-            rows += measure(contenders, batch, size, rounds, device)
-        torch.cuda.empty_cache()
-        print(report(rows, batch), flush=True)
-        if out is not None:  # after each size, so that an interrupted run leaves what it has
-            write_result(out, QUESTION, size=size, rounds=rounds, rows=[asdict(row) for row in rows])
+    try:
+        for batch, ready in apart.items():
+            print(f"compiling for batch {batch}", flush=True)
+            check_same_function({each.contender.name: each.ready() for each in ready})
+        for batch, ready in apart.items():
+            rows += measure(ready, batch, rounds)
+            print(report(rows, batch), flush=True)
+            if kernels is not None:
+                _write_kernels(kernels, ready, batch)
+            if out is not None:  # after each size, so that an interrupted run leaves what it has
+                write_result(out, QUESTION, size=size, rounds=rounds, rows=[asdict(row) for row in rows])
+    finally:
+        for each in (each for ready in apart.values() for each in ready):
+            each.close()
+
+
+def _write_kernels(folder: Path, ready: Sequence[Apart], batch: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in ready:
+        name = each.contender.name.replace(": ", "-").replace(", ", "-").replace(" ", "-")
+        (folder / f"{name}-{batch}.txt").write_text(each.ask("kernels"))
 
 
 def report(rows: Sequence[Measured], batch: int) -> str:
@@ -252,11 +341,6 @@ def report(rows: Sequence[Measured], batch: int) -> str:
     return "\n".join(lines)
 
 
-def _announced(contender: Contender, batch: int, size: int, device: torch.device) -> Timed:
-    print(f"building {contender.name}, batch {batch}", flush=True)
-    return Timed(contender, batch, size, device)
-
-
 def _arguments(function: Callable[..., None]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 256])
@@ -264,6 +348,7 @@ def _arguments(function: Callable[..., None]) -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--kernels", type=Path)
     function(**vars(parser.parse_args()))
 
 

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Literal, NamedTuple, cast
+from functools import cache
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .pools import AvgPool2d, MaxPool2d
+
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 
 
 class Row(NamedTuple):
@@ -127,7 +133,8 @@ class InceptionModule(nn.Module):
     """Concatenate a 1x1, a 3x3, a double 3x3 and a pooling branch over the same input.
 
     ``rearrange`` computes the 1x1 convolutions that read the module's input as one, with their weights side by side,
-    and averages after the projection, on its fewer channels, instead of before: avg(Wx) = W avg(x).
+    and averages after the projection, on its fewer channels, instead of before: avg(Wx) = W avg(x). ``side_by_side``
+    then runs the double 3x3 branch beside the others, on a second stream of the GPU.
 
     Args:
         inputs: input channels.
@@ -156,14 +163,13 @@ class InceptionModule(nn.Module):
             )
         )
         # A constant stays one at the border, which is what lets the average and a biased projection change places.
-        pool: nn.Module = nn.AvgPool2d(3, row.stride, 1, count_include_pad=False)
-        if row.pool == "max":
-            pool = nn.MaxPool2d(3, row.stride, 1)
+        pool: nn.Module = AvgPool2d() if row.pool == "avg" else MaxPool2d(row.stride)
         self.pool = nn.Sequential(OrderedDict(pool=pool))
         if row.projection:
             self.pool.add_module("project", unit(inputs, row.projection, 1, 1, out, row.name))
         self.projects_first = row.pool == "avg" and bool(row.projection)
         self.rearrange: bool | None = None
+        self.side_by_side = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the concatenated branches."""
@@ -173,16 +179,47 @@ class InceptionModule(nn.Module):
         return torch.cat([branch(x) for branch in branches], 1)
 
     def _joined(self, x: Tensor) -> Tensor:
-        heads = [self.one, self.three.get_submodule("reduce"), self.double33.get_submodule("reduce")]
+        heads = {"one": self.one, "three": self.three[0], "double": self.double33[0]}
         if self.projects_first:
-            heads.append(self.pool.get_submodule("project"))
-        units = [cast(Unit, head) for head in heads if head is not None]
-        bias = None if units[0].conv.bias is None else torch.cat([unit.conv.bias for unit in units])  # type: ignore[misc]
-        wide = F.conv2d(x, torch.cat([unit.conv.weight for unit in units]), bias)
-        parts = list(wide.split([unit.conv.out_channels for unit in units], 1))
-        pooled = units.pop()[1](self.pool[0](parts.pop())) if self.projects_first else self.pool(x)
-        *one, three, double = (unit[1](part) for unit, part in zip(units, parts, strict=True))
-        return torch.cat([*one, self.three[1](three), self.double33[2](self.double33[1](double)), pooled], 1)
+            heads["project"] = self.pool[1]
+        units = {name: cast(Unit, head) for name, head in heads.items() if head is not None}
+        convolutions = [unit.conv for unit in units.values()]
+        biases = [conv.bias for conv in convolutions if conv.bias is not None]
+        wide = F.conv2d(x, torch.cat([conv.weight for conv in convolutions]), torch.cat(biases) if biases else None)
+        parts = dict(zip(units, wide.split([conv.out_channels for conv in convolutions], 1), strict=True))
+
+        def deep() -> Tensor:
+            y: Tensor = self.double33[2](self.double33[1](units["double"][1](parts["double"])))
+            return y
+
+        def others() -> tuple[list[Tensor], Tensor]:
+            first = [units["one"][1](parts["one"])] if "one" in units else []
+            first.append(self.three[1](units["three"][1](parts["three"])))
+            if not self.projects_first:
+                return first, self.pool(x)
+            return first, units["project"][1](self.pool[0](parts["project"]))
+
+        double, (first, pooled) = both(deep, others) if self.side_by_side else (deep(), others())
+        return torch.cat([*first, double, pooled], 1)
+
+
+def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
+    """Call two functions whose kernels may run at the same time on a GPU, forward and backward.
+
+    No memory is reused too early: what one stream reads of the other's is freed only after they have met again.
+    """
+    main, side = torch.cuda.current_stream(), _side_stream()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        a = first()
+    b = second()
+    main.wait_stream(side)
+    return a, b
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
 
 
 def _rearranged(module: SeparableConv2d | InceptionModule, x: Tensor) -> bool:

@@ -69,9 +69,23 @@ def backward(
     partial = torch.empty(2 * p.kept_parts * g.channels, dtype=torch.float32, device=x.device)
     residual = None if residual is None else as_dense(residual, g)
     words = _words.get(x.device, p.words)
-    tensors = (as_dense(dy, g), x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
-    _launch(kernel, tensors, (slope, NAMES.index(activation)), g, p, x)
+    dy, dy_stride = _rows_of(dy, g, p)
+    tensors = (dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
+    _launch(kernel, tensors, (slope, dy_stride, NAMES.index(activation)), g, p, x)
     return dx, dgamma, dbeta, dresidual
+
+
+def _rows_of(dy: Tensor, g: Geometry, p: Plan) -> tuple[Tensor, int]:
+    """Return the gradient and the stride of its rows or examples, copied only where it is not in x's order.
+
+    It comes as a slice of channels where the layer's output was concatenated with others.
+    """
+    if g.nhwc:
+        own = geometry_of(dy)
+        if own is not None and own.nhwc and own.stride % p.align == 0 and not own.wide:
+            return dy, own.stride // p.align
+        return as_dense(dy, g), g.channels // p.align
+    return as_dense(dy, g), g.channels * g.width // p.align
 
 
 def _geometry(x: Tensor) -> Geometry:

@@ -36,8 +36,8 @@ class Options:
     """cpu, cuda, or auto"""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU"""
-    compile: Literal["network", "pools", "nothing"] | None = None
-    """what torch.compile takes over; by default the network on a GPU, nothing on a CPU"""
+    compile: Literal["network", "nothing"] = "nothing"
+    """what torch.compile takes over"""
     graph: bool | None = None
     """capture the step as a CUDA graph; by default on a single GPU"""
     workers: int = 4
