@@ -12,9 +12,6 @@ import torch
 _DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
-COOPERATIVE = True
-
-
 class Kernel:
     """Stand for one compiled kernel on one device; a launch runs all its programs at the same time, or fails.
 
@@ -26,13 +23,6 @@ class Kernel:
 
     def __call__(self, programs: int, arguments: Any, stream: int) -> None:
         """Launch; ``arguments`` is an array of pointers to them."""
-        if not COOPERATIVE:
-            _check(
-                _driver().cuLaunchKernel(
-                    self.function, programs, 1, 1, self.threads, 1, 1, self.shared, ctypes.c_void_p(stream), arguments, None
-                )
-            )
-            return
         _check(
             _driver().cuLaunchCooperativeKernel(
                 self.function, programs, 1, 1, self.threads, 1, 1, self.shared, ctypes.c_void_p(stream), arguments

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .geometry import Geometry, vector
 
-MEANING = "once: x is read once; stream: twice, in two launches"
+MEANING = "resident, once: x is read once where it fits on chip, in one launch; stream: twice, in two launches"
 # Up to so many parts every program merges all parts' sums itself; past it the last to arrive does it for all.
 MERGED_BY_ALL = 64
 # Numbers of tiles held; each is a kernel to compile.

@@ -1,4 +1,7 @@
-"""Launch kernels/resident.cu: one launch that keeps on chip what it has read."""
+"""Launch kernels/resident.cu, which keeps on chip what it has read: for which tensors, and how.
+
+The rules are drawn from measurements on one H200 (results/kernels-h200.json).
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ from torch import Tensor
 
 from . import nvrtc
 from .activation import NAMES
-from .geometry import Geometry
+from .geometry import Geometry, magic_of
+from .plan import up
 
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-SHARED = 232_448  # bytes of shared memory that programs of one multiprocessor have together, with 1 KB for each
-L2 = 40_000_000
-EXTRA: dict[str, int] = {}
+WIDTH = 16  # bytes of a vector
+SHARED = 232_448  # bytes of shared memory that the programs on a multiprocessor may have together
+CACHE = 40_000_000  # bytes that outlive a pass through the L2 cache
+BATCHES = 8  # of 4 vectors: how many copies a thread waits for one after the other
 
 
 class Residence(NamedTuple):
@@ -26,105 +31,184 @@ class Residence(NamedTuple):
     """
 
     threads: int
-    each: int  # programs of a multiprocessor
-    SV: int  # vectors of a slice's row, channels last
-    K: int  # vectors a thread keeps of each tensor
+    each: int  # programs on a multiprocessor
+    lanes: int  # vectors of a slice's row, channels last
+    kept: int  # vectors a thread keeps of each tensor
     parts: int
-    share: int  # vectors of a thread
     slices: int
-    groups: int  # slices at a time
+    groups: int  # slices worked on at a time
 
     @property
-    def rounds(self) -> int:
-        return -(-self.slices // self.groups)
+    def path(self) -> str:
+        """What ``ops.explain`` calls it."""
+        return "resident"
+
+    @property
+    def kept_parts(self) -> int:
+        """How many parts' sums need a place."""
+        return 0 if self.parts == 1 else self.parts
+
+    @property
+    def words(self) -> int:
+        """How many words the programs meet at."""
+        return 2 + self.slices
+
+    @property
+    def code(self) -> tuple[int, int, int, int]:
+        """What the compiled code depends on."""
+        return self.threads, self.each, self.lanes, self.kept
 
 
-def residence(
-    g: Geometry, itemsize: int, tensors: int, processors: int, threads: int, each: int, SV: int, parts: int
+def make(
+    g: Geometry, itemsize: int, tensors: int, processors: int, threads: int, each: int, lanes: int, parts: int
 ) -> Residence:
-    V = 16 // itemsize
-    scratch = 2 * (threads // 32) * SV * V * 4 + 5 * SV * V * 4 if g.nhwc else 2048
-    K = min(32, (SHARED // each - 1024 - scratch - 64) // (threads * 16 * tensors))
-    slices = -(-g.channels // (SV * V)) if g.nhwc else g.channels
-    units = g.rows if g.nhwc else g.rows // V
-    blocks = -(-units // (threads // SV if g.nhwc else threads))
+    """Plan for about ``parts`` parts, with ``tensors`` tensors kept."""
+    v = WIDTH // itemsize
+    scratch = 8 * max(threads // 32 * lanes * v, threads) + 12 * lanes * v if g.nhwc else 1024
+    kept = min(4 * BATCHES, (SHARED // each - 1024 - scratch) // (threads * WIDTH * tensors))
+    slices = up(g.channels, lanes * v) if g.nhwc else g.channels
+    blocks = up(g.rows, threads // lanes) if g.nhwc else up(g.rows // v, threads)
     parts = min(parts, blocks)
-    share = -(-blocks // parts)
-    groups = min(slices, processors * each // parts)
-    return Residence(threads, each, SV, K, parts, share, slices, groups)
+    return Residence(threads, each, lanes, kept, parts, slices, min(slices, processors * each // parts))
+
+
+@cache
+def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Residence | None:
+    """Choose for a device with so many multiprocessors; None where other kernels are faster or this one cannot."""
+    v = WIDTH // itemsize
+    if any(n % v for n in ((g.channels, g.stride) if g.nhwc else (g.width, g.stride, g.plane))):
+        return None
+    if not g.nhwc and g.width < 2 * v:
+        return None
+    if residual and (g.channels if g.nhwc else g.width) % 8:
+        return None  # bits come in bytes
+    megabytes = g.rows * g.channels * itemsize / 1e6
+    tensors = 2 if backward else 1
+    if g.nhwc:
+        least = (0.0 if residual else 3.0) if backward else (3.0 if residual else 10.0)
+        lanes = _lanes(up(g.channels, v))
+        slices = up(g.channels, lanes * v)
+        if megabytes < least or slices > processors or (backward and not residual and megabytes > 300):
+            return None
+        return make(g, itemsize, tensors, processors, 512, 1, lanes, processors // slices)
+    if megabytes < 10 or (backward and megabytes > 300):
+        return None
+    channel = g.rows * itemsize
+    if channel <= 128 * 1024:
+        return make(g, itemsize, tensors, processors, 256, 2, 1, max(1, 2 * processors // g.channels))
+    parts = processors // g.channels if g.channels <= processors else up(channel, 200 * 1024) if channel > 2**20 else 1
+    return make(g, itemsize, tensors, processors, 512, 1, 1, parts)
+
+
+def _lanes(vectors: int) -> int:
+    """Return the widest row of a slice that leaves few threads without work; narrower ones waste memory's bursts."""
+    return next((n for n in (8, 4, 2) if vectors / (up(vectors, n) * n) > 0.85), 8 if vectors > 4 else 4)
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Say whether the kernel runs on a device: it needs Hopper's shared memory, and the run-time compiler."""
+    return torch.cuda.get_device_capability(device)[0] >= 9 and nvrtc.unavailable() is None
+
+
+def takes(*tensors: Tensor | None) -> bool:
+    """Say whether tensors begin where 16-byte accesses may."""
+    return all(t is None or t.data_ptr() % WIDTH == 0 for t in tensors)
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = [
+    _fields_ = (
         *((name, ctypes.c_int) for name in ("C", "units", "slices", "parts")),
-        *((name, ctypes.c_longlong) for name in ("x_stride", "x_plane", "y_stride", "y_plane")),
-        ("width", ctypes.c_int),
-        ("magic", ctypes.c_uint),
-        ("shift", ctypes.c_uint),
-        ("passing", ctypes.c_int),
-    ]
+        *((name, ctypes.c_longlong) for name in ("x_stride", "x_plane", "y_stride", "y_plane", "dy_stride")),
+        *((name, ctypes.c_uint) for name in ("width", "magic", "shift", "passing")),
+    )
 
 
 class _Running(ctypes.Structure):
-    _fields_ = [
+    _fields_ = (
         *((name, ctypes.c_void_p) for name in ("mean", "var", "batches", "skipped")),
         ("momentum", ctypes.c_float),
         ("cumulative", ctypes.c_int),
-    ]
+    )
 
 
 @cache
-def _shape(g: Geometry, itemsize: int, r: Residence) -> _Shape:
-    V = 16 // itemsize
-    passing = g.rows * g.channels * itemsize > L2
+def _shape(g: Geometry, itemsize: int, r: Residence, dy_stride: int) -> _Shape:
+    """Describe the tensors to the kernel, in bytes."""
+    v, b = WIDTH // itemsize, itemsize
+    passing = g.rows * g.channels * itemsize > CACHE
     if g.nhwc:
-        strides = g.stride * itemsize, 0, g.channels * itemsize, 0
+        strides = g.stride * b, 0, g.channels * b, 0, dy_stride * b
         return _Shape(g.channels, g.rows, r.slices, r.parts, *strides, 0, 0, 0, passing)
-    width = g.width // V
-    bits = (width - 1).bit_length()
-    magic = (1 << (31 + bits)) // width + 1
-    strides = g.stride * itemsize, g.plane * itemsize, g.channels * g.width * itemsize, g.width * itemsize
-    return _Shape(g.channels, g.rows // V, r.slices, r.parts, *strides, width, magic, bits - 1, passing)
+    strides = g.stride * b, g.plane * b, g.channels * g.width * b, g.width * b, g.channels * g.width * b
+    division = magic_of(g.width // v)
+    return _Shape(g.channels, g.rows // v, r.slices, r.parts, *strides, g.width // v, *division, passing)
 
 
 @cache
-def _kernel(name: str, kind: int, nhwc: bool, act: int, residual: bool, r: Residence, device: int, extra=()) -> nvrtc.Kernel:
-    tensors = 1 if name == "forward" else 2
+def _kernel(
+    name: str, kind: int, nhwc: bool, activation: int, residual: bool, code: tuple[int, ...], device: torch.device
+) -> nvrtc.Kernel:
+    threads, each, lanes, kept = code
     definitions = {
-        "KIND": kind, "LAST": int(nhwc), "ACT": act, "RESIDUAL": int(residual), "THREADS": r.threads,
-        "SV": r.SV, "K": r.K, "EACH": r.each,
+        "KIND": kind, "LAST": int(nhwc), "ACT": activation, "RESIDUAL": int(residual),
+        "THREADS": threads, "EACH": each, "SV": lanes, "K": kept, name.upper(): 1,
     }  # fmt: skip
-    if name == "forward":
-        definitions["FORWARD"] = 1
-    definitions |= dict(extra)
-    shared = tensors * r.K * r.threads * 16
-    return nvrtc.load("resident.cu", name, tuple(definitions.items()), r.threads, shared)
+    shared = kept * threads * WIDTH * (1 if name == "forward" else 2)
+    with torch.cuda.device(device):
+        return nvrtc.load("resident.cu", name, tuple(definitions.items()), threads, shared)
 
 
-def _pointer(t: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if t is None else t.data_ptr())
+def forward(
+    tensors: tuple[Tensor | None, ...],
+    running: tuple[Tensor, ...] | None,
+    momentum: float | None,
+    eps: float,
+    activation: str,
+    slope: float,
+    g: Geometry,
+    r: Residence,
+) -> None:
+    """Fill y, bits and stats: ``tensors`` are x, y, residual, bits, gamma, beta, stats, partial and words."""
+    x, residual = tensors[0], tensors[2]
+    assert x is not None
+    addresses = (None,) * 4 if running is None else tuple(t.data_ptr() for t in running)
+    options = (
+        _Running(*addresses, momentum or 0.0, momentum is None),
+        _shape(g, x.element_size(), r, 0),
+        ctypes.c_float(eps),
+        ctypes.c_float(slope),
+    )
+    _launch("forward", x, tensors, options, activation, residual is not None, g, r)
 
 
-def _pack(*values: Any) -> Any:
-    return (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+def backward(
+    tensors: tuple[Tensor | None, ...],
+    dy_stride: int,
+    activation: str,
+    slope: float,
+    residual: bool,
+    g: Geometry,
+    r: Residence,
+) -> None:
+    """Fill the gradients: ``tensors`` are dy, x, bits, stats, dx, dresidual, dgamma, dbeta, partial and words."""
+    x = tensors[1]
+    assert x is not None
+    options = (_shape(g, x.element_size(), r, dy_stride), ctypes.c_float(slope))
+    _launch("backward", x, tensors, options, activation, residual, g, r)
 
 
-def forward(x, y, residual, bits, gamma, beta, stats, partial, words, running, momentum, eps, slope, activation, g, r):
-    kernel = _kernel("forward", KINDS[x.dtype], g.nhwc, NAMES.index(activation), residual is not None, _key(r), x.device.index, tuple(EXTRA.items()))
-    pointers = [_pointer(t) for t in (x, y, residual, bits, gamma, beta, stats, partial, words)]
-    addresses = [None] * 4 if running is None else [t.data_ptr() for t in running]
-    moved = _Running(*addresses, momentum or 0.0, momentum is None)
-    values = (*pointers, moved, _shape(g, x.element_size(), r), ctypes.c_float(eps), ctypes.c_float(slope))
-    kernel(r.groups * r.parts, _pack(*values), torch._C._cuda_getCurrentRawStream(x.device.index))
-
-
-def backward(dy, x, bits, stats, dx, dresidual, dgamma, dbeta, partial, words, slope, activation, g, r, residual):
-    kernel = _kernel("backward", KINDS[x.dtype], g.nhwc, NAMES.index(activation), residual, _key(r), x.device.index, tuple(EXTRA.items()))
-    pointers = [_pointer(t) for t in (dy, x, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)]
-    values = (*pointers, _shape(g, x.element_size(), r), ctypes.c_float(slope))
-    kernel(r.groups * r.parts, _pack(*values), torch._C._cuda_getCurrentRawStream(x.device.index))
-
-
-def _key(r: Residence) -> Residence:
-    """What the compiled code depends on."""
-    return r._replace(parts=0, share=0, slices=0, groups=0)
+def _launch(
+    name: str,
+    x: Tensor,
+    tensors: tuple[Tensor | None, ...],
+    options: tuple[Any, ...],
+    activation: str,
+    residual: bool,
+    g: Geometry,
+    r: Residence,
+) -> None:
+    kernel = _kernel(name, KINDS[x.dtype], g.nhwc, NAMES.index(activation), residual, r.code, x.device)
+    values = (*(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors), *options)
+    arguments = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    kernel(r.groups * r.parts, arguments, torch._C._cuda_getCurrentRawStream(x.device.index))

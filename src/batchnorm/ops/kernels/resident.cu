@@ -31,9 +31,7 @@ typedef long long i64;
 #define W 1
 #define BLOCK THREADS
 #endif
-#ifndef UNROLL
 #define UNROLL 4
-#endif
 #define IDENTITY 0
 #define RELU 1
 #define LEAKY_RELU 2
@@ -124,7 +122,7 @@ __device__ __forceinline__ void store(char* to, const Vec& v, bool passing) {
 
 struct Shape {
     int C, units, slices, parts;  // units: rows, or vectors of a channel
-    i64 x_stride, x_plane, y_stride, y_plane;  // bytes: of a row or an example, and of a channel
+    i64 x_stride, x_plane, y_stride, y_plane, dy_stride;  // bytes: of a row or an example, and of a channel
     int width;  // vectors of a channel in one example
     u32 magic, shift;
     int passing;  // the tensor is larger than the cache
@@ -152,6 +150,8 @@ struct Walk {
     }
     __device__ __forceinline__ i64 of_x(const Shape& s, int i) const { return offset(s, i, s.x_stride, s.x_plane); }
     __device__ __forceinline__ i64 of_y(const Shape& s, int i) const { return offset(s, i, s.y_stride, s.y_plane); }
+
+    __device__ __forceinline__ i64 of_dy(const Shape& s, int i) const { return offset(s, i, s.dy_stride, s.y_plane); }
 
     // One bit per element: rows of C bits, or channels of units * V, rounded up to bytes.
     __device__ __forceinline__ i64 of_bits(const Shape& s, int i) const {
@@ -337,19 +337,6 @@ __device__ __forceinline__ float activate_backward(float dy, float z, float slop
 
 extern __shared__ __align__(16) char memory[];
 
-#ifdef STAMPS
-__device__ __forceinline__ void stamp(u32* to, int k) {
-    if (threadIdx.x == 0) {
-        u64 t;
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-        ((u64*)to)[blockIdx.x * 8 + k] = t;
-    }
-}
-#define STAMP(k) stamp(words + 4096, k)
-#else
-#define STAMP(k)
-#endif
-
 __device__ __forceinline__ u32 slot_of(int tensor, int i) {
     return (u32)__cvta_generic_to_shared(memory) + ((tensor * K + i) * THREADS + threadIdx.x) * 16;
 }
@@ -455,7 +442,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
     float* stats, float* partial, u32* words, Running running, Shape s, float eps, float slope) {
     __shared__ float scratch[LAST ? 2 * (WARPS * W > THREADS ? WARPS * W : THREADS) : 2 * WARPS];
     __shared__ float shared_base[W], shared_scale[W], shared_offset[W];
-    STAMP(0);
     const u64 policy = evict_first();
     const int groups = gridDim.x / s.parts;
     // Neighbouring programs have the same rows of neighbouring slices: together they read long runs of memory.
@@ -516,10 +502,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
     }
         COUNT_BATCH(0) COUNT_BATCH(1) COUNT_BATCH(2) COUNT_BATCH(3)
         COUNT_BATCH(4) COUNT_BATCH(5) COUNT_BATCH(6) COUNT_BATCH(7)
-        STAMP(1);
         float sum1, sum2;
         totals(s1, s2, scratch, sum1, sum2);
-        STAMP(2);
 
         float base = 0, low = 0, m2 = 0, g = 1, b = 0;
         Move averages = {};
@@ -535,7 +519,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         if (s.parts > 1) {
             if (here) ((float2*)partial)[(i64)part * s.C + channel] = make_float2(sum1, sum2);
             meet(words + 2 + slice, part, s.parts);
-            STAMP(3);
             add_parts((const float2*)partial, s, slice, scratch, sum1, sum2);
         }
         low = sum1 / count;
@@ -566,7 +549,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             if (running.mean && count > 1)
                 all = averages.go(running, words + 1, before, s.C, channel, here, base + low, var, count);
         }
-        STAMP(4);
         float scales[V], offsets[V];
 #pragma unroll
         for (int k = 0; k < V; ++k) {
@@ -611,7 +593,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             if (RESIDUAL) r = load(residual + walk.of_y(s, i - 1));
             normalize(load(x + walk.of_x(s, i - 1)), r, i - 1);
         }
-        STAMP(5);
 #pragma unroll 1
         for (int j = 0; j < BATCHES; ++j) {
             Vec r[BATCH];
@@ -631,7 +612,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         }
         if (running.mean && count > 1 && part == 0 && threadIdx.x < MOVERS * 32)
             averages.finish(running, words + 1, before, s.C, all, s.slices * MOVERS);
-        STAMP(6);
         walk = next;
         streamed = next_streamed;
         __syncthreads();
@@ -640,13 +620,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
 
 #else  // ---- backward ----
 
-// RESIDUAL: 0 none; 1 one was added, and bits say where z > 0.
+// Where a residual was added, bits say where z > 0.
+#define SIGNS (RESIDUAL && ACT != IDENTITY)
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
     const char* dy, const char* x, const unsigned char* bits, const float* stats, char* dx, char* dresidual,
     float* dgamma, float* dbeta, float* partial, u32* words, Shape s, float slope) {
     __shared__ float scratch[LAST ? 2 * (WARPS * W > THREADS ? WARPS * W : THREADS) : 2 * WARPS];
     __shared__ float shared_k2[W], shared_k0[W];
-    STAMP(0);
     const u64 policy = evict_first();
     const int groups = gridDim.x / s.parts;
     const int group = blockIdx.x % groups, part = blockIdx.x / groups;
@@ -654,6 +634,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
     int slice = group;
     Walk walk(s, slice, part);
     int streamed = max(walk.n - K, 0);
+    u32 signs[K];  // of what is kept
 #pragma unroll
     for (int j = 0; j < BATCHES; ++j) {
 #pragma unroll
@@ -661,7 +642,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
             int i = streamed + j * BATCH + b;
             if (j * BATCH + b < K && i < walk.n) {
                 copy_async(slot_of(0, j * BATCH + b), x + walk.of_x(s, i), policy);
-                copy_async(slot_of(1, j * BATCH + b), dy + walk.of_y(s, i), policy);
+                copy_async(slot_of(1, j * BATCH + b), dy + walk.of_dy(s, i), policy);
+                if (SIGNS) signs[j * BATCH + b] = load_bits(bits + walk.of_bits(s, i));
             }
         }
         commit();
@@ -703,9 +685,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
                 s2[k] = fmaf(dz[k], f[k], s2[k]);
             }
         };
-        auto signs = [&](int i) -> u32 {
-            return RESIDUAL && ACT != IDENTITY ? load_bits(bits + walk.of_bits(s, i)) : 0;
-        };
+        auto signs_at = [&](int i) -> u32 { return SIGNS ? load_bits(bits + walk.of_bits(s, i)) : 0; };
         int i = 0;
         for (; i + UNROLL <= streamed; i += UNROLL) {
             Vec v[UNROLL], g[UNROLL];
@@ -713,28 +693,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
                 v[u] = load(x + walk.of_x(s, i + u));
-                g[u] = load(dy + walk.of_y(s, i + u));
-                above[u] = signs(i + u);
+                g[u] = load(dy + walk.of_dy(s, i + u));
+                above[u] = signs_at(i + u);
             }
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) add(v[u], g[u], above[u], i + u);
         }
-        for (; i < streamed; ++i) add(load(x + walk.of_x(s, i)), load(dy + walk.of_y(s, i)), signs(i), i);
+        for (; i < streamed; ++i) add(load(x + walk.of_x(s, i)), load(dy + walk.of_dy(s, i)), signs_at(i), i);
         const int kept = walk.n - streamed;
 #define COUNT_BATCH(J)                                                                                       \
     if (J < BATCHES) {                                                                                       \
         arrived<(BATCHES > J ? BATCHES - 1 - J : 0)>();                                                      \
         _Pragma("unroll") for (int b = 0; b < BATCH; ++b) {                                                  \
-            int k = J * BATCH + b;                                                                           \
-            if (k < kept) add(load_slot(slot_of(0, k)), load_slot(slot_of(1, k)), signs(streamed + k), streamed + k); \
+            constexpr int first = J * BATCH;                                                                 \
+            if (first + b < K && first + b < kept)                                                           \
+                add(load_slot(slot_of(0, first + b)), load_slot(slot_of(1, first + b)), SIGNS ? signs[first + b] : 0, \
+                    streamed + first + b);                                                                   \
         }                                                                                                    \
     }
         COUNT_BATCH(0) COUNT_BATCH(1) COUNT_BATCH(2) COUNT_BATCH(3)
         COUNT_BATCH(4) COUNT_BATCH(5) COUNT_BATCH(6) COUNT_BATCH(7)
-        STAMP(1);
         float sum1, sum2;
         totals(s1, s2, scratch, sum1, sum2);
-        STAMP(2);
         float low = 0, invstd = 0, factor = 0;
         if (here) {
             // Early, before the wait.
@@ -745,7 +725,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
         if (s.parts > 1) {
             if (here) ((float2*)partial)[(i64)part * s.C + channel] = make_float2(sum1, sum2);
             meet(words + 2 + slice, part, s.parts);
-            STAMP(3);
             add_parts((const float2*)partial, s, slice, scratch, sum1, sum2);
         }
         if (here) {
@@ -759,7 +738,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
             }
         }
         __syncthreads();
-        STAMP(4);
         float k2[V], k0[V];
 #pragma unroll
         for (int k = 0; k < V; ++k) {
@@ -781,39 +759,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
                 v[u] = load(x + walk.of_x(s, i - 1 - u));
-                g[u] = load(dy + walk.of_y(s, i - 1 - u));
-                above[u] = signs(i - 1 - u);
+                g[u] = load(dy + walk.of_dy(s, i - 1 - u));
+                above[u] = signs_at(i - 1 - u);
             }
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) write(v[u], g[u], above[u], i - 1 - u);
         }
-        for (; i > 0; --i) write(load(x + walk.of_x(s, i - 1)), load(dy + walk.of_y(s, i - 1)), signs(i - 1), i - 1);
+        for (; i > 0; --i) write(load(x + walk.of_x(s, i - 1)), load(dy + walk.of_dy(s, i - 1)), signs_at(i - 1), i - 1);
         Walk next(s, slice + groups, part);
         if (slice + groups >= s.slices) next.n = 0;
         const int next_streamed = max(next.n - K, 0);
-        STAMP(5);
-#pragma unroll 1
+#pragma unroll
         for (int j = 0; j < BATCHES; ++j) {
-            u32 above[BATCH];
-#pragma unroll
-            for (int b = 0; b < BATCH; ++b)
-                if (j * BATCH + b < kept) above[b] = signs(streamed + j * BATCH + b);
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) {
-                int k = j * BATCH + b;
-                if (k < kept) write(load_slot(slot_of(0, k)), load_slot(slot_of(1, k)), above[b], streamed + k);
-            }
-#pragma unroll
-            for (int b = 0; b < BATCH; ++b) {
-                int i = next_streamed + j * BATCH + b;
-                if (j * BATCH + b < K && i < next.n) {
-                    copy_async(slot_of(0, j * BATCH + b), x + next.of_x(s, i), policy);
-                    copy_async(slot_of(1, j * BATCH + b), dy + next.of_y(s, i), policy);
+                int k = j * BATCH + b, i = next_streamed + k;
+                if (k < K && k < kept)
+                    write(load_slot(slot_of(0, k)), load_slot(slot_of(1, k)), SIGNS ? signs[k] : 0, streamed + k);
+                if (k < K && i < next.n) {
+                    copy_async(slot_of(0, k), x + next.of_x(s, i), policy);
+                    copy_async(slot_of(1, k), dy + next.of_dy(s, i), policy);
+                    if (SIGNS) signs[k] = load_bits(bits + next.of_bits(s, i));
                 }
             }
             commit();
         }
-        STAMP(6);
         walk = next;
         streamed = next_streamed;
         __syncthreads();
