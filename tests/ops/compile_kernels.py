@@ -7,14 +7,15 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from batchnorm.ops.kernels import pool
 from batchnorm.ops.kernels.backward import backward
 from batchnorm.ops.kernels.forward import forward
 
 NUMBERS = (
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane", "width"),
-    "dy_stride",
+    *("dy_stride", "count", "H", "W", "out_H", "out_W"),
 )
-POINTERS = {"bits": "u8", "batches": "i64", "skipped": "i64", "words": "i32"}
+POINTERS = {"bits": "u8", "where": "u8", "batches": "i64", "skipped": "i64", "words": "i32"}
 TYPED = ("x", "y", "residual", "dy", "dx", "dresidual")  # the rest is float32
 ALONE = {"T": 2, "PHASE": 3, "ALONE": True, "LAST": False, "TREE": False, "TICKET": False}
 MET = {"T": 4, "PHASE": 3, "ALONE": False, "LAST": False, "TREE": False, "TICKET": True}
@@ -50,6 +51,9 @@ def main():
     for kernel, act in itertools.product((forward, backward), (0, 2, 3, 4, 5)):
         absent = () if act > 2 else hidden if kernel is backward else ("running_mean", "running_var", "beta")
         build(kernel, LAST, MET, "fp32", act, (*absent, "bits") if act > 2 else absent)
+        count += 1
+    for kernel in (pool.max_forward, pool.max_backward_1, pool.max_backward_2, pool.average):
+        build(kernel, LAST, {"P": 16, "V": 64, "A": 16, "STRIDE": 2, "BACKWARD": True}, "bf16", 1, ())
         count += 1
     sys.stdout.write(f"compiled {count}\n")
 

@@ -49,7 +49,7 @@ class Contender:
     name: str
     stock: bool = False
     composed_stem: bool = True
-    by_blocks: bool = False
+    by_blocks: bool = True
     joined: bool = True
     side_by_side: bool = True
     compile: Compile = "nothing"
@@ -68,11 +68,13 @@ class Contender:
         return net.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
-STOCK = Contender("stock", stock=True, composed_stem=False, joined=False, compile="network", cast_once=False)
+STOCK = Contender(
+    "stock", stock=True, composed_stem=False, by_blocks=False, joined=False, compile="network", cast_once=False
+)
 STOCK_COMPOSED = replace(STOCK, name="stock, composed stem", composed_stem=True)
 OURS = (
     Contender("ours"),
-    Contender("ours: stem by blocks", by_blocks=True),
+    Contender("ours: stem by pixels", by_blocks=False),
     Contender("ours: on one stream", side_by_side=False),
     Contender("ours: modules as drawn", joined=False),
     Contender("ours: autocast", cast_once=False),

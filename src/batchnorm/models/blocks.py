@@ -72,8 +72,8 @@ class SeparableConv2d(nn.Sequential):
 
     W[o, i] = sum_m P[o, i, m] D[i, m] is one dense convolution with the same result; ``rearrange`` uses it: it has
     more multiply-adds, but runs as one matrix product and keeps no depthwise activations. Where its stride is 2,
-    ``by_blocks`` reads the image as blocks of 2x2 pixels with four times the channels: the same products again, in an
-    order that suits matrix units better than three channels do.
+    ``by_blocks`` then reads the image as blocks of 2x2 pixels with four times the channels: the same products again, in
+    an order that suits matrix units better than three channels do.
 
     >>> conv = SeparableConv2d(3, 64, 7, stride=2, multiplier=8)
     >>> x, conv.rearrange = torch.randn(1, 3, 16, 16), True
@@ -94,7 +94,7 @@ class SeparableConv2d(nn.Sequential):
         pointwise = nn.Conv2d(wide, outputs, 1, bias=bias)
         super().__init__(OrderedDict(depthwise=depthwise, pointwise=pointwise))
         self.rearrange: bool | None = None
-        self.by_blocks = False
+        self.by_blocks = True
 
     def composed_weight(self) -> Tensor:
         """Return the dense kernel W, differentiable and in the parameters' precision (autocast leaves it alone)."""
@@ -115,18 +115,23 @@ class SeparableConv2d(nn.Sequential):
 
 
 def _convolve_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve at stride 2 with an odd kernel k, padded by k // 2, as stride 1 over blocks of 2x2 pixels."""
-    k = weight.shape[-1]
-    before = k // 2 + 1  # one tap of zeros in front makes the kernel even
-    weight = F.pad(weight, (1, 0, 1, 0))
-    taps = (k + 1) // 2
-    blocks = [-(-n // 2) + taps - 1 for n in x.shape[-2:]]
-    after = [2 * b - n - before for b, n in zip(blocks, x.shape[-2:], strict=True)]
-    x = F.pad(x, (before, after[1], before, after[0]))
-    channels_last = x.is_contiguous(memory_format=torch.channels_last)
-    x = F.pixel_unshuffle(x, 2)
-    weight = weight.unflatten(-1, (taps, 2)).unflatten(2, (taps, 2)).movedim((3, 5), (2, 3)).flatten(1, 3)
-    return F.conv2d(x.contiguous(memory_format=torch.channels_last) if channels_last else x, weight, bias)
+    """Convolve at stride 2 with an odd kernel, padded by half of it, as stride 1 over blocks of 2x2 pixels."""
+    inputs, kernel = weight.shape[1], weight.shape[-1]
+    # A tap of zeros, before or behind the others, makes the kernel even and lets it start at a block's first pixel.
+    front = kernel // 2 % 2
+    taps, before = (kernel + 1) // 2, (kernel // 2 + front) // 2
+    x = F.pad(x, (0, x.shape[-1] % 2, 0, x.shape[-2] % 2)) if x.shape[-1] % 2 or x.shape[-2] % 2 else x
+    rows, columns = x.shape[-2] // 2, x.shape[-1] // 2
+    # In memory: rows, columns, then a block's pixels and channels, rounded up to what matrix units take at once.
+    channels = -(-4 * inputs // 8) * 8
+    blocks = x.new_zeros(len(x), rows + taps - 1, columns + taps - 1, channels)
+    inside = blocks[:, before : before + rows, before : before + columns, : 4 * inputs].unflatten(3, (2, 2, inputs))
+    inside.copy_(x.permute(0, 2, 3, 1).unflatten(2, (columns, 2)).unflatten(1, (rows, 2)).transpose(2, 3))
+    weight = (
+        F.pad(weight, (front, 1 - front) * 2).unflatten(3, (taps, 2)).unflatten(2, (taps, 2)).permute(0, 2, 4, 3, 5, 1)
+    )
+    weight = F.pad(weight.flatten(3), (0, channels - 4 * inputs))
+    return F.conv2d(blocks.permute(0, 3, 1, 2), weight.permute(0, 3, 1, 2), bias)
 
 
 class InceptionModule(nn.Module):
