@@ -56,9 +56,7 @@ class Plan:
         if unknown:
             listed = ", ".join(run.name for run in self.runs)
             raise ValueError(f"the plan has no run named {', '.join(unknown)}; it has {listed}")
-        return [
-            run for run in self.runs if (not groups or run.group in groups) and (not names or run.name in names)
-        ]
+        return [run for run in self.runs if (not groups or run.group in groups) and (not names or run.name in names)]
 
 
 def read_plan(path: Path | None = None) -> Plan:

@@ -9,13 +9,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from ...train.run import stop_signal
 from .files import RunFiles
 from .plan import Plan
-from .train_one import FINISHED, STOPPED, Machine, train_one
+from .train_one import STOPPED, Machine, train_one
 from .watch import Watch
 
 POLL = 0.2
@@ -34,7 +34,7 @@ def train_side_by_side(
     Beyond the paper: one GPU has room for several.
     """
     deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-    left, running, failed = deque(waiting), dict[BaseProcess, RunFiles](), dict[str, str]()
+    left, running, failed = deque(waiting), dict[SpawnProcess, RunFiles](), dict[str, str]()
     context = multiprocessing.get_context("spawn")
     asked = unfinished = False
     with _few_compilers(jobs), stop_signal() as stop, Watch(data) as watch:
@@ -53,10 +53,11 @@ def train_side_by_side(
                     process.terminate()  # SIGTERM, and once: a run saves on the first
             for process in [process for process in running if not process.is_alive()]:
                 files = running.pop(process)
-                unfinished = unfinished or process.exitcode != FINISHED
-                if process.exitcode not in (FINISHED, STOPPED) and not stopping:
+                finished = files.result.is_file()  # even where a signal then cut its exit short
+                unfinished = unfinished or not finished
+                if not finished and process.exitcode != STOPPED and not stopping:
                     failed[files.run.name] = _last_words(files, process.exitcode)
-                watch.ended(files, finished=process.exitcode == FINISHED)
+                watch.ended(files, finished=finished)
             watch.look()
             time.sleep(POLL)
     if failed:

@@ -18,7 +18,7 @@ from ...train import Options, Stopped, train
 from .files import RunFiles
 from .plan import Plan
 
-FINISHED, FAILED, STOPPED = 0, 1, 2
+FAILED, STOPPED = 1, 2
 
 
 @dataclass(frozen=True)
