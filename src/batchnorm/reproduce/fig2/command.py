@@ -9,6 +9,7 @@ from typing import Literal
 
 from .files import RunFiles, check_same_data, describe_data, read_all
 from .plan import Group, Plan, read_plan
+from .publication import publish
 from .side_by_side import train_side_by_side
 from .train_one import Machine
 
@@ -66,10 +67,10 @@ def fig2(options: Fig2) -> Path:
     plan = read_plan(options.plan)
     results = options.results or options.out / "results"
     complete = True if options.data is None else _train(options, plan, results)
-    read_all(plan, results, options.out)
+    table = publish(plan, read_all(plan, results, options.out), options.out)
     if not complete:
         raise KeyboardInterrupt
-    return results
+    return table
 
 
 def _train(options: Fig2, plan: Plan, results: Path) -> bool:
