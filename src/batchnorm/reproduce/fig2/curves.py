@@ -96,8 +96,9 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     if not curves:
         return []
     tables = [dict(curve) for curve in curves]
+    # Rounded, so that a mean of equal numbers is the number itself and counts as reached.
     return [
-        (step, statistics.fmean(table[step] for table in tables))
+        (step, round(statistics.fmean(table[step] for table in tables), 9))
         for step, _ in curves[0]
         if all(step in table for table in tables)
     ]
