@@ -90,7 +90,7 @@ class RunFiles(NamedTuple):
         if not self.result.is_file():
             return None
         content = json.loads(self.result.read_text())
-        other = differing(self.run.recipe, Recipe.from_json(json.dumps(content["recipe"])))
+        other = differing(Recipe.from_json(json.dumps(content["recipe"])), self.run.recipe)
         if content["evaluate_every"] != self.run.evaluate_every:
             other.append(f"evaluate_every is {content['evaluate_every']} and {self.run.evaluate_every}")
         if other:

@@ -115,7 +115,7 @@ def _planned(group: dict[str, Any], run: dict[str, Any], everywhere: dict[str, A
     )
 
 
-def differing(mine: Recipe, theirs: Recipe) -> list[str]:
+def differing(there: Recipe, here: Recipe) -> list[str]:
     """Say in which fields two recipes differ.
 
     >>> differing(Recipe(), Recipe(rate=0.1))
@@ -123,9 +123,5 @@ def differing(mine: Recipe, theirs: Recipe) -> list[str]:
 
     Beyond the paper: results are not mixed.
     """
-    names = [field.name for field in fields(Recipe)]
-    return [
-        f"{name} is {getattr(theirs, name)} and {getattr(mine, name)}"
-        for name in names
-        if getattr(mine, name) != getattr(theirs, name)
-    ]
+    pairs = {field.name: (getattr(there, field.name), getattr(here, field.name)) for field in fields(Recipe)}
+    return [f"{name} is {first} and {second}" for name, (first, second) in pairs.items() if first != second]
