@@ -6,11 +6,12 @@ from dataclasses import asdict
 import pytest
 
 from batchnorm.reproduce.fig2.claims import verdicts
+from batchnorm.reproduce.fig2.companions import ablation, dropout, rates
 from batchnorm.reproduce.fig2.curves import all_seeds_of, seeds_of, tuned_baseline
 from batchnorm.reproduce.fig2.files import read_all
 from batchnorm.reproduce.fig2.plan import read_plan
 from batchnorm.reproduce.fig2.publication import publish
-from batchnorm.reproduce.fig2.tables import ablation, dropout, failures, figure3, rates, sections
+from batchnorm.reproduce.fig2.tables import failures, figure3, sections
 
 PLAN = read_plan()
 DATA = {"train": 50000, "val": 10000, "classes": 100, "sha256": "0"}
@@ -68,13 +69,17 @@ def test_figure3(results):
     head, *rows = figure3(results.read()).rows
     # Inception's mean: 0.2, 0.35, 0.41, 0.4; best 0.41 at 3000. BN-Baseline's: 0.40, 0.46.
     assert head[2] == "steps to 41.0%"
-    assert rows[0][:6] == ["inception", "2", "3,000 (never, 3,000)", "1.0", "41.0% (40.0%, 42.0%)", "3,000"]
+    assert rows[0][:9] == [
+        "inception", "2", "3,000 (never, 3,000)", "31.0M", "1.0", "1.0", "41.0% (40.0%, 42.0%)", "72.2%", "3,000",
+    ]  # fmt: skip
     # Best-tuned: 0.45 at 2000, which BN-Baseline's mean passes at 2000 with 0.46.
     assert rows[1] == [
-        "bn-baseline", "2", "2,000 (1,000, 2,000)", "1.5", "46.0% (45.0%, 47.0%)", "2,000", "47.0%", "1.0", "13.3M",
-        "72.7%",
+        "bn-baseline", "2", "2,000 (1,000, 2,000)", "13.3M", "1.5", "2.3", "46.0% (45.0%, 47.0%)", "72.7%", "2,000",
+        "47.0%", "1.0",
     ]  # fmt: skip
-    assert rows[2] == ["bn-x5", "1", "never", "-", "35.0%", "1,000", "35.0%", "-", "2.1M", "73.0%"]
+    assert rows[2] == [
+        "bn-x5", "1", "never", "2.1M", "-", "14.8", "35.0%", "73.0%", "1,000", "35.0%", "-",
+    ]  # fmt: skip
     assert len(rows) == 3
     assert tuned_baseline(results.read())[0] == "inception-x5, kaiming"
 

@@ -78,7 +78,10 @@ def decide(holds: Iterable[bool]) -> str:
 def fewer_steps(
     name: str, claim: str, inception: Seeds, network: Seeds, enough: Callable[[float], bool], paper: str
 ) -> Verdict:
-    """Judge how many times fewer steps a network takes to Inception's best accuracy, in every pairing of seeds."""
+    """Judge how many times fewer steps a network takes to Inception's best accuracy, in every pairing of seeds.
+
+    Paper: Fig. 3
+    """
     claim = f"{name} reaches Inception's best in {claim}"
     pairs = [times_fewer(a, b) for a, b in product(inception.curves, network.curves)]
     found = ""
@@ -88,7 +91,10 @@ def fewer_steps(
 
 
 def slower_start(inception: Seeds, x5: Seeds, x30: Seeds) -> Verdict:
-    """Judge whether BN-x30 takes more steps than BN-x5 to Inception's best accuracy."""
+    """Judge whether BN-x30 takes more steps than BN-x5 to Inception's best accuracy.
+
+    Paper: Sec. 4.2.2, "somewhat slower initially"
+    """
     claim, paper = "BN-x30 trails BN-x5 early: more steps to Inception's best", "2.7 against 2.1 million"
     top = best(inception.curve)
     if top is None or not x5 or not x30:
@@ -98,28 +104,37 @@ def slower_start(inception: Seeds, x5: Seeds, x30: Seeds) -> Verdict:
     verdict = decide((b or math.inf) > (a or math.inf) for a, b in comparable) if comparable else UNRESOLVED
     reached = [_steps(steps_to(seeds.curve, top[1])) for seeds in (x5, x30)]
     found = f"{reached[0]} (BN-x5) and {reached[1]} (BN-x30)"
-    early = [at(seeds.curve, x5.curve[-1][0] / 10) for seeds in (x5, x30)]
+    early = [at(seeds.curve, seeds.runs[0].result["steps"] / 10) for seeds in (x5, x30)]
     if early[0] and early[1]:
         found += f"; at step {early[0][0]:,} {early[0][1]:.1%} and {early[1][1]:.1%}"
     return Verdict(claim, paper, verdict, found)
 
 
 def ends_higher(x5: Seeds, x30: Seeds) -> Verdict:
-    """Judge whether BN-x30's best accuracy is higher than BN-x5's, in every pairing of seeds."""
+    """Judge whether BN-x30's best accuracy is higher than BN-x5's, in every pairing of seeds.
+
+    Paper: Sec. 4.2.2, "a higher final accuracy"
+    """
     holds = [_top(b) > _top(a) for a, b in product(x5.curves, x30.curves)]
     found = f"{_top(x5.curve):.1%} (BN-x5) and {_top(x30.curve):.1%} (BN-x30)" if holds else ""
     return Verdict("BN-x30 ends higher than BN-x5", "74.8% against 73.0%", decide(holds), found)
 
 
 def trains(name: str, network: Seeds) -> Verdict:
-    """Judge whether a network trains: ten times chance."""
+    """Judge whether a network trains: ten times chance.
+
+    Paper: Sec. 4.2.2, BN-x5-Sigmoid
+    """
     holds = [_top(run.points) > TRAINS / run.data["classes"] for run in network.runs]
     found = f"best accuracy {_top(network.curve):.1%}" if holds else ""
     return Verdict(f"{name} trains", "69.8%", decide(holds), found)
 
 
 def at_chance(name: str, network: Seeds) -> Verdict:
-    """Judge whether Inception with sigmoid stays at chance."""
+    """Judge whether Inception with sigmoid stays at chance.
+
+    Paper: Sec. 4.2.2, "never achieves better than 1/1000"
+    """
     holds = [_top(run.points) <= _chance(run) for run in network.runs]
     found = (
         f"best accuracy {_top(network.curve):.1%}, chance {1 / network.runs[0].data['classes']:.1%}" if holds else ""
@@ -128,7 +143,10 @@ def at_chance(name: str, network: Seeds) -> Verdict:
 
 
 def diverges(name: str, network: Seeds) -> Verdict:
-    """Judge whether Inception at five times its rate diverges."""
+    """Judge whether Inception at five times its rate diverges.
+
+    Paper: Sec. 4.2.2, "machine infinity"
+    """
     found = ", ".join(
         f"diverged by step {run.result['steps']:,}" if run.diverged else f"best accuracy {_top(run.points):.1%}"
         for run in network.runs
@@ -141,6 +159,8 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
     """Judge whether the highest rate that trains is higher with batch normalization than without.
 
     A rate trains when the network does not diverge and comes to half of its best accuracy at any rate.
+
+    Paper: Sec. 3.3
     """
     claim, paper = "BN trains at higher rates", '"much higher learning rates"'
     without, with_bn = (
@@ -153,7 +173,10 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
 
 
 def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
-    """Return the lowest and the highest rate at which a network comes to half of its best accuracy at any rate."""
+    """Return the lowest and the highest rate at which a network comes to half of its best accuracy at any rate.
+
+    Paper: Sec. 3.3
+    """
     if not runs:
         return None
     ends = {run.run.recipe.rate: run.result["top1"] or 0.0 for run in runs}
@@ -162,7 +185,10 @@ def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
 
 
 def less_dropout(finished: Mapping[str, Finished]) -> Verdict:
-    """Judge whether less dropout does a normalized network no harm that exceeds the noise of BN-x5's seeds."""
+    """Judge whether less dropout does a normalized network no harm that exceeds the noise of BN-x5's seeds.
+
+    Paper: Sec. 3.4
+    """
     claim, paper = "with BN, dropout can be removed or reduced", '"either removed or reduced in strength"'
     runs = {one.run.recipe.dropout: one for one in seeds_of(finished, "dropout", "bn-baseline").runs}
     spread = noise(all_seeds_of(finished, "bn-x5").final)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .files import RunFiles, check_same_data, describe_data, read_all
+from .files import RunFiles, read_all
+from .identity import check_same_data, describe_data
 from .plan import Group, Plan, read_plan
 from .publication import publish
 from .side_by_side import train_side_by_side

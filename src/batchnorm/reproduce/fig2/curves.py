@@ -50,7 +50,10 @@ class Seeds:
 
 
 def seeds_of(finished: Mapping[str, Finished], group: str, variant: str, **changed: Any) -> Seeds:
-    """Return the runs of a group that derive from a variant and have these fields in their recipe."""
+    """Return the runs of a group that derive from a variant and have these fields in their recipe.
+
+    Beyond the paper: more than one seed.
+    """
     return Seeds(
         tuple(
             one
@@ -63,7 +66,10 @@ def seeds_of(finished: Mapping[str, Finished], group: str, variant: str, **chang
 
 
 def all_seeds_of(finished: Mapping[str, Finished], variant: str) -> Seeds:
-    """Return the runs of a variant, of any group, in which nothing but the seed is changed."""
+    """Return the runs of a variant, of any group, in which nothing but the seed is changed.
+
+    Beyond the paper: more than one seed.
+    """
     runs = [one for one in finished.values() if one.run.variant == variant and set(one.run.changed) <= {"seed"}]
     # Groups may have different lengths.
     same = {replace(one.run.recipe, name="", seed=0) for one in runs[:1]}
@@ -144,7 +150,10 @@ def end_slope(curve: Curve) -> float | None:
 
 
 def at(curve: Curve, step: float) -> tuple[int, float] | None:
-    """Return the first point at or after a step."""
+    """Return the first point at or after a step.
+
+    Paper: Fig. 2
+    """
     return next((point for point in curve if point[0] >= step), None)
 
 

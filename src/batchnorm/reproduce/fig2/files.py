@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from ...data.source import ImageSource, open_source
 from ...results import environment, write_atomically
 from ...train import Recipe, Result
 from ...train import metrics as lines
+from .identity import check_same_data
 from .plan import Plan, PlannedRun, differing
 
 COLUMNS = ("step", "val_top1", "val_top5", "train_loss", "train_top1")
@@ -140,52 +137,6 @@ def read_all(plan: Plan, results: Path, out: Path) -> dict[str, Finished]:
     finished = {name: one for name, one in found.items() if one is not None}
     check_same_data({name: one.data for name, one in finished.items()})
     return finished
-
-
-def check_same_data(data: dict[str, dict[str, Any]]) -> None:
-    """Check that results are of the same images.
-
-    Raises:
-        ValueError: naming two that are not.
-
-    >>> check_same_data({"a": {"sha256": "1", "train": 3}, "b": {"sha256": "2", "train": 3}})
-    Traceback (most recent call last):
-        ...
-    ValueError: a and b are of different data: {'sha256': '1', 'train': 3} and {'sha256': '2', 'train': 3}
-
-    Beyond the paper: results are not mixed.
-    """
-    (first, expected), *rest = data.items() if data else [("", {})]
-    for name, found in rest:
-        if found != expected:
-            raise ValueError(f"{first} and {name} are of different data: {expected} and {found}")
-
-
-def describe_data(path: Path) -> dict[str, Any]:
-    """Say how many images and classes there are, and tell the set from others by a hash over labels and some images.
-
-    Raises:
-        FileNotFoundError: where there is none.
-
-    Beyond the paper: results are not mixed.
-    """
-    sources = {split: open_source(path, split) for split in ("train", "val")}
-    digest = hashlib.sha256()
-    for source in sources.values():
-        for part in _telling(source):
-            digest.update(part)
-    return {
-        **{split: len(source.labels) for split, source in sources.items()},
-        "classes": len(sources["train"].classes),
-        "sha256": digest.hexdigest()[:16],
-    }
-
-
-def _telling(source: ImageSource) -> Iterable[bytes]:
-    yield json.dumps([source.classes, source.shard_sizes]).encode()
-    yield source.labels.tobytes()
-    for example in np.unique(np.linspace(0, len(source.labels) - 1, 64).astype(int)).tolist():
-        yield source.read(example)
 
 
 def curve(records: Sequence[dict[str, Any]]) -> list[Point]:

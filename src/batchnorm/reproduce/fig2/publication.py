@@ -17,7 +17,8 @@ from .curves import best, end_slope, seeds_of, times_fewer, tuned_baseline
 from .files import Finished
 from .picture import LINES, pictures
 from .plan import Plan
-from .tables import PAPER, markdown, sections
+from .section import markdown
+from .tables import PAPER, sections
 
 TITLE = "Figures 2 and 3: Inception and its batch-normalized variants"
 
