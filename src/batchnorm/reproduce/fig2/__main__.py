@@ -23,7 +23,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--device", default=Fig2.device)
     parser.add_argument("--precision", default=Fig2.precision, choices=("auto", "bf16", "fp32"))
-    parser.add_argument("--compile", choices=("network", "pools", "nothing"))
     parser.add_argument("--cache", default=Fig2.cache, choices=("none", "device"))
     parser.add_argument("--workers", type=int, default=Fig2.workers)
     parser.add_argument("--commit")

@@ -45,8 +45,6 @@ class Fig2:
     """cpu, cuda, or auto."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU."""
-    compile: Literal["network", "pools", "nothing"] | None = None
-    """What torch.compile takes over; by default the network on a GPU, nothing on a CPU."""
     cache: Literal["none", "device"] = "device"
     """device keeps the decoded images on the device, for sets that fit."""
     workers: int = 2
@@ -88,7 +86,6 @@ def _train(options: Fig2, plan: Plan, results: Path) -> bool:
         options.data,
         options.device,
         options.precision,
-        options.compile,
         options.cache,
         options.workers,
         threads=max(1, (os.cpu_count() or 1) // max(options.jobs, 1)),

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -37,7 +34,7 @@ def train_side_by_side(
     left, running, failed = deque(waiting), dict[SpawnProcess, RunFiles](), dict[str, str]()
     context = multiprocessing.get_context("spawn")
     asked = unfinished = False
-    with _few_compilers(jobs), stop_signal() as stop, Watch(data) as watch:
+    with stop_signal() as stop, Watch(data) as watch:
         while left or running:
             stopping = stop.requested or time.monotonic() > deadline
             while left and len(running) < jobs and not stopping:
@@ -69,17 +66,3 @@ def _last_words(files: RunFiles, code: int | None) -> str:
     log = files.folder / "log.txt"
     end = "\n".join(log.read_text().splitlines()[-15:]) if log.exists() else ""
     return f"exit status {code}; {log} ends:\n{end}"
-
-
-@contextmanager
-def _few_compilers(jobs: int) -> Iterator[None]:
-    """Keep torch.compile from starting a pool of compilers for every core in every process."""
-    name = "TORCHINDUCTOR_COMPILE_THREADS"
-    given = name in os.environ
-    os.environ.setdefault(name, str(max(1, (os.cpu_count() or 1) // jobs)))
-    sys.stdout.flush()
-    try:
-        yield
-    finally:
-        if not given:
-            del os.environ[name]

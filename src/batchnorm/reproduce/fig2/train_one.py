@@ -31,7 +31,6 @@ class Machine:
     data: Path
     device: str = "auto"
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    compile: Literal["network", "pools", "nothing"] | None = None
     cache: Literal["none", "device"] = "device"
     workers: int = 2
     threads: int = 1
@@ -66,7 +65,6 @@ def _options(files: RunFiles, plan: Plan, machine: Machine) -> Options:
         files.folder,
         device=machine.device,
         precision=machine.precision,
-        compile=machine.compile,
         workers=machine.workers,
         cache=machine.cache,
         log_every=plan.log_every,
