@@ -54,6 +54,25 @@ def test_it_learns(data, tmp_path):
     assert result.top1 > 0.5
 
 
+def test_the_training_images_are_scored_as_validation_images_are(data, tmp_path):
+    shutil.copytree(data / "train", tmp_path / "data" / "train")
+    (tmp_path / "data" / "val").symlink_to(tmp_path / "data" / "train")
+    for cache in ("none", "device"):
+        result = train_small(tmp_path / "data", tmp_path / cache, small(epochs=1), score_training=True, cache=cache)
+        assert result.train_top1 == result.top1
+    assert train_small(data, tmp_path / "not asked", small(epochs=1)).train_top1 is None
+
+
+def test_validations_alone_do_not_save(data, tmp_path):
+    process = start(data, tmp_path, evaluate_every=1, checkpoint_every=5)
+    while lines_in(tmp_path) < 8:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    steps = [int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("step-*")]
+    assert all(step in (5, 10, 12) for step in steps)
+
+
 def test_killed_at_random_points_ten_times(data, reference, tmp_path):
     rng = random.Random(0)
     kills = 0
