@@ -167,6 +167,7 @@ def test_a_run_that_fails_says_why(data, tmp_path):
     plan.write_text(PLAN.replace("size = 32", "size = 16"))
     with pytest.raises(RuntimeError, match=r"plain failed: exit status 1(.|\n)*32 px or more"):
         run(data, plan, tmp_path / "out", only=("plain",), jobs=2)
+    assert "plain" in json.loads((tmp_path / "out/fig2.json").read_text())["not yet run"]
 
 
 @pytest.mark.parametrize(

@@ -65,17 +65,23 @@ def fig2(options: Fig2) -> Path:
     """
     plan = read_plan(options.plan)
     results = options.results or options.out / "results"
-    complete = True if options.data is None else _train(options, plan, results)
+    complete, failure = True, None
+    try:
+        if options.data is not None:
+            complete = _train(options.data, options, plan, results)
+    except RuntimeError as error:
+        failure = error  # the other runs count all the same
     table = publish(plan, read_all(plan, results, options.out), options.out)
+    if failure is not None:
+        raise failure
     if not complete:
         raise KeyboardInterrupt
     return table
 
 
-def _train(options: Fig2, plan: Plan, results: Path) -> bool:
-    assert options.data is not None
+def _train(path: Path, options: Fig2, plan: Plan, results: Path) -> bool:
     finished = read_all(plan, results, options.out)
-    data = describe_data(options.data)
+    data = describe_data(path)
     check_same_data({"the data given": data, **{name: one.data for name, one in finished.items()}})
     missing = [
         RunFiles(run, results, options.out)
@@ -83,7 +89,7 @@ def _train(options: Fig2, plan: Plan, results: Path) -> bool:
         if run.name not in finished
     ]
     machine = Machine(
-        options.data,
+        path,
         options.device,
         options.precision,
         options.cache,

@@ -32,7 +32,7 @@ def publish(plan: Plan, finished: Mapping[str, Finished], out: Path) -> Path:
     write_json(out / "fig2.json", summary(plan, finished))
     table = out / "fig2.md"
     write_atomically(table, f"# {TITLE}\n\n{markdown(parts)}\n".encode())
-    print(markdown(parts[:1]), *verdicts(plan, finished), sep="\n")
+    print(markdown([part for part in parts if part.heading == "Figure 3"]), "", *verdicts(plan, finished), sep="\n")
     if missing := [run.name for run in plan.runs if run.name not in finished]:
         print(f"not yet run: {', '.join(missing)}")
     written = [table]

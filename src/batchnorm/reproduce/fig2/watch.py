@@ -56,7 +56,7 @@ class Watch:
         for name, run in self.followed.items():
             run.read()
             if self.bars is not None:
-                self.bars.update(run.task, completed=run.step, description=f"{name} {run.text}")
+                self.bars.update(run.task, completed=run.step, description=f"{name}{run.text}")
             elif run.text and time.monotonic() - run.told > LINE_EVERY:
                 run.told = time.monotonic()
                 self._say(f"{name}: step {run.step:,} of {run.total:,}{run.text}")
