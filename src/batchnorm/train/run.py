@@ -37,7 +37,7 @@ class Options:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU"""
     compile: Literal["network", "nothing"] | None = None
-    """what torch.compile takes over; by default nothing, but on several GPUs, whose step is not captured, the network"""
+    """what torch.compile takes over; by default nothing, or the network on several GPUs, whose step is not captured"""
     graph: bool | None = None
     """capture the step as a CUDA graph; by default on a single GPU"""
     workers: int = 4
