@@ -192,3 +192,15 @@ def test_a_single_value_is_no_information(device):
     run(torch.randn(1, 3, device=device), ALONE, running=running)
     assert (running[0] == 0.5).all()
     assert [int(v) for v in running[2:]] == [0, 0]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 16])
+def test_launches_that_overlap_leave_each_other_room(at_once, monkeypatch):
+    monkeypatch.setattr(plan, "AT_ONCE", at_once)
+    capacity = 132 * 16  # warps of 128 registers a thread
+    for channels, rows in ((64, 32 * 32 * 32), (192, 32 * 16 * 16), (96, 32 * 8 * 8), (320, 32 * 4 * 4), (64, 10**6)):
+        g = geometry_of(torch.empty(1, rows, 1, channels, device="meta").permute(0, 3, 1, 2))
+        for backward in (False, True):
+            p = plan.choose.__wrapped__(g, 2, backward, False, 132)
+            waiting = p.parts * (p.beside if p.ticket else p.slices)
+            assert p.path == "stream" or p.alone or waiting * p.warps * at_once <= capacity

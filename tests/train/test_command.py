@@ -35,7 +35,7 @@ def test_help_says_what_each_recipe_has(capsys, monkeypatch):
     overrides = text.partition("fieldsoftherecipetochange")[2]
     assert "None" not in overrides
     assert "--decayFLOATfactoronthelearningrate...(default:0.96)" in overrides
-    assert "(default:0.045;0.0075inbn-x5,bn-x5-sigmoid,inception-x5;0.0015ininception," in overrides
+    assert "(default:0.045;0.0015ininception,bn-baseline,inception-sigmoid;0.0075inbn-x5," in overrides
     assert "(default:none;5binbn-x30-per-activation," in overrides
 
 

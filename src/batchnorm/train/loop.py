@@ -79,7 +79,7 @@ class _Run:
             self.augment,
             here,
             bf16=self.bf16,
-            compile=options.compile,
+            compile=options.compile or ("network" if cuda and here.world_size > 1 else "nothing"),
             cast_once=cuda,
             graph=cuda and here.world_size == 1 if options.graph is None else options.graph,
             batch=len(range(recipe.batch_size)[self.batches.order.rows(0)]),

@@ -36,8 +36,8 @@ class Options:
     """cpu, cuda, or auto"""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU"""
-    compile: Literal["network", "nothing"] = "nothing"
-    """what torch.compile takes over"""
+    compile: Literal["network", "nothing"] | None = None
+    """what torch.compile takes over; by default nothing, or the network on several GPUs, whose step is not captured"""
     graph: bool | None = None
     """capture the step as a CUDA graph; by default on a single GPU"""
     workers: int = 4
