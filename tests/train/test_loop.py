@@ -54,7 +54,6 @@ def test_it_learns(data, tmp_path):
     assert result.top1 > 0.5
 
 
-<<<<<<< HEAD
 def test_the_training_images_are_scored_as_validation_images_are(data, tmp_path):
     shutil.copytree(data / "train", tmp_path / "data" / "train")
     (tmp_path / "data" / "val").symlink_to(tmp_path / "data" / "train")
@@ -72,7 +71,8 @@ def test_validations_alone_do_not_save(data, tmp_path):
     process.join()
     steps = [int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("step-*")]
     assert all(step in (5, 10, 12) for step in steps)
-=======
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", ["none", "device"])
 def test_on_a_gpu_a_run_goes_on_where_it_stopped(data, tmp_path, cache):
@@ -90,7 +90,6 @@ def test_on_a_gpu_a_run_goes_on_where_it_stopped(data, tmp_path, cache):
     for a, b in zip(whole[:6], parts[:6], strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.05)
     assert sum(line["loss"] for line in parts[13:]) == pytest.approx(sum(line["loss"] for line in whole[13:]), rel=0.2)
->>>>>>> train
 
 
 def test_killed_at_random_points_ten_times(data, reference, tmp_path):

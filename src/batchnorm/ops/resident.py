@@ -15,7 +15,7 @@ from torch import Tensor
 from . import nvrtc
 from .activation import NAMES
 from .geometry import Geometry, magic_of
-from .plan import up
+from .plan import AT_ONCE, up
 
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDTH = 16  # bytes of a vector
@@ -107,8 +107,9 @@ def _lanes(vectors: int) -> int:
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Say whether the kernel runs on a device: it needs Hopper's shared memory, and the run-time compiler."""
-    return torch.cuda.get_device_capability(device)[0] >= 9 and nvrtc.unavailable() is None
+    """Say whether the kernel runs on a device: it needs Hopper's shared memory, the run-time compiler and all room."""
+    alone = AT_ONCE <= 2  # of two streams one waits until the other's programs are done
+    return alone and torch.cuda.get_device_capability(device)[0] >= 9 and nvrtc.unavailable() is None
 
 
 def takes(*tensors: Tensor | None) -> bool:
