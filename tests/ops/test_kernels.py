@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from kernels import EPS, Way, arranged, compare, kept, run
 from oracle import assert_near
 
-from batchnorm.ops import launch
+from batchnorm.ops import launch, plan
+from batchnorm.ops.geometry import geometry_of
 
 # Triton's interpreter meets it in numpy >= 1.25.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")

@@ -78,7 +78,8 @@ def backward(
         if residual is None and _of_one_type(x, dy_, dresidual) and resident.takes(x, dy_):
             partial, words = _room(x, 2 * p.kept_parts * g.channels, p)
             tensors = (dy_, x, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
-            resident.backward(tensors, dy_stride, activation, slope, bits is not None, g, p)
+            added = bits is not None or dresidual is not None
+            resident.backward(tensors, dy_stride, activation, slope, added, g, p)
             return dx, dgamma, dbeta, dresidual
         p = _other_plan(x, True, residual_dtype is not None)
     from .kernels.backward import backward as kernel
