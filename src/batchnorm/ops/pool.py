@@ -16,7 +16,7 @@ from .geometry import geometry_of
 from .plan import power_up, up
 
 
-def takes(x: Tensor) -> bool:
+def takes(x: Tensor | torch.fx.Proxy) -> bool:
     """Say whether :func:`max_pool` and :func:`average_pool` have a kernel for ``x``.
 
     >>> takes(torch.zeros(1, 8, 4, 4))  # not on a GPU
@@ -24,6 +24,8 @@ def takes(x: Tensor) -> bool:
 
     Beyond the paper: speed.
     """
+    if isinstance(x, torch.fx.Proxy):  # no tensor at all: torch.fx records
+        return False
     if not x.is_cuda or x.dim() != 4 or x.dtype not in DTYPES or not HAS_TRITON or x.numel() == 0:
         return False
     if is_forward_mode() or (not torch.compiler.is_compiling() and (is_transformed() or is_observed(x))):
