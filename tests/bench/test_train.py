@@ -2,16 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from batchnorm.bench.train import (
-    OURS,
-    STOCK,
-    STOCK_COMPOSED,
-    Measured,
-    Timed,
-    check_same_function,
-    report,
-    train,
-)
+from batchnorm.bench.contenders import OURS, STOCK, STOCK_COMPOSED, Timed
+from batchnorm.bench.train import Measured, check_same_function, report, train
 from batchnorm.layers import BatchNorm
 from batchnorm.models import pools
 

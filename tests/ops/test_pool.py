@@ -105,7 +105,9 @@ def test_modules_are_torchs_off_the_device(module):
     x = torch.randn(2, 3, 6, 6, requires_grad=True)
     assert isinstance(module, nn.MaxPool2d | nn.AvgPool2d)
     assert not pool.takes(x)
-    torch.testing.assert_close(module(x), type(module).__base__.forward(module, x))
+    expected = type(module).__base__.forward(module, x)
+    for run in (module, torch.fx.symbolic_trace(module)):
+        torch.testing.assert_close(run(x), expected)
     assert torch.func.vmap(module)(x[None]).shape[0] == 1
 
 

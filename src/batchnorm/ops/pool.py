@@ -16,8 +16,16 @@ from .geometry import geometry_of
 from .plan import power_up, up
 
 
-def takes(x: Tensor) -> bool:
-    """Say whether :func:`max_pool` and :func:`average_pool` have a kernel for ``x``."""
+def takes(x: Tensor | torch.fx.Proxy) -> bool:
+    """Say whether :func:`max_pool` and :func:`average_pool` have a kernel for ``x``.
+
+    >>> takes(torch.zeros(1, 8, 4, 4))  # not on a GPU
+    False
+
+    Beyond the paper: speed.
+    """
+    if isinstance(x, torch.fx.Proxy):  # no tensor at all: torch.fx records
+        return False
     if not x.is_cuda or x.dim() != 4 or x.dtype not in DTYPES or not HAS_TRITON or x.numel() == 0:
         return False
     if is_forward_mode() or (not torch.compiler.is_compiling() and (is_transformed() or is_observed(x))):
@@ -28,10 +36,6 @@ def takes(x: Tensor) -> bool:
 
 def max_pool(x: Tensor, stride: int) -> Tensor:
     """Return the largest value of each 3x3 window, padded by 1, at stride 1 or 2.
-
-    >>> x = torch.arange(9.0).view(1, 1, 3, 3).to(memory_format=torch.channels_last)
-    >>> torch.ops.batchnorm.max_pool.default._schema.name
-    'batchnorm::max_pool'
 
     Beyond the paper: speed; ``F.max_pool2d`` computes the same.
     """
