@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..layers import BatchNorm
 from ..models.blocks import InceptionModule, SeparableConv2d
+from ..models.pooling import MaxPool2d
 from ..results import write_result
 from ..train import RECIPES
 from ..train.distributed import Ranks
@@ -77,7 +78,7 @@ OURS = (
 
 
 def with_stock_parts_(net: nn.Module) -> None:
-    """Replace each batch normalization of ours, with its fused nonlinearity, by ``torch.nn``'s two modules, in place.
+    """Replace each batch normalization of ours, with its fused nonlinearity, and each pool by ``torch.nn``'s, in place.
 
     >>> from batchnorm import BatchNorm2d
     >>> net = nn.Sequential(BatchNorm2d(4, activation="relu")); with_stock_parts_(net)
@@ -92,6 +93,8 @@ def with_stock_parts_(net: nn.Module) -> None:
                 norm = nn.BatchNorm2d(layer.features[0], layer.eps, layer.momentum)
                 norm.load_state_dict(layer.state_dict())
                 setattr(parent, name, nn.Sequential(norm, nn.ReLU(inplace=True)))
+            elif isinstance(layer, MaxPool2d):
+                setattr(parent, name, nn.MaxPool2d(layer.kernel_size, layer.stride, layer.padding))
 
 
 class Timed:

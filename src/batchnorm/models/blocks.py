@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .pooling import MaxPool2d
+
 
 class Row(NamedTuple):
     """One Inception row of the appendix table: numbers of filters, 0 where the table has none.
@@ -158,7 +160,7 @@ class InceptionModule(nn.Module):
         # A constant stays one at the border, which is what lets the average and a biased projection change places.
         pool: nn.Module = nn.AvgPool2d(3, row.stride, 1, count_include_pad=False)
         if row.pool == "max":
-            pool = nn.MaxPool2d(3, row.stride, 1)
+            pool = MaxPool2d(3, row.stride, 1)
         self.pool = nn.Sequential(OrderedDict(pool=pool))
         if row.projection:
             self.pool.add_module("project", unit(inputs, row.projection, 1, 1, out, row.name))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,15 +48,16 @@ def recompute() -> Iterator[None]:
 
     Beyond the paper: memory for time.
     """
-    if torch.compiler.is_compiling() or _local.registry is not None:
+    if torch.compiler.is_compiling():
         yield
         return
-    registry = _local.registry = Registry()
+    outer = _local.registry
+    registry = _local.registry = outer or Registry()
     try:
-        with saved_tensors_hooks(registry.pack, Kept.read), _Concatenations():
+        with saved_tensors_hooks(registry.pack, Kept.read), nullcontext() if outer else _Concatenations():
             yield
     finally:
-        _local.registry = None
+        _local.registry = outer
 
 
 def remember(y: Tensor, again: Callable[..., Tensor], *sources: Tensor | None) -> None:
@@ -100,7 +101,7 @@ class Recipe:
     def hold(self, value: Tensor) -> None:
         """Hold the value for the readers to come."""
         if self.value is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self.forget)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self.forget)
         self.value = value, _stream(value)  # work queued on another stream may not be done
 
     def forget(self) -> None:
@@ -191,7 +192,7 @@ class Registry:
 
 
 class _Concatenations(TorchFunctionMode):
-    """Remember what ``torch.cat`` puts together: in such networks a convolution's input is a copy of several outputs."""
+    """Remember what ``torch.cat`` puts together: a convolution after it reads a copy of several outputs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
