@@ -418,3 +418,66 @@ def test_fused_kernels_compute_the_same_bits_again(layout, has_residual, activat
     (loss + other).backward()
     torch.testing.assert_close(running.mean, moved, rtol=0, atol=0)
     assert running.num_batches == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_on_a_gpu(layout, dtype):
+    def forward(net, x):
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            y = net(x)
+            for norm in net[1::2]:
+                y = norm(y, residual=y)
+            return torch.cat([y, y], 1).float()
+
+    net, x = chain(3).cuda().to(memory_format=layout), torch.randn(16, 8, 20, 20, device="cuda")
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False):
+        assert_same(net, x.contiguous(memory_format=layout), forward=forward)
+
+
+@pytest.mark.gpu
+def test_captured_in_a_graph():
+    net, x = chain(3).cuda(), torch.randn(16, 8, 20, 20, device="cuda")
+
+    def step():
+        for p in net.parameters():
+            p.grad = None
+        with bn.recompute():
+            loss = net(x).square().sum()
+        loss.backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    expected = [p.grad.clone() for p in net.parameters()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    torch.testing.assert_close([p.grad for p in net.parameters()], expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_readers_on_two_streams_do_not_share_what_is_not_ready():
+    torch.manual_seed(0)
+    norm, convs = bn.BatchNorm2d(8, activation="relu").cuda(), [nn.Conv2d(8, 8, 3).cuda() for _ in range(2)]
+    x = torch.randn(64, 8, 64, 64, device="cuda", requires_grad=True)
+    side = torch.cuda.Stream()
+
+    def forward():
+        y = norm(x)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            a = convs[0](y).square().sum()
+        b = convs[1](y).square().sum()
+        torch.cuda.current_stream().wait_stream(side)
+        return a + b
+
+    (expected,) = torch.autograd.grad(forward(), x)
+    with bn.recompute():
+        loss = forward()
+    (got,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)

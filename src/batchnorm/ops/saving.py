@@ -64,7 +64,8 @@ def remember(y: Tensor, again: Callable[..., Tensor], *sources: Tensor | None) -
     """Say that ``again(*sources)`` computes the fresh tensor ``y`` once more, bit for bit and as it lies in memory."""
     if torch.compiler.is_compiling() or _local.registry is None or not y.requires_grad:
         return
-    _local.registry.remember(y, again, sources)
+    with torch._C.DisableTorchFunction():  # what follows is no concatenation
+        _local.registry.remember(y, again, sources)
 
 
 class Recipe:
