@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import is_dataclass
 from importlib import import_module
 from importlib.metadata import version
+from inspect import getdoc
+from itertools import takewhile
+from typing import get_type_hints
 
 import tyro
 
@@ -51,20 +56,38 @@ def main(arguments: list[str] | None = None) -> int:
         return _usage(words)
     module, _, function = COMMANDS[command][0].partition(":")
     try:
-        tyro.cli(
-            getattr(import_module(module), function),
-            prog=f"batchnorm {command}",
-            config=(tyro.conf.OmitArgPrefixes,),
-            args=words[len(command.split()) :],
-        )
+        _call(getattr(import_module(module), function), command, words[len(command.split()) :])
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
     except (MissingExtraError, FileNotFoundError, ValueError) as error:
         # What a user can put right gets one sentence; anything else keeps its traceback.
         print(f"batchnorm {command}: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
+
+
+def _call(function: Callable[..., object], command: str, words: list[str]) -> None:
+    """Read a function's arguments, or the dataclass that is its one argument, from words, and call it."""
+    kinds = [kind for name, kind in get_type_hints(function).items() if name != "return"]
+    settings = kinds[0] if len(kinds) == 1 and is_dataclass(kinds[0]) else None
+    given = settings or function
+    made = tyro.cli(
+        given,
+        prog=f"batchnorm {command}",
+        description=_description(given),
+        config=(tyro.conf.OmitArgPrefixes,),
+        args=words,
+    )
+    if settings is not None:
+        function(made)
+
+
+def _description(given: object) -> str:
+    """Return the paragraphs of a docstring that a user wants to read, without markup."""
+    paragraphs = (getdoc(given) or "").replace("``", "'").split("\n\n")
+    ends = ("Args:", "Raises:", ">>>", "Paper:", "Beyond the paper:")
+    return "\n\n".join(" ".join(p.split()) for p in takewhile(lambda p: not p.startswith(ends), paragraphs))
 
 
 def _usage(words: list[str]) -> int:

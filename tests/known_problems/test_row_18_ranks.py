@@ -27,7 +27,7 @@ def one_rank(rank, world_size, way):
     if way == "torch":
         parallel(data(rank)[0])  # the buffers are copied from rank 0 when the next forward pass begins
     elif way in ("paper", "pooled"):
-        bn.estimate_(parallel, data(rank), rule=way)
+        bn.estimate_(parallel, list(data(rank)), rule=way)
     elif way == "averaged":  # as the trainer does, which tells DistributedDataParallel to leave buffers alone
         Ranks(rank, world_size).average_statistics_(net)
     return net[0].running_mean, net[0].running_var

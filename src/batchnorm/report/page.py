@@ -9,8 +9,9 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import Annotated
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from ..results import write_atomically
 from .claims import paper_versus_here, steps_to
@@ -25,7 +26,7 @@ class Report:
     Beyond the paper: what ``batchnorm report runs/a runs/b`` writes.
     """
 
-    runs: Positional[tuple[Path, ...]]
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN...")]
     """Folders of runs, or folders that hold them."""
     out: Path = Path("report.html")
     """The page to write."""

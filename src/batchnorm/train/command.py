@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, get_type_hi
 
 from rich.console import Console
 from rich.table import Table
-from tyro.conf import OmitArgPrefixes
+from tyro.conf import OmitArgPrefixes, arg
 
 from ..models import describe as describe_network
 from ..models.claims import claims
@@ -38,7 +38,7 @@ else:
 
 def train(
     recipe: RecipeName,
-    options: Annotated[Options, OmitArgPrefixes],
+    options: Annotated[Options, OmitArgPrefixes, arg(name="run")],
     overrides: Annotated[Overrides, OmitArgPrefixes] = Overrides(),  # noqa: B008 - frozen
 ) -> None:
     """Train the paper's network, or a variant of it, on images of your own.
