@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import version
 from inspect import getdoc
 from itertools import takewhile
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import tyro
 
@@ -69,9 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _call(function: Callable[..., object], command: str, words: list[str]) -> None:
     """Read a function's arguments, or the dataclass that is its one argument, from words, and call it."""
-    kinds = [kind for name, kind in get_type_hints(function).items() if name != "return"]
+    kinds: list[Any] = [kind for name, kind in get_type_hints(function).items() if name != "return"]
     settings = kinds[0] if len(kinds) == 1 and is_dataclass(kinds[0]) else None
-    given = settings or function
+    given: Any = settings or function
     made = tyro.cli(
         given,
         prog=f"batchnorm {command}",
