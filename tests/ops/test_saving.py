@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import on_ranks
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
@@ -234,6 +235,18 @@ def test_nothing_is_left_behind():
     assert not [o for o in gc.get_objects() if type(o) in (saving.Recipe, saving.Kept, saving.Registry)]
 
 
+def test_around_a_whole_training_loop():
+    net, x = chain(2), torch.randn(SMALL)
+    expected = gradients(net, x, less=False)
+    with bn.recompute():
+        for _ in range(3):
+            got = gradients(net, x, less=False)
+            registry = saving._local.registry
+            assert not registry.waiting
+            assert len(registry.recipes) <= 2
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
 def test_without_gradients_nothing_is_held():
     x = torch.randn(LARGE)
 
@@ -352,6 +365,22 @@ def test_with_save_on_cpu():
             return net(x)
 
     assert_same(chain(2), torch.randn(SMALL), forward=forward)
+
+
+def on_one_rank(rank, world_size, less):
+    torch.manual_seed(0)
+    net = nn.parallel.DistributedDataParallel(chain(2))
+    x = torch.randn(8, *SMALL[1:]).chunk(world_size)[rank]
+    with bn.recompute() if less else nullcontext():
+        loss = net(x).square().sum()
+    loss.backward()
+    return [p.grad for p in net.parameters()]
+
+
+@pytest.mark.dist
+def test_distributed_data_parallel():
+    plain, less = (on_ranks(2, on_one_rank, less) for less in (False, True))
+    torch.testing.assert_close(less, plain, rtol=0, atol=0)
 
 
 def test_around_a_compiled_network():

@@ -158,14 +158,14 @@ class Registry:
 
     def __init__(self) -> None:
         self.recipes: dict[int, Recipe] = {}
-        # An operation saves its own output before anyone can say how to compute it.
-        self.waiting: dict[int, list[weakref.ref[Kept]]] = {}
+        # An operation saves its own output before anyone can say how to compute it: the last Kept of each storage.
+        self.waiting: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
 
     def pack(self, t: Tensor) -> Kept:
         """Keep a tensor for autograd."""
         kept = self.keep(t, counted=True)
         if kept.tensor is not None:
-            self.waiting.setdefault(_address(t), []).append(weakref.ref(kept))
+            self.waiting[_address(t)] = kept
         return kept
 
     def keep(self, t: Tensor, *, counted: bool = False) -> Kept:
@@ -182,10 +182,9 @@ class Registry:
         self.recipes = {at: recipe for at, recipe in self.recipes.items() if not recipe.storage.expired()}
         recipe = Recipe(y, again, [None if source is None else self.keep(source) for source in sources])
         self.recipes[_address(y)] = recipe
-        for reference in self.waiting.pop(_address(y), ()):
-            kept = reference()
-            if kept is not None:
-                kept.follow(recipe)
+        kept = self.waiting.pop(_address(y), None)
+        if kept is not None:
+            kept.follow(recipe)
 
     def can_stand_for(self, parts: list[Tensor]) -> bool:
         """Say whether keeping the parts takes no more memory than keeping their concatenation."""
