@@ -38,6 +38,7 @@ def test_without_autocast_nothing_is_cast():
     torch.testing.assert_close(same, plain, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch.compile reads it
 def test_compiled_pools():
     # One step: this deep and narrow network amplifies rounding by orders of magnitude a step.
     plain, compiled = trained(bf16=False, steps=1), trained(bf16=False, steps=1, compile="pools")
