@@ -43,8 +43,10 @@ def test_forms_are_made_of_the_parts_they_name():
 
 def test_the_table_says_whether_the_bars_are_reached():
     rows = [Measured("stock", 100, 90, 7.0), Measured("ours", 74, 70, 7.0, 0.74)]
-    assert "ours: at most 0.75 of stock: reached" in report(rows)
-    assert "NOT reached" in report([rows[0], Measured("ours, recompute", 74, 70, 7.0, 0.74)])
+    assert "ours: at most 0.75 of stock: reached" in report(rows, rows[1:])
+    over = Measured("ours, recompute", 74, 70, 7.0, 0.74)
+    assert "NOT reached" in report([rows[0], over], [over])
+    assert "reached" not in report(rows)
 
 
 def test_another_loss_is_refused(monkeypatch):
