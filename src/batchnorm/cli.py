@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import is_dataclass
 from importlib import import_module
 from importlib.metadata import version
+from inspect import getdoc
+from itertools import takewhile
+from typing import Any, get_type_hints
 
 import tyro
 
@@ -35,6 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench fig1": ("batchnorm.bench.fig1:fig1", "time Figure 1's experiment against plain eager PyTorch"),
     "bench monitor": ("batchnorm.bench.monitor:monitor", "what a Monitor costs a training loop"),
     "bench train": ("batchnorm.bench.train:train", "time the appendix network's training step against stock parts"),
+    "bench memory": ("batchnorm.bench.memory:memory", "peak memory of that training step against stock parts"),
     "bench input": ("batchnorm.bench.input:input_rate", "images per second and core against a plain loader"),
     "bench crops": ("batchnorm.bench.crops:crops", "crops per second against the bare forward pass"),
 }
@@ -51,20 +57,38 @@ def main(arguments: list[str] | None = None) -> int:
         return _usage(words)
     module, _, function = COMMANDS[command][0].partition(":")
     try:
-        tyro.cli(
-            getattr(import_module(module), function),
-            prog=f"batchnorm {command}",
-            config=(tyro.conf.OmitArgPrefixes,),
-            args=words[len(command.split()) :],
-        )
+        _call(getattr(import_module(module), function), command, words[len(command.split()) :])
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
     except (MissingExtraError, FileNotFoundError, ValueError) as error:
         # What a user can put right gets one sentence; anything else keeps its traceback.
         print(f"batchnorm {command}: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
+
+
+def _call(function: Callable[..., object], command: str, words: list[str]) -> None:
+    """Read a function's arguments, or the dataclass that is its one argument, from words, and call it."""
+    kinds: list[Any] = [kind for name, kind in get_type_hints(function).items() if name != "return"]
+    settings = kinds[0] if len(kinds) == 1 and is_dataclass(kinds[0]) else None
+    given: Any = settings or function
+    made = tyro.cli(
+        given,
+        prog=f"batchnorm {command}",
+        description=_description(given),
+        config=(tyro.conf.OmitArgPrefixes,),
+        args=words,
+    )
+    if settings is not None:
+        function(made)
+
+
+def _description(given: object) -> str:
+    """Return the paragraphs of a docstring that a user wants to read, without markup."""
+    paragraphs = (getdoc(given) or "").replace("``", "'").split("\n\n")
+    ends = ("Args:", "Raises:", ">>>", "Paper:", "Beyond the paper:")
+    return "\n\n".join(" ".join(p.split()) for p in takewhile(lambda p: not p.startswith(ends), paragraphs))
 
 
 def _usage(words: list[str]) -> int:

@@ -62,7 +62,7 @@ def test_what_a_user_can_put_right_gets_one_sentence(data, tmp_path, capsys, arg
         "--workers",
         "0",
     ]
-    assert main(["train", *fixed, *words]) == 1
+    assert main(["train", *fixed, *words]) == 2
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1

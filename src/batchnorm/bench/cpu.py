@@ -109,7 +109,7 @@ def cpu(
         threads: how many threads torch may use.
         rounds: how often the sides take turns.
         seconds: how long each side runs in a turn, at least one pass.
-        level: compare ``ops.batch_norm_`` with ``F.batch_norm`` and ``F.relu``, or the layers with ``torch.nn``'s.
+        level: compare ops.batch_norm_ with F.batch_norm and F.relu, or the layers with those of torch.nn.
 
     Beyond the paper: its transform, on the clock.
     """

@@ -4,6 +4,7 @@ from .activation import Activation, as_activation
 from .dispatch import Choice, batch_norm, batch_norm_, explain, normalize
 from .moments import Moments, merge
 from .running import Running, update_
+from .saving import recompute
 
 __all__ = [
     "Activation",
@@ -16,5 +17,6 @@ __all__ = [
     "explain",
     "merge",
     "normalize",
+    "recompute",
     "update_",
 ]

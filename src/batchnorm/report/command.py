@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from .page import write_report
 from .runs import read_runs
@@ -18,7 +19,7 @@ class Report:
     Beyond the paper: what ``batchnorm report runs/a runs/b`` writes.
     """
 
-    runs: Positional[tuple[Path, ...]]
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN...")]
     """Folders of runs, or folders that hold them."""
     out: Path = Path("report.html")
     """The page to write."""

@@ -137,6 +137,12 @@ def _kernels(r: Result) -> str:
     )
 
 
+def _memory(r: Result) -> str:
+    return "of stock eager's: " + ", ".join(
+        f"{x['name']} {x['over_stock']:.2f}" for x in r["rows"] if x["name"] != "stock"
+    )
+
+
 def _bench_fig1(r: Result) -> str:
     faster = r["times faster than eager"]
     return f"one process {faster['one process']:.2f}, as `make run` {faster['make run']:.2f} times faster"
@@ -158,6 +164,7 @@ def _algorithm2(r: Result) -> str:
 SPEED = [
     Row("CPU layers against torch", "bench cpu", "", "cpu.json", _cpu),
     Row("CUDA kernels, bf16, forward + backward", "bench kernels", "", "kernels-h200.json", _kernels),
+    Row("peak memory of a training step", "bench memory", "", "memory-h200.json", _memory),
     Row("Figure 1 against plain eager", "bench fig1", "", "bench-fig1.json", _bench_fig1),
     Row("Monitor's price", "bench monitor", "", "bench-monitor.json", _monitor),
     Row("estimate_ and fold", "bench algorithm2", "", "algorithm2.json", _algorithm2),

@@ -66,7 +66,7 @@ else:
 
 def train(
     recipe: RecipeName,
-    options: Annotated[Options, OmitArgPrefixes],
+    options: Annotated[Options, OmitArgPrefixes, arg(name="run")],
     overrides: Annotated[Overrides, OmitArgPrefixes] = Overrides(),  # noqa: B008 - frozen
 ) -> None:
     """Train the paper's network, or a variant of it, on images of your own.
