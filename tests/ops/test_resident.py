@@ -1,10 +1,13 @@
-"""The kernel that keeps on chip what it has read: its plans anywhere, the kernel itself on a device.
+"""The kernel that keeps on chip what it has read: on a device where there is one, else emulated on the CPU.
 
 Outputs start as NaN, so that an unwritten value fails.
 """
 
+import shutil
+
 import pytest
 import torch
+from emulate import compiler
 from kernels import arranged, compare, kept, run
 from oracle import assert_near
 
@@ -47,6 +50,22 @@ def test_division_by_multiplication(divisor):
         assert (n * m >> 32) >> s == n // divisor
 
 
+@pytest.fixture(scope="module")
+def emulation(tmp_path_factory):
+    return compiler(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, emulation, monkeypatch):
+    if request.param == "cpu":
+        if shutil.which("g++") is None:
+            pytest.skip("no g++ to compile the emulated kernel with")
+        resident._kernel.cache_clear()
+        monkeypatch.setattr(nvrtc, "load", emulation)
+        request.addfinalizer(resident._kernel.cache_clear)
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def _unwritten_is_nan():
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -76,36 +95,32 @@ CASES = [
 ]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "layout", "dtype", "activation", "has_residual", "parts", "groups"), CASES)
-def test_matches_the_oracle(shape, layout, dtype, activation, has_residual, parts, groups):
-    x = arranged(shape, layout, dtype, "cuda")
-    residual = arranged(shape, layout, dtype, "cuda", 0.0) if has_residual else None
+def test_matches_the_oracle(device, shape, layout, dtype, activation, has_residual, parts, groups):
+    x = arranged(shape, layout, dtype, device)
+    residual = arranged(shape, layout, dtype, device, 0.0) if has_residual else None
     r = planned(x, parts)
     got, e = run(x, r._replace(groups=groups or r.groups), activation, residual)
     compare(x, got, e, residual)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["first", "last"])
-def test_mean_a_million_standard_deviations(layout):
-    x = arranged((16, 32, 8, 8), layout, torch.float32, "cuda", 0.0) / 2 + 1e6
+def test_mean_a_million_standard_deviations(device, layout):
+    x = arranged((16, 32, 8, 8), layout, torch.float32, device, 0.0) / 2 + 1e6
     got, e = run(x, planned(x, 3), ("relu",))
     compare(x, got, e)
 
 
-@pytest.mark.gpu
-def test_one_value_far_from_the_others():
-    x = torch.randn(64, 8, 8, 8, device="cuda")
+def test_one_value_far_from_the_others(device):
+    x = torch.randn(64, 8, 8, 8, device=device)
     x[0, :, 0, 0] = 1e5
     got, e = run(x, planned(x, 2))
     compare(x, got, e)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["first", "last"])
-def test_same_bits_every_time(layout):
-    x = arranged((16, 64, 16, 16), layout, torch.bfloat16, "cuda")
+def test_same_bits_every_time(device, layout):
+    x = arranged((16, 64, 16, 16), layout, torch.bfloat16, device)
     results = []
     for _ in range(3):
         torch.manual_seed(1)
@@ -114,11 +129,10 @@ def test_same_bits_every_time(layout):
         assert all(torch.equal(several[0], v) for v in several)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["first", "last"])
-def test_running_averages(layout):
-    x = arranged((16, 72, 8, 8), layout, torch.float32, "cuda")
-    running = kept(72, "cuda")
+def test_running_averages(device, layout):
+    x = arranged((16, 72, 8, 8), layout, torch.float32, device)
+    running = kept(72, device)
     _, e = run(x, planned(x, 3), running=running)
     m = x.numel() / 72
     assert_near(running[0], 0.5 + 0.1 * (e.mean - 0.5), torch.float32, "mean")
@@ -149,4 +163,4 @@ def test_large_tensors_take_it_and_a_gradient_that_is_a_slice_is_read_as_it_is()
 @pytest.mark.gpu
 def test_what_does_not_compile_says_so():
     with pytest.raises(RuntimeError, match=r"resident\.cu does not compile"):
-        nvrtc.load("resident.cu", "forward", (("FORWARD", 1),), 128, 0)
+        nvrtc.load("resident.cu", "forward", (("FORWARD", 1),), 128, 0, torch.device("cuda"))

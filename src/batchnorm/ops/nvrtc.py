@@ -30,17 +30,20 @@ class Kernel:
         )
 
 
-def load(file: str, name: str, definitions: tuple[tuple[str, int], ...], threads: int, shared: int) -> Kernel:
-    """Compile the kernel ``name`` of ``kernels/file`` for the current device, and load it.
+def load(
+    file: str, name: str, definitions: tuple[tuple[str, int], ...], threads: int, shared: int, device: torch.device
+) -> Kernel:
+    """Compile the kernel ``name`` of ``kernels/file`` for a device, and load it there.
 
     Raises:
         RuntimeError: with the compiler's words.
     """
     driver = _driver()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    _check(driver.cuModuleLoadData(ctypes.byref(module), _compile(file, definitions)))
-    _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
-    _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_MEMORY, shared))
+    with torch.cuda.device(device):
+        _check(driver.cuModuleLoadData(ctypes.byref(module), _compile(file, definitions)))
+        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+        _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_MEMORY, shared))
     return Kernel(function, module, threads, shared)
 
 

@@ -156,8 +156,7 @@ def _kernel(
         "THREADS": threads, "EACH": each, "SV": lanes, "K": kept, name.upper(): 1,
     }  # fmt: skip
     shared = kept * threads * WIDTH * (1 if name == "forward" else 2)
-    with torch.cuda.device(device):
-        return nvrtc.load("resident.cu", name, tuple(definitions.items()), threads, shared)
+    return nvrtc.load("resident.cu", name, tuple(definitions.items()), threads, shared, device)
 
 
 def forward(
@@ -212,4 +211,4 @@ def _launch(
     kernel = _kernel(name, KINDS[x.dtype], g.nhwc, NAMES.index(activation), residual, r.code, x.device)
     values = (*(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors), *options)
     arguments = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    kernel(r.groups * r.parts, arguments, torch._C._cuda_getCurrentRawStream(x.device.index))
+    kernel(r.groups * r.parts, arguments, torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0)

@@ -19,10 +19,8 @@ typedef long long i64;
 #define WARPS (THREADS / 32)
 #if KIND == 2
 #define V 4
-#define SIZE 4
 #else
 #define V 8
-#define SIZE 2
 #endif
 #if LAST
 #define W (SV * V)            // channels of a slice
@@ -43,40 +41,34 @@ struct alignas(16) Vec {
     u32 w[4];
 };
 
-__device__ __forceinline__ void widen(const Vec& v, float (&f)[V]) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-#if KIND == 0
-        f[2 * k] = __uint_as_float(v.w[k] << 16);
-        f[2 * k + 1] = __uint_as_float(v.w[k] & 0xffff0000u);
-#elif KIND == 1
-        asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
-            : "=f"(f[2 * k]), "=f"(f[2 * k + 1])
-            : "r"(v.w[k]));
+// ---- the machine ----
+//
+// All that is written in PTX. tests/emulated.hpp has the same in C++, so that the rest runs on a CPU.
+
+#ifdef EMULATED
+#include EMULATED
 #else
-        f[k] = __uint_as_float(v.w[k]);
-#endif
-    }
+
+extern __shared__ __align__(16) char memory[];
+
+__device__ __forceinline__ u32 address(const char* shared) { return (u32)__cvta_generic_to_shared(shared); }
+
+// Two 16-bit numbers, the first in the lower half.
+__device__ __forceinline__ void from_halves(u32 w, float& a, float& b) {
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(a), "=f"(b) : "r"(w));
 }
 
-__device__ __forceinline__ Vec narrow(const float (&f)[V]) {
-    Vec v;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-#if KIND == 0
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v.w[k]) : "f"(f[2 * k + 1]), "f"(f[2 * k]));
-#elif KIND == 1
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v.w[k]) : "f"(f[2 * k + 1]), "f"(f[2 * k]));
-#else
-        v.w[k] = __float_as_uint(f[k]);
-#endif
-    }
-    return v;
+__device__ __forceinline__ u32 to_halves(float a, float b) {
+    u32 w;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(b), "f"(a));
+    return w;
 }
 
-__device__ __forceinline__ bool is_number(float v) { return fabsf(v) < __int_as_float(0x7f800000); }
-
-// ---- memory ----
+__device__ __forceinline__ u32 to_bfloats(float a, float b) {
+    u32 w;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(b), "f"(a));
+    return w;
+}
 
 __device__ __forceinline__ u64 evict_first() {
     u64 policy;
@@ -84,8 +76,10 @@ __device__ __forceinline__ u64 evict_first() {
     return policy;
 }
 
+// Copies on their way belong to the next commit; arrived<n> waits until no more than n commits are on theirs.
 __device__ __forceinline__ void copy_async(u32 slot, const char* from, u64 policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(slot), "l"(from), "l"(policy) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+                 ::"r"(slot), "l"(from), "l"(policy) : "memory");
 }
 
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -97,26 +91,78 @@ __device__ __forceinline__ void arrived() {
 
 __device__ __forceinline__ Vec load(const char* from) {
     Vec v;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(from));
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(from));
     return v;
+}
+
+__device__ __forceinline__ Vec load_slot(u32 slot) {
+    Vec v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "r"(slot) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store(char* to, const Vec& v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(to), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
+}
+
+// The same, with nothing kept in the cache.
+__device__ __forceinline__ void store_through(char* to, const Vec& v) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(to), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
 }
 
 // Have it brought into the L2 cache.
 __device__ __forceinline__ void fetch(const char* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
-__device__ __forceinline__ Vec load_slot(u32 slot) {
+__device__ __forceinline__ u32 peek(const u32* word) {
+    u32 now;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+    return now;
+}
+
+__device__ __forceinline__ u32 add_release(u32* word, u32 step) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(step) : "memory");
+    return before;
+}
+
+#endif
+
+// ---- numbers ----
+
+__device__ __forceinline__ void widen(const Vec& v, float (&f)[V]) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#if KIND == 0
+        f[2 * k] = __uint_as_float(v.w[k] << 16);
+        f[2 * k + 1] = __uint_as_float(v.w[k] & 0xffff0000u);
+#elif KIND == 1
+        from_halves(v.w[k], f[2 * k], f[2 * k + 1]);
+#else
+        f[k] = __uint_as_float(v.w[k]);
+#endif
+    }
+}
+
+__device__ __forceinline__ Vec narrow(const float (&f)[V]) {
     Vec v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "r"(slot) : "memory");
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#if KIND == 0
+        v.w[k] = to_bfloats(f[2 * k], f[2 * k + 1]);
+#elif KIND == 1
+        v.w[k] = to_halves(f[2 * k], f[2 * k + 1]);
+#else
+        v.w[k] = __float_as_uint(f[k]);
+#endif
+    }
     return v;
 }
 
-// What will be read again soon stays in the cache; what is larger than it must not push out what is read again here.
-__device__ __forceinline__ void store(char* to, const Vec& v, bool passing) {
-    if (passing)
-        asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
-    else
-        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
-}
+__device__ __forceinline__ bool is_number(float v) { return fabsf(v) < __int_as_float(0x7f800000); }
 
 // ---- where things are ----
 
@@ -127,6 +173,14 @@ struct Shape {
     u32 magic, shift;
     int passing;  // the tensor is larger than the cache
 };
+
+// What will be read again soon stays in the cache; what is larger than it must not push out what is read again here.
+__device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
+    if (s.passing)
+        store_through(to, v);
+    else
+        store(to, v);
+}
 
 // The vectors of one thread: the i-th is at offset(i), for i < n. Parts take turns, block by block, so that all programs
 // together read through the tensor in order.
@@ -182,18 +236,6 @@ __device__ __forceinline__ u32 load_bits(const unsigned char* from) {
 }
 
 // ---- how programs meet: see meet.py ----
-
-__device__ __forceinline__ u32 peek(const u32* word) {
-    u32 now;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
-    return now;
-}
-
-__device__ __forceinline__ u32 add_release(u32* word, u32 step) {
-    u32 before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(step) : "memory");
-    return before;
-}
 
 __device__ __forceinline__ void meet(u32* word, int part, int parts) {
     __syncthreads();
@@ -335,10 +377,8 @@ __device__ __forceinline__ float activate_backward(float dy, float z, float slop
 #endif
 }
 
-extern __shared__ __align__(16) char memory[];
-
 __device__ __forceinline__ u32 slot_of(int tensor, int i) {
-    return (u32)__cvta_generic_to_shared(memory) + ((tensor * K + i) * THREADS + threadIdx.x) * 16;
+    return address(memory) + ((tensor * K + i) * THREADS + threadIdx.x) * 16;
 }
 
 // ---- forward ----
@@ -573,7 +613,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
                 if (RESIDUAL && z > 0) above |= 1u << k;
                 f[k] = activate(z, slope);
             }
-            store(y + walk.of_y(s, i), narrow(f), s.passing);
+            put(y + walk.of_y(s, i), narrow(f), s);
             if (RESIDUAL && bits) store_bits(bits + walk.of_bits(s, i), above);
         };
         // What was read last first: it is still in the cache.
@@ -678,7 +718,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
         auto add = [&](const Vec& v, const Vec& g, u32 above, int i) {
             float f[V], dz[V];
             dz_of(v, g, above, f, dz);
-            if (RESIDUAL && dresidual) store(dresidual + walk.of_y(s, i), narrow(dz), s.passing);
+            if (RESIDUAL && dresidual) put(dresidual + walk.of_y(s, i), narrow(dz), s);
 #pragma unroll
             for (int k = 0; k < V; ++k) {
                 s1[k] += dz[k];
@@ -750,7 +790,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
             dz_of(v, g, above, f, dz);
 #pragma unroll
             for (int k = 0; k < V; ++k) f[k] = fmaf(dz[k], scale[k], -fmaf(f[k], k2[k], k0[k]));
-            store(dx + walk.of_y(s, i), narrow(f), s.passing);
+            put(dx + walk.of_y(s, i), narrow(f), s);
         };
         i = streamed;
         for (; i >= UNROLL; i -= UNROLL) {
