@@ -1,4 +1,4 @@
-"""Run kernels/resident.cu on the CPU: compiled by g++ with emulated.hpp, launched with the arguments of a real launch."""
+"""Run kernels/resident.cu on the CPU: compiled by g++ with emulated.hpp, given the arguments of a real launch."""
 
 import ctypes
 import subprocess

@@ -62,8 +62,8 @@ def device(request, emulation, monkeypatch):
             pytest.skip("no g++ to compile the emulated kernel with")
         resident._kernel.cache_clear()
         monkeypatch.setattr(nvrtc, "load", emulation)
-        request.addfinalizer(resident._kernel.cache_clear)
-    return request.param
+    yield request.param
+    resident._kernel.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_matches_the_oracle(device, shape, layout, dtype, activation, has_residu
 
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_mean_a_million_standard_deviations(device, layout):
-    x = arranged((16, 32, 8, 8), layout, torch.float32, device, 0.0) / 2 + 1e6
+    x = arranged((16, 16, 8, 8), layout, torch.float32, device, 0.0) / 2 + 1e6
     got, e = run(x, planned(x, 3), ("relu",))
     compare(x, got, e)
 
@@ -120,27 +120,27 @@ def test_one_value_far_from_the_others(device):
 
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_same_bits_every_time(device, layout):
-    x = arranged((16, 64, 16, 16), layout, torch.bfloat16, device)
+    x = arranged((8, 32, 8, 8), layout, torch.bfloat16, device)
     results = []
     for _ in range(3):
         torch.manual_seed(1)
-        results.append(run(x, planned(x, 6), ("relu",), torch.randn_like(x))[0])
+        results.append(run(x, planned(x, 3), ("relu",), torch.randn_like(x))[0])
     for several in zip(*results, strict=True):
         assert all(torch.equal(several[0], v) for v in several)
 
 
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_running_averages(device, layout):
-    x = arranged((16, 72, 8, 8), layout, torch.float32, device)
-    running = kept(72, device)
+    x = arranged((8, 40, 8, 8), layout, torch.float32, device)
+    running = kept(40, device)
     _, e = run(x, planned(x, 3), running=running)
-    m = x.numel() / 72
+    m = x.numel() / 40
     assert_near(running[0], 0.5 + 0.1 * (e.mean - 0.5), torch.float32, "mean")
     assert_near(running[1], 2.0 + 0.1 * (e.var * m / (m - 1) - 2.0), torch.float32, "var")
     assert [int(v) for v in running[2:]] == [1, 0]
     run(x, planned(x, 3), running=running, momentum=None)
     assert int(running[2]) == 2
-    x[3, 40] = float("inf")
+    x[3, 30] = float("inf")
     before = [v.clone() for v in running]
     run(x, planned(x, 3), running=running)
     assert all(torch.equal(a, b) for a, b in zip(before[:3], running[:3], strict=True))

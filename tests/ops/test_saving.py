@@ -309,7 +309,9 @@ def test_an_output_changed_in_place_after_it_is_read_is_computed_as_it_was():
     torch.testing.assert_close(torch.autograd.grad(loss, conv.weight), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("reader", [torch.sigmoid, torch.square, nn.Conv2d(8, 2, 1)], ids=["sigmoid", "square", "convolution"])
+@pytest.mark.parametrize(
+    "reader", [torch.sigmoid, torch.square, nn.Conv2d(8, 2, 1)], ids=["sigmoid", "square", "convolution"]
+)
 def test_what_is_changed_in_place_is_an_error_as_ever(reader):
     with bn.recompute():
         x = torch.randn(SMALL, requires_grad=True) * 1
