@@ -4,6 +4,7 @@ from . import data, models, ops
 from .inference import export, fold
 from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, Ghost, Renorm, Sync, freeze_, param_groups, unfreeze_
 from .monitor import Monitor
+from .ops import recompute
 from .population import estimate_
 from .surgery import convert, insert, revert
 
@@ -27,6 +28,7 @@ __all__ = [
     "models",
     "ops",
     "param_groups",
+    "recompute",
     "revert",
     "unfreeze_",
 ]

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import is_dataclass
 from importlib import import_module
 from importlib.metadata import version
+from inspect import getdoc
+from itertools import takewhile
+from typing import Any, get_type_hints
 
 import tyro
 
@@ -17,9 +22,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "evaluate": ("batchnorm.train.evaluation:evaluate", "top-1 and top-5 error of runs: 1, 10 or 144 crops, ensembles"),
     "describe": ("batchnorm.train.command:describe", "print a network's layers and costs beside the paper's claims"),
     "shard": ("batchnorm.data.sharding:shard", "pack an image folder, or ImageNet's tar files, into tar shards"),
-    "report": ("batchnorm.report.page:report", "compare runs on one page of HTML"),
+    "report": ("batchnorm.report.command:report", "compare runs on one page of HTML"),
     "reproduce fig1": ("batchnorm.reproduce.fig1:fig1", "Figure 1: MNIST with and without batch normalization"),
     "reproduce comparison": ("batchnorm.reproduce.comparison:comparison", "each network at its best rate, three seeds"),
+    "reproduce fig2": ("batchnorm.reproduce.fig2.command:fig2", "Figures 2, 3: Inception and its variants on images"),
     "reproduce fig4": ("batchnorm.reproduce.fig4:fig4", "Figure 4: many crops, many networks"),
     "reproduce section2": ("batchnorm.reproduce.section2:section2", "Section 2: normalizing outside the gradient"),
     "reproduce optimizers": ("batchnorm.reproduce.optimizers:optimizers", "Section 3.1: batch descent to Adagrad"),
@@ -33,7 +39,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench algorithm2": ("batchnorm.bench.algorithm2:algorithm2", "time estimate_ and fold against plain torch"),
     "bench fig1": ("batchnorm.bench.fig1:fig1", "time Figure 1's experiment against plain eager PyTorch"),
     "bench monitor": ("batchnorm.bench.monitor:monitor", "what a Monitor costs a training loop"),
+    "bench counters": ("batchnorm.bench.counters:counters", "what bounds those kernels: hardware counters, by ncu"),
     "bench train": ("batchnorm.bench.train:train", "time the appendix network's training step against stock parts"),
+    "bench memory": ("batchnorm.bench.memory:memory", "peak memory of that training step against stock parts"),
     "bench input": ("batchnorm.bench.input:input_rate", "images per second and core against a plain loader"),
     "bench crops": ("batchnorm.bench.crops:crops", "crops per second against the bare forward pass"),
 }
@@ -50,20 +58,38 @@ def main(arguments: list[str] | None = None) -> int:
         return _usage(words)
     module, _, function = COMMANDS[command][0].partition(":")
     try:
-        tyro.cli(
-            getattr(import_module(module), function),
-            prog=f"batchnorm {command}",
-            config=(tyro.conf.OmitArgPrefixes,),
-            args=words[len(command.split()) :],
-        )
+        _call(getattr(import_module(module), function), command, words[len(command.split()) :])
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
     except (MissingExtraError, FileNotFoundError, ValueError) as error:
         # What a user can put right gets one sentence; anything else keeps its traceback.
         print(f"batchnorm {command}: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
+
+
+def _call(function: Callable[..., object], command: str, words: list[str]) -> None:
+    """Read a function's arguments, or the dataclass that is its one argument, from words, and call it."""
+    kinds: list[Any] = [kind for name, kind in get_type_hints(function).items() if name != "return"]
+    settings = kinds[0] if len(kinds) == 1 and is_dataclass(kinds[0]) else None
+    given: Any = settings or function
+    made = tyro.cli(
+        given,
+        prog=f"batchnorm {command}",
+        description=_description(given),
+        config=(tyro.conf.OmitArgPrefixes,),
+        args=words,
+    )
+    if settings is not None:
+        function(made)
+
+
+def _description(given: object) -> str:
+    """Return the paragraphs of a docstring that a user wants to read, without markup."""
+    paragraphs = (getdoc(given) or "").replace("``", "'").split("\n\n")
+    ends = ("Args:", "Raises:", ">>>", "Paper:", "Beyond the paper:")
+    return "\n\n".join(" ".join(p.split()) for p in takewhile(lambda p: not p.startswith(ends), paragraphs))
 
 
 def _usage(words: list[str]) -> int:

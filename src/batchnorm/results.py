@@ -81,7 +81,12 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of the source tree, with a mark where files differ from it; None outside a repository."""
+    """Return the commit of the source tree, with a mark where files differ from it; None outside a repository.
+
+    A copy of the tree without its repository is told by ``BATCHNORM_COMMIT``.
+    """
+    if "BATCHNORM_COMMIT" in os.environ:
+        return os.environ["BATCHNORM_COMMIT"]
     here = Path(__file__).parent
     try:
         commit = subprocess.run(

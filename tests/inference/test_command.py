@@ -8,6 +8,7 @@ import torch
 from networks import scramble_
 from safetensors.torch import save_file
 
+from batchnorm.cli import main
 from batchnorm.inference.command import fold
 
 FACTORY = """
@@ -50,6 +51,7 @@ def test_from_the_shell(folder):
     done = subprocess.run([sys.executable, "-m", "batchnorm.cli", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "1: folded into '0'" in done.stdout
+    assert not done.stderr, "nor what torch.onnx says about packages that nobody asked for"
     import onnxruntime
 
     x = torch.randn(5, 3, 8, 8)
@@ -81,3 +83,20 @@ def test_weights_and_shape(folder, suffix, capsys):
 def test_mistakes_get_a_sentence(folder, factory, message):
     with pytest.raises(ValueError, match=message):
         fold(factory, folder / "net.onnx")
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ("1 4 8 8", "cannot be called on --input 1 4 8 8: Given groups=1"),
+        ("1 3 2 2", "Kernel size can't be greater"),
+        ("3", "cannot be called on --input 3"),
+        ("0 3 8 8", "--input 0 3 8 8 is no shape of a batch"),
+    ],
+)
+def test_a_wrong_shape_gets_one_sentence(folder, shape, says, capsys):
+    assert main(["fold", "mynets:net", "-o", "net.pt2", "--input", *shape.split()]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "Traceback" not in error
+    assert not (folder / "net.pt2").exists()

@@ -7,11 +7,15 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from batchnorm.ops.kernels import pool
 from batchnorm.ops.kernels.backward import backward
 from batchnorm.ops.kernels.forward import forward
 
-NUMBERS = ("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane", "width")
-POINTERS = {"bits": "u8", "batches": "i64", "skipped": "i64", "words": "i32"}
+NUMBERS = (
+    *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane", "width"),
+    *("dy_stride", "count", "H", "W", "out_H", "out_W"),
+)
+POINTERS = {"bits": "u8", "where": "u8", "batches": "i64", "skipped": "i64", "words": "i32"}
 TYPED = ("x", "y", "residual", "dy", "dx", "dresidual")  # the rest is float32
 ALONE = {"T": 2, "PHASE": 3, "ALONE": True, "LAST": False, "TREE": False, "TICKET": False}
 MET = {"T": 4, "PHASE": 3, "ALONE": False, "LAST": False, "TREE": False, "TICKET": True}
@@ -21,7 +25,7 @@ REST = {**SUMS, "PHASE": 2}
 LAST, FIRST = (True, 64, 32, 16, False), (False, 256, 8, 8, True)
 
 
-def build(kernel, form, way, dtype, act, absent):
+def build(kernel, form, way, dtype, act, absent, pointers=POINTERS):
     constants = {**way, "FORM": form, "ACT": act, "CUMULATIVE": act == 2, "STAGES": 3, "ON_DEVICE": True}
     signature, fixed, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -32,7 +36,7 @@ def build(kernel, form, way, dtype, act, absent):
         elif name in ("eps", "momentum", "slope"):
             signature[name] = "fp32"
         else:
-            signature[name] = "*" + POINTERS.get(name, dtype if name in TYPED else "fp32")
+            signature[name] = "*" + pointers.get(name, dtype if name in TYPED else "fp32")
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
     assert triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["cubin"]
@@ -47,6 +51,13 @@ def main():
     for kernel, act in itertools.product((forward, backward), (0, 2, 3, 4, 5)):
         absent = () if act > 2 else hidden if kernel is backward else ("running_mean", "running_var", "beta")
         build(kernel, LAST, MET, "fp32", act, (*absent, "bits") if act > 2 else absent)
+        count += 1
+    for kernel in (pool.max_forward, pool.max_backward_1, pool.max_backward_2, pool.average):
+        build(kernel, LAST, {"P": 16, "V": 64, "A": 16, "STRIDE": 2, "BACKWARD": True}, "bf16", 1, ())
+        count += 1
+    again = ("bits", "gamma", "beta", "running_mean", "running_var", "batches", "skipped")
+    for form, absent in ((LAST, again), (FIRST, (*again, "residual"))):
+        build(forward, form, REST, "bf16", 1, absent, pointers={})  # launch.normalize
         count += 1
     sys.stdout.write(f"compiled {count}\n")
 

@@ -43,6 +43,21 @@ def test_gradients(activation, has_residual):
         assert_near(residual.grad, e.dresidual, torch.float32, "dresidual")
 
 
+@pytest.mark.parametrize("offset", [8, 3])  # 3: no stride of whole vectors
+@pytest.mark.parametrize("shape", [(3, 16, 4, 4), (40, 16), (3, 5, 4, 4)])
+def test_a_gradient_that_is_a_slice_of_channels(shape, offset):
+    n, c, *locations = shape
+    x, gamma, beta, _ = leaves(False, shape)
+    wide = draw(n, c + 2 * offset, *locations)
+    if locations:
+        x = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+        wide = wide.contiguous(memory_format=torch.channels_last)
+    dy = wide[:, offset : offset + c]
+    y, _ = fused.batch_norm(x, gamma, beta, EPS, Activation("relu"), None)
+    sliced, dense = (torch.autograd.grad(y, (x, gamma, beta), g, retain_graph=True) for g in (dy, dy.clone()))
+    torch.testing.assert_close(sliced, dense, rtol=0, atol=0)
+
+
 def plain(x, gamma, beta, activation, residual):
     return composite.batch_norm(x, gamma, beta, EPS, Activation(activation), residual)
 

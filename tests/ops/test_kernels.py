@@ -3,20 +3,18 @@
 Outputs start as NaN (torch fills what it allocates, by the fixture below), so that an unwritten value fails.
 """
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import assert_near, expect
+from kernels import EPS, Way, arranged, compare, kept, run
+from oracle import assert_near
 
-from batchnorm.ops import Activation, launch, plan
+from batchnorm.ops import launch, plan
 from batchnorm.ops.geometry import geometry_of
 
 # Triton's interpreter meets it in numpy >= 1.25.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-EPS = 1e-5
 ON_DEVICE = torch.cuda.is_available()
 
 
@@ -37,58 +35,11 @@ def _unwritten_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-class Way(NamedTuple):
-    """How to run: the arguments of plan.make."""
-
-    path: str
-    tile: int = 64
-    tiles: int = 0
-    parts: int = 1
-    lanes: int = 8
-
-
 ALONE = Way("once", 256, 16)  # one program has a slice
 MET = Way("once", 64, 2)  # several programs share one
 AGAIN = Way("again", 64, 0, 3)
 STREAM = Way("stream", 64, 0, 3)
 TREE = Way("stream", 64, 0, 40)  # so many parts that they are merged in two steps
-
-
-def arranged(shape, layout, dtype, device, mean=3.0):
-    x = (torch.randn(shape, device=device) * 2 + mean).to(dtype)
-    if layout == "last":
-        return x.movedim(1, -1).contiguous().movedim(-1, 1)
-    return x
-
-
-def run(x, way, activation=None, residual=None, affine=True, running=None, momentum=0.1):
-    """Everything that one forward and one backward pass give, by launches planned as ``way`` says."""
-    act = Activation(*activation) if activation else Activation()
-    c = x.shape[1]
-    gamma, beta = (torch.randn(c, device=x.device) for _ in range(2)) if affine else (None, None)
-    dy = torch.randn_like(x)
-    p = plan.make(geometry_of(x), x.element_size(), *way, 4)
-    signed = residual is not None and act.name in ("relu", "leaky_relu")
-    y, stats, bits = launch.forward(x, gamma, beta, residual, running, momentum, EPS, *act, signed, p)
-    hidden = residual if residual is not None and act.name != "identity" and not signed else None
-    wanted = None if residual is None else residual.dtype
-    dx, dgamma, dbeta, dr = launch.backward(dy, x, hidden, bits if signed else None, stats, *act, wanted, p)
-    ones, zeros = torch.ones(c, device=x.device), torch.zeros(c, device=x.device)
-    e = expect(x, ones if gamma is None else gamma, zeros if beta is None else beta, EPS, dy, act, residual)
-    return (y, stats, dx, dgamma, dbeta, dr), e
-
-
-def compare(x, got, e, residual=None, scale=1.0):
-    y, stats, dx, dgamma, dbeta, dr = got
-    assert_near(y, e.y, x.dtype, "y", scale)
-    assert_near(stats[0], e.mean, torch.float32, "mean")
-    assert_near(stats[1], e.var, torch.float32, "var", scale)
-    assert (stats[2] == x.numel() // x.shape[1]).all()
-    assert_near(dx, e.dx, x.dtype, "dx", scale, top=e.dx_terms)
-    assert_near(dgamma, e.dgamma, torch.float32, "dgamma", scale, top=e.sum_terms)
-    assert_near(dbeta, e.dbeta, torch.float32, "dbeta", scale, top=e.sum_terms)
-    if residual is not None:
-        assert_near(dr, e.dresidual, residual.dtype, "dresidual", scale)
 
 
 CASES = [
@@ -206,11 +157,6 @@ def test_same_bits_every_time(device, layout, way):
         assert a is b is None or torch.equal(a, b)
 
 
-def kept(c, device):
-    count = torch.zeros((), dtype=torch.long, device=device)
-    return torch.full((c,), 0.5, device=device), torch.full((c,), 2.0, device=device), count, count.clone()
-
-
 @pytest.mark.parametrize("way", [ALONE, MET, AGAIN, STREAM])
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_running_averages(device, layout, way):
@@ -247,3 +193,15 @@ def test_a_single_value_is_no_information(device):
     run(torch.randn(1, 3, device=device), ALONE, running=running)
     assert (running[0] == 0.5).all()
     assert [int(v) for v in running[2:]] == [0, 0]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 16])
+def test_launches_that_overlap_leave_each_other_room(at_once, monkeypatch):
+    monkeypatch.setattr(plan, "AT_ONCE", at_once)
+    capacity = 132 * 16  # warps of 128 registers a thread
+    for channels, rows in ((64, 32 * 32 * 32), (192, 32 * 16 * 16), (96, 32 * 8 * 8), (320, 32 * 4 * 4), (64, 10**6)):
+        g = geometry_of(torch.empty(1, rows, 1, channels, device="meta").permute(0, 3, 1, 2))
+        for backward in (False, True):
+            p = plan.choose.__wrapped__(g, 2, backward, False, 132)
+            waiting = p.parts * (p.beside if p.ticket else p.slices)
+            assert p.path == "stream" or p.alone or waiting * p.warps * at_once <= capacity

@@ -313,3 +313,10 @@ def test_many_batches_are_merged_in_chunks():
 def test_unknown_words_are_refused(argument):
     with pytest.raises(ValueError, match="rule is 'paper' or 'pooled'"):
         bn.estimate_(nn.BatchNorm1d(3), [torch.randn(8, 3)], **argument)
+
+
+def test_a_bare_tensor_is_no_sequence_of_batches():
+    net = nn.Sequential(nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match=r"one tensor of shape \(8, 3\).* write \[x\] for one batch, x\.split\(64\)"):
+        bn.estimate_(net, torch.randn(8, 3))
+    assert net[0].num_batches_tracked == 0

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from batchnorm.report.claims import paper_versus_here, steps_to
-from batchnorm.report.page import Report, render, report
+from batchnorm.report.command import Report, report
+from batchnorm.report.page import render
 from batchnorm.report.runs import read_runs
 
 

@@ -26,6 +26,19 @@ def test_train_with_overrides(data, tmp_path, capsys):
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 3
 
 
+def test_help_says_what_each_recipe_has(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    # Lines may break anywhere.
+    text = "".join(capsys.readouterr().out.replace("│", " ").split())
+    overrides = text.partition("fieldsoftherecipetochange")[2]
+    assert "None" not in overrides
+    assert "--decayFLOATfactoronthelearningrate...(default:0.96)" in overrides
+    assert "(default:0.045;0.0015ininception,bn-baseline,inception-sigmoid;0.0075inbn-x5," in overrides
+    assert "(default:none;5binbn-x30-per-activation," in overrides
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -49,7 +62,7 @@ def test_what_a_user_can_put_right_gets_one_sentence(data, tmp_path, capsys, arg
         "--workers",
         "0",
     ]
-    assert main(["train", *fixed, *words]) == 1
+    assert main(["train", *fixed, *words]) == 2
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1

@@ -54,6 +54,44 @@ def test_it_learns(data, tmp_path):
     assert result.top1 > 0.5
 
 
+def test_the_training_images_are_scored_as_validation_images_are(data, tmp_path):
+    shutil.copytree(data / "train", tmp_path / "data" / "train")
+    (tmp_path / "data" / "val").symlink_to(tmp_path / "data" / "train")
+    for cache in ("none", "device"):
+        result = train_small(tmp_path / "data", tmp_path / cache, small(epochs=1), score_training=True, cache=cache)
+        assert result.train_top1 == result.top1
+    assert train_small(data, tmp_path / "not asked", small(epochs=1)).train_top1 is None
+
+
+def test_validations_alone_do_not_save(data, tmp_path):
+    process = start(data, tmp_path, evaluate_every=1, checkpoint_every=5)
+    while lines_in(tmp_path) < 8:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    steps = [int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("step-*")]
+    assert all(step in (5, 10, 12) for step in steps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["none", "device"])
+def test_on_a_gpu_a_run_goes_on_where_it_stopped(data, tmp_path, cache):
+    recipe, options = small(width=0.25, epochs=6, dropout=0.2), {"device": "cuda", "cache": cache}
+    train_small(data, tmp_path / "whole", recipe, **options)
+    for steps in (13, 24):  # past the capture of the graph, which comes after three steps
+        result = train_small(data, tmp_path / "parts", recipe, max_steps=steps, **options)
+    assert result.steps == 24
+    assert result.top1 is not None
+    whole, parts = (
+        [line for line in read(tmp_path / run / "metrics.jsonl") if "loss" in line] for run in ("whole", "parts")
+    )
+    assert [line["step"] for line in parts] == [line["step"] for line in whole] == list(range(1, 25))
+    # On a GPU the last bits differ from run to run, and training makes more of them.
+    for a, b in zip(whole[:6], parts[:6], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=0.05)
+    assert sum(line["loss"] for line in parts[13:]) == pytest.approx(sum(line["loss"] for line in whole[13:]), rel=0.2)
+
+
 def test_killed_at_random_points_ten_times(data, reference, tmp_path):
     rng = random.Random(0)
     kills = 0

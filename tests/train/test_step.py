@@ -1,10 +1,14 @@
 """The fast forms of a step against the plain one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from training import small
 
 from batchnorm.data import Augment
+from batchnorm.models.blocks import InceptionModule
+from batchnorm.train import RECIPES
 from batchnorm.train.distributed import Ranks
 from batchnorm.train.step import TrainStep, make_optimizer
 
@@ -38,12 +42,6 @@ def test_without_autocast_nothing_is_cast():
     torch.testing.assert_close(same, plain, rtol=0, atol=0)
 
 
-def test_compiled_pools():
-    # One step: this deep and narrow network amplifies rounding by orders of magnitude a step.
-    plain, compiled = trained(bf16=False, steps=1), trained(bf16=False, steps=1, compile="pools")
-    torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-4)
-
-
 def test_only_whole_batches_are_worth_compiling():
     recipe = small()
     net, augment = recipe.network(3), Augment("none")
@@ -58,7 +56,7 @@ def test_only_whole_batches_are_worth_compiling():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("what", ["nothing", "pools", "network"])
+@pytest.mark.parametrize("what", ["nothing", "network"])
 @pytest.mark.parametrize("cast_once", [False, True])
 def test_captured_steps_train_as_the_plain_ones_do(what, cast_once):
     options = {"steps": 8, "device": "cuda", "recipe": small(rate=0.01, dropout=0.2)}
@@ -68,3 +66,33 @@ def test_captured_steps_train_as_the_plain_ones_do(what, cast_once):
     torch.testing.assert_close(fast[1][0], plain[1][0], rtol=0.15, atol=0)
     assert fast[1][2] == plain[1][2]
     assert all(v.isfinite().all() for v in fast[0].values())
+
+
+@pytest.mark.gpu
+def test_branches_side_by_side_do_not_disturb_each_other():
+    torch.manual_seed(0)
+    net = replace(RECIPES["bn-x30"], size=64, width=0.5).network(10).cuda().to(memory_format=torch.channels_last)
+    modules = [m for m in net.modules() if isinstance(m, InceptionModule)]
+    parameters = list(net.parameters())
+    x = torch.randn(16, 3, 64, 64, device="cuda").contiguous(memory_format=torch.channels_last)
+
+    def gradients():
+        with torch.autocast("cuda", torch.bfloat16):
+            scores = net(x)
+        return torch.autograd.grad(scores.float().logsumexp(1).sum(), parameters)
+
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        one_after_the_other = [g.clone() for g in gradients()]
+        for module in modules:
+            module.side_by_side = True
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                gradients()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = gradients()
+        for _ in range(50):
+            graph.replay()
+            torch.testing.assert_close(list(captured), one_after_the_other, rtol=0, atol=0)

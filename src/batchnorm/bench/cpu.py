@@ -116,8 +116,8 @@ def cpu(
         threads: how many threads torch may use.
         rounds: how often the sides take turns.
         seconds: how long each side runs in a turn, at least one pass.
-        levels: "layers" compares ours with ``torch.nn``'s and its ReLU, both of which count their batches too;
-            "functions" compares ``ops.normalize_batch_`` with ``F.batch_norm`` and ``F.relu``, which do not.
+        levels: "layers" compares ours with those of torch.nn and its ReLU, which count their batches too; "functions"
+            compares ops.normalize_batch_ with F.batch_norm and F.relu, which do not.
 
     Beyond the paper: its transform, on the clock.
     """

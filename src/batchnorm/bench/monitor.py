@@ -27,7 +27,7 @@ class BenchMonitor:
     """
 
     steps: int = 500
-    """Updates in a turn: five records at the default ``every=100``."""
+    """Updates in a turn: five records at the default every=100."""
     rounds: int = 15
     """Turns of each contender; the ratio is the median of the turns' ratios."""
     out: Path = Path("results/bench-monitor.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -62,6 +63,14 @@ class ImageBatches:
     def __len__(self) -> int:
         """Return the steps of an epoch, the same on every rank."""
         return len(self.order)
+
+    def centred(self, batch_size: int) -> ImageBatches:
+        """Return the same examples as evaluation sees them: as stored, each as its centre square."""
+        order = replace(self.order, train=False, batch_size=batch_size)
+        crop, load = CentreCrop(self.size), self._load
+        if isinstance(load, Prefetcher):
+            load = Prefetcher(BatchReader(self._source, crop, self.size), load.workers, load.device)
+        return ImageBatches(self._source, order, crop, self.size, load, self.max_corrupt)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's batches of an epoch from step ``start`` on.

@@ -8,7 +8,8 @@ import shutil
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -19,9 +20,11 @@ from .draws import permutation, seed_at
 from .folder import FolderSource
 from .imagenet import TRAIN_TAR, open_official
 from .shards import CLASSES_FILE, TarSource
+from .shrink import shrink
 from .source import ImageSource
 
 T = TypeVar("T")
+AHEAD = 256  # images made smaller at a time
 
 
 class ShardedSplit(NamedTuple):
@@ -36,11 +39,13 @@ class ShardedSplit(NamedTuple):
         return f"{self.split}: {self.examples} images of {self.classes} classes in {self.shards} shards"
 
 
-def shard(folder: Path, out: Path, /, *, per_shard: int = 5000, seed: int = 0) -> list[ShardedSplit]:
+def shard(
+    folder: Path, out: Path, /, *, per_shard: int = 5000, seed: int = 0, short_side: int | None = None
+) -> list[ShardedSplit]:
     """Turn an image folder, or ImageNet's own tar files, into tar shards in random order, and print what was written.
 
-    Encoded images are copied as they are. ``classes.txt`` beside the shards has the class names. The folder ``out``
-    appears when all of it is written and safe on disk; the same folder, seed and size give the same bytes.
+    Encoded images are copied as they are, or made smaller. ``classes.txt`` beside the shards has the class names. The
+    folder ``out`` appears when all of it is written and safe on disk; the same folder and options give the same bytes.
 
     Args:
         folder: with train/CLASS/*.jpg and, where there is one, val/CLASS/*.jpg; or with ILSVRC2012_img_train.tar and,
@@ -49,10 +54,12 @@ def shard(folder: Path, out: Path, /, *, per_shard: int = 5000, seed: int = 0) -
         out: the folder to make.
         per_shard: images in a shard, at most.
         seed: of the order of the images.
+        short_side: make images whose shorter side has more pixels smaller, as JPEGs of quality 95; 256 is enough for
+            crops of 224 px.
 
     Raises:
         FileNotFoundError: where ``folder`` has no images.
-        ValueError: where ``out`` exists, or ``per_shard`` is no positive number.
+        ValueError: where ``out`` exists, or ``per_shard`` or ``short_side`` is no positive number.
 
     Beyond the paper: WebDataset's layout.
     """
@@ -60,11 +67,15 @@ def shard(folder: Path, out: Path, /, *, per_shard: int = 5000, seed: int = 0) -
         raise ValueError(f"{out} exists already: remove it or choose another folder")
     if per_shard < 1:
         raise ValueError(f"per_shard={per_shard}: a shard holds at least one image")
+    if short_side is not None and short_side < 1:
+        raise ValueError(f"short_side={short_side}: an image has at least one pixel")
     sources = _open_all(folder)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        written = [_write_split(source, split, temporary, per_shard, seed) for split, source in sources.items()]
+        written = [
+            _write_split(source, split, temporary, per_shard, seed, short_side) for split, source in sources.items()
+        ]
         temporary.chmod(0o755)
         temporary.rename(out)
     except BaseException:
@@ -84,29 +95,47 @@ def _open_all(folder: Path) -> Mapping[str, ImageSource]:
     return {split: FolderSource.open(folder, split) for split in splits}
 
 
-def _write_split(source: ImageSource, split: str, out: Path, per_shard: int, seed: int) -> ShardedSplit:
+def _write_split(
+    source: ImageSource, split: str, out: Path, per_shard: int, seed: int, short_side: int | None
+) -> ShardedSplit:
     (out / CLASSES_FILE).write_text("".join(f"{name}\n" for name in source.classes), encoding="utf-8")
     n = len(source.labels)
     order = permutation(seed_at(seed, 0), n)
     parts = np.array_split(order, -(-n // per_shard))
     shards = [out / f"{split}-{number:06d}.tar" for number in range(len(parts))]
     for path, part in _progress(list(zip(shards, parts, strict=True)), split):
-        _write_shard(path, source, part)
+        _write_shard(path, source, part, short_side)
     TarSource.open(out, split, shards)  # leaves the index
     return ShardedSplit(split, n, len(parts), len(source.classes))
 
 
-def _write_shard(path: Path, source: ImageSource, examples: NDArray[np.int64]) -> None:
+def _write_shard(path: Path, source: ImageSource, examples: NDArray[np.int64], short_side: int | None) -> None:
     with path.open("wb") as file:
         with tarfile.open(fileobj=file, mode="w") as tar:
-            for example in examples.tolist():
-                origin = Path(source.name(example))
+            for example, (content, suffix) in zip(
+                examples.tolist(), _contents(source, examples, short_side), strict=True
+            ):
                 # A key has no dot and is unique; the file's own name is kept in it, for messages about it.
-                key = f"{example:08d}-{origin.stem.replace('.', '_')}"
-                _add(tar, f"{key}{origin.suffix.lower()}", source.read(example))
+                key = f"{example:08d}-{Path(source.name(example)).stem.replace('.', '_')}"
+                _add(tar, f"{key}{suffix}", content)
                 _add(tar, f"{key}.cls", str(source.labels[example]).encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+def _contents(source: ImageSource, examples: NDArray[np.int64], short_side: int | None) -> Iterator[tuple[bytes, str]]:
+    """Yield the encoded images with their suffixes, made smaller by as many threads as there are cores."""
+
+    def read(example: int) -> tuple[bytes, str]:
+        return source.read(example), Path(source.name(example)).suffix.lower()
+
+    if short_side is None:
+        yield from map(read, examples.tolist())
+        return
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes and encodes without the interpreter's lock
+        for start in range(0, len(examples), AHEAD):
+            files = [read(example) for example in examples[start : start + AHEAD].tolist()]
+            yield from pool.map(lambda file: shrink(file[0], file[1], short_side), files)
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import torch
 import tyro
-from torch import nn
+from torch import Tensor, nn
 
 from .. import calling
+from ..exchange import outputs
 from ..extras import require
 from .export import export
 
@@ -37,8 +38,7 @@ def fold(
     if weights is not None:
         net.load_state_dict(_load(weights))
     if input:
-        dtype = next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
-        example = torch.randn(input, generator=torch.Generator().manual_seed(0)).to(dtype)
+        example = _example(net, input)
     if example is None:
         raise ValueError(f"{factory} returned a network without an example batch: give its shape, --input 1 3 224 224")
     before = _size(net)
@@ -63,6 +63,19 @@ def _build(factory: str) -> tuple[nn.Module, Any]:
     if not isinstance(net, nn.Module):
         raise ValueError(f"{factory} returned {type(net).__name__}, not a torch.nn.Module")
     return net, example
+
+
+def _example(net: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    """Draw a batch of this shape that the network takes."""
+    dtype = next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
+    if min(shape) < 1:
+        raise ValueError(f"--input {' '.join(map(str, shape))} is no shape of a batch: all sizes must be 1 or more")
+    example = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    try:
+        outputs(net, example, training=False)
+    except Exception as error:
+        raise ValueError(f"the network cannot be called on --input {' '.join(map(str, shape))}: {error}") from error
+    return example
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,7 @@ def export(
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         draft = Path(folder) / path.name
         try:
-            with torch.no_grad(), warnings.catch_warnings():
+            with torch.no_grad(), warnings.catch_warnings(), _without_gossip():
                 warnings.simplefilter("ignore")  # torch's exporters warn about their own insides
                 write(folded, example, draft, dynamic_batch)
         except Exception as failure:
@@ -110,6 +112,22 @@ def export(
 
 Writer = Callable[[nn.Module, Any, Path, bool], None]
 Runner = Callable[[Path, Any], Any]
+
+
+@contextmanager
+def _without_gossip() -> Iterator[None]:
+    """Keep torch.onnx from naming every optional package that is not there."""
+    # A filter, not a level: torch sets levels itself while the exporter is imported.
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+
+    def matters(record: logging.LogRecord) -> bool:
+        return record.levelno > logging.WARNING
+
+    logger.addFilter(matters)
+    try:
+        yield
+    finally:
+        logger.removeFilter(matters)
 
 
 def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool) -> None:

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Literal, NamedTuple, cast
+from functools import cache
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .pools import AvgPool2d, MaxPool2d
+
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 
 
 class Row(NamedTuple):
@@ -66,8 +72,8 @@ class SeparableConv2d(nn.Sequential):
 
     W[o, i] = sum_m P[o, i, m] D[i, m] is one dense convolution with the same result; ``rearrange`` uses it: it has
     more multiply-adds, but runs as one matrix product and keeps no depthwise activations. Where its stride is 2,
-    ``by_blocks`` reads the image as blocks of 2x2 pixels with four times the channels: the same products again, in an
-    order that suits matrix units better than three channels do.
+    ``by_blocks`` then reads the image as blocks of 2x2 pixels with four times the channels: the same products again, in
+    an order that suits matrix units better than three channels do.
 
     >>> conv = SeparableConv2d(3, 64, 7, stride=2, multiplier=8)
     >>> x, conv.rearrange = torch.randn(1, 3, 16, 16), True
@@ -88,7 +94,7 @@ class SeparableConv2d(nn.Sequential):
         pointwise = nn.Conv2d(wide, outputs, 1, bias=bias)
         super().__init__(OrderedDict(depthwise=depthwise, pointwise=pointwise))
         self.rearrange: bool | None = None
-        self.by_blocks = False
+        self.by_blocks = True
 
     def composed_weight(self) -> Tensor:
         """Return the dense kernel W, differentiable and in the parameters' precision (autocast leaves it alone)."""
@@ -109,25 +115,31 @@ class SeparableConv2d(nn.Sequential):
 
 
 def _convolve_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve at stride 2 with an odd kernel k, padded by k // 2, as stride 1 over blocks of 2x2 pixels."""
-    k = weight.shape[-1]
-    before = k // 2 + 1  # one tap of zeros in front makes the kernel even
-    weight = F.pad(weight, (1, 0, 1, 0))
-    taps = (k + 1) // 2
-    blocks = [-(-n // 2) + taps - 1 for n in x.shape[-2:]]
-    after = [2 * b - n - before for b, n in zip(blocks, x.shape[-2:], strict=True)]
-    x = F.pad(x, (before, after[1], before, after[0]))
-    channels_last = x.is_contiguous(memory_format=torch.channels_last)
-    x = F.pixel_unshuffle(x, 2)
-    weight = weight.unflatten(-1, (taps, 2)).unflatten(2, (taps, 2)).movedim((3, 5), (2, 3)).flatten(1, 3)
-    return F.conv2d(x.contiguous(memory_format=torch.channels_last) if channels_last else x, weight, bias)
+    """Convolve at stride 2 with an odd kernel, padded by half of it, as stride 1 over blocks of 2x2 pixels."""
+    inputs, kernel = weight.shape[1], weight.shape[-1]
+    # A tap of zeros, before or behind the others, makes the kernel even and lets it start at a block's first pixel.
+    front = kernel // 2 % 2
+    taps, before = (kernel + 1) // 2, (kernel // 2 + front) // 2
+    x = F.pad(x, (0, x.shape[-1] % 2, 0, x.shape[-2] % 2)) if x.shape[-1] % 2 or x.shape[-2] % 2 else x
+    rows, columns = x.shape[-2] // 2, x.shape[-1] // 2
+    # In memory: rows, columns, then a block's pixels and channels, rounded up to what matrix units take at once.
+    channels = -(-4 * inputs // 8) * 8
+    blocks = x.new_zeros(len(x), rows + taps - 1, columns + taps - 1, channels)
+    inside = blocks[:, before : before + rows, before : before + columns, : 4 * inputs].unflatten(3, (2, 2, inputs))
+    inside.copy_(x.permute(0, 2, 3, 1).unflatten(2, (columns, 2)).unflatten(1, (rows, 2)).transpose(2, 3))
+    weight = (
+        F.pad(weight, (front, 1 - front) * 2).unflatten(3, (taps, 2)).unflatten(2, (taps, 2)).permute(0, 2, 4, 3, 5, 1)
+    )
+    weight = F.pad(weight.flatten(3), (0, channels - 4 * inputs))
+    return F.conv2d(blocks.permute(0, 3, 1, 2), weight.permute(0, 3, 1, 2), bias)
 
 
 class InceptionModule(nn.Module):
     """Concatenate a 1x1, a 3x3, a double 3x3 and a pooling branch over the same input.
 
     ``rearrange`` computes the 1x1 convolutions that read the module's input as one, with their weights side by side,
-    and averages after the projection, on its fewer channels, instead of before: avg(Wx) = W avg(x).
+    and averages after the projection, on its fewer channels, instead of before: avg(Wx) = W avg(x). ``side_by_side``
+    then runs the double 3x3 branch beside the others, on a second stream of the GPU.
 
     Args:
         inputs: input channels.
@@ -156,14 +168,13 @@ class InceptionModule(nn.Module):
             )
         )
         # A constant stays one at the border, which is what lets the average and a biased projection change places.
-        pool: nn.Module = nn.AvgPool2d(3, row.stride, 1, count_include_pad=False)
-        if row.pool == "max":
-            pool = nn.MaxPool2d(3, row.stride, 1)
+        pool: nn.Module = AvgPool2d() if row.pool == "avg" else MaxPool2d(row.stride)
         self.pool = nn.Sequential(OrderedDict(pool=pool))
         if row.projection:
             self.pool.add_module("project", unit(inputs, row.projection, 1, 1, out, row.name))
         self.projects_first = row.pool == "avg" and bool(row.projection)
         self.rearrange: bool | None = None
+        self.side_by_side = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the concatenated branches."""
@@ -173,16 +184,47 @@ class InceptionModule(nn.Module):
         return torch.cat([branch(x) for branch in branches], 1)
 
     def _joined(self, x: Tensor) -> Tensor:
-        heads = [self.one, self.three.get_submodule("reduce"), self.double33.get_submodule("reduce")]
+        heads = {"one": self.one, "three": self.three[0], "double": self.double33[0]}
         if self.projects_first:
-            heads.append(self.pool.get_submodule("project"))
-        units = [cast(Unit, head) for head in heads if head is not None]
-        bias = None if units[0].conv.bias is None else torch.cat([unit.conv.bias for unit in units])  # type: ignore[misc]
-        wide = F.conv2d(x, torch.cat([unit.conv.weight for unit in units]), bias)
-        parts = list(wide.split([unit.conv.out_channels for unit in units], 1))
-        pooled = units.pop()[1](self.pool[0](parts.pop())) if self.projects_first else self.pool(x)
-        *one, three, double = (unit[1](part) for unit, part in zip(units, parts, strict=True))
-        return torch.cat([*one, self.three[1](three), self.double33[2](self.double33[1](double)), pooled], 1)
+            heads["project"] = self.pool[1]
+        units = {name: cast(Unit, head) for name, head in heads.items() if head is not None}
+        convolutions = [unit.conv for unit in units.values()]
+        biases = [conv.bias for conv in convolutions if conv.bias is not None]
+        wide = F.conv2d(x, torch.cat([conv.weight for conv in convolutions]), torch.cat(biases) if biases else None)
+        parts = dict(zip(units, wide.split([conv.out_channels for conv in convolutions], 1), strict=True))
+
+        def deep() -> Tensor:
+            y: Tensor = self.double33[2](self.double33[1](units["double"][1](parts["double"])))
+            return y
+
+        def others() -> tuple[list[Tensor], Tensor]:
+            first = [units["one"][1](parts["one"])] if "one" in units else []
+            first.append(self.three[1](units["three"][1](parts["three"])))
+            if not self.projects_first:
+                return first, self.pool(x)
+            return first, units["project"][1](self.pool[0](parts["project"]))
+
+        double, (first, pooled) = both(deep, others) if self.side_by_side else (deep(), others())
+        return torch.cat([*first, double, pooled], 1)
+
+
+def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
+    """Call two functions whose kernels may run at the same time on a GPU, forward and backward.
+
+    No memory is reused too early: what one stream reads of the other's is freed only after they have met again.
+    """
+    main, side = torch.cuda.current_stream(), _side_stream()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        a = first()
+    b = second()
+    main.wait_stream(side)
+    return a, b
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
 
 
 def _rearranged(module: SeparableConv2d | InceptionModule, x: Tensor) -> bool:

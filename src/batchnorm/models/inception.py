@@ -11,6 +11,7 @@ from torch import nn
 
 from ..layers import BatchNorm2d
 from .blocks import InceptionModule, Row, SeparableConv2d, Unit, scaled
+from .pools import MaxPool2d
 
 # As printed. 4c and 4d sum to 608 channels, while the output column says 576: see `projection` of inception().
 # fmt: off
@@ -107,7 +108,7 @@ def inception(
     layers["stem"] = unit(3, first, 7, stem_stride, size, "stem")
     size = -(-size // stem_stride)
     if pool_stride == 2:
-        layers["pool1"] = nn.MaxPool2d(3, 2, 1)
+        layers["pool1"] = MaxPool2d(2)
         size = -(-size // 2)
     if local_response:
         layers["lrn1"] = nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75)  # not in the paper: GoogLeNet's constants
@@ -115,7 +116,7 @@ def inception(
     layers["conv2"] = unit(first, channels, 3, 1, size)
     if local_response:
         layers["lrn2"] = nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75)  # not in the paper: GoogLeNet's constants
-    layers["pool2"] = nn.MaxPool2d(3, 2, 1)
+    layers["pool2"] = MaxPool2d(2)
     size = -(-size // 2)
     for row in (row.times(width) for row in rows(projection)):
         layers[f"inception_{row.name}"] = InceptionModule(channels, row, size, unit)

@@ -4,6 +4,7 @@ from .activation import Activation, as_activation
 from .dispatch import Choice, batch_norm, batch_norm_, explain, normalize, normalize_batch_
 from .moments import Moments, merge
 from .running import Running, update_
+from .saving import recompute
 
 __all__ = [
     "Activation",
@@ -17,5 +18,6 @@ __all__ = [
     "merge",
     "normalize",
     "normalize_batch_",
+    "recompute",
     "update_",
 ]

@@ -20,6 +20,7 @@ from .context import is_recomputation
 from .geometry import empty_dense, geometry_of
 from .moments import Moments, batch_moments
 from .running import Running
+from .saving import remember
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HAS_TRITON = find_spec("triton") is not None
@@ -54,6 +55,7 @@ def batch_norm(
 ) -> tuple[Tensor, Moments]:
     """Normalize a tensor that :func:`refusal` has nothing against by its own statistics."""
     y, stats, _ = torch.ops.batchnorm.fused(x, gamma, beta, residual, eps, *activation, False)
+    _remember(y, x, residual, stats, activation)
     return y, _moments(stats)
 
 
@@ -70,7 +72,13 @@ def batch_norm_(
     """Do the same and move the running averages, which are float32, inside the kernels."""
     args = (x, gamma, beta, residual, *running, momentum, eps, *activation, False)
     y, stats, _ = torch.ops.batchnorm.fused_(*args)
+    _remember(y, x, residual, stats, activation)
     return y, _moments(stats.detach())
+
+
+def _remember(y: Tensor, x: Tensor, residual: Tensor | None, stats: Tensor, activation: Activation) -> None:
+    stats = stats.detach()  # a recipe must not hold the graph that holds it
+    remember(y, lambda x, residual: launch.normalize(x, residual, stats, *activation), x, residual)
 
 
 def _moments(stats: Tensor) -> Moments:

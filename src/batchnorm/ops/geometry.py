@@ -98,3 +98,14 @@ def vector(geometry: Geometry, itemsize: int) -> int:
     while geometry.width // v < 2:
         v //= 2
     return v
+
+
+def magic_of(divisor: int) -> tuple[int, int]:
+    """Return m and s with n // divisor == (n * m >> 32) >> s for n < 2^31 (Granlund & Montgomery).
+
+    >>> m, s = magic_of(7)
+    >>> (100 * m >> 32) >> s
+    14
+    """
+    bits = (divisor - 1).bit_length()
+    return (1 << (31 + bits)) // divisor + 1, bits - 1

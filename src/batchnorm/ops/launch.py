@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import plan
+from . import plan, resident
 from .activation import NAMES
-from .geometry import Geometry, as_dense, empty_dense, geometry_of
+from .geometry import Geometry, as_dense, empty_dense, geometry_of, magic_of
 from .plan import Plan
+from .resident import Residence
 
 STATS = 8  # rows of the statistics kept for the backward pass: see kernels/forward.py
 
@@ -27,24 +28,46 @@ def forward(
     activation: str,
     slope: float,
     keep_bits: bool,
-    p: Plan | None = None,
+    p: Plan | Residence | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, the statistics (STATS, C) and the bits of z > 0 (empty where not asked for)."""
-    from .kernels.forward import forward as kernel
-
     g = _geometry(x)
     p = p or plan_of(x, False, residual is not None)
     y = empty_dense(x, g, x.dtype)
     stats = torch.empty((STATS, g.channels), dtype=torch.float32, device=x.device)
     bits = torch.empty(bytes_of_bits(g) if keep_bits else 0, dtype=torch.uint8, device=x.device)
-    partial = torch.empty((2 + 3 * p.kept_parts) * g.channels, dtype=torch.float32, device=x.device)
+    gamma, beta = (None if v is None else v.contiguous() for v in (gamma, beta))
     residual = None if residual is None else as_dense(residual, g)
-    words = _words.get(x.device, p.words)
     kept = bits if keep_bits else None
-    tensors = (x, y, residual, kept, gamma, beta, stats, partial, words, *(running or (None, None, None, None)))
+    if isinstance(p, Residence):
+        smooth = residual is not None and not keep_bits and activation != "identity"
+        if not smooth and _of_one_type(x, residual) and _are_float32(gamma, beta) and resident.takes(x, residual):
+            partial, words = _room(x, (2 + 2 * p.kept_parts) * g.channels, p)
+            tensors = (x, y, residual, kept, gamma, beta, stats, partial, words)
+            resident.forward(tensors, running, momentum, eps, activation, slope, g, p)
+            return y, stats, bits
+        p = _other_plan(x, False, residual is not None)
+    from .kernels.forward import forward as kernel
+
+    partial, words = _room(x, (2 + 3 * p.kept_parts) * g.channels, p)
+    given = (x, y, residual, kept, gamma, beta, stats, partial, words, *(running or (None, None, None, None)))
     rest = (eps, momentum or 0.0, slope, NAMES.index(activation), momentum is None)
-    _launch(kernel, tensors, rest, g, p, x)
+    _launch(kernel, given, rest, g, p, x)
     return y, stats, bits
+
+
+def normalize(x: Tensor, residual: Tensor | None, stats: Tensor, activation: str, slope: float) -> Tensor:
+    """Return a forward pass's y again, from its statistics: streaming's second launch alone, the same bits."""
+    from .kernels.forward import forward as kernel
+
+    g = _geometry(x)
+    p = plan.stream(g, x.element_size(), False, _processors(x.device))
+    y = empty_dense(x, g, x.dtype)
+    residual = None if residual is None else as_dense(residual, g)
+    # Nothing is merged, met or moved: what the first launch works with is not read.
+    tensors = (x, y, residual, None, None, None, stats, stats, stats, None, None, None, None)
+    _launch_second(kernel, tensors, (0.0, 0.0, slope, NAMES.index(activation), False), g, p, x)
+    return y
 
 
 def backward(
@@ -56,22 +79,57 @@ def backward(
     activation: str,
     slope: float,
     residual_dtype: torch.dtype | None,
-    p: Plan | None = None,
+    p: Plan | Residence | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dx, dgamma, dbeta and, where a type is given for it, the residual's gradient."""
-    from .kernels.backward import backward as kernel
-
     g = _geometry(x)
     p = p or plan_of(x, True, residual_dtype is not None)
     dx = empty_dense(x, g, x.dtype)
     dresidual = None if residual_dtype is None else empty_dense(x, g, residual_dtype)
     dgamma, dbeta = (torch.empty(g.channels, dtype=torch.float32, device=x.device) for _ in range(2))
-    partial = torch.empty(2 * p.kept_parts * g.channels, dtype=torch.float32, device=x.device)
+    if isinstance(p, Residence):
+        dy_, dy_stride = _rows_of(dy, g, resident.WIDTH // x.element_size())
+        if residual is None and _of_one_type(x, dy_, dresidual) and resident.takes(x, dy_):
+            partial, words = _room(x, 2 * p.kept_parts * g.channels, p)
+            tensors = (dy_, x, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
+            added = bits is not None or dresidual is not None
+            resident.backward(tensors, dy_stride, activation, slope, added, g, p)
+            return dx, dgamma, dbeta, dresidual
+        p = _other_plan(x, True, residual_dtype is not None)
+    from .kernels.backward import backward as kernel
+
+    partial, words = _room(x, 2 * p.kept_parts * g.channels, p)
     residual = None if residual is None else as_dense(residual, g)
-    words = _words.get(x.device, p.words)
-    tensors = (as_dense(dy, g), x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
-    _launch(kernel, tensors, (slope, NAMES.index(activation)), g, p, x)
+    dy, dy_stride = _rows_of(dy, g, p.align)
+    given = (dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
+    _launch(kernel, given, (slope, dy_stride // p.align, NAMES.index(activation)), g, p, x)
     return dx, dgamma, dbeta, dresidual
+
+
+def _room(x: Tensor, numbers: int, p: Plan | Residence) -> tuple[Tensor, Tensor]:
+    """Return where the parts' sums go, and the words at which programs meet."""
+    return torch.empty(numbers, dtype=torch.float32, device=x.device), _words.get(x.device, p.words)
+
+
+def _of_one_type(x: Tensor, *others: Tensor | None) -> bool:
+    return all(t is None or t.dtype == x.dtype for t in others)
+
+
+def _are_float32(*parameters: Tensor | None) -> bool:
+    return all(t is None or t.dtype == torch.float32 for t in parameters)
+
+
+def _rows_of(dy: Tensor, g: Geometry, align: int) -> tuple[Tensor, int]:
+    """Return the gradient and the stride of its rows or examples, copied only where it is not in x's order.
+
+    It comes as a slice of channels where the layer's output was concatenated with others.
+    """
+    if g.nhwc:
+        own = geometry_of(dy)
+        if own is not None and own.nhwc and own.stride % align == 0 and not own.wide:
+            return dy, own.stride
+        return as_dense(dy, g), g.channels
+    return as_dense(dy, g), g.channels * g.width
 
 
 def _geometry(x: Tensor) -> Geometry:
@@ -86,8 +144,16 @@ def bytes_of_bits(g: Geometry) -> int:
     return g.rows * plan.up(g.channels, 8) if g.nhwc else g.channels * plan.up(g.rows, 8)
 
 
-def plan_of(x: Tensor, backward: bool, residual: bool) -> Plan:
+def plan_of(x: Tensor, backward: bool, residual: bool) -> Plan | Residence:
     """Return the plan by which a pass over ``x`` runs."""
+    if x.is_cuda and resident.runs_on(x.device):
+        found = resident.choose(_geometry(x), x.element_size(), backward, residual, _processors(x.device))
+        if found is not None:
+            return found
+    return _other_plan(x, backward, residual)
+
+
+def _other_plan(x: Tensor, backward: bool, residual: bool) -> Plan:
     return plan.choose(_geometry(x), x.element_size(), backward, residual, _processors(x.device))
 
 
@@ -117,12 +183,10 @@ def _numbers(g: Geometry, p: Plan) -> tuple[int, ...]:
             0,
         )
     width = g.width // p.V
-    # n // width == umulhi(n, magic) >> shift for n < 2^31: division by multiplication (Granlund & Montgomery).
-    bits = (width - 1).bit_length()
-    magic = (1 << (31 + bits)) // width + 1
+    magic, shift = magic_of(width)
     magic = magic - 2**32 if magic >= 2**31 else magic
     strides = g.stride // a, g.plane // a, g.channels * g.width // a, g.width // a
-    return g.channels, g.rows // p.V, p.slices, p.parts, p.share, p.beside, *strides, width, magic, bits - 1
+    return g.channels, g.rows // p.V, p.slices, p.parts, p.share, p.beside, *strides, width, magic, shift
 
 
 def _launch(kernel: Any, tensors: tuple[Any, ...], rest: tuple[Any, ...], g: Geometry, p: Plan, x: Tensor) -> None:
@@ -141,10 +205,16 @@ def _launch(kernel: Any, tensors: tuple[Any, ...], rest: tuple[Any, ...], g: Geo
         *tensors, *_numbers(g, p), *rest, form, p.T, 1, False, True, p.tree, False,
         p.stages, on_device, num_warps=p.warps, maxnreg=p.registers or None,
     )  # fmt: skip
+    _launch_second(kernel, tensors, rest, g, p, x)
+
+
+def _launch_second(
+    kernel: Any, tensors: tuple[Any, ...], rest: tuple[Any, ...], g: Geometry, p: Plan, x: Tensor
+) -> None:
     q = p.second(g.rows // (1 if g.nhwc else p.V)) if p.path == "stream" else p
     kernel[(q.slices * q.parts,)](
-        *tensors, *_numbers(g, q), *rest, form, p.T, 2, False, True, False, False,
-        p.stages, on_device, num_warps=p.warps,
+        *tensors, *_numbers(g, q), *rest, (g.nhwc, p.R, p.V, p.align, g.wide), p.T, 2, False, True, False, False,
+        p.stages, x.is_cuda, num_warps=p.warps,
     )  # fmt: skip
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import NamedTuple
 
 from .geometry import Geometry, vector
 
-MEANING = "once: x is read once; stream: twice, in two launches"
+MEANING = "resident, once: x is read once where it fits on chip, in one launch; stream: twice, in two launches"
 # Up to so many parts every program merges all parts' sums itself; past it the last to arrive does it for all.
 MERGED_BY_ALL = 64
+# So many launches whose programs wait for each other may run at the same time and none has to wait for room. One
+# network trains on two streams; several networks side by side, as processes under MPS, need more.
+AT_ONCE = int(os.environ.get("BATCHNORM_LAUNCHES_AT_ONCE", "2"))
 # Numbers of tiles held; each is a kernel to compile.
 HELD = (1, 2, 4, 7, 8, 12, 16)
 
@@ -145,13 +149,14 @@ def once(g: Geometry, itemsize: int, tensors: int, way: Way, processors: int) ->
     """Plan to read each of 1 or 2 ``tensors`` once, or return None where programs would wait for some not running."""
     tile = 512 * way.warps // itemsize  # 16 bytes a thread
     tiles = way.kilobytes * 1024 // (tile * itemsize * tensors)
-    # 128 registers a thread: 16 warps fit on a multiprocessor. Half of them, so that two such launches can overlap.
+    # 128 registers a thread: 16 warps fit on a multiprocessor.
     running = processors * 16 // way.warps
+    room = running // AT_ONCE
     p = make(g, itemsize, "once", tile, min(tiles, HELD[-1]), 1, way.lanes, way.warps, 128)
-    if p.parts > running // 2:
+    if p.parts > room:
         return None
-    beside = max(1, min(running // 2 // p.parts, p.slices))
-    return p._replace(beside=beside, ticket=p.parts * p.slices > running // 4)
+    beside = max(1, min(room // p.parts, p.slices))
+    return p._replace(beside=beside, ticket=p.parts * p.slices > min(running // 4, room))
 
 
 def stream(g: Geometry, itemsize: int, backward: bool, processors: int) -> Plan:

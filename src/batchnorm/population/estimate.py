@@ -51,7 +51,8 @@ def estimate_(
         forward: how to call the network, where the rule for batches does not fit.
 
     Raises:
-        ValueError: without layers or batches, or where a batch has one value per feature or gives non-finite moments.
+        ValueError: without layers or batches, for a bare tensor instead of batches, or where a batch has one value per
+            feature or gives non-finite moments.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
     >>> report = estimate_(net, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [6.0]])])
@@ -63,6 +64,11 @@ def estimate_(
     if rule not in ("paper", "pooled") or upstream not in ("batch", "population"):
         raise ValueError(
             f"rule is 'paper' or 'pooled' and upstream 'batch' or 'population', not {rule!r}, {upstream!r}"
+        )
+    if isinstance(batches, Tensor):
+        raise ValueError(
+            f"the batches are one tensor of shape {tuple(batches.shape)}, and going through it would give its rows:"
+            " write [x] for one batch, x.split(64) for several"
         )
     layers, left_alone = _choose(net)
     with torch.no_grad(), calling.eagerly(), restored(net):

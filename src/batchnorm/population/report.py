@@ -35,6 +35,14 @@ class LayerStatistics:
     var_error: float
     """The standard error of the variance, from the spread of the batches' variances."""
 
+    @property
+    def m(self) -> float:
+        """The size of a mini-batch as this layer sees it, locations counted, on average: the paper's m.
+
+        It is that of one forward pass: where gradients are accumulated over several, of one of them.
+        """
+        return self.count / self.batches
+
 
 @dataclass(frozen=True)
 class Population:
@@ -62,7 +70,7 @@ class Population:
         width = max([5, *(len(layer.path) for layer in self.layers)])
         lines = [f"{'layer':{width}}  batches        m  mean gap (error)     var gap (error)"]
         lines += [
-            f"{s.path:{width}}  {s.batches:7d}  {s.count:7.0f}"
+            f"{s.path:{width}}  {s.batches:7d}  {s.m:7.0f}"
             f"  {s.mean_gap:8.3f} ({s.mean_error:.3f})  {s.var_gap:10.3f} ({s.var_error:.3f})"
             for s in self.layers
         ]

@@ -4,59 +4,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from tyro.conf import Positional
-
 from ..results import write_atomically
 from .claims import paper_versus_here, steps_to
 from .payload import payload
-from .runs import Run, read_runs
+from .runs import Run
+
+Section = tuple[str, str, Sequence[Sequence[str]]]
 
 
-@dataclass(frozen=True)
-class Report:
-    """Compare runs on one self-contained page of HTML.
-
-    Beyond the paper: what ``batchnorm report runs/a runs/b`` writes.
-    """
-
-    runs: Positional[tuple[Path, ...]]
-    """Folders of runs, or folders that hold them."""
-    out: Path = Path("report.html")
-    """The page to write."""
-
-
-def report(options: Report) -> Path:
-    """Read the runs, write the page and return its path.
-
-    Raises:
-        FileNotFoundError: where a folder holds no run.
-
-    Beyond the paper: ``batchnorm report``.
-    """
-    runs = read_runs(options.runs)
-    page = write_report(runs, options.out)
-    for run in runs:
-        print(run.line())
-    print(f"report: {page}")
-    return page
-
-
-def write_report(runs: Sequence[Run], path: Path) -> Path:
+def write_report(
+    runs: Sequence[Run], path: Path, *, title: str | None = None, sections: Sequence[Section] | None = None
+) -> Path:
     """Write the page for these runs to ``path``: it needs nothing else, and no network.
 
+    Args:
+        runs: what is compared.
+        path: the page.
+        title: by default made of the runs.
+        sections: headings, texts and tables of what the runs are about; by default Section 4.1's claims.
+
     Beyond the paper: ``batchnorm report``.
     """
-    write_atomically(path, render(runs).encode())
+    write_atomically(path, render(runs, title=title, sections=sections).encode())
     return path
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[Run], *, title: str | None = None, sections: Sequence[Section] | None = None) -> str:
     """Return the page's HTML.
 
     Beyond the paper: ``batchnorm report``.
@@ -67,11 +45,11 @@ def render(runs: Sequence[Run]) -> str:
     data = json.dumps(payload(runs), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     percentiles = next((r.config["percentiles"] for r in runs if "percentiles" in r.config), ["recorded"])
     return Template(text["page.html"]).substitute(
-        title=escape(_title(runs)),
+        title=escape(title or _title(runs)),
         subtitle=escape(_subtitle(runs)),
         figures="".join(_figure(k, run) for k, run in enumerate(runs)),
         percentiles=", ".join(f"{q:g}th" if not isinstance(q, str) else q for q in percentiles),
-        tables=_tables(runs),
+        tables=_tables(runs, _section41(runs) if sections is None else sections),
         footer=escape(_footer(runs)),
         css=text["page.css"],
         data=data,
@@ -111,16 +89,22 @@ def _footer(runs: Sequence[Run]) -> str:
     return " · ".join(parts)
 
 
-def _tables(runs: Sequence[Run]) -> str:
-    config = _config(runs)
-    parts = [
+def _section41(runs: Sequence[Run]) -> list[Section]:
+    return [
         ("Paper versus here", "Section 4.1 and Figure 1 beside these runs.", paper_versus_here(runs)),
         ("Steps to given accuracies", "The first evaluation that reached them.", steps_to(runs)),
+    ]
+
+
+def _tables(runs: Sequence[Run], sections: Sequence[Section]) -> str:
+    config = _config(runs)
+    parts = [
+        *sections,
         ("At the end", "Test accuracy with each kind of statistics (Algorithm 2).", _final(runs)),
         ("Configuration", "Bold where the runs differ.", config),
     ]
     return "\n".join(
-        f"<section><h2>{heading}</h2><p>{text}</p>{_table(rows, mark=rows is config)}</section>"
+        f"<section><h2>{escape(heading)}</h2><p>{escape(text)}</p>{_table(rows, mark=rows is config)}</section>"
         for heading, text, rows in parts
         if len(rows) > 1
     )

@@ -46,6 +46,18 @@ def _comparison(r: Result) -> str:
     )
 
 
+def _fig2(r: Result) -> str:
+    def one(name: str, n: Result) -> str:
+        seeds = f" (seeds {', '.join(f'{top:.1%}' for top in n['maxima'])})" if n["seeds"] > 1 else ""
+        fewer = n["times fewer steps"]
+        steps = "never at Inception's best" if fewer is None else f"{fewer:.1f} times fewer steps"
+        return f"{name} {n['maximum']:.1%}{seeds}" + (f", {steps}" if name != "inception" else "")
+
+    networks = "; ".join(one(name, n) for name, n in r["networks"].items() if n["maxima"])
+    missing = len(r["not yet run"])
+    return networks + (f"; {missing} runs of the plan not yet run" if missing else "")
+
+
 def _section2(r: Result) -> str:
     b = r["b alone"]["ignored"]
     return f"norm of b grows to {b['norm of b'][-1]:.3g}; loss {b['loss'][0]:.4f} to {b['loss'][-1]:.4f}"
@@ -95,7 +107,7 @@ def _optimizers(r: Result) -> str:
 FIGURES = [
     Row("Figure 1", "reproduce fig1", "BN trains faster, ends higher", "fig1.json", _fig1),
     Row("Figure 1, fairly", "reproduce comparison", "not in the paper", "comparison.json", _comparison),
-    Row("Figures 2, 3", "", "14 times fewer steps; 74.8% against 72.2%", "fig2.json", str),
+    Row("Figures 2, 3", "reproduce fig2 --data DIR", "14 times fewer steps; 74.8% against 72.2%", "fig2.json", _fig2),
     Row("Figure 4", "reproduce fig4 --data DIR", "4.9% top-5 error", "fig4.json", str),
     Row("Section 2", "reproduce section2", "b grows, the loss stays", "section2.json", _section2),
     Row("Section 3.1", "reproduce optimizers", "any gradient method", "optimizers.json", _optimizers),
@@ -128,6 +140,12 @@ def _kernels(r: Result) -> str:
     )
 
 
+def _memory(r: Result) -> str:
+    return "of stock eager's: " + ", ".join(
+        f"{x['name']} {x['over_stock']:.2f}" for x in r["rows"] if x["name"] != "stock"
+    )
+
+
 def _bench_fig1(r: Result) -> str:
     faster = r["times faster than eager"]
     return f"one process {faster['one process']:.2f}, as `make run` {faster['make run']:.2f} times faster"
@@ -149,6 +167,7 @@ def _algorithm2(r: Result) -> str:
 SPEED = [
     Row("CPU layers against torch", "bench cpu", "", "cpu.json", _cpu),
     Row("CUDA kernels, bf16, forward + backward", "bench kernels", "", "kernels-h200.json", _kernels),
+    Row("peak memory of a training step", "bench memory", "", "memory-h200.json", _memory),
     Row("Figure 1 against plain eager", "bench fig1", "", "bench-fig1.json", _bench_fig1),
     Row("Monitor's price", "bench monitor", "", "bench-monitor.json", _monitor),
     Row("estimate_ and fold", "bench algorithm2", "", "algorithm2.json", _algorithm2),
@@ -162,8 +181,7 @@ def tables(results: Path) -> str:
     """
     lines = ["| part of the paper | command | paper | measured here | on |", "|---|---|---|---|---|"]
     for row in FIGURES:
-        command = f"`batchnorm {row.command}`" if row.command else "to come"
-        lines.append(f"| {row.what} | {command} | {row.paper} | {' | '.join(_read(row, results))} |")
+        lines.append(f"| {row.what} | `batchnorm {row.command}` | {row.paper} | {' | '.join(_read(row, results))} |")
     lines += ["", "| speed | command | measured here | on |", "|---|---|---|---|"]
     for row in SPEED:
         lines.append(f"| {row.what} | `batchnorm {row.command}` | {' | '.join(_read(row, results))} |")

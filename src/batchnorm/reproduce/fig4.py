@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import OmitArgPrefixes
+from tyro.conf import OmitArgPrefixes, arg
 
 from ..results import environment, write_atomically, write_json
 from ..train import Options, Stopped, train
@@ -29,7 +29,7 @@ OWN = ("name", "seed", "dropout", "init_scale", "per_activation")
 
 
 def fig4(
-    options: Annotated[Options, OmitArgPrefixes],
+    options: Annotated[Options, OmitArgPrefixes, arg(name="run")],
     overrides: Annotated[Overrides, OmitArgPrefixes] = Overrides(),  # noqa: B008 - frozen
     runs: tuple[Path, ...] = (),
     only: tuple[MemberName, ...] = (),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints
 
 from rich.console import Console
 from rich.table import Table
-from tyro.conf import OmitArgPrefixes
+from tyro.conf import OmitArgPrefixes, arg
 
 from ..models import describe as describe_network
 from ..models.claims import claims
@@ -23,6 +23,34 @@ RecipeName = Literal[
     "bn-x30-large-init-dropout-5", "bn-x30-per-activation-dropout-10",
 ]  # fmt: skip
 
+
+def _metavar(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"{{{','.join(map(str, get_args(kind)))}}}"
+    return {bool: "{True,False}", float: "FLOAT", int: "INT", str: "STR"}.get(kind, "[STR ...]")
+
+
+def _defaults(name: str) -> str:
+    """Say what a field is in most recipes, then in which of them it is something else."""
+    of_value: dict[str, list[str]] = {}
+    for recipe in RECIPES.values():
+        of_value.setdefault(_shown(getattr(recipe, name)), []).append(recipe.name)
+    usual, *others = sorted(of_value, key=lambda value: -len(of_value[value]))
+    exceptions = [f"{value} in {', '.join(of_value[value])}" for value in others]
+    return f"(default: {'; '.join([usual, *exceptions])})"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(value) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _field(name: str, kind: Any) -> tuple[str, Any, None]:
+    hint = "(default: the recipe's)" if name in ("name", "seed") else _defaults(name)
+    return name, Annotated[Optional[kind], arg(metavar=_metavar(kind), help_behavior_hint=hint)], None  # noqa: UP045
+
+
 if TYPE_CHECKING:
     Overrides = Recipe
 else:
@@ -30,7 +58,7 @@ else:
     # the fields' descriptions along.
     Overrides = make_dataclass(
         "Overrides",
-        [(name, Optional[kind], None) for name, kind in get_type_hints(Recipe).items()],  # noqa: UP045 - a value
+        [_field(name, kind) for name, kind in get_type_hints(Recipe).items()],
         bases=(Recipe,),
         frozen=True,
     )
@@ -38,7 +66,7 @@ else:
 
 def train(
     recipe: RecipeName,
-    options: Annotated[Options, OmitArgPrefixes],
+    options: Annotated[Options, OmitArgPrefixes, arg(name="run")],
     overrides: Annotated[Overrides, OmitArgPrefixes] = Overrides(),  # noqa: B008 - frozen
 ) -> None:
     """Train the paper's network, or a variant of it, on images of your own.

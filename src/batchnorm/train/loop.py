@@ -79,7 +79,7 @@ class _Run:
             self.augment,
             here,
             bf16=self.bf16,
-            compile=options.compile or ("network" if cuda else "nothing"),
+            compile=options.compile or ("network" if cuda and here.world_size > 1 else "nothing"),
             cast_once=cuda,
             graph=cuda and here.world_size == 1 if options.graph is None else options.graph,
             batch=len(range(recipe.batch_size)[self.batches.order.rows(0)]),
@@ -119,9 +119,10 @@ class _Run:
                     self._save()
                     raise Stopped(f"stopped at step {self.step:,}; the same command goes on from there")
                 self._evaluate_if_due()
-                if self.step % self.options.checkpoint_every == 0 and self.evaluated != self.step:
+                ended = self.step == self.total_steps
+                if ended or self.step % self.options.checkpoint_every == 0:
                     self._save()
-                if self.step == self.total_steps:
+                if ended:
                     break
         return False
 
@@ -163,20 +164,19 @@ class _Run:
         due = self.step > 0 and (self.step % every == 0 or self.step == self.total_steps)
         if not due or self.evaluated == self.step:
             return
-        accuracy = self._accuracy(self.net)
+        accuracy = self._accuracy(self.net, self.validation)
         self.evaluated = self.step
         if self.report is not None:
             self.report.line({"step": self.step, "val_top1": accuracy.top1, "val_top5": accuracy.top5})
-        self._save()
 
-    def _accuracy(self, net: nn.Module) -> Accuracy:
+    def _accuracy(self, net: nn.Module, batches: ImageBatches) -> Accuracy:
         net.eval()
-        counts = count_correct(net, self._interruptible(), self.normalize, self.ranks.device, bf16=self.bf16)
+        counts = count_correct(net, self._interruptible(batches), self.normalize, self.ranks.device, bf16=self.bf16)
         net.train()
         return Accuracy.of(self.ranks.sum_(counts))
 
-    def _interruptible(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in self.validation.epoch(0):
+    def _interruptible(self, batches: ImageBatches) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in batches.epoch(0):
             # With several ranks the others would wait for this one: the stop then comes after the validation.
             if self.stop.requested and self.ranks.world_size == 1 and self.step > self.evaluated:
                 self._save()
@@ -229,7 +229,12 @@ class _Run:
 
     def _conclude(self, diverged: bool) -> Result:
         """Take Algorithm 2 to its end, keep the network and write down how the run went."""
-        accuracy = None if diverged else self._accuracy(self._inference_network())
+        accuracy = on_training = None
+        if not diverged:
+            net = self._inference_network()
+            accuracy = self._accuracy(net, self.validation)
+            if self.options.score_training:
+                on_training = self._accuracy(net, self.batches.centred(self.options.evaluate_batch))
         result = Result(
             self.recipe.name,
             self.step,
@@ -238,6 +243,7 @@ class _Run:
             diverged,
             top1=None if accuracy is None else accuracy.top1,
             top5=None if accuracy is None else accuracy.top5,
+            train_top1=None if on_training is None else on_training.top1,
             corrupt=len(self.batches.corrupt),
             hardware=hardware(self.ranks),
         )

@@ -36,8 +36,8 @@ class Options:
     """cpu, cuda, or auto"""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU"""
-    compile: Literal["network", "pools", "nothing"] | None = None
-    """what torch.compile takes over; by default the network on a GPU, nothing on a CPU"""
+    compile: Literal["network", "nothing"] | None = None
+    """what torch.compile takes over; by default nothing, or the network on several GPUs, whose step is not captured"""
     graph: bool | None = None
     """capture the step as a CUDA graph; by default on a single GPU"""
     workers: int = 4
@@ -49,11 +49,13 @@ class Options:
     evaluate_every: int = 0
     """steps between validations; 0 is once an epoch"""
     checkpoint_every: int = 5000
-    """steps between checkpoints; there is also one after each validation"""
+    """steps between checkpoints; there is also one at the end, and where the run is asked to stop"""
     evaluate_batch: int = 256
     """examples of a validation batch, over all ranks"""
     estimate_batches: int = 200
     """training batches that the population statistics are estimated from at the end (Alg. 2, l. 10)"""
+    score_training: bool = False
+    """also score the final network on the training images, each as its centre square"""
     targets: tuple[float, ...] = ()
     """report the first steps that reach these validation accuracies, such as 0.722"""
     max_steps: int | None = None
@@ -89,6 +91,8 @@ class Result:
     top1: float | None = None
     """of the folded network with estimated population statistics"""
     top5: float | None = None
+    train_top1: float | None = None
+    """of the same network on the training images, where ``score_training`` asked for it"""
     running_top1: float | None = None
     """the same network by running averages, at the last step"""
     steps_to: dict[str, int | None] = field(default_factory=dict)

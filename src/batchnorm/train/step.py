@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ..data import Augment
 from ..layers import param_groups
-from ..models.blocks import SeparableConv2d
+from ..models.blocks import InceptionModule, SeparableConv2d
 from .distributed import Ranks
 from .recipe import Recipe
 
-Compile = Literal["network", "pools", "nothing"]
+Compile = Literal["network", "nothing"]
 # Steps run as they come before the graph is captured: allocations, autotuning and, for DistributedDataParallel, its
 # first iterations (torch's notes on CUDA graphs ask for 11) must be behind.
 WARMUP, WARMUP_DISTRIBUTED = 3, 11
@@ -49,20 +49,6 @@ def set_rate_(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def compile_pools_(net: nn.Module) -> None:
-    """Let torch.compile write the pooling kernels: torch's own are slow at channels_last and keep 8-byte indices.
-
-    Beyond the paper: speed.
-    """
-    import torch._dynamo  # costs a second or two: only where something is compiled
-
-    # Each shape counts as a recompilation of the same forward.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    for module in net.modules():
-        if isinstance(module, nn.MaxPool2d | nn.AvgPool2d | nn.AdaptiveAvgPool2d):
-            module.compile(dynamic=False)
-
-
 class Shadows:
     """Run a network with bfloat16 copies of its kernels and matrices, all made at once.
 
@@ -75,29 +61,47 @@ class Shadows:
     def __init__(self, net: nn.Module) -> None:
         self.net = net
         kept = {id(p) for m in net.modules() if isinstance(m, SeparableConv2d) for p in m.parameters()}
-        chosen = {name: p for name, p in net.named_parameters() if p.dim() in (2, 4) and id(p) not in kept}
+        trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
+        chosen = {name: p for name, p in trained.items() if p.dim() in (2, 4) and id(p) not in kept}
         self.masters: list[Tensor] = list(chosen.values())
         self.copies = {name: p.detach().to(torch.bfloat16).requires_grad_() for name, p in chosen.items()}
+        self.trained = list(trained.values())
+        self.used = [self.copies.get(name, p) for name, p in trained.items()]
 
     def run(self, x: Tensor) -> Tensor:
         """Call the network."""
         y: Tensor = torch.func.functional_call(self.net, self.copies, x)
         return y
 
-    def hand_over_gradients(self) -> None:
-        """Give the masters the copies' gradients, in their precision."""
-        for master in self.masters:
-            if master.grad is None:
-                master.grad = torch.empty_like(master)
-        wide = [master.grad for master in self.masters if master.grad is not None]
-        torch._foreach_copy_(wide, [copy.grad for copy in self.copies.values() if copy.grad is not None])
-        for copy in self.copies.values():
-            copy.grad = None
+    def backward(self, loss: Tensor) -> None:
+        """Give the parameters the gradients of what was used in their place, in their precision."""
+        # Not loss.backward(), which copies each gradient that is a part of another, as those of joined kernels are.
+        grads = torch.autograd.grad(loss, self.used)
+        to, of = [], []
+        for parameter, grad in zip(self.trained, grads, strict=True):
+            grad = _with_strides_of(parameter, grad)
+            if grad.dtype == parameter.dtype and grad.stride() == parameter.stride():
+                parameter.grad = grad
+            else:
+                parameter.grad = torch.empty_like(parameter)
+                to.append(parameter.grad)
+                of.append(grad)
+        torch._foreach_copy_(to, of)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the masters again."""
         torch._foreach_copy_(list(self.copies.values()), self.masters)
+
+
+def _with_strides_of(like: Tensor, t: Tensor) -> Tensor:
+    """Return ``t``, by the same strides as ``like`` where both lie alike in memory.
+
+    Dimensions of one element have no order: the kernel of a 1x1 convolution is contiguous and channels last at once.
+    Torch copies many tensors in one launch only where all strides are the same.
+    """
+    alike = all(n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), like.stride(), strict=True))
+    return t.as_strided(like.shape, like.stride()) if alike else t
 
 
 class TrainStep:
@@ -111,11 +115,11 @@ class TrainStep:
         augment: what is done to the images on the device.
         ranks: the processes that train together.
         bf16: run forward and backward under autocast.
-        compile: what torch.compile takes over: the whole "network", or its "pools" alone, which leaves batch
-            normalization to this library's kernels; or "nothing".
+        compile: what torch.compile takes over: the whole "network", or "nothing".
         cast_once: with ``bf16`` and in one process, cast all kernels and matrices together after each update instead
             of one by one in each forward and backward pass: the same numbers from two launches instead of hundreds.
-        graph: capture the whole step as a CUDA graph.
+        graph: capture the whole step as a CUDA graph; in one, branches of a network that is not compiled run side by
+            side.
         batch: examples of a whole batch of this rank. The smaller ones at the end of an epoch run as they are: neither
             a second graph nor another minute of compilation is worth it.
 
@@ -141,8 +145,10 @@ class TrainStep:
         self.model, self.batch = self.plain, batch
         if compile == "network":
             self.model = torch.compile(self.plain, dynamic=False)
-        elif compile == "pools":
-            compile_pools_(net)
+        elif graph:
+            for module in net.modules():
+                if isinstance(module, InceptionModule):
+                    module.side_by_side = True
         self._graph = _Graph(self._compute, WARMUP if ranks.world_size == 1 else WARMUP_DISTRIBUTED) if graph else None
         if ranks.world_size > 1:
             with nullcontext() if self._graph is None else torch.cuda.stream(self._graph.stream):
@@ -171,9 +177,11 @@ class TrainStep:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             scores = (model or self.model)(x)
         loss = F.cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), labels)
-        (loss * self._share(labels)).backward()
-        if self.shadows is not None:
-            self.shadows.hand_over_gradients()
+        loss_share = loss * self._share(labels)
+        if self.shadows is None:
+            loss_share.backward()
+        else:
+            self.shadows.backward(loss_share)
         self.optimizer.step()
         if self.shadows is not None:
             self.shadows.refresh()

@@ -20,6 +20,8 @@ large numbers. Both check this on the statistics, and such a batch is first shif
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +29,7 @@ from torch import Tensor
 from .. import composite
 from ..activation import Activation
 from ..moments import Moments, statistics_dtype
+from ..saving import remember
 from . import native, nonlinear
 from .function import BatchNormFunction
 from .layout import layout_of
@@ -53,6 +56,7 @@ def batch_norm(
     if native.is_fast(x) and (residual is None or x.dtype.itemsize > 2):
         found = native.batch_norm(x, gamma, beta, eps, activation, residual, constant_moments)
         if found is not None:
+            remember(found[0], _native_again(eps, activation), x, gamma, beta, residual)
             return found
     layout = layout_of(x)
     if layout is None:
@@ -61,8 +65,19 @@ def batch_norm(
         layout = layout_of(x)
         if layout is None:  # dimensions stored in an order that no network produces
             return composite.batch_norm(x, gamma, beta, eps, activation, residual)
-    y, mean, var = BatchNormFunction.apply(x, gamma, beta, residual, eps, activation, layout)  # type: ignore[no-untyped-call]
+    rest = (eps, activation, layout)
+    y, mean, var = BatchNormFunction.apply(x, gamma, beta, residual, *rest)  # type: ignore[no-untyped-call]
+    remember(y, lambda *v: BatchNormFunction.apply(*v, *rest)[0], x, gamma, beta, residual)  # type: ignore[no-untyped-call]
     return y, Moments(torch.full((), x.numel() // x.shape[1], dtype=statistics_dtype(x)), mean, var)
+
+
+def _native_again(eps: float, activation: Activation) -> Callable[..., Tensor]:
+    def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None) -> Tensor:
+        found = native.batch_norm(x, gamma, beta, eps, activation, residual, constant_moments=True)
+        assert found is not None  # as it was not the first time
+        return found[0]
+
+    return again
 
 
 def normalize(

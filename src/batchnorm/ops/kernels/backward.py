@@ -96,7 +96,7 @@ def write_tile(dz, tile, first, last, dx, dresidual, strides, base, scale, k2, k
 
 _NUMBERS = [
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
-    *("width", "magic", "shift", "slope"),
+    *("width", "magic", "shift", "slope", "dy_stride"),
 ]
 # Small tensors may lie anywhere, as views of one flat buffer do: that is no reason to compile again.
 _SMALL = ["dgamma", "dbeta", "words"]
@@ -105,7 +105,8 @@ _SMALL = ["dgamma", "dbeta", "words"]
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
 def backward(
     dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words,
-    C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift, slope,
+    C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift,
+    slope, dy_stride,
     ACT: tl.constexpr, FORM: tl.constexpr, T: tl.constexpr,
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
     TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
@@ -120,6 +121,7 @@ def backward(
     shape = (C, units, width, magic, shift)
     x_strides = (x_stride, x_plane)
     y_strides = (y_stride, y_plane)
+    dy_strides = (dy_stride, y_plane)
     program = tl.program_id(0)
     if TICKET:
         program = meet.take_ticket(words, slices * parts)
@@ -138,7 +140,7 @@ def backward(
     if T > 0:
         for t in tl.static_range(T):
             xs = xs + (load_tile(x, x_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
-            dys = dys + (load_tile(dy, y_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
+            dys = dys + (load_tile(dy, dy_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
     base = tl.load(stats + 3 * C + channel, mask=here, other=0.0)
     scale = tl.load(stats + 5 * C + channel, mask=here, other=0.0)
     offset = tl.load(stats + 6 * C + channel, mask=here, other=0.0)
@@ -161,7 +163,7 @@ def backward(
             for start in tl.range(first, last, R, num_stages=STAGES):
                 tile = load_tile(x, x_strides, start, last, channel, shape, FORM)
                 dz = dz_of(
-                    load_tile(dy, y_strides, start, last, channel, shape, FORM), tile, start, last, residual, bits,
+                    load_tile(dy, dy_strides, start, last, channel, shape, FORM), tile, start, last, residual, bits,
                     y_strides, base, scale, offset, slope, piece, channel, shape, ACT, FORM,
                 )  # fmt: skip
                 t1 += dz
@@ -225,7 +227,7 @@ def backward(
                 start = tail - back
                 tile = load_tile(x, x_strides, start, last, channel, shape, FORM)
                 dz = dz_of(
-                    load_tile(dy, y_strides, start, last, channel, shape, FORM), tile, start, last, residual, bits,
+                    load_tile(dy, dy_strides, start, last, channel, shape, FORM), tile, start, last, residual, bits,
                     y_strides, base, scale, offset, slope, piece, channel, shape, ACT, FORM,
                 )  # fmt: skip
                 write_tile(dz, tile, start, last, dx, dresidual, y_strides, base, scale, k2, k0, channel, shape, FORM)

@@ -1,0 +1,150 @@
+"""The forms of the appendix network whose training steps are compared, each ready to be timed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import BatchNorm
+from ..models import pools
+from ..models.blocks import InceptionModule, SeparableConv2d
+from ..train import RECIPES
+from ..train.distributed import Ranks
+from ..train.step import Compile, TrainStep, make_optimizer
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run the network.
+
+    Beyond the paper: speed.
+    """
+
+    name: str
+    stock: bool = False
+    composed_stem: bool = True
+    by_blocks: bool = True
+    joined: bool = True
+    side_by_side: bool = True
+    compile: Compile = "nothing"
+    cast_once: bool = True
+
+    def network(self, size: int, device: torch.device) -> nn.Module:
+        """Build it, with the same weights as every other."""
+        net: nn.Module = replace(RECIPES["bn-x30"], size=size).network(1000)
+        for module in net.modules():
+            if isinstance(module, SeparableConv2d):
+                module.rearrange, module.by_blocks = self.composed_stem, self.by_blocks
+            elif isinstance(module, InceptionModule):
+                module.rearrange = self.joined
+        if self.stock:
+            with_stock_parts_(net)
+        return net.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+STOCK = Contender(
+    "stock", stock=True, composed_stem=False, by_blocks=False, joined=False, compile="network", cast_once=False
+)
+STOCK_COMPOSED = replace(STOCK, name="stock, composed stem", composed_stem=True)
+OURS = (
+    Contender("ours"),
+    Contender("ours: stem by pixels", by_blocks=False),
+    Contender("ours: on one stream", side_by_side=False),
+    Contender("ours: modules as drawn", joined=False),
+    Contender("ours: autocast", cast_once=False),
+    Contender("ours: compiled", compile="network"),
+)
+
+
+def with_stock_parts_(net: nn.Module) -> None:
+    """Replace normalizations of ours, each with its nonlinearity, and pools by ``torch.nn``'s modules, in place.
+
+    >>> from batchnorm import BatchNorm2d
+    >>> net = nn.Sequential(BatchNorm2d(4, activation="relu")); with_stock_parts_(net)
+    >>> [type(part).__name__ for part in net[0]], type(net[0][0]) is nn.BatchNorm2d
+    (['BatchNorm2d', 'ReLU'], True)
+
+    Beyond the paper: what is compared with.
+    """
+    for parent in list(net.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, BatchNorm):
+                norm = nn.BatchNorm2d(layer.features[0], layer.eps, layer.momentum)
+                norm.load_state_dict(layer.state_dict())
+                setattr(parent, name, nn.Sequential(norm, nn.ReLU(inplace=True)))
+            elif isinstance(layer, pools.MaxPool2d):
+                setattr(parent, name, nn.MaxPool2d(3, layer.stride, 1))
+            elif isinstance(layer, pools.AvgPool2d):
+                setattr(parent, name, nn.AvgPool2d(3, 1, 1, count_include_pad=False))
+
+
+class Timed:
+    """A contender ready to take steps on one batch of noise.
+
+    Beyond the paper: speed.
+    """
+
+    def __init__(self, contender: Contender, batch: int, size: int, device: torch.device) -> None:
+        self.contender, self.batch = contender, batch
+        recipe = RECIPES["bn-x30"]
+        net = contender.network(size, device)
+        generator = torch.Generator(device).manual_seed(0)
+        x = torch.randn(batch, 3, size, size, generator=generator, device=device)
+        self.images = x.contiguous(memory_format=torch.channels_last)
+        self.labels = torch.randint(0, 1000, (batch,), generator=generator, device=device)
+        self.draws = torch.zeros(batch, 1, device=device)
+        augment: Any = _as_is
+        cuda = device.type == "cuda"
+        compile: Compile = contender.compile if cuda else "nothing"
+        self.step = TrainStep(
+            net,
+            make_optimizer(net, recipe, device),
+            augment,
+            Ranks(device=device),
+            bf16=True,
+            compile=compile,
+            cast_once=contender.cast_once,
+            graph=cuda,
+        )
+        for module in net.modules():
+            if isinstance(module, InceptionModule):
+                module.side_by_side &= contender.side_by_side
+        self.device = device
+        self.first_loss = self._first_step()
+
+    def _first_step(self) -> float:
+        self.take(1)
+        loss, _, count = self.step.sums.tolist()
+        return float(loss / count)
+
+    def take(self, steps: int) -> None:
+        """Take steps at rate 0, so that weights stay where they are and no run differs from another."""
+        for _ in range(steps):
+            self.step(self.images, self.labels, self.draws, 0.0)
+
+    def seconds(self, steps: int) -> float:
+        """Return the seconds that one step takes."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.take(steps)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / steps
+
+    def kernels(self, steps: int = 5) -> str:
+        """Return a table of the kernels of a step: microseconds, launches, name."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.take(steps)
+            torch.cuda.synchronize()
+        events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+        total = sum(e.self_device_time_total for e in events) / steps
+        lines = [f"{total:9.1f} {sum(e.count for e in events) / steps:7.1f} all"]
+        lines += [f"{e.self_device_time_total / steps:9.1f} {e.count / steps:7.1f} {e.key[:150]}" for e in events]
+        return "\n".join(lines) + "\n"
+
+
+def _as_is(images: Tensor, draws: Tensor) -> Tensor:
+    return images

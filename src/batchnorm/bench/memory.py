@@ -1,0 +1,227 @@
+"""How much memory does a training step of the appendix network take, against the same network of stock parts?
+
+``python -m batchnorm.bench.memory`` (or ``batchnorm bench memory``) takes whole eager steps (forward, loss, backward,
+SGD with momentum; bf16 autocast, channels_last) of
+
+- stock: ``torch.nn``'s layers as the appendix draws them, also under torch.compile and without normalization;
+- ours: this library's network in training, without and with ``recompute()``, also with its modules as drawn.
+
+On a GPU the number is the peak of what torch has allocated, parameters and images included; on a CPU, where this is a
+way to look at small sizes, the peak of what the step allocates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..models import inception
+from ..models.blocks import InceptionModule, SeparableConv2d
+from ..ops import recompute
+from ..results import write_result
+from ..train import RECIPES
+from ..train.step import make_optimizer
+from .contenders import STOCK, Contender, with_stock_parts_
+from .train import LOSS_TOLERANCE
+
+QUESTION = "peak memory of the appendix network's training step, over stock eager's"
+BARS = {"ours": 0.75, "ours, recompute": 0.58}  # of stock's peak, at most, on a GPU at batch 256
+OURS, DRAWN = Contender("ours"), Contender("ours, as drawn", composed_stem=False, joined=False)
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to take a step.
+
+    Beyond the paper: memory.
+    """
+
+    name: str
+    contender: Contender
+    norm: bool = True
+    compile: bool = False
+    recompute: bool = False
+
+    def network(self, size: int, device: torch.device) -> nn.Module:
+        """Build the network."""
+        if self.norm:
+            net = self.contender.network(size, device)
+        else:
+            net = inception(size=size, norm=None)
+            with_stock_parts_(net)
+            for module in net.modules():
+                if isinstance(module, SeparableConv2d | InceptionModule):
+                    module.rearrange = False
+            net.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return net
+
+
+FORMS = (
+    Form("stock", STOCK),
+    Form("stock, torch.compile", STOCK, compile=True),
+    Form("stock, no BN", STOCK, norm=False),
+    Form("stock, no BN, torch.compile", STOCK, norm=False, compile=True),
+    Form("ours", OURS),
+    Form("ours, recompute", OURS, recompute=True),
+    Form("ours, as drawn", DRAWN),
+    Form("ours, as drawn, recompute", DRAWN, recompute=True),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured for one form: bytes at the peak and after the forward pass, and the peak over stock's.
+
+    Beyond the paper: a line of results/memory-h200.json.
+    """
+
+    name: str
+    peak: int
+    after_forward: int
+    loss: float
+    over_stock: float = 1.0
+
+
+class Step:
+    """A form ready to take steps on one batch of noise.
+
+    Beyond the paper: memory.
+    """
+
+    def __init__(self, form: Form, batch: int, size: int, device: torch.device) -> None:
+        self.form, self.device = form, device
+        net = form.network(size, device)
+        self.optimizer = make_optimizer(net, RECIPES["bn-x30"], device)
+        self.model: Any = torch.compile(net, dynamic=False) if form.compile else net
+        generator = torch.Generator(device).manual_seed(0)
+        x = torch.randn(batch, 3, size, size, generator=generator, device=device)
+        self.images = x.contiguous(memory_format=torch.channels_last)
+        self.labels = torch.randint(0, 1000, (batch,), generator=generator, device=device)
+
+    def forward(self) -> Tensor:
+        """Return the loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        less = recompute() if self.form.recompute else nullcontext()
+        with less, torch.autocast(self.device.type, torch.bfloat16):
+            return F.cross_entropy(self.model(self.images).float(), self.labels)
+
+    def __call__(self) -> Tensor:
+        """Take one step, and return its loss."""
+        loss = self.forward()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
+    """Return the bytes allocated at the peak of a call and after it, its result still there.
+
+    On a GPU all that torch has allocated counts, on a CPU what the call allocates.
+
+    >>> peak(lambda: torch.ones(1000).neg().neg(), torch.device("cpu"))  # three vectors, never more than two at once
+    (8000, 4000)
+
+    Beyond the paper: memory.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        result = call()
+        torch.cuda.synchronize()
+        found = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        del result
+        return found
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        result = call()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    del result
+    now = top = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        top = max(top, now)
+    return top, now
+
+
+def measure(form: Form, batch: int, size: int, device: torch.device) -> Measured:
+    """Build a form, warm it up and take the memory of one forward pass and one step.
+
+    Beyond the paper: memory.
+    """
+    step = Step(form, batch, size, device)
+    loss = float(step())
+    step()  # momentum buffers, compiled code and workspaces are there now
+    _, after = peak(step.forward, device)
+    highest, _ = peak(step, device)
+    return Measured(form.name, highest, after, loss)
+
+
+def memory(batch: int = 256, size: int = 224, out: Path | None = None, only: Sequence[str] = ()) -> list[Measured]:
+    """Measure the peak memory of the appendix network's training step, against stock parts.
+
+    Args:
+        batch: the number of images.
+        size: their height and width.
+        out: write the numbers to this file.
+        only: beside stock, only the forms with these names.
+
+    Raises:
+        RuntimeError: where two forms with batch normalization do not compute the same loss.
+
+    Beyond the paper: memory.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows: list[Measured] = []
+    for form in FORMS:
+        if (form.compile and device.type == "cpu") or (only and form.name not in ("stock", *only)):
+            continue
+        row = measure(form, batch, size, device)
+        rows.append(Measured(row.name, row.peak, row.after_forward, row.loss, row.peak / (rows or [row])[0].peak))
+        if form.norm and not abs(row.loss - rows[0].loss) <= LOSS_TOLERANCE * abs(rows[0].loss):
+            raise RuntimeError(f"{row.name} computes another loss than stock: {row.loss} instead of {rows[0].loss}")
+        gc.collect()
+        if device.type == "cuda":
+            torch.compiler.reset()
+            torch.cuda.empty_cache()
+    judged = [row for row in rows if row.name in BARS and (device.type, batch) == ("cuda", 256)]
+    print(report(rows, judged), flush=True)
+    if out is not None:
+        bars = [{"name": row.name, "at most": BARS[row.name], "measured": row.over_stock} for row in judged]
+        write_result(out, QUESTION, batch=batch, size=size, bars=bars, rows=[asdict(row) for row in rows])
+    return rows
+
+
+def report(rows: Sequence[Measured], judged: Sequence[Measured] = ()) -> str:
+    """Return the table, and whether those to be judged are small enough."""
+    width = max(len(row.name) for row in rows)
+    lines = [f"{'':<{width}} {'peak MB':>9} {'after forward':>14} {'x stock':>8}"]
+    for row in rows:
+        lines.append(
+            f"{row.name:<{width}} {row.peak / 1e6:9,.1f} {row.after_forward / 1e6:14,.1f} {row.over_stock:8.3f}"
+        )
+    for row in judged:
+        verdict = "reached" if row.over_stock <= BARS[row.name] else "NOT reached"
+        lines.append(f"{row.name}: at most {BARS[row.name]} of stock: {verdict}")
+    return "\n".join(lines)
+
+
+def _arguments(function: Callable[..., Any]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
+    function(**vars(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    _arguments(memory)

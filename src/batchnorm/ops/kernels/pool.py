@@ -1,0 +1,154 @@
+"""Pooling of 3x3 windows, padded by 1, in channels-last tensors: each program has P pixels of V channels.
+
+C and the strides of rows (a pixel's channels) are in multiples of A: the compiler then knows how wide accesses may be.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NONE = tl.constexpr(9)  # no place of a window, which has 0 to 8
+
+
+@triton.jit
+def pixels_of(count, C, H, W, P: tl.constexpr, V: tl.constexpr):
+    """Return this program's pixels [P] as image, row, column and number, which of them exist, and its channels [V]."""
+    slices = (C + V - 1) // V
+    program = tl.program_id(0)
+    block = program // slices
+    channel = (program - block * slices) * V + tl.arange(0, V)
+    pixel = block * P + tl.arange(0, P)
+    line = pixel // W
+    image = line // H
+    return image, line - image * H, pixel - line * W, pixel, pixel < count, channel
+
+
+@triton.jit
+def offsets(image, row, column, H, W, stride, channel):
+    """Return where the channels of pixels lie, [P, V]."""
+    return ((image * H + row) * W + column).to(tl.int64)[:, None] * stride + channel[None, :]
+
+
+@triton.jit
+def inside(row, column, exists, H, W):
+    """Return which pixels are in the image."""
+    return exists & (row >= 0) & (row < H) & (column >= 0) & (column < W)
+
+
+_SIZES = ["count", "C", "H", "W"]
+_MAPPED = [*_SIZES, "out_H", "out_W"]
+
+
+@triton.jit(do_not_specialize=[*_MAPPED, "x_stride", "y_stride"])
+def max_forward(
+    x, y, where, count, C, H, W, out_H, out_W, x_stride, y_stride,
+    STRIDE: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
+):  # fmt: skip
+    """Write each window's largest value and its place, 0 to 8: the first of equal ones, or the last NaN."""
+    C = C * A
+    image, row, column, pixel, exists, channel = pixels_of(count, C, out_H, out_W, P, V)
+    best = tl.full([P, V], float("-inf"), tl.float32)
+    place = tl.full([P, V], NONE, tl.int32)
+    for k in tl.static_range(9):
+        h = row * STRIDE + (k // 3 - 1)
+        w = column * STRIDE + (k % 3 - 1)
+        here = inside(h, w, exists, H, W)[:, None] & (channel < C)[None, :]
+        at = offsets(image, h, w, H, W, x_stride * A, channel)
+        value = tl.load(x + at, mask=here, other=float("-inf")).to(tl.float32)
+        take = here & ((place == NONE) | (value > best) | (value != value))
+        best = tl.where(take, value, best)
+        place = tl.where(take, k, place)
+    here = exists[:, None] & (channel < C)[None, :]
+    at = pixel.to(tl.int64)[:, None]
+    tl.store(y + at * (y_stride * A) + channel[None, :], best.to(y.dtype.element_ty), mask=here)
+    tl.store(where + at * C + channel[None, :], place.to(tl.uint8), mask=here)
+
+
+@triton.jit
+def load_window(dy, where, image, row, column, exists, channel, C, H, W, stride):
+    """Return a window's gradient, 0 where there is no such window, and the place it belongs to."""
+    here = inside(row, column, exists, H, W)[:, None] & (channel < C)[None, :]
+    d = tl.load(dy + offsets(image, row, column, H, W, stride, channel), mask=here, other=0.0)
+    place = tl.load(where + offsets(image, row, column, H, W, C, channel), mask=here, other=NONE)
+    return d.to(tl.float32), place
+
+
+@triton.jit(do_not_specialize=[*_SIZES, "dy_stride"])
+def max_backward_1(
+    dy, where, dx, count, C, H, W, dy_stride,
+    P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
+):  # fmt: skip
+    """Gather at each pixel from the nine windows around it; stride 1."""
+    C = C * A
+    image, row, column, pixel, exists, channel = pixels_of(count, C, H, W, P, V)
+    total = tl.zeros([P, V], tl.float32)
+    for k in tl.static_range(9):
+        d, place = load_window(
+            dy, where, image, row + (1 - k // 3), column + (1 - k % 3), exists, channel, C, H, W, dy_stride * A
+        )
+        total += tl.where(place == k, d, 0.0)
+    here = exists[:, None] & (channel < C)[None, :]
+    tl.store(dx + pixel.to(tl.int64)[:, None] * C + channel[None, :], total.to(dx.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def store_pixel(dx, total, image, row, column, exists, channel, C, H, W):
+    """Write the gradient of one pixel of each block."""
+    here = inside(row, column, exists, H, W)[:, None] & (channel < C)[None, :]
+    tl.store(dx + offsets(image, row, column, H, W, C, channel), total.to(dx.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=[*_MAPPED, "dy_stride"])
+def max_backward_2(
+    dy, where, dx, count, C, H, W, out_H, out_W, dy_stride,
+    P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
+):  # fmt: skip
+    """Gather at blocks of 2x2 pixels, one for each window at stride 2: four windows reach it."""
+    C = C * A
+    i, r, c, _, exists, channel = pixels_of(count, C, out_H, out_W, P, V)
+    stride = dy_stride * A
+    a, at_a = load_window(dy, where, i, r, c, exists, channel, C, out_H, out_W, stride)
+    b, at_b = load_window(dy, where, i, r, c + 1, exists, channel, C, out_H, out_W, stride)
+    d, at_d = load_window(dy, where, i, r + 1, c, exists, channel, C, out_H, out_W, stride)
+    e, at_e = load_window(dy, where, i, r + 1, c + 1, exists, channel, C, out_H, out_W, stride)
+    # The block's first pixel is the middle of its own window.
+    store_pixel(dx, tl.where(at_a == 4, a, 0.0), i, 2 * r, 2 * c, exists, channel, C, H, W)
+    right = tl.where(at_a == 5, a, 0.0) + tl.where(at_b == 3, b, 0.0)
+    store_pixel(dx, right, i, 2 * r, 2 * c + 1, exists, channel, C, H, W)
+    below = tl.where(at_a == 7, a, 0.0) + tl.where(at_d == 1, d, 0.0)
+    store_pixel(dx, below, i, 2 * r + 1, 2 * c, exists, channel, C, H, W)
+    corner = tl.where(at_a == 8, a, 0.0) + tl.where(at_b == 6, b, 0.0)
+    corner += tl.where(at_d == 2, d, 0.0) + tl.where(at_e == 0, e, 0.0)
+    store_pixel(dx, corner, i, 2 * r + 1, 2 * c + 1, exists, channel, C, H, W)
+
+
+@triton.jit
+def covered(row, column, H, W):
+    """Return how many pixels of the image the window around each pixel has."""
+    rows = tl.minimum(row + 1, H - 1) - tl.maximum(row - 1, 0) + 1
+    columns = tl.minimum(column + 1, W - 1) - tl.maximum(column - 1, 0) + 1
+    return (rows * columns).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=[*_SIZES, "x_stride"])
+def average(
+    x, y, count, C, H, W, x_stride,
+    BACKWARD: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
+):  # fmt: skip
+    """Average the window around each pixel, the image's pixels alone; backward, give each window's share to them."""
+    C = C * A
+    image, row, column, pixel, exists, channel = pixels_of(count, C, H, W, P, V)
+    total = tl.zeros([P, V], tl.float32)
+    for k in tl.static_range(9):
+        h = row + (k // 3 - 1)
+        w = column + (k % 3 - 1)
+        here = inside(h, w, exists, H, W)[:, None] & (channel < C)[None, :]
+        value = tl.load(x + offsets(image, h, w, H, W, x_stride * A, channel), mask=here, other=0.0).to(tl.float32)
+        if BACKWARD:
+            value = value / covered(h, w, H, W)[:, None]
+        total += value
+    if not BACKWARD:
+        total = total / covered(row, column, H, W)[:, None]
+    here = exists[:, None] & (channel < C)[None, :]
+    tl.store(y + pixel.to(tl.int64)[:, None] * C + channel[None, :], total.to(y.dtype.element_ty), mask=here)

@@ -1,0 +1,833 @@
+// Batch normalization in one launch that keeps on chip what it has read: all programs run at the same time, one or two
+// per multiprocessor, and meet once between the statistics and the rest.
+//
+// A program has one part of the rows of one slice of channels, and takes the next slice when it is done. Its threads
+// copy 16-byte vectors into shared memory, each thread its own, so that nobody waits for a neighbour's; what does not
+// fit is read a second time, from the L2 cache where it is still there. The mathematics, the rows of `stats`, the words
+// at which programs meet and the running averages are those of forward.py, backward.py, meet.py and running.py.
+//
+// Compiled for one case at a time: KIND (0 bfloat16, 1 float16, 2 float32), LAST (channels last?), ACT, RESIDUAL,
+// THREADS, SV (vectors of a slice's row, channels last), K (vectors a thread keeps of each tensor) and
+// EACH (programs of a multiprocessor).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define BATCH 4
+#define BATCHES ((K + BATCH - 1) / BATCH)
+#define WARPS (THREADS / 32)
+#if KIND == 2
+#define V 4
+#else
+#define V 8
+#endif
+#if LAST
+#define W (SV * V)            // channels of a slice
+#define BLOCK (THREADS / SV)  // units that the threads cover together
+#else
+#define W 1
+#define BLOCK THREADS
+#endif
+#define UNROLL 4
+#define IDENTITY 0
+#define RELU 1
+#define LEAKY_RELU 2
+#define SIGMOID 3
+#define TANH 4
+#define SILU 5
+
+struct alignas(16) Vec {
+    u32 w[4];
+};
+
+// ---- the machine ----
+//
+// All that is written in PTX. tests/emulated.hpp has the same in C++, so that the rest runs on a CPU.
+
+#ifdef EMULATED
+#include EMULATED
+#else
+
+extern __shared__ __align__(16) char memory[];
+
+__device__ __forceinline__ u32 address(const char* shared) { return (u32)__cvta_generic_to_shared(shared); }
+
+// Two 16-bit numbers, the first in the lower half.
+__device__ __forceinline__ void from_halves(u32 w, float& a, float& b) {
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(a), "=f"(b) : "r"(w));
+}
+
+__device__ __forceinline__ u32 to_halves(float a, float b) {
+    u32 w;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(b), "f"(a));
+    return w;
+}
+
+__device__ __forceinline__ u32 to_bfloats(float a, float b) {
+    u32 w;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(b), "f"(a));
+    return w;
+}
+
+__device__ __forceinline__ u64 evict_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Copies on their way belong to the next commit; arrived<n> waits until no more than n commits are on theirs.
+__device__ __forceinline__ void copy_async(u32 slot, const char* from, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+                 ::"r"(slot), "l"(from), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int LEFT>
+__device__ __forceinline__ void arrived() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+__device__ __forceinline__ Vec load(const char* from) {
+    Vec v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(from));
+    return v;
+}
+
+__device__ __forceinline__ Vec load_slot(u32 slot) {
+    Vec v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "r"(slot) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store(char* to, const Vec& v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(to), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
+}
+
+// The same, with nothing kept in the cache.
+__device__ __forceinline__ void store_through(char* to, const Vec& v) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(to), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
+}
+
+// Have it brought into the L2 cache.
+__device__ __forceinline__ void fetch(const char* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+__device__ __forceinline__ u32 peek(const u32* word) {
+    u32 now;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+    return now;
+}
+
+__device__ __forceinline__ u32 add_release(u32* word, u32 step) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(step) : "memory");
+    return before;
+}
+
+#endif
+
+// ---- numbers ----
+
+__device__ __forceinline__ void widen(const Vec& v, float (&f)[V]) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#if KIND == 0
+        f[2 * k] = __uint_as_float(v.w[k] << 16);
+        f[2 * k + 1] = __uint_as_float(v.w[k] & 0xffff0000u);
+#elif KIND == 1
+        from_halves(v.w[k], f[2 * k], f[2 * k + 1]);
+#else
+        f[k] = __uint_as_float(v.w[k]);
+#endif
+    }
+}
+
+__device__ __forceinline__ Vec narrow(const float (&f)[V]) {
+    Vec v;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#if KIND == 0
+        v.w[k] = to_bfloats(f[2 * k], f[2 * k + 1]);
+#elif KIND == 1
+        v.w[k] = to_halves(f[2 * k], f[2 * k + 1]);
+#else
+        v.w[k] = __float_as_uint(f[k]);
+#endif
+    }
+    return v;
+}
+
+__device__ __forceinline__ bool is_number(float v) { return fabsf(v) < __int_as_float(0x7f800000); }
+
+// ---- where things are ----
+
+struct Shape {
+    int C, units, slices, parts;  // units: rows, or vectors of a channel
+    i64 x_stride, x_plane, y_stride, y_plane, dy_stride;  // bytes: of a row or an example, and of a channel
+    int width;  // vectors of a channel in one example
+    u32 magic, shift;
+    int passing;  // the tensor is larger than the cache
+};
+
+// What will be read again soon stays in the cache; what is larger than it must not push out what is read again here.
+__device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
+    if (s.passing)
+        store_through(to, v);
+    else
+        store(to, v);
+}
+
+// The vectors of one thread: the i-th is at offset(i), for i < n. Parts take turns, block by block, so that all programs
+// together read through the tensor in order.
+struct Walk {
+    int slice, first, step, n, column;
+
+    __device__ __forceinline__ Walk(const Shape& s, int slice, int part) : slice(slice), step(s.parts * BLOCK) {
+        column = LAST ? threadIdx.x % SV : 0;
+        first = part * BLOCK + (LAST ? threadIdx.x / SV : threadIdx.x);
+        n = (!LAST || (slice * SV + column) * V < s.C) && first < s.units ? (s.units - first - 1) / step + 1 : 0;
+    }
+
+    __device__ __forceinline__ i64 offset(const Shape& s, int i, i64 stride, i64 plane) const {
+#if LAST
+        return (i64)(first + i * step) * stride + (slice * SV + column) * 16;
+#else
+        u32 u = first + i * step;
+        u32 example = __umulhi(u, s.magic) >> s.shift;
+        return (i64)example * stride + slice * plane + (i64)(u - example * s.width) * 16;
+#endif
+    }
+    __device__ __forceinline__ i64 of_x(const Shape& s, int i) const { return offset(s, i, s.x_stride, s.x_plane); }
+    __device__ __forceinline__ i64 of_y(const Shape& s, int i) const { return offset(s, i, s.y_stride, s.y_plane); }
+
+    __device__ __forceinline__ i64 of_dy(const Shape& s, int i) const { return offset(s, i, s.dy_stride, s.y_plane); }
+
+    // One bit per element: rows of C bits, or channels of units * V, rounded up to bytes.
+    __device__ __forceinline__ i64 of_bits(const Shape& s, int i) const {
+#if LAST
+        return (i64)(first + i * step) * ((s.C + 7) / 8) + (slice * SV + column) * V / 8;
+#else
+        return (i64)slice * (((i64)s.units * V + 7) / 8) + (i64)(first + i * step) * V / 8;
+#endif
+    }
+};
+
+// Of float32 two neighbours share a byte; a tensor's vectors come in pairs then.
+__device__ __forceinline__ void store_bits(unsigned char* to, u32 bits) {
+#if V == 8
+    *to = bits;
+#else
+    u32 other = __shfl_xor_sync(3u << (threadIdx.x % 32 & ~1), bits, 1);
+    if (threadIdx.x % 2 == 0) *to = bits | other << 4;
+#endif
+}
+
+__device__ __forceinline__ u32 load_bits(const unsigned char* from) {
+#if V == 8
+    return *from;
+#else
+    return *from >> (threadIdx.x % 2 * 4);
+#endif
+}
+
+// ---- how programs meet: see meet.py ----
+
+__device__ __forceinline__ void meet(u32* word, int part, int parts) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        // Which way the word lies is read first: it cannot turn before this program has arrived.
+        u32 side = peek(word) & 0x80000000u;
+        add_release(word, part == 0 ? 0x80000000u - (parts - 1) : 1);
+        while ((peek(word) & 0x80000000u) == side) {
+        }
+    }
+    __syncthreads();
+}
+
+// ---- sums ----
+
+// Add up two numbers of each of a thread's V channels (channels last), or of all V (channels first), over all threads.
+// The first W threads get the sums of channel threadIdx.x. In a fixed order.
+__device__ __forceinline__ void totals(float (&s1)[V], float (&s2)[V], float* scratch, float& a, float& b) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#if LAST
+#pragma unroll
+    for (int step = 16; step >= SV; step /= 2)
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+            s1[k] += __shfl_xor_sync(~0u, s1[k], step);
+            s2[k] += __shfl_xor_sync(~0u, s2[k], step);
+        }
+    if (lane < SV) {
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+            scratch[(warp * 2 + 0) * W + lane * V + k] = s1[k];
+            scratch[(warp * 2 + 1) * W + lane * V + k] = s2[k];
+        }
+    }
+    __syncthreads();
+    a = b = 0;
+    if (threadIdx.x < W) {
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            a += scratch[(w * 2 + 0) * W + threadIdx.x];
+            b += scratch[(w * 2 + 1) * W + threadIdx.x];
+        }
+    }
+#else
+    float t1 = 0, t2 = 0;
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+        t1 += s1[k];
+        t2 += s2[k];
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+        t1 += __shfl_xor_sync(~0u, t1, step);
+        t2 += __shfl_xor_sync(~0u, t2, step);
+    }
+    if (lane == 0) {
+        scratch[warp * 2] = t1;
+        scratch[warp * 2 + 1] = t2;
+    }
+    __syncthreads();
+    a = b = 0;
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            a += scratch[w * 2];
+            b += scratch[w * 2 + 1];
+        }
+    }
+#endif
+}
+
+// Add up the two numbers that all parts left, in a fixed order. The first W threads get the sums of their channels.
+#define TEAMS (LAST ? THREADS / W : 32)  // threads of a channel
+__device__ __forceinline__ void add_parts(const float2* partial, const Shape& s, int slice, float* scratch, float& a, float& b) {
+    int c = LAST ? slice * W + threadIdx.x % W : slice, team = LAST ? threadIdx.x / W : threadIdx.x;
+    a = b = 0;
+    if (c < s.C && team < TEAMS) {
+#pragma unroll 16
+        for (int p = team; p < s.parts; p += TEAMS) {
+            float2 v = __ldcg(partial + (i64)p * s.C + c);
+            a += v.x;
+            b += v.y;
+        }
+    }
+#if LAST
+    __syncthreads();
+    scratch[threadIdx.x * 2] = a;
+    scratch[threadIdx.x * 2 + 1] = b;
+    __syncthreads();
+    if (threadIdx.x < W) {
+        a = b = 0;
+#pragma unroll
+        for (int team = 0; team < TEAMS; ++team) {
+            a += scratch[(team * W + threadIdx.x) * 2];
+            b += scratch[(team * W + threadIdx.x) * 2 + 1];
+        }
+    }
+#else
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+        a += __shfl_xor_sync(~0u, a, step);
+        b += __shfl_xor_sync(~0u, b, step);
+    }
+#endif
+}
+
+__device__ __forceinline__ float activate(float z, float slope) {
+#if ACT == RELU
+    return z < 0 ? 0 : z;  // NaN stays
+#elif ACT == LEAKY_RELU
+    return z < 0 ? z * slope : z;
+#elif ACT == SIGMOID
+    return 1 / (1 + expf(-z));
+#elif ACT == TANH
+    return 2 / (1 + expf(-2 * z)) - 1;
+#elif ACT == SILU
+    return z / (1 + expf(-z));
+#else
+    return z;
+#endif
+}
+
+__device__ __forceinline__ float activate_backward(float dy, float z, float slope) {
+#if ACT == RELU
+    return z > 0 ? dy : 0;
+#elif ACT == LEAKY_RELU
+    return z > 0 ? dy : dy * slope;
+#elif ACT == SIGMOID
+    float s = 1 / (1 + expf(-z));
+    return dy * s * (1 - s);
+#elif ACT == TANH
+    float s = 2 / (1 + expf(-2 * z)) - 1;
+    return dy * (1 - s * s);
+#elif ACT == SILU
+    float s = 1 / (1 + expf(-z));
+    return dy * s * (1 + z * (1 - s));
+#else
+    return dy;
+#endif
+}
+
+__device__ __forceinline__ u32 slot_of(int tensor, int i) {
+    return address(memory) + ((tensor * K + i) * THREADS + threadIdx.x) * 16;
+}
+
+// ---- forward ----
+
+#ifdef FORWARD
+
+struct Running {
+    float *mean, *var;
+    i64 *batches, *skipped;
+    float momentum;
+    int cumulative;
+};
+
+// The first W threads move one channel each. The warp that finishes the last channels of all counts the batch, and puts
+// everything back where a channel was bad: `all`, which it gets from finish, is not needed before the end.
+struct Move {
+    float old_mean, old_var, factor;
+
+    __device__ __forceinline__ void prepare(const Running& r, int channel, bool here) {
+        if (!r.mean || !here) return;
+        old_mean = r.mean[channel];
+        old_var = r.var[channel];
+        factor = r.cumulative ? 1.0f / (float)(*r.batches + 1) : r.momentum;
+    }
+
+    // Called by whole warps.
+    __device__ __forceinline__ u32 go(const Running& r, u32* done, float* before, int C, int channel, bool here, float mean, float var, float count) {
+        bool bad = false;
+        if (here) {
+            before[channel] = old_mean;
+            before[C + channel] = old_var;
+            r.mean[channel] = old_mean + factor * (mean - old_mean);
+            r.var[channel] = old_var + factor * (var * (count / (count - 1)) - old_var);
+            bad = !(is_number(mean) && is_number(var));
+        }
+        u32 step = 1 + (__any_sync(~0u, bad) ? 1u << 16 : 0);
+        __syncwarp();
+        return threadIdx.x % 32 == 0 ? add_release(done, step) + step : 0;
+    }
+
+    __device__ __forceinline__ void finish(const Running& r, u32* done, const float* before, int C, u32 all, u32 expected) {
+        all = __shfl_sync(~0u, all, 0);
+        if ((all & 0xffff) != expected) return;
+        if (all >> 16)
+            for (int c = threadIdx.x % 32; c < C; c += 32) {
+                r.mean[c] = __ldcg(before + c);
+                r.var[c] = __ldcg(before + C + c);
+            }
+        if (threadIdx.x % 32 == 0) {
+            *done = 0;
+            *(all >> 16 ? r.skipped : r.batches) += 1;
+        }
+    }
+};
+#define MOVERS ((W + 31) / 32)  // warps that move averages
+
+// Sums are shifted by a value near the mean, the same in all parts: the mean of a few units that lie far apart. The first
+// SAMPLES * SV (channels last) or SAMPLES threads read them.
+#if LAST
+#define SAMPLES (2 * WARPS < BLOCK ? 2 * WARPS : BLOCK)
+#else
+#define SAMPLES 32
+#endif
+__device__ __forceinline__ Vec sample(const char* x, const Shape& s, Walk walk) {
+    Vec v = {};
+    int k = LAST ? threadIdx.x / SV : threadIdx.x;
+    walk.first = (i64)k * s.units / SAMPLES;
+    if (k < SAMPLES && (!LAST || (walk.slice * SV + walk.column) * V < s.C)) v = load(x + walk.of_x(s, 0));
+    return v;
+}
+
+__device__ __forceinline__ void mean_of_samples(const Vec& v, float* scratch, float* mean) {
+    float f[V];
+    widen(v, f);
+#if LAST
+    if (threadIdx.x < SAMPLES * SV)
+#pragma unroll
+        for (int k = 0; k < V; ++k) scratch[threadIdx.x * V + k] = f[k];
+    __syncthreads();
+    if (threadIdx.x < W) {
+        float sum = 0;
+#pragma unroll
+        for (int k = 0; k < SAMPLES; ++k) sum += scratch[k * W + threadIdx.x];
+        mean[threadIdx.x] = is_number(sum) ? sum / SAMPLES : 0;
+    }
+#else
+    if (threadIdx.x < 32) {
+        float sum = 0;
+#pragma unroll
+        for (int k = 0; k < V; ++k) sum += f[k];
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (threadIdx.x == 0) mean[0] = is_number(sum) ? sum / (SAMPLES * V) : 0;
+    }
+#endif
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
+    const char* x, char* y, const char* residual, unsigned char* bits, const float* gamma, const float* beta,
+    float* stats, float* partial, u32* words, Running running, Shape s, float eps, float slope) {
+    __shared__ float scratch[LAST ? 2 * (WARPS * W > THREADS ? WARPS * W : THREADS) : 2 * WARPS];
+    __shared__ float shared_base[W], shared_scale[W], shared_offset[W];
+    const u64 policy = evict_first();
+    const int groups = gridDim.x / s.parts;
+    // Neighbouring programs have the same rows of neighbouring slices: together they read long runs of memory.
+    const int group = blockIdx.x % groups, part = blockIdx.x / groups;
+    float* before = partial;
+    partial += 2 * s.C;
+
+    int slice = group;
+    Walk walk(s, slice, part);
+    int streamed = max(walk.n - K, 0);
+    Vec samples = sample(x, s, walk);
+#pragma unroll
+    for (int j = 0; j < BATCHES; ++j) {
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            int i = streamed + j * BATCH + b;
+            if (j * BATCH + b < K && i < walk.n) copy_async(slot_of(0, j * BATCH + b), x + walk.of_x(s, i), policy);
+        }
+        commit();
+    }
+    for (; slice < s.slices; slice += groups) {
+        const float count = (float)((i64)s.units * (LAST ? 1 : V));
+        const int channel = LAST ? slice * W + threadIdx.x : slice;  // of the first W threads
+        const bool here = threadIdx.x < W && channel < s.C;
+
+        mean_of_samples(samples, scratch, shared_base);
+        float near[V], s1[V], s2[V];
+#pragma unroll
+        for (int k = 0; k < V; ++k) near[k] = shared_base[LAST ? walk.column * V + k : 0];
+#pragma unroll
+        for (int k = 0; k < V; ++k) s1[k] = s2[k] = 0;
+        auto add = [&](const Vec& v) {
+            float f[V];
+            widen(v, f);
+#pragma unroll
+            for (int k = 0; k < V; ++k) {
+                float d = f[k] - near[k];
+                s1[k] += d;
+                s2[k] = fmaf(d, d, s2[k]);
+            }
+        };
+        int i = 0;
+        for (; i + UNROLL <= streamed; i += UNROLL) {
+            Vec v[UNROLL];
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) v[u] = load(x + walk.of_x(s, i + u));
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) add(v[u]);
+        }
+        for (; i < streamed; ++i) add(load(x + walk.of_x(s, i)));
+        const int kept = walk.n - streamed;
+#define COUNT_BATCH(J)                                                                   \
+    if (J < BATCHES) {                                                                   \
+        arrived<(BATCHES > J ? BATCHES - 1 - J : 0)>();                                  \
+        _Pragma("unroll") for (int b = 0; b < BATCH; ++b) {                              \
+            if (J * BATCH + b < kept) add(load_slot(slot_of(0, J * BATCH + b)));         \
+        }                                                                                \
+    }
+        COUNT_BATCH(0) COUNT_BATCH(1) COUNT_BATCH(2) COUNT_BATCH(3)
+        COUNT_BATCH(4) COUNT_BATCH(5) COUNT_BATCH(6) COUNT_BATCH(7)
+        float sum1, sum2;
+        totals(s1, s2, scratch, sum1, sum2);
+
+        float base = 0, low = 0, m2 = 0, g = 1, b = 0;
+        Move averages = {};
+        if (here) {
+            // Early, before the wait.
+            if (gamma) g = gamma[channel];
+            if (beta) b = beta[channel];
+            if (part == 0) averages.prepare(running, channel, here);
+            base = shared_base[threadIdx.x];
+        }
+        if (RESIDUAL && streamed == 0)
+            for (int i = 0; i < walk.n; ++i) fetch(residual + walk.of_y(s, i));
+        if (s.parts > 1) {
+            if (here) ((float2*)partial)[(i64)part * s.C + channel] = make_float2(sum1, sum2);
+            meet(words + 2 + slice, part, s.parts);
+            add_parts((const float2*)partial, s, slice, scratch, sum1, sum2);
+        }
+        low = sum1 / count;
+        m2 = sum2 - sum1 * low;
+        float var = m2 / count, scale = 0, offset = 0, invstd = 0;
+        if (here) {
+            invstd = 1.0f / sqrtf((var < 0 ? 0 : var) + eps);
+            scale = invstd * g;
+            offset = fmaf(-low, scale, b);
+            shared_base[threadIdx.x] = base;
+            shared_scale[threadIdx.x] = scale;
+            shared_offset[threadIdx.x] = offset;
+        }
+        __syncthreads();
+        u32 all = 0;
+        if (part == 0 && threadIdx.x < MOVERS * 32) {
+            if (here) {
+                float* at = stats + channel;
+                at[0] = base + low;
+                at[s.C] = var;
+                at[2 * s.C] = count;
+                at[3 * s.C] = base;
+                at[4 * s.C] = low;
+                at[5 * s.C] = scale;
+                at[6 * s.C] = offset;
+                at[7 * s.C] = invstd;
+            }
+            if (running.mean && count > 1)
+                all = averages.go(running, words + 1, before, s.C, channel, here, base + low, var, count);
+        }
+        float scales[V], offsets[V];
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+            int c = LAST ? walk.column * V + k : 0;
+            near[k] = shared_base[c];
+            scales[k] = shared_scale[c];
+            offsets[k] = shared_offset[c];
+        }
+        Walk next(s, slice + groups, part);
+        if (slice + groups >= s.slices) next.n = 0;
+        const int next_streamed = max(next.n - K, 0);
+        if (slice + groups < s.slices) samples = sample(x, s, next);
+        auto normalize = [&](const Vec& v, const Vec& r, int i) {
+            float f[V], g[V];
+            widen(v, f);
+            if (RESIDUAL) widen(r, g);
+            u32 above = 0;
+#pragma unroll
+            for (int k = 0; k < V; ++k) {
+                float z = fmaf(f[k] - near[k], scales[k], offsets[k]);
+                if (RESIDUAL) z += g[k];
+                if (RESIDUAL && z > 0) above |= 1u << k;
+                f[k] = activate(z, slope);
+            }
+            put(y + walk.of_y(s, i), narrow(f), s);
+            if (RESIDUAL && bits) store_bits(bits + walk.of_bits(s, i), above);
+        };
+        // What was read last first: it is still in the cache.
+        i = streamed;
+        for (; i >= UNROLL; i -= UNROLL) {
+            Vec v[UNROLL], r[UNROLL];
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) {
+                v[u] = load(x + walk.of_x(s, i - 1 - u));
+                if (RESIDUAL) r[u] = load(residual + walk.of_y(s, i - 1 - u));
+            }
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) normalize(v[u], r[u], i - 1 - u);
+        }
+        for (; i > 0; --i) {
+            Vec r;
+            if (RESIDUAL) r = load(residual + walk.of_y(s, i - 1));
+            normalize(load(x + walk.of_x(s, i - 1)), r, i - 1);
+        }
+#pragma unroll 1
+        for (int j = 0; j < BATCHES; ++j) {
+            Vec r[BATCH];
+            if (RESIDUAL)
+#pragma unroll
+                for (int b = 0; b < BATCH; ++b)
+                    if (j * BATCH + b < kept) r[b] = load(residual + walk.of_y(s, streamed + j * BATCH + b));
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b)
+                if (j * BATCH + b < kept) normalize(load_slot(slot_of(0, j * BATCH + b)), r[b], streamed + j * BATCH + b);
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) {
+                int i = next_streamed + j * BATCH + b;
+                if (j * BATCH + b < K && i < next.n) copy_async(slot_of(0, j * BATCH + b), x + next.of_x(s, i), policy);
+            }
+            commit();
+        }
+        if (running.mean && count > 1 && part == 0 && threadIdx.x < MOVERS * 32)
+            averages.finish(running, words + 1, before, s.C, all, s.slices * MOVERS);
+        walk = next;
+        streamed = next_streamed;
+        __syncthreads();
+    }
+}
+
+#else  // ---- backward ----
+
+// Where a residual was added, bits say where z > 0.
+#define SIGNS (RESIDUAL && ACT != IDENTITY)
+extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
+    const char* dy, const char* x, const unsigned char* bits, const float* stats, char* dx, char* dresidual,
+    float* dgamma, float* dbeta, float* partial, u32* words, Shape s, float slope) {
+    __shared__ float scratch[LAST ? 2 * (WARPS * W > THREADS ? WARPS * W : THREADS) : 2 * WARPS];
+    __shared__ float shared_k2[W], shared_k0[W];
+    const u64 policy = evict_first();
+    const int groups = gridDim.x / s.parts;
+    const int group = blockIdx.x % groups, part = blockIdx.x / groups;
+
+    int slice = group;
+    Walk walk(s, slice, part);
+    int streamed = max(walk.n - K, 0);
+    u32 signs[K];  // of what is kept
+#pragma unroll
+    for (int j = 0; j < BATCHES; ++j) {
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            int i = streamed + j * BATCH + b;
+            if (j * BATCH + b < K && i < walk.n) {
+                copy_async(slot_of(0, j * BATCH + b), x + walk.of_x(s, i), policy);
+                copy_async(slot_of(1, j * BATCH + b), dy + walk.of_dy(s, i), policy);
+                if (SIGNS) signs[j * BATCH + b] = load_bits(bits + walk.of_bits(s, i));
+            }
+        }
+        commit();
+    }
+    for (; slice < s.slices; slice += groups) {
+        const float count = (float)((i64)s.units * (LAST ? 1 : V));
+        const int channel = LAST ? slice * W + threadIdx.x : slice;
+        const bool here = threadIdx.x < W && channel < s.C;
+        float base[V], scale[V], offset[V], s1[V], s2[V];
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+            int c = LAST ? (slice * SV + walk.column) * V + k : slice;
+            bool exists = c < s.C;
+            base[k] = exists ? stats[3 * s.C + c] : 0;
+            scale[k] = exists ? stats[5 * s.C + c] : 0;
+            offset[k] = exists ? stats[6 * s.C + c] : 0;
+            s1[k] = s2[k] = 0;
+        }
+        // dz = g'(z) dy; f becomes x - base.
+        auto dz_of = [&](const Vec& v, const Vec& g, u32 above, float (&f)[V], float (&dz)[V]) {
+            widen(v, f);
+            widen(g, dz);
+#pragma unroll
+            for (int k = 0; k < V; ++k) {
+                f[k] -= base[k];
+                if (RESIDUAL)
+                    dz[k] = ACT == IDENTITY || above >> k & 1 ? dz[k] : ACT == LEAKY_RELU ? dz[k] * slope : 0;
+                else
+                    dz[k] = activate_backward(dz[k], fmaf(f[k], scale[k], offset[k]), slope);
+            }
+        };
+        auto add = [&](const Vec& v, const Vec& g, u32 above, int i) {
+            float f[V], dz[V];
+            dz_of(v, g, above, f, dz);
+            if (RESIDUAL && dresidual) put(dresidual + walk.of_y(s, i), narrow(dz), s);
+#pragma unroll
+            for (int k = 0; k < V; ++k) {
+                s1[k] += dz[k];
+                s2[k] = fmaf(dz[k], f[k], s2[k]);
+            }
+        };
+        auto signs_at = [&](int i) -> u32 { return SIGNS ? load_bits(bits + walk.of_bits(s, i)) : 0; };
+        int i = 0;
+        for (; i + UNROLL <= streamed; i += UNROLL) {
+            Vec v[UNROLL], g[UNROLL];
+            u32 above[UNROLL];
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) {
+                v[u] = load(x + walk.of_x(s, i + u));
+                g[u] = load(dy + walk.of_dy(s, i + u));
+                above[u] = signs_at(i + u);
+            }
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) add(v[u], g[u], above[u], i + u);
+        }
+        for (; i < streamed; ++i) add(load(x + walk.of_x(s, i)), load(dy + walk.of_dy(s, i)), signs_at(i), i);
+        const int kept = walk.n - streamed;
+#define COUNT_BATCH(J)                                                                                       \
+    if (J < BATCHES) {                                                                                       \
+        arrived<(BATCHES > J ? BATCHES - 1 - J : 0)>();                                                      \
+        _Pragma("unroll") for (int b = 0; b < BATCH; ++b) {                                                  \
+            constexpr int first = J * BATCH;                                                                 \
+            if (first + b < K && first + b < kept)                                                           \
+                add(load_slot(slot_of(0, first + b)), load_slot(slot_of(1, first + b)), SIGNS ? signs[first + b] : 0, \
+                    streamed + first + b);                                                                   \
+        }                                                                                                    \
+    }
+        COUNT_BATCH(0) COUNT_BATCH(1) COUNT_BATCH(2) COUNT_BATCH(3)
+        COUNT_BATCH(4) COUNT_BATCH(5) COUNT_BATCH(6) COUNT_BATCH(7)
+        float sum1, sum2;
+        totals(s1, s2, scratch, sum1, sum2);
+        float low = 0, invstd = 0, factor = 0;
+        if (here) {
+            // Early, before the wait.
+            low = stats[4 * s.C + channel];
+            factor = stats[5 * s.C + channel];
+            invstd = stats[7 * s.C + channel];
+        }
+        if (s.parts > 1) {
+            if (here) ((float2*)partial)[(i64)part * s.C + channel] = make_float2(sum1, sum2);
+            meet(words + 2 + slice, part, s.parts);
+            add_parts((const float2*)partial, s, slice, scratch, sum1, sum2);
+        }
+        if (here) {
+            float dg = (sum2 - low * sum1) * invstd;
+            float k2 = factor * (dg * invstd / count);
+            shared_k2[threadIdx.x] = k2;
+            shared_k0[threadIdx.x] = factor * (sum1 / count) - low * k2;
+            if (part == 0) {
+                dgamma[channel] = dg;
+                dbeta[channel] = sum1;
+            }
+        }
+        __syncthreads();
+        float k2[V], k0[V];
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+            int c = LAST ? walk.column * V + k : 0;
+            k2[k] = shared_k2[c];
+            k0[k] = shared_k0[c];
+        }
+        auto write = [&](const Vec& v, const Vec& g, u32 above, int i) {
+            float f[V], dz[V];
+            dz_of(v, g, above, f, dz);
+#pragma unroll
+            for (int k = 0; k < V; ++k) f[k] = fmaf(dz[k], scale[k], -fmaf(f[k], k2[k], k0[k]));
+            put(dx + walk.of_y(s, i), narrow(f), s);
+        };
+        i = streamed;
+        for (; i >= UNROLL; i -= UNROLL) {
+            Vec v[UNROLL], g[UNROLL];
+            u32 above[UNROLL];
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) {
+                v[u] = load(x + walk.of_x(s, i - 1 - u));
+                g[u] = load(dy + walk.of_dy(s, i - 1 - u));
+                above[u] = signs_at(i - 1 - u);
+            }
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) write(v[u], g[u], above[u], i - 1 - u);
+        }
+        for (; i > 0; --i) write(load(x + walk.of_x(s, i - 1)), load(dy + walk.of_dy(s, i - 1)), signs_at(i - 1), i - 1);
+        Walk next(s, slice + groups, part);
+        if (slice + groups >= s.slices) next.n = 0;
+        const int next_streamed = max(next.n - K, 0);
+#pragma unroll
+        for (int j = 0; j < BATCHES; ++j) {
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) {
+                int k = j * BATCH + b, i = next_streamed + k;
+                if (k < K && k < kept)
+                    write(load_slot(slot_of(0, k)), load_slot(slot_of(1, k)), SIGNS ? signs[k] : 0, streamed + k);
+                if (k < K && i < next.n) {
+                    copy_async(slot_of(0, k), x + next.of_x(s, i), policy);
+                    copy_async(slot_of(1, k), dy + next.of_dy(s, i), policy);
+                    if (SIGNS) signs[k] = load_bits(bits + next.of_bits(s, i));
+                }
+            }
+            commit();
+        }
+        walk = next;
+        streamed = next_streamed;
+        __syncthreads();
+    }
+}
+
+#endif

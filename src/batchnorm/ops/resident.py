@@ -1,0 +1,214 @@
+"""Launch kernels/resident.cu, which keeps on chip what it has read: for which tensors, and how.
+
+The rules are drawn from measurements on one H200 (results/kernels-h200.json).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import nvrtc
+from .activation import NAMES
+from .geometry import Geometry, magic_of
+from .plan import AT_ONCE, up
+
+KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+WIDTH = 16  # bytes of a vector
+SHARED = 232_448  # bytes of shared memory that the programs on a multiprocessor may have together
+CACHE = 40_000_000  # bytes that outlive a pass through the L2 cache
+BATCHES = 8  # of 4 vectors: how many copies a thread waits for one after the other
+
+
+class Residence(NamedTuple):
+    """Say how the kernel runs.
+
+    Beyond the paper: the choices behind one launch.
+    """
+
+    threads: int
+    each: int  # programs on a multiprocessor
+    lanes: int  # vectors of a slice's row, channels last
+    kept: int  # vectors a thread keeps of each tensor
+    parts: int
+    slices: int
+    groups: int  # slices worked on at a time
+
+    @property
+    def path(self) -> str:
+        """What ``ops.explain`` calls it."""
+        return "resident"
+
+    @property
+    def kept_parts(self) -> int:
+        """How many parts' sums need a place."""
+        return 0 if self.parts == 1 else self.parts
+
+    @property
+    def words(self) -> int:
+        """How many words the programs meet at."""
+        return 2 + self.slices
+
+    @property
+    def code(self) -> tuple[int, int, int, int]:
+        """What the compiled code depends on."""
+        return self.threads, self.each, self.lanes, self.kept
+
+
+def make(
+    g: Geometry, itemsize: int, tensors: int, processors: int, threads: int, each: int, lanes: int, parts: int
+) -> Residence:
+    """Plan for about ``parts`` parts, with ``tensors`` tensors kept."""
+    v = WIDTH // itemsize
+    scratch = 8 * max(threads // 32 * lanes * v, threads) + 12 * lanes * v if g.nhwc else 1024
+    kept = min(4 * BATCHES, (SHARED // each - 1024 - scratch) // (threads * WIDTH * tensors))
+    slices = up(g.channels, lanes * v) if g.nhwc else g.channels
+    blocks = up(g.rows, threads // lanes) if g.nhwc else up(g.rows // v, threads)
+    parts = min(parts, blocks)
+    return Residence(threads, each, lanes, kept, parts, slices, min(slices, processors * each // parts))
+
+
+@cache
+def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Residence | None:
+    """Choose for a device with so many multiprocessors; None where other kernels are faster or this one cannot."""
+    v = WIDTH // itemsize
+    if any(n % v for n in ((g.channels, g.stride) if g.nhwc else (g.width, g.stride, g.plane))):
+        return None
+    if not g.nhwc and g.width < 2 * v:
+        return None
+    if residual and (g.channels if g.nhwc else g.width) % 8:
+        return None  # bits come in bytes
+    megabytes = g.rows * g.channels * itemsize / 1e6
+    tensors = 2 if backward else 1
+    if g.nhwc:
+        least = (0.0 if residual else 3.0) if backward else (3.0 if residual else 10.0)
+        lanes = _lanes(up(g.channels, v))
+        slices = up(g.channels, lanes * v)
+        if megabytes < least or slices > processors or (backward and not residual and megabytes > 300):
+            return None
+        return make(g, itemsize, tensors, processors, 512, 1, lanes, processors // slices)
+    if megabytes < 10 or (backward and megabytes > 300):
+        return None
+    channel = g.rows * itemsize
+    if channel <= 128 * 1024:
+        return make(g, itemsize, tensors, processors, 256, 2, 1, max(1, 2 * processors // g.channels))
+    parts = processors // g.channels if g.channels <= processors else up(channel, 200 * 1024) if channel > 2**20 else 1
+    return make(g, itemsize, tensors, processors, 512, 1, 1, parts)
+
+
+def _lanes(vectors: int) -> int:
+    """Return the widest row of a slice that leaves few threads without work; narrower ones waste memory's bursts."""
+    return next((n for n in (8, 4, 2) if vectors / (up(vectors, n) * n) > 0.85), 8 if vectors > 4 else 4)
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Say whether the kernel runs on a device: it needs Hopper's shared memory, the run-time compiler and all room."""
+    alone = AT_ONCE <= 2  # of two streams one waits until the other's programs are done
+    return alone and torch.cuda.get_device_capability(device)[0] >= 9 and nvrtc.unavailable() is None
+
+
+def takes(*tensors: Tensor | None) -> bool:
+    """Say whether tensors begin where 16-byte accesses may."""
+    return all(t is None or t.data_ptr() % WIDTH == 0 for t in tensors)
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("C", "units", "slices", "parts")),
+        *((name, ctypes.c_longlong) for name in ("x_stride", "x_plane", "y_stride", "y_plane", "dy_stride")),
+        *((name, ctypes.c_uint) for name in ("width", "magic", "shift", "passing")),
+    )
+
+
+class _Running(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("mean", "var", "batches", "skipped")),
+        ("momentum", ctypes.c_float),
+        ("cumulative", ctypes.c_int),
+    )
+
+
+@cache
+def _shape(g: Geometry, itemsize: int, r: Residence, dy_stride: int) -> _Shape:
+    """Describe the tensors to the kernel, in bytes."""
+    v, b = WIDTH // itemsize, itemsize
+    passing = g.rows * g.channels * itemsize > CACHE
+    if g.nhwc:
+        strides = g.stride * b, 0, g.channels * b, 0, dy_stride * b
+        return _Shape(g.channels, g.rows, r.slices, r.parts, *strides, 0, 0, 0, passing)
+    strides = g.stride * b, g.plane * b, g.channels * g.width * b, g.width * b, g.channels * g.width * b
+    division = magic_of(g.width // v)
+    return _Shape(g.channels, g.rows // v, r.slices, r.parts, *strides, g.width // v, *division, passing)
+
+
+@cache
+def _kernel(
+    name: str, kind: int, nhwc: bool, activation: int, residual: bool, code: tuple[int, ...], device: torch.device
+) -> nvrtc.Kernel:
+    threads, each, lanes, kept = code
+    definitions = {
+        "KIND": kind, "LAST": int(nhwc), "ACT": activation, "RESIDUAL": int(residual),
+        "THREADS": threads, "EACH": each, "SV": lanes, "K": kept, name.upper(): 1,
+    }  # fmt: skip
+    shared = kept * threads * WIDTH * (1 if name == "forward" else 2)
+    return nvrtc.load("resident.cu", name, tuple(definitions.items()), threads, shared, device)
+
+
+def forward(
+    tensors: tuple[Tensor | None, ...],
+    running: tuple[Tensor, ...] | None,
+    momentum: float | None,
+    eps: float,
+    activation: str,
+    slope: float,
+    g: Geometry,
+    r: Residence,
+) -> None:
+    """Fill y, bits and stats: ``tensors`` are x, y, residual, bits, gamma, beta, stats, partial and words."""
+    x, residual = tensors[0], tensors[2]
+    assert x is not None
+    addresses = (None,) * 4 if running is None else tuple(t.data_ptr() for t in running)
+    options = (
+        _Running(*addresses, momentum or 0.0, momentum is None),
+        _shape(g, x.element_size(), r, 0),
+        ctypes.c_float(eps),
+        ctypes.c_float(slope),
+    )
+    _launch("forward", x, tensors, options, activation, residual is not None, g, r)
+
+
+def backward(
+    tensors: tuple[Tensor | None, ...],
+    dy_stride: int,
+    activation: str,
+    slope: float,
+    residual: bool,
+    g: Geometry,
+    r: Residence,
+) -> None:
+    """Fill the gradients: ``tensors`` are dy, x, bits, stats, dx, dresidual, dgamma, dbeta, partial and words."""
+    x = tensors[1]
+    assert x is not None
+    options = (_shape(g, x.element_size(), r, dy_stride), ctypes.c_float(slope))
+    _launch("backward", x, tensors, options, activation, residual, g, r)
+
+
+def _launch(
+    name: str,
+    x: Tensor,
+    tensors: tuple[Tensor | None, ...],
+    options: tuple[Any, ...],
+    activation: str,
+    residual: bool,
+    g: Geometry,
+    r: Residence,
+) -> None:
+    kernel = _kernel(name, KINDS[x.dtype], g.nhwc, NAMES.index(activation), residual, r.code, x.device)
+    values = (*(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors), *options)
+    arguments = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    kernel(r.groups * r.parts, arguments, torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0)

@@ -1,0 +1,41 @@
+"""``batchnorm report``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from .page import write_report
+from .runs import read_runs
+
+
+@dataclass(frozen=True)
+class Report:
+    """Compare runs on one self-contained page of HTML.
+
+    Beyond the paper: what ``batchnorm report runs/a runs/b`` writes.
+    """
+
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN...")]
+    """Folders of runs, or folders that hold them."""
+    out: Path = Path("report.html")
+    """The page to write."""
+
+
+def report(options: Report) -> Path:
+    """Read the runs, write the page and return its path.
+
+    Raises:
+        FileNotFoundError: where a folder holds no run.
+
+    Beyond the paper: ``batchnorm report``.
+    """
+    runs = read_runs(options.runs)
+    page = write_report(runs, options.out)
+    for run in runs:
+        print(run.line())
+    print(f"report: {page}")
+    return page

@@ -1,0 +1,59 @@
+"""Which images a result is of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...data.source import ImageSource, open_source
+
+
+def check_same_data(data: dict[str, dict[str, Any]]) -> None:
+    """Check that results are of the same images.
+
+    Raises:
+        ValueError: naming two that are not.
+
+    >>> check_same_data({"a": {"sha256": "1", "train": 3}, "b": {"sha256": "2", "train": 3}})
+    Traceback (most recent call last):
+        ...
+    ValueError: a and b are of different data: {'sha256': '1', 'train': 3} and {'sha256': '2', 'train': 3}
+
+    Beyond the paper: results are not mixed.
+    """
+    (first, expected), *rest = data.items() if data else [("", {})]
+    for name, found in rest:
+        if found != expected:
+            raise ValueError(f"{first} and {name} are of different data: {expected} and {found}")
+
+
+def describe_data(path: Path) -> dict[str, Any]:
+    """Say how many images and classes there are, and tell the set from others by a hash over labels and some images.
+
+    Raises:
+        FileNotFoundError: where there is none.
+
+    Beyond the paper: results are not mixed.
+    """
+    sources = {split: open_source(path, split) for split in ("train", "val")}
+    digest = hashlib.sha256()
+    for source in sources.values():
+        for part in _telling(source):
+            digest.update(part)
+    return {
+        **{split: len(source.labels) for split, source in sources.items()},
+        "classes": len(sources["train"].classes),
+        "sha256": digest.hexdigest()[:16],
+    }
+
+
+def _telling(source: ImageSource) -> Iterable[bytes]:
+    yield json.dumps([source.classes, source.shard_sizes]).encode()
+    yield source.labels.tobytes()
+    for example in np.unique(np.linspace(0, len(source.labels) - 1, 64).astype(int)).tolist():
+        yield source.read(example)

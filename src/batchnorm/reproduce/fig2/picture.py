@@ -1,0 +1,91 @@
+"""Figure 2 as the paper draws it, and accuracy against learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...train.metrics import steps_to
+from ..publish import colour, label, picture
+from .curves import best, seeds_of
+from .files import Finished
+
+# Colour and line of each network, its name in the paper.
+LINES = {
+    "inception": ("#8b8a84", "--", "Inception"),
+    "bn-baseline": ("#14835b", ":", "BN-Baseline"),
+    "bn-x5": ("#2a6fc9", "-", "BN-x5"),
+    "bn-x30": ("#d9622b", "-", "BN-x30"),
+    "bn-x5-sigmoid": ("#8a4fb0", "-.", "BN-x5-Sigmoid"),
+}
+
+
+def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
+    """Draw what is finished: ``fig2.png`` and ``fig2.svg``, and ``fig2-rates.png`` once the sweep has begun.
+
+    Raises:
+        MissingExtraError: where matplotlib is not installed.
+
+    Paper: Fig. 2; Sec. 3.3
+    """
+    drawn = []
+    if any(one.run.group == "figures" for one in finished.values()):
+        drawn += [out / "fig2.png", out / "fig2.svg"]
+    for path in drawn:
+        picture(partial(_figure2, finished), path)
+    if any(one.run.group == "rates" for one in finished.values()):
+        drawn.append(out / "fig2-rates.png")
+        picture(partial(_rates, finished), drawn[-1])
+    return drawn
+
+
+def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
+    """Draw all steps, and beside them those of the short runs alone."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+    for axis in axes:
+        _curves(axis, finished)
+    short = [seeds_of(finished, "figures", name).curve[-1:] for name in LINES]
+    axes[1].set_xlim(0, min((curve[0][0] for curve in short if curve), default=None))
+    axes[1].set_title("the first steps")
+    axes[0].set(ylabel="validation accuracy", xlim=(0, None), ylim=(0, None))
+    axes[0].legend(loc="lower right")
+    return figure
+
+
+def _curves(axis: Any, finished: Mapping[str, Finished]) -> None:
+    """Draw the mean over seeds, each seed as a thin line, and where each network reaches Inception's best."""
+    target = best(seeds_of(finished, "figures", "inception").curve)
+    if target is not None:
+        axis.axhline(target[1], color="#8b8a84", lw=0.5)
+        axis.annotate(f"Inception's best, {target[1]:.1%}", (1, target[1]), (-2, 3), xycoords=("axes fraction", "data"),
+                      textcoords="offset points", ha="right", fontsize=7, color="#6b6a64")  # fmt: skip
+    for variant, (tint, style, name) in LINES.items():
+        network = seeds_of(finished, "figures", variant)
+        if not network.curve:
+            continue
+        for curve in network.curves if len(network.runs) > 1 else ():
+            axis.plot(*zip(*curve, strict=True), color=tint, lw=0.5, alpha=0.5)
+        axis.plot(*zip(*network.curve, strict=True), color=tint, ls=style, label=name)
+        reached = None if target is None else steps_to(network.curve, target[1])
+        if reached is not None:
+            axis.plot(reached, dict(network.curve)[reached], "o", ms=4, color=tint)
+    axis.set_xlabel("training steps")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}K" if value else "0")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+
+def _rates(finished: Mapping[str, Finished], plt: Any) -> Any:
+    figure, axis = plt.subplots(figsize=(4, 2.8))
+    for batch_norm, variant in ((False, "inception"), (True, "bn-baseline")):
+        runs = sorted(seeds_of(finished, "rates", variant).runs, key=lambda one: one.run.recipe.rate)
+        points = [(one.run.recipe.rate, one.result["top1"] or 0.0) for one in runs]
+        if points:
+            axis.plot(*zip(*points, strict=True), "o-", ms=3, color=colour(batch_norm), label=label(batch_norm))
+        diverged = [one.run.recipe.rate for one in runs if one.diverged]
+        axis.plot(diverged, [0.0] * len(diverged), "x", color=colour(batch_norm), clip_on=False)
+    axis.set(xscale="log", xlabel="learning rate", ylabel="validation accuracy (x diverged)", ylim=(0, None))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axis.legend()
+    return figure

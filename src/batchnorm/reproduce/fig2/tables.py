@@ -1,0 +1,136 @@
+"""Figures 2 and 3 and their companions as tables: rows of text, for Markdown and for the page alike."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from ...train.metrics import steps_to
+from .claims import Verdict, verdicts
+from .companions import ablation, dropout, rates
+from .curves import Seeds, best, end_slope, seeds_of, times_fewer, tuned_baseline
+from .files import Finished
+from .plan import Plan
+from .section import Section, show_accuracy, show_steps, show_times
+
+Rows = list[list[str]]
+# Figure 3: steps to 72.2%, and how many times fewer that is than Inception's; maximum accuracy.
+PAPER = {
+    "inception": ("31.0M", "1.0", "72.2%"),
+    "bn-baseline": ("13.3M", "2.3", "72.7%"),
+    "bn-x5": ("2.1M", "14.8", "73.0%"),
+    "bn-x30": ("2.7M", "11.5", "74.8%"),
+    "bn-x5-sigmoid": ("", "", "69.8%"),
+}
+
+
+def sections(plan: Plan, finished: Mapping[str, Finished]) -> list[Section]:
+    """Return all tables; those of which nothing is finished are left out.
+
+    Paper: Figs. 2, 3; Sec. 3.3, 3.4, 4.2.1
+    """
+    judged = verdicts(plan, finished)
+    parts = [
+        figure3(finished),
+        Section("What the paper found", "", [list(Verdict._fields), *(list(v) for v in judged)]),
+        failures(finished),
+        rates(finished),
+        dropout(finished),
+        ablation(finished),
+        ran(finished),
+        Section(
+            "Not yet run", "", [["run", "group"], *([r.name, r.group] for r in plan.runs if r.name not in finished)]
+        ),
+    ]
+    return [part for part in parts if len(part.rows) > 1]
+
+
+def figure3(finished: Mapping[str, Finished]) -> Section:
+    """Tabulate steps to the baseline's best accuracy, maximum accuracy and steps to it, beside the paper's.
+
+    Paper: Fig. 3
+    """
+    inception, tuned = seeds_of(finished, "figures", "inception"), tuned_baseline(finished)
+    top = best(inception.curve)
+    target = "the baseline's best" if top is None else f"{top[1]:.1%}"
+    rows = [[
+        "network", "seeds", f"steps to {target}", "paper, to 72.2%", "times fewer", "paper", "maximum accuracy",
+        "paper", "steps to it", "folded, at the end", "times fewer than best-tuned",
+    ]]  # fmt: skip
+    for variant, paper in PAPER.items():
+        network = seeds_of(finished, "figures", variant)
+        if network:
+            rows.append([variant, *_row(network, inception, tuned[1] if tuned else inception, paper)])
+    return Section("Figure 3", _figure3_text(inception, tuned), rows)
+
+
+def _row(network: Seeds, inception: Seeds, tuned: Seeds, paper: tuple[str, str, str]) -> list[str]:
+    target, own = best(inception.curve), best(network.curve)
+    tops = [top[1] for curve in network.curves if (top := best(curve)) is not None]
+    reached = [] if target is None else [steps_to(curve, target[1]) for curve in (network.curve, *network.curves)]
+    return [
+        str(len(network.runs)) + (f", {network.diverged} diverged" if network.diverged else ""),
+        "-" if not reached else f"{show_steps(reached[0])}{_spread([show_steps(s) for s in reached[1:]])}",
+        paper[0],
+        show_times(times_fewer(inception.curve, network.curve)),
+        paper[1],
+        "-" if own is None else f"{own[1]:.1%}{_spread([f'{top:.1%}' for top in tops])}",
+        paper[2],
+        "-" if own is None else f"{own[0]:,}",
+        f"{statistics.fmean(network.final):.1%}" if network.final else "-",
+        show_times(times_fewer(tuned.curve, network.curve)),
+    ]
+
+
+def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
+    parts = ["Validation accuracy at 1 from a single crop, of the mean over seeds; each seed's own in brackets."]
+    slope = end_slope(inception.curve) if inception.curve else None
+    if slope is not None:
+        verdict = "as asked" if slope < 0.01 else "more than asked: the runs are too short"
+        parts.append(
+            f"Over its last quarter Inception rises by {100 * slope:.2f} points (less than 1 was asked, {verdict})."
+        )
+    if tuned is not None and (top := best(tuned[1].curve)) is not None:
+        parts.append(f"The best-tuned baseline of this length is {tuned[0]}: {top[1]:.1%} at step {top[0]:,}.")
+    return " ".join(parts)
+
+
+def failures(finished: Mapping[str, Finished]) -> Section:
+    """Tabulate the two networks that the paper could not train, with both initializations.
+
+    Paper: Sec. 4.2.2
+    """
+    rows = [["network", "initialization", "steps", "diverged", "best accuracy", "at the end"]]
+    for variant in ("inception-x5", "inception-sigmoid"):
+        for one in seeds_of(finished, "figures", variant).runs:
+            top = best(one.points)
+            rows.append(
+                [
+                    variant,
+                    one.run.recipe.init,
+                    f"{one.result['steps']:,}",
+                    "yes" if one.diverged else "no",
+                    "-" if top is None else f"{top[1]:.1%}",
+                    show_accuracy(one),
+                ]
+            )
+    return Section("The reported failures", "", rows)
+
+
+def ran(finished: Mapping[str, Finished]) -> Section:
+    """Tabulate what ran where and how fast.
+
+    Beyond the paper: provenance.
+    """
+    rows = [["run", "steps", "seconds", "steps/s", "on", "torch", "commit"]]
+    for name, one in finished.items():
+        env = one.environment
+        machine = env["gpu"] or f"{env['hardware']}, {env['cores']} cores"
+        pace = "-" if one.steps_per_second is None else f"{one.steps_per_second:g}"
+        cells = [f"{one.result['steps']:,}", f"{one.seconds:.0f}", pace, machine, env["torch"], env["commit"] or "-"]
+        rows.append([name, *cells])
+    return Section("The runs", "", rows)
+
+
+def _spread(values: Sequence[str]) -> str:
+    return f" ({', '.join(values)})" if len(values) > 1 else ""

@@ -1,0 +1,56 @@
+import json
+
+import pytest
+import torch
+
+from batchnorm.bench import memory as bench
+from batchnorm.bench.contenders import STOCK
+from batchnorm.bench.memory import FORMS, Form, Measured, memory, peak, report
+from batchnorm.models.pools import AvgPool2d, MaxPool2d
+
+
+def test_peak_sees_what_is_allocated_meanwhile():
+    def call():
+        a = torch.ones(1000)
+        b = torch.ones(3000)
+        del a
+        return b.add_(torch.ones(3000))
+
+    assert peak(call, torch.device("cpu")) == (24000, 12000)
+
+
+def test_small_networks_on_this_machine(tmp_path, capsys):
+    torch.set_num_threads(1)
+    rows = memory(4, 32, tmp_path / "memory.json", only=["ours, as drawn", "ours, as drawn, recompute"])
+    names = ["stock", "ours, as drawn", "ours, as drawn, recompute"]
+    assert [row.name for row in rows] == names
+    assert rows[0].over_stock == 1
+    assert rows[2].after_forward < 0.75 * rows[1].after_forward <= rows[0].after_forward
+    written = json.loads((tmp_path / "memory.json").read_text())
+    assert [row["name"] for row in written["rows"]] == names
+    assert written["environment"]["commit"]
+    assert "ours, as drawn, recompute" in capsys.readouterr().out
+
+
+def test_forms_are_made_of_the_parts_they_name():
+    cpu = torch.device("cpu")
+    for form in (Form("stock", STOCK), Form("none", STOCK, norm=False)):
+        assert not any(type(m).__module__.startswith("batchnorm.layers") for m in form.network(32, cpu).modules())
+        assert not any(isinstance(m, MaxPool2d | AvgPool2d) for m in form.network(32, cpu).modules())
+    ours = next(form for form in FORMS if form.name == "ours")
+    assert any(isinstance(m, MaxPool2d) for m in ours.network(32, cpu).modules())
+
+
+def test_the_table_says_whether_the_bars_are_reached():
+    rows = [Measured("stock", 100, 90, 7.0), Measured("ours", 74, 70, 7.0, 0.74)]
+    assert "ours: at most 0.75 of stock: reached" in report(rows, rows[1:])
+    over = Measured("ours, recompute", 74, 70, 7.0, 0.74)
+    assert "NOT reached" in report([rows[0], over], [over])
+    assert "reached" not in report(rows)
+
+
+def test_another_loss_is_refused(monkeypatch):
+    losses = iter([7.0, 8.0])
+    monkeypatch.setattr(bench, "measure", lambda form, *_: Measured(form.name, 1, 1, next(losses)))
+    with pytest.raises(RuntimeError, match=r"ours computes another loss than stock: 8\.0 instead of 7\.0"):
+        memory(only=["ours"])

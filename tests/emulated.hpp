@@ -1,0 +1,188 @@
+// A GPU for kernels/resident.cu: a program is a thread of the operating system, its threads take turns as fibers.
+//
+// Copies into shared memory are done no sooner than they are waited for, and what shared memory holds before is NaN.
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static thread_local
+
+struct Index {
+    unsigned x;
+};
+struct float2 {
+    float x, y;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+
+using std::max;
+using std::min;
+inline float __uint_as_float(u32 u) { float f; std::memcpy(&f, &u, 4); return f; }
+inline u32 __float_as_uint(float f) { u32 u; std::memcpy(&u, &f, 4); return u; }
+inline float __int_as_float(int i) { return __uint_as_float((u32)i); }
+inline u32 __umulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+template <class T> T __ldcg(const T* at) { return *(const volatile T*)at; }
+template <> inline float2 __ldcg(const float2* at) { return {*(const volatile float*)&at->x, *(const volatile float*)&at->y}; }
+
+static thread_local Index threadIdx, blockIdx, gridDim;
+static thread_local char memory[232448];
+
+// ---- fibers ----
+
+struct Copy {
+    u32 slot;
+    const char* from;
+};
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    std::vector<std::vector<Copy>> commits;
+    std::vector<Copy> copies;
+    bool done = false;
+};
+static thread_local std::vector<Fiber> fibers;
+static thread_local ucontext_t scheduler;
+static thread_local const std::function<void()>* body;
+static thread_local u64 passed;        // barriers of the program
+static thread_local int waiting;       // threads at the next one
+static thread_local u64 met[THREADS];  // turns of the group of lanes whose first is this thread
+static thread_local int here[THREADS];
+static thread_local u32 shown[THREADS];
+
+inline void yield() {
+    unsigned me = threadIdx.x;
+    swapcontext(&fibers[me].context, &scheduler);
+    threadIdx.x = me;
+}
+
+inline void __syncthreads() {
+    u64 turn = passed;
+    if (++waiting == THREADS) {
+        waiting = 0;
+        ++passed;
+    }
+    while (passed == turn) yield();
+}
+
+// Wait for the other lanes of `mask` in this warp.
+inline void gather(u32 mask) {
+    unsigned first = threadIdx.x / 32 * 32 + __builtin_ctz(mask);
+    u64 turn = met[first];
+    if (++here[first] == __builtin_popcount(mask)) {
+        here[first] = 0;
+        ++met[first];
+    }
+    while (met[first] == turn) yield();
+}
+
+inline void __syncwarp() { gather(~0u); }
+
+inline u32 lane_value(u32 mask, u32 mine, unsigned lane) {
+    shown[threadIdx.x] = mine;
+    gather(mask);
+    u32 found = shown[threadIdx.x / 32 * 32 + lane];
+    gather(mask);
+    return found;
+}
+inline u32 __shfl_xor_sync(u32 mask, u32 v, int step) { return lane_value(mask, v, threadIdx.x % 32 ^ step); }
+inline float __shfl_xor_sync(u32 mask, float v, int step) {
+    return __uint_as_float(__shfl_xor_sync(mask, __float_as_uint(v), step));
+}
+inline u32 __shfl_sync(u32 mask, u32 v, int lane) { return lane_value(mask, v, lane); }
+inline bool __any_sync(u32 mask, bool p) {
+    u32 any = 0;
+    for (int lane = 0; lane < 32; ++lane) any |= lane_value(mask, p, lane);
+    return any;
+}
+
+// ---- the machine ----
+
+inline u32 address(const char* shared) { return (u32)(shared - memory); }
+
+inline void from_halves(u32 w, float& a, float& b) {
+    _Float16 h[2];
+    std::memcpy(h, &w, 4);
+    a = h[0], b = h[1];
+}
+inline u32 to_halves(float a, float b) {
+    _Float16 h[2] = {(_Float16)a, (_Float16)b};
+    u32 w;
+    std::memcpy(&w, h, 4);
+    return w;
+}
+inline u32 to_bfloat(float f) {
+    u32 u = __float_as_uint(f);
+    return std::isnan(f) ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+inline u32 to_bfloats(float a, float b) { return to_bfloat(a) | to_bfloat(b) << 16; }
+
+inline u64 evict_first() { return 0; }
+inline void copy_async(u32 slot, const char* from, u64) { fibers[threadIdx.x].copies.push_back({slot, from}); }
+inline void commit() {
+    Fiber& fiber = fibers[threadIdx.x];
+    fiber.commits.push_back(std::move(fiber.copies));
+    fiber.copies.clear();
+}
+template <int LEFT> void arrived() {
+    auto& commits = fibers[threadIdx.x].commits;
+    while (commits.size() > LEFT) {
+        for (const Copy& copy : commits.front()) std::memcpy(memory + copy.slot, copy.from, 16);
+        commits.erase(commits.begin());
+    }
+}
+inline Vec load(const char* from) { Vec v; std::memcpy(&v, from, 16); return v; }
+inline Vec load_slot(u32 slot) { return load(memory + slot); }
+inline void store(char* to, const Vec& v) { std::memcpy(to, &v, 16); }
+inline void store_through(char* to, const Vec& v) { store(to, v); }
+inline void fetch(const char*) {}
+inline u32 peek(const u32* word) {
+    u32 now = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    std::this_thread::yield();
+    return now;
+}
+inline u32 add_release(u32* word, u32 step) { return __atomic_fetch_add(word, step, __ATOMIC_ACQ_REL); }
+
+// ---- launches ----
+
+static void start_fiber() {
+    (*body)();
+    fibers[threadIdx.x].done = true;
+    swapcontext(&fibers[threadIdx.x].context, &scheduler);
+}
+
+static void run_program(unsigned index, unsigned programs, const std::function<void()>& kernel) {
+    blockIdx.x = index, gridDim.x = programs, body = &kernel;
+    std::memset(memory, 0xff, sizeof memory);
+    fibers = std::vector<Fiber>(THREADS);
+    for (Fiber& fiber : fibers) {
+        fiber.stack = std::make_unique<char[]>(1 << 16);
+        getcontext(&fiber.context);
+        fiber.context.uc_stack = {fiber.stack.get(), 0, 1 << 16};
+        makecontext(&fiber.context, start_fiber, 0);
+    }
+    for (bool left = true; left;) {
+        left = false;
+        for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x) {
+            unsigned me = threadIdx.x;
+            if (!fibers[me].done) swapcontext(&scheduler, &fibers[me].context);
+            threadIdx.x = me;
+            left |= !fibers[me].done;
+        }
+    }
+}
+
+static void launch(unsigned programs, const std::function<void()>& kernel) {
+    std::vector<std::thread> all;
+    for (unsigned i = 0; i < programs; ++i) all.emplace_back(run_program, i, programs, std::cref(kernel));
+    for (std::thread& one : all) one.join();
+}

@@ -1,0 +1,63 @@
+"""Run the fused kernels by a given plan, and hold what they give against the float64 oracle."""
+
+from typing import NamedTuple
+
+import torch
+from oracle import assert_near, expect
+
+from batchnorm.ops import Activation, launch, plan
+from batchnorm.ops.geometry import geometry_of
+
+EPS = 1e-5
+
+
+class Way(NamedTuple):
+    """How to run: the arguments of plan.make."""
+
+    path: str
+    tile: int = 64
+    tiles: int = 0
+    parts: int = 1
+    lanes: int = 8
+
+
+def arranged(shape, layout, dtype, device, mean=3.0):
+    x = (torch.randn(shape, device=device) * 2 + mean).to(dtype)
+    if layout == "last":
+        return x.movedim(1, -1).contiguous().movedim(-1, 1)
+    return x
+
+
+def run(x, way, activation=None, residual=None, affine=True, running=None, momentum=0.1):
+    """Everything that one forward and one backward pass give, by launches planned as ``way`` says, or by that plan."""
+    act = Activation(*activation) if activation else Activation()
+    c = x.shape[1]
+    gamma, beta = (torch.randn(c, device=x.device) for _ in range(2)) if affine else (None, None)
+    dy = torch.randn_like(x)
+    p = plan.make(geometry_of(x), x.element_size(), *way, 4) if isinstance(way, Way) else way
+    signed = residual is not None and act.name in ("relu", "leaky_relu")
+    y, stats, bits = launch.forward(x, gamma, beta, residual, running, momentum, EPS, *act, signed, p)
+    hidden = residual if residual is not None and act.name != "identity" and not signed else None
+    wanted = None if residual is None else residual.dtype
+    dx, dgamma, dbeta, dr = launch.backward(dy, x, hidden, bits if signed else None, stats, *act, wanted, p)
+    ones, zeros = torch.ones(c, device=x.device), torch.zeros(c, device=x.device)
+    e = expect(x, ones if gamma is None else gamma, zeros if beta is None else beta, EPS, dy, act, residual)
+    return (y, stats, dx, dgamma, dbeta, dr), e
+
+
+def compare(x, got, e, residual=None, scale=1.0):
+    y, stats, dx, dgamma, dbeta, dr = got
+    assert_near(y, e.y, x.dtype, "y", scale)
+    assert_near(stats[0], e.mean, torch.float32, "mean")
+    assert_near(stats[1], e.var, torch.float32, "var", scale)
+    assert (stats[2] == x.numel() // x.shape[1]).all()
+    assert_near(dx, e.dx, x.dtype, "dx", scale, top=e.dx_terms)
+    assert_near(dgamma, e.dgamma, torch.float32, "dgamma", scale, top=e.sum_terms)
+    assert_near(dbeta, e.dbeta, torch.float32, "dbeta", scale, top=e.sum_terms)
+    if residual is not None:
+        assert_near(dr, e.dresidual, residual.dtype, "dresidual", scale)
+
+
+def kept(c, device):
+    count = torch.zeros((), dtype=torch.long, device=device)
+    return torch.full((c,), 0.5, device=device), torch.full((c,), 2.0, device=device), count, count.clone()

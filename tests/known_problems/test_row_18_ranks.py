@@ -1,0 +1,81 @@
+"""Row 18: DistributedDataParallel keeps rank 0's statistics only (timm 110); here they are reduced over the ranks."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import batchnorm as bn
+from batchnorm.train.distributed import Ranks
+
+pytestmark = pytest.mark.dist
+FAR = 10.0  # how far apart the ranks' data lie
+
+
+def data(rank):
+    return torch.randn(4, 32, 3, generator=torch.Generator().manual_seed(rank)).double() + FAR * rank
+
+
+def one_rank(rank, world_size, way):
+    net = nn.Sequential(nn.BatchNorm1d(3) if way == "torch" else bn.BatchNorm1d(3, momentum=0.5)).double()
+    if way == "sync":
+        net[0].statistics, net[0].momentum = bn.Sync(), 1.0
+    parallel = net if way == "averaged" else DistributedDataParallel(net)
+    for batch in data(rank):
+        parallel(batch).sum().backward()
+    if way == "torch":
+        parallel(data(rank)[0])  # the buffers are copied from rank 0 when the next forward pass begins
+    elif way in ("paper", "pooled"):
+        bn.estimate_(parallel, list(data(rank)), rule=way)
+    elif way == "averaged":  # as the trainer does, which tells DistributedDataParallel to leave buffers alone
+        Ranks(rank, world_size).average_statistics_(net)
+    return net[0].running_mean, net[0].running_var
+
+
+def everyone(way):
+    results = on_ranks(2, one_rank, way)
+    assert not any(isinstance(r, str) for r in results), results
+    (mean, var), other = results
+    torch.testing.assert_close(other, (mean, var), rtol=0, atol=0)
+    return mean, var
+
+
+def test_what_torch_keeps_knows_nothing_of_rank_1():
+    (mean, _), _ = on_ranks(2, one_rank, "torch")
+    assert (mean < 0.1 * FAR).all(), "torch has mended it"
+
+
+def test_population_statistics_are_those_of_all_ranks_with_the_spread_of_their_means():
+    mean, var = everyone("pooled")
+    samples = torch.cat([data(0), data(1)]).flatten(0, 1)
+    torch.testing.assert_close(mean, samples.mean(0))
+    torch.testing.assert_close(var, samples.var(0, correction=0))
+    assert (var > (FAR / 2) ** 2).all(), "the variance between the ranks counts"
+
+
+def test_the_papers_rule_averages_over_all_ranks_batches():
+    mean, var = everyone("paper")
+    batches = torch.cat([data(0), data(1)])
+    torch.testing.assert_close(mean, batches.mean((0, 1)))
+    torch.testing.assert_close(var, batches.var(1).mean(0))
+
+
+def test_synchronized_running_averages_have_the_spread_too():
+    mean, var = everyone("sync")
+    last = torch.cat([data(0)[-1], data(1)[-1]])
+    torch.testing.assert_close(mean, last.mean(0))
+    torch.testing.assert_close(var, last.var(0))
+
+
+def test_running_averages_of_the_trainer_are_averaged():
+    mean, _ = everyone("averaged")
+    ours = [one_process(rank) for rank in range(2)]
+    torch.testing.assert_close(mean, sum(ours) / 2)
+
+
+def one_process(rank):
+    layer = bn.BatchNorm1d(3, momentum=0.5).double()
+    for batch in data(rank):
+        layer(batch)
+    return layer.running_mean

@@ -1,0 +1,125 @@
+"""The pooling kernels against torch's: interpreted on CPU, or on a device where there is one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from batchnorm.models import pools
+from batchnorm.ops import pool
+
+# Triton's interpreter meets it in numpy >= 1.25.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+ON_DEVICE = torch.cuda.is_available()
+SHAPES = [
+    (2, 8, 7, 7),  # odd: the last window at stride 2 has two rows
+    (1, 5, 6, 9),  # no whole vector of channels
+    (3, 64, 4, 5),
+    (2, 96, 1, 3),  # one row; two slices of channels, the second not full
+]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(ON_DEVICE, reason="compiled, not interpreted, on this machine")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def device(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _unwritten_is_nan():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def values(shape, dtype, device, sliced):
+    """Whole numbers, so that windows have equal ones; channels last, or a slice of the channels of such a tensor."""
+    n, c, h, w = shape
+    x = torch.randint(-3, 4, (n, c + 16 * sliced, h, w)).to(device, dtype)
+    x = x.contiguous(memory_format=torch.channels_last)
+    return x[:, 8 : 8 + c] if sliced else x
+
+
+def check(ours, theirs, x, sliced):
+    """Compare a pool and its gradient with torch's on contiguous float64 values."""
+    a, b = x.detach().requires_grad_(), x.cpu().double().contiguous().requires_grad_()
+    y, expected = ours(a), theirs(b)
+    torch.testing.assert_close(y.cpu(), expected.to(x.dtype))
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    dy = values(y.shape, x.dtype, x.device, sliced)
+    (got,) = torch.autograd.grad(y, a, dy)
+    (wanted,) = torch.autograd.grad(expected, b, dy.cpu().double())
+    torch.testing.assert_close(got.cpu(), wanted.to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_largest_of_each_window(shape, sliced, dtype, device):
+    x = values(shape, dtype, device, sliced)
+    for stride in (1, 2):
+        check(lambda v, s=stride: pool.max_pool(v, s), lambda v, s=stride: F.max_pool2d(v, 3, s, 1), x, sliced)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_mean_of_each_window(shape, sliced, dtype, device):
+    x = values(shape, dtype, device, sliced)
+    check(pool.average_pool, lambda v: F.avg_pool2d(v, 3, 1, 1, count_include_pad=False), x, sliced)
+
+
+def test_what_is_not_a_number_is_passed_on_and_takes_the_gradient(device):
+    x = torch.zeros(1, 8, 5, 5, device=device).contiguous(memory_format=torch.channels_last)
+    x[0, 0, 2, 2], x[0, 1] = float("nan"), float("-inf")
+    x.requires_grad_()
+    y, expected = pool.max_pool(x, 2), F.max_pool2d(x, 3, 2, 1)
+    torch.testing.assert_close(y, expected, equal_nan=True)
+    dy = torch.ones_like(y)
+    got, wanted = (torch.autograd.grad(v, x, dy)[0] for v in (y, expected))
+    torch.testing.assert_close(got, wanted)
+
+
+def test_a_gradient_in_another_order_is_copied(device):
+    x = values((2, 8, 4, 4), torch.float32, device, False).requires_grad_()
+    for pooled in (pool.max_pool(x, 1), pool.average_pool(x)):
+        dy = torch.randn(2, 8, 4, 4, device=device)
+        got, wanted = (
+            torch.autograd.grad(pooled, x, g, retain_graph=True)[0]
+            for g in (dy, dy.contiguous(memory_format=torch.channels_last))
+        )
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_contiguous_tensors_are_refused():
+    with pytest.raises(ValueError, match="channels-last"):
+        torch.ops.batchnorm.max_pool(torch.zeros(2, 3, 4, 4), 1)
+
+
+@pytest.mark.parametrize("module", [pools.MaxPool2d(1), pools.MaxPool2d(2), pools.AvgPool2d()])
+def test_modules_are_torchs_off_the_device(module):
+    x = torch.randn(2, 3, 6, 6, requires_grad=True)
+    assert isinstance(module, nn.MaxPool2d | nn.AvgPool2d)
+    assert not pool.takes(x)
+    expected = type(module).__base__.forward(module, x)
+    for run in (module, torch.fx.symbolic_trace(module)):
+        torch.testing.assert_close(run(x), expected)
+    assert torch.func.vmap(module)(x[None]).shape[0] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("module", [pools.MaxPool2d(1), pools.MaxPool2d(2), pools.AvgPool2d()])
+def test_modules_on_the_device(module):
+    x = torch.randn(2, 24, 6, 6, device="cuda").contiguous(memory_format=torch.channels_last).requires_grad_()
+    assert pool.takes(x)
+    for run in (module, torch.compile(module, fullgraph=True)):
+        y, expected = run(x), type(module).__base__.forward(module, x)
+        torch.testing.assert_close(y, expected)
+        dy = torch.randn_like(y)
+        got, wanted = (torch.autograd.grad(v, x, dy, retain_graph=True)[0] for v in (y, expected))
+        torch.testing.assert_close(got, wanted)
+    assert torch.func.vmap(module)(x[None]).shape[0] == 1

@@ -1,0 +1,166 @@
+"""The kernel that keeps on chip what it has read: on a device where there is one, else emulated on the CPU.
+
+Outputs start as NaN, so that an unwritten value fails.
+"""
+
+import shutil
+
+import pytest
+import torch
+from emulate import compiler
+from kernels import arranged, compare, kept, run
+from oracle import assert_near
+
+from batchnorm.bench.layers import all_layers
+from batchnorm.ops import batch_norm, explain, nvrtc, resident
+from batchnorm.ops.geometry import geometry_of, magic_of
+
+
+@pytest.mark.parametrize("processors", [132, 144])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_all_programs_of_a_plan_run_at_the_same_time(itemsize, processors):
+    found = 0
+    for layer in all_layers():
+        for form in (torch.channels_last, torch.contiguous_format):
+            g = geometry_of(torch.empty(layer.shape, device="meta", memory_format=form))
+            for backward in (False, True):
+                for residual in (False, True):
+                    r = resident.choose(g, itemsize, backward, residual, processors)
+                    if r is None:
+                        continue
+                    found += 1
+                    assert 1 <= r.groups * r.parts <= processors * r.each
+                    assert r.groups <= r.slices
+                    kept_bytes = r.kept * r.threads * resident.WIDTH * (1 + backward)
+                    assert 0 < kept_bytes * r.each < resident.SHARED
+                    assert r.kept <= 4 * resident.BATCHES
+    assert found > 200
+
+
+def test_tensors_that_vectors_do_not_fit_are_left_to_the_others():
+    for shape, form in [((256, 100, 28, 28), torch.channels_last), ((256, 128, 7, 7), torch.contiguous_format)]:
+        g = geometry_of(torch.empty(shape, device="meta", memory_format=form))
+        assert resident.choose(g, 2, False, False, 132) is None
+
+
+@pytest.mark.parametrize("divisor", [2, 3, 7, 49, 392, 1568, 6272])
+def test_division_by_multiplication(divisor):
+    m, s = magic_of(divisor)
+    for n in (0, 1, divisor - 1, divisor, 10 * divisor - 1, 2**31 - 1):
+        assert (n * m >> 32) >> s == n // divisor
+
+
+@pytest.fixture(scope="module")
+def emulation(tmp_path_factory):
+    return compiler(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, emulation, monkeypatch):
+    if request.param == "cpu":
+        if shutil.which("g++") is None:
+            pytest.skip("no g++ to compile the emulated kernel with")
+        resident._kernel.cache_clear()
+        monkeypatch.setattr(nvrtc, "load", emulation)
+    yield request.param
+    resident._kernel.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _unwritten_is_nan():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def planned(x, parts, each=1, lanes=4, threads=128, kept=2):
+    """A small plan: few vectors are kept, so that a small tensor has some that are read again."""
+    r = resident.make(geometry_of(x), x.element_size(), 2, 132, threads, each, lanes, parts)
+    return r._replace(kept=kept)
+
+
+CASES = [
+    # shape, layout, dtype, activation, residual, parts, groups at a time
+    ((8, 64, 12, 12), "last", torch.bfloat16, ("relu",), False, 5, None),
+    ((8, 64, 12, 12), "last", torch.bfloat16, ("relu",), True, 5, 1),
+    ((8, 64, 12, 12), "last", torch.float16, ("leaky_relu", 0.1), True, 1, 1),
+    ((8, 40, 12, 12), "last", torch.float32, ("relu",), True, 3, 2),  # a slice that is not full
+    ((8, 24, 5, 5), "last", torch.float32, ("sigmoid",), False, 4, None),
+    ((500, 64), "last", torch.bfloat16, ("tanh",), False, 7, None),
+    ((8, 6, 16, 16), "first", torch.bfloat16, ("relu",), False, 3, 2),
+    ((8, 6, 16, 16), "first", torch.bfloat16, ("relu",), True, 1, None),
+    ((8, 5, 16, 8), "first", torch.float16, ("silu",), False, 2, 1),
+    ((8, 5, 4, 8, 8), "first", torch.float32, ("leaky_relu", 0.1), True, 2, 1),
+    ((8, 5, 64), "first", torch.float32, None, True, 1, 1),
+]
+
+
+@pytest.mark.parametrize(("shape", "layout", "dtype", "activation", "has_residual", "parts", "groups"), CASES)
+def test_matches_the_oracle(device, shape, layout, dtype, activation, has_residual, parts, groups):
+    x = arranged(shape, layout, dtype, device)
+    residual = arranged(shape, layout, dtype, device, 0.0) if has_residual else None
+    r = planned(x, parts)
+    got, e = run(x, r._replace(groups=groups or r.groups), activation, residual)
+    compare(x, got, e, residual)
+
+
+@pytest.mark.parametrize("layout", ["first", "last"])
+def test_mean_a_million_standard_deviations(device, layout):
+    x = arranged((16, 16, 8, 8), layout, torch.float32, device, 0.0) / 2 + 1e6
+    got, e = run(x, planned(x, 3), ("relu",))
+    compare(x, got, e)
+
+
+def test_one_value_far_from_the_others(device):
+    x = torch.randn(64, 8, 8, 8, device=device)
+    x[0, :, 0, 0] = 1e5
+    got, e = run(x, planned(x, 2))
+    compare(x, got, e)
+
+
+@pytest.mark.parametrize("layout", ["first", "last"])
+def test_same_bits_every_time(device, layout):
+    x = arranged((8, 32, 8, 8), layout, torch.bfloat16, device)
+    results = []
+    for _ in range(3):
+        torch.manual_seed(1)
+        results.append(run(x, planned(x, 3), ("relu",), torch.randn_like(x))[0])
+    for several in zip(*results, strict=True):
+        assert all(torch.equal(several[0], v) for v in several)
+
+
+@pytest.mark.parametrize("layout", ["first", "last"])
+def test_running_averages(device, layout):
+    x = arranged((8, 40, 8, 8), layout, torch.float32, device)
+    running = kept(40, device)
+    _, e = run(x, planned(x, 3), running=running)
+    m = x.numel() / 40
+    assert_near(running[0], 0.5 + 0.1 * (e.mean - 0.5), torch.float32, "mean")
+    assert_near(running[1], 2.0 + 0.1 * (e.var * m / (m - 1) - 2.0), torch.float32, "var")
+    assert [int(v) for v in running[2:]] == [1, 0]
+    run(x, planned(x, 3), running=running, momentum=None)
+    assert int(running[2]) == 2
+    x[3, 30] = float("inf")
+    before = [v.clone() for v in running]
+    run(x, planned(x, 3), running=running)
+    assert all(torch.equal(a, b) for a, b in zip(before[:3], running[:3], strict=True))
+    assert int(running[3]) == 1
+
+
+@pytest.mark.gpu
+def test_large_tensors_take_it_and_a_gradient_that_is_a_slice_is_read_as_it_is():
+    x = arranged((64, 64, 56, 56), "last", torch.bfloat16, "cuda").requires_grad_()
+    assert "resident" in explain(x).reason
+    gamma, beta = torch.rand(64, device="cuda"), torch.rand(64, device="cuda")
+    y, _ = batch_norm(x, gamma, beta, activation="relu")
+    other = torch.randn_like(y)
+    dy = torch.randn(64, 128, 56, 56, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    (from_slice,) = torch.autograd.grad(torch.cat([y, other], 1), x, dy, retain_graph=True)
+    (from_copy,) = torch.autograd.grad(y, x, dy[:, :64].contiguous(memory_format=torch.channels_last))
+    assert torch.equal(from_slice, from_copy)
+
+
+@pytest.mark.gpu
+def test_what_does_not_compile_says_so():
+    with pytest.raises(RuntimeError, match=r"resident\.cu does not compile"):
+        nvrtc.load("resident.cu", "forward", (("FORWARD", 1),), 128, 0, torch.device("cuda"))

@@ -1,0 +1,242 @@
+"""Figures 2 and 3 from networks that are really trained, a few steps each, side by side and over several sittings."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from training import environment, stripes
+
+from batchnorm.reproduce.fig2.__main__ import main
+from batchnorm.reproduce.fig2.command import Fig2, fig2
+from batchnorm.reproduce.fig2.plan import read_plan
+from batchnorm.train import RECIPES
+
+PLAN = """
+[recipe]
+size = 32
+width = 0.04
+batch_size = 8
+[train]
+log_every = 1
+evaluate_every = 3
+checkpoint_every = 1000
+evaluate_batch = 6
+[[group]]
+name = "figures"
+horizon = 3
+runs = [
+  { name = "plain", recipe = "inception", seed = 0 },
+  { name = "normalized", recipe = "bn-baseline", seed = 0 },
+  { name = "other", recipe = "bn-baseline", seed = 1 },
+]
+[[group]]
+name = "rates"
+horizon = 1
+runs = [{ name = "far", recipe = "inception", rate = 1e9, evaluate_every = 1 }]
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root, rng = tmp_path_factory.mktemp("stripes"), np.random.default_rng(0)
+    for split, count in (("train", 10), ("val", 4)):
+        for label in range(3):
+            (root / split / f"class{label}").mkdir(parents=True)
+            for k in range(count):
+                stripes(rng, label).save(root / split / f"class{label}" / f"{k}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "plan.toml"
+    path.write_text(PLAN)
+    return path
+
+
+def run(data, plan, out, **options):
+    return fig2(Fig2(data, out, plan=plan, device="cpu", workers=0, **options))
+
+
+@pytest.fixture(scope="module")
+def sitting(data, plan, tmp_path_factory):
+    """Two runs side by side, then a third that cannot go well."""
+    out = tmp_path_factory.mktemp("fig2")
+    run(data, plan, out, jobs=2, only=("plain", "normalized", "far"), commit="1234abc")
+    return out
+
+
+def read(out, name):
+    return json.loads((out / "results" / f"{name}.json").read_text())
+
+
+def test_what_a_run_leaves(sitting):
+    result = read(sitting, "normalized")
+    assert [row[0] for row in result["curve"]] == [3, 6, 9, 12]
+    assert result["recipe"]["epochs"] == 3
+    assert result["recipe"]["decay_epochs"] == pytest.approx(8 * 3 / 775)
+    assert (result["data"]["train"], result["data"]["val"], result["data"]["classes"]) == (30, 12, 3)
+    assert (result["result"]["steps"], result["result"]["diverged"]) == (12, False)
+    assert 0 <= result["result"]["top1"] <= 1
+    assert 0 <= result["result"]["train_top1"] <= 1
+    assert result["environment"]["commit"] == "1234abc"
+    assert result["seconds"] > 0
+    # The training batches' means are of the steps since the validation before.
+    lines = [json.loads(line) for line in (sitting / "runs/normalized/metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert result["curve"][1][3] == pytest.approx(sum(losses[3:6]) / 3, abs=1e-5)
+
+
+def test_divergence_is_a_result(sitting):
+    assert read(sitting, "far")["result"]["diverged"] is True
+    assert "diverged by step" in (sitting / "fig2.md").read_text()
+
+
+def test_what_a_sitting_publishes(sitting):
+    table, summary = (sitting / "fig2.md").read_text(), json.loads((sitting / "fig2.json").read_text())
+    assert summary["not yet run"] == ["other"]
+    assert "| other | figures |" in table
+    assert "| inception | 1 |" in table
+    assert "31.0M" in table
+    for name in ("fig2.png", "fig2.svg", "fig2-rates.png"):
+        assert (sitting / name).stat().st_size > 1000
+    assert "Figure 3" in (sitting / "report.html").read_text()
+    verdicts = {verdict["claim"]: verdict["verdict"] for verdict in summary["verdicts"]}
+    assert verdicts["BN-x5-Sigmoid trains"] == "not yet run"
+
+
+def test_figures_are_made_of_the_files_alone(plan, sitting, tmp_path, capsys):
+    shutil.copytree(sitting / "results", tmp_path / "results")
+    words = ["--plan", str(plan), "--results", str(tmp_path / "results"), "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    assert "not yet run: other" in capsys.readouterr().out
+    assert (tmp_path / "out/fig2.md").read_text() == (sitting / "fig2.md").read_text()
+    assert (tmp_path / "out/fig2.svg").read_bytes() == (sitting / "fig2.svg").read_bytes()
+
+
+def test_it_goes_on_where_it_was_stopped(data, plan, sitting, tmp_path):
+    words = ["--data", str(data), "--plan", str(plan), "--out", str(tmp_path), "--device", "cpu", "--workers", "0"]
+    command = [sys.executable, "-m", "batchnorm.reproduce.fig2", *words, "--jobs", "2", "--group", "figures"]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    runs = [tmp_path / "runs" / name / "metrics.jsonl" for name in ("plain", "normalized")]
+    while process.poll() is None and not all(path.exists() and path.read_text().count("\n") > 2 for path in runs):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait() == 130
+    assert all(list((path.parent / "checkpoints").glob("step-*")) for path in runs)
+    assert json.loads((tmp_path / "fig2.json").read_text())["not yet run"][-2:] == ["other", "far"]
+    run(data, plan, tmp_path, only=("plain", "normalized"), jobs=2)  # as many threads each as before: the same bits
+    for name in ("plain", "normalized"):
+        assert read(tmp_path, name)["curve"] == read(sitting, name)["curve"]
+        assert read(tmp_path, name)["result"]["top1"] == read(sitting, name)["result"]["top1"]
+
+
+def test_the_time_limit(data, plan, tmp_path, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        run(data, plan, tmp_path, minutes=0.0)
+    assert "not yet run: plain, normalized, other, far" in capsys.readouterr().out
+
+
+def test_results_of_another_plan_are_refused(data, plan, sitting, tmp_path, capsys):
+    other = tmp_path / "plan.toml"
+    other.write_text(plan.read_text().replace("horizon = 3", "horizon = 4"))
+    assert main(["--plan", str(other), "--out", str(sitting)]) == 1
+    error = capsys.readouterr().err
+    assert "plain.json is of another plan" in error
+    assert "epochs is 3.0 and 4.0" in error
+    other.write_text(plan.read_text().replace("evaluate_every = 3", "evaluate_every = 4"))
+    with pytest.raises(ValueError, match="evaluate_every is 3 and 4"):
+        run(data, other, sitting)
+
+
+def test_other_data_is_refused(data, plan, sitting, tmp_path):
+    other = shutil.copytree(data, tmp_path / "data")
+    (other / "train/class0/0.png").unlink()
+    with pytest.raises(ValueError, match="are of different data"):
+        run(other, plan, sitting)
+
+
+def test_a_run_that_fails_says_why(data, tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(PLAN.replace("size = 32", "size = 16"))
+    with pytest.raises(RuntimeError, match=r"plain failed: exit status 1(.|\n)*32 px or more"):
+        run(data, plan, tmp_path / "out", only=("plain",), jobs=2)
+    assert "plain" in json.loads((tmp_path / "out/fig2.json").read_text())["not yet run"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('horizon = 3\nname = "x"', "Cannot overwrite"),
+        ('name = "figure"', "group 'figure' is none of"),
+        ('recipe = "bn-x7"', "no recipe 'bn-x7'"),
+        ("rates = 1e9", "no field rates"),
+        ('name = "plain", recipe = "bn-baseline"', "two runs are called plain"),
+    ],
+)
+def test_a_plan_that_is_none(tmp_path, text, says):
+    key = text.split(" = ")[0]
+    old = {
+        "horizon": "horizon = 3",
+        "name": 'name = "figures"',
+        "recipe": 'recipe = "inception"',
+        "rates": "rate = 1e9",
+    }[key]
+    if "two runs" in says:
+        old = 'name = "normalized", recipe = "bn-baseline"'
+    path = tmp_path / "plan.toml"
+    path.write_text(PLAN.replace(old, text, 1))
+    with pytest.raises(ValueError, match=says):
+        read_plan(path)
+
+
+def test_an_unknown_name(data, plan, tmp_path):
+    with pytest.raises(ValueError, match="no run named nobody; it has plain"):
+        run(data, plan, tmp_path, only=("nobody",))
+
+
+def test_the_committed_plan_is_complete():
+    runs = read_plan().runs
+    by_group = {group: [run for run in runs if run.group == group] for group in ("figures", "rates", "dropout")}
+    variants = [run.variant for run in by_group["figures"]]
+    assert [variants.count(name) for name in ("inception", "bn-baseline", "bn-x5", "bn-x30")] == [2, 2, 2, 2]
+    for failure in ("inception-x5", "inception-sigmoid"):
+        inits = {run.recipe.init for run in by_group["figures"] if run.variant == failure}
+        assert inits == {"kaiming", "xavier"}
+    times = {round(run.recipe.rate / 0.0015) for run in by_group["rates"]}
+    assert times == {1, 2, 5, 10, 30, 100}
+    shares = [(run.recipe.batch_norm, run.recipe.dropout) for run in by_group["dropout"]]
+    assert sorted(shares) == [(bn, share) for bn in (False, True) for share in (0.0, 0.05, 0.1, 0.4)]
+    for run in runs:
+        recipe = run.recipe
+        assert (recipe.size, recipe.batch_size, recipe.width) == (64, 32, 1.0)
+        if run.group == "figures":
+            assert recipe.rate == RECIPES[run.variant].rate
+
+
+def test_the_ablation_takes_back_one_modification_each():
+    runs = [run for run in read_plan().runs if run.group == "ablation" and set(run.changed) != {"seed"}]
+    x5 = next(run.recipe for run in read_plan().runs if run.variant == "bn-x5")
+    base = next(run.recipe for run in read_plan().runs if run.variant == "bn-baseline")
+    fields = ("rate", "dropout", "weight_decay", "decay_epochs", "local_response", "shuffle", "photometric")
+    assert [list(run.changed) for run in runs] == [[field] for field in fields]
+    for run, field in zip(runs, fields, strict=True):
+        assert getattr(run.recipe, field) == pytest.approx(getattr(base, field)) if field != "shuffle" else "fixed"
+        assert getattr(run.recipe, field) != getattr(x5, field)
+        assert run.recipe.epochs == x5.epochs
+
+
+def test_it_needs_neither_tyro_nor_rich(plan, sitting, tmp_path):
+    code = (
+        "import sys; sys.modules.update(tyro=None, rich=None)\n"
+        "from batchnorm.reproduce.fig2.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["--plan", str(plan), "--results", str(sitting / "results"), "--out", str(tmp_path)]
+    subprocess.run([sys.executable, "-c", code, *words], check=True, env=environment(), capture_output=True)
+    assert (tmp_path / "fig2.md").exists()
