@@ -74,8 +74,9 @@ def normalize_batch_(
 
 def _again(eps: float, activation: Activation) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-        unused = torch.zeros(2, x.shape[1])  # without averages in float32 the kernel would round the statistics to half
-        y, _, _ = _kernel(x, gamma, beta, *unused, True, 0.0, eps)
+        # Without averages in float32 the kernel would round the statistics of half-precision values.
+        mean, var = torch.zeros(2, x.shape[1])
+        y, _, _ = _kernel(x, gamma, beta, mean, var, True, 0.0, eps)
         return nonlinear.apply_to_fresh(activation, y)
 
     return again
