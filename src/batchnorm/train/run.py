@@ -156,17 +156,19 @@ def claim_folder(out: Path, recipe: Recipe) -> None:
     >>> claim_folder(folder, Recipe(rate=1.0))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    ValueError: .../recipe.json is of another run: rate is 0.0015 there, 1.0 here; choose another --out
+    ValueError: ...: rate is 0.0015 there, 1.0 here; choose another --out, or remove that folder
 
     Beyond the paper: resuming.
     """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "recipe.json"
     if path.exists():
-        there, here = asdict(Recipe.from_json(path.read_text())), asdict(recipe)
+        there, here = asdict(Recipe.read(path)), asdict(recipe)
         other = [f"{k} is {there[k]} there, {here[k]} here" for k in here if k != "epochs" and there[k] != here[k]]
         if other:
-            raise ValueError(f"{path} is of another run: {'; '.join(other)}; choose another --out")
+            raise ValueError(
+                f"{path} is of another run: {'; '.join(other)}; choose another --out, or remove that folder"
+            )
     write_atomically(path, recipe.to_json().encode())
 
 
