@@ -49,7 +49,7 @@ def test_the_command(data, runs, tmp_path, capsys, crops):
     words = [str(runs / "plain"), str(runs / "dropout"), "--data", str(data), "--crops", crops, "--device", "cpu"]
     tyro.cli(evaluate, args=[*words, "--workers", "0", "--out", str(tmp_path / "result.json")])
     text = capsys.readouterr().out
-    assert f"12 images, {crops} crop(s) of each" in text
+    assert f"12 images, {crops} crops of each" in text
     assert "mean of all" in text
     result = json.loads((tmp_path / "result.json").read_text())
     assert set(result["members"]) == {"plain", "dropout"}
