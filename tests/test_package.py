@@ -118,6 +118,13 @@ def test_what_the_system_refuses_is_one_sentence(tmp_path, capsys):
     assert capsys.readouterr().err == f"batchnorm shard: {tmp_path}/file: file exists\n"
 
 
+def test_positional_arguments_have_names(capsys):
+    for command, usage in (("shard", "FOLDER OUT"), ("fold", "MODULE:FUNCTION"), ("evaluate", "RUN...")):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert usage in capsys.readouterr().out
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"batchnorm {bn.__version__}\n"

@@ -79,7 +79,7 @@ def _call(function: Callable[..., object], command: str, words: list[str]) -> No
         given,
         prog=f"batchnorm {command}",
         description=_description(given),
-        config=(tyro.conf.OmitArgPrefixes,),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName),
         args=words,
     )
     if settings is not None:

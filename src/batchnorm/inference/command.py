@@ -19,7 +19,7 @@ from .export import export
 
 
 def fold(
-    factory: Annotated[str, tyro.conf.Positional],
+    factory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")],
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])],
     weights: Path | None = None,
     input: tuple[int, ...] = (),
@@ -28,8 +28,8 @@ def fold(
     """Fold a network's batch normalization into its weights and write it as ONNX or torch.export, checked.
 
     Args:
-        factory: module:function, looked for in the current folder too. Called without arguments it returns the
-            network, or the network and an example batch.
+        factory: what makes the network, looked for in the current folder too. Called without arguments it returns
+            the network, or the network and an example batch.
         output: where to write: net.onnx or net.pt2.
         weights: a state dict to load: .safetensors, or .pt (read with weights_only).
         input: the shape of an example batch, such as 1 3 224 224; not needed where the factory returns one.

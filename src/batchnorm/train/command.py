@@ -100,7 +100,7 @@ def describe(
     """Print the network's layers, parameters and multiply-adds, beside what the paper's appendix claims.
 
     Args:
-        network: which network.
+        network: which network; inception is the only one yet.
         recipe: in the form of which of the paper's runs.
         classes: the number of classes.
         size: height and width of the images.

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..data.prefetch import WORKERS
 from ..results import write_atomically
 from . import metrics
 from .distributed import Ranks
@@ -40,7 +41,7 @@ class Options:
     """what torch.compile takes over; by default nothing, or the network on several GPUs, whose step is not captured"""
     graph: bool | None = None
     """capture the step as a CUDA graph; by default on a single GPU"""
-    workers: int = 4
+    workers: int = WORKERS
     """processes that decode images, for each rank; 0 decodes in this one"""
     cache: Literal["none", "device"] = "none"
     """device keeps the decoded images on the device, for sets that fit"""
