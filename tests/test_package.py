@@ -19,7 +19,7 @@ LAYERS = [
     ["cli"],
     ["reproduce", "bench"],
     ["train"],
-    ["evaluate", "diagnosis", "report"],
+    ["evaluate", "report"],
     ["surgery", "population", "inference", "monitor", "models", "data"],
     ["layers"],
     ["collectives", "graph"],

@@ -111,8 +111,8 @@ def test_a_wrong_shape_gets_one_sentence(folder, shape, says, capsys):
         ),
         ({"0.weight": torch.zeros(2)}, "1 entry of another shape (0.weight)"),
         (torch.zeros(2), "holds a Tensor, not a state dict: save net.state_dict()"),
-        (torch.nn.ReLU(), "cannot be read as a state dict"),
-        (b"other bytes", "cannot be read as a state dict"),
+        (torch.nn.ReLU(), "w.pt holds more than tensors"),
+        (b"other bytes", "or is no file of torch.save"),
     ],
 )
 def test_weights_of_something_else_get_one_sentence(folder, content, says, capsys):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Annotated, Any
 
 import torch
@@ -84,6 +85,10 @@ def _load_(net: nn.Module, factory: str, path: Path) -> None:
         state = _read(path)
     except (FileNotFoundError, MissingExtraError):
         raise
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds more than tensors, or is no file of torch.save: save net.state_dict()"
+        ) from error
     except Exception as error:  # each format has errors of its own
         raise ValueError(f"{path} cannot be read as a state dict: {str(error).splitlines()[0]}") from error
     if not isinstance(state, Mapping):
