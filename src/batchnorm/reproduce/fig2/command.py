@@ -57,6 +57,7 @@ def fig2(options: Fig2) -> Path:
     """Train what is missing, write the figures, and return the path of the table.
 
     Raises:
+        FileNotFoundError: where there is no such folder of results, plan or data.
         ValueError: where a result is of another plan or of other data.
         RuntimeError: where a run failed.
         KeyboardInterrupt: where the runs were stopped before their end.
@@ -65,6 +66,8 @@ def fig2(options: Fig2) -> Path:
     """
     plan = read_plan(options.plan)
     results = options.results or options.out / "results"
+    if options.data is None and options.results is not None and not results.is_dir():
+        raise FileNotFoundError(f"{results} is not a folder: give that of the runs' result files, or --data to train")
     complete, failure = True, None
     try:
         if options.data is not None:
