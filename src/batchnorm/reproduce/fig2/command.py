@@ -58,12 +58,14 @@ def fig2(options: Fig2) -> Path:
 
     Raises:
         FileNotFoundError: where there is no such folder of results, plan or data.
-        ValueError: where a result is of another plan or of other data.
+        ValueError: where a result is of another plan or of other data, or no run may train.
         RuntimeError: where a run failed.
         KeyboardInterrupt: where the runs were stopped before their end.
 
     Paper: Sec. 4.2.1, 4.2.2; Figs. 2, 3
     """
+    if options.jobs < 1:
+        raise ValueError(f"jobs={options.jobs}: at least one run trains at a time")
     plan = read_plan(options.plan)
     results = options.results or options.out / "results"
     if options.data is None and options.results is not None and not results.is_dir():
