@@ -67,6 +67,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
+        if error.errno is None:
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # not the name of the temporary file
     # The rename itself is on the disk only when the folder is.
     folder = os.open(path.parent, os.O_RDONLY)

@@ -1,6 +1,7 @@
 """The layers' shortest way: the same as the general one where it is taken, nothing moved where it is not."""
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -204,3 +205,18 @@ def test_large_half_precision_batches_take_it():
     y.backward(dy)
     assert_near(y, want.y, torch.bfloat16)
     assert_near(x.grad, want.dx, torch.bfloat16, top=want.dx_terms)
+
+
+def test_large_half_precision_outputs_are_computed_again():
+    x, weight = torch.randn(16, 16, 64, 64).bfloat16(), torch.randn(1, 16, 1, 1).bfloat16()
+    gradients = []
+    for context in (nullcontext, ops.recompute):
+        leaf, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        with context():
+            y = run(leaf, new_running(16), activation=Activation("relu"))
+            loss = (y * w).sum()
+        del y
+        loss.backward()
+        gradients.append((leaf.grad, w.grad))
+    for kept, again in zip(*gradients, strict=True):
+        assert torch.equal(kept, again)

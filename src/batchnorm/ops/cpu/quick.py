@@ -9,6 +9,7 @@ and the caller takes another way. No moments are returned: to make tensors of th
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ..activation import Activation
 from ..context import is_plain
-from ..saving import is_active as is_recomputed
+from ..saving import is_active, remember
 from . import native, nonlinear
 
 _f32 = torch.float32
@@ -38,7 +39,6 @@ def normalize_batch_(
     mean, var, num_batches = kept
     if not (
         is_plain(x)
-        and not is_recomputed()  # the general way knows how to compute its outputs again
         and mean.dtype is _f32
         and var.dtype is _f32
         and (gamma is None or gamma.dtype is _f32)
@@ -67,7 +67,19 @@ def normalize_batch_(
         means[:], variances[:] = (memoryview(old).cast("f") for old in before)
         return None
     count[0] += 1
+    if is_active():
+        remember(y, _again(eps, activation), x, gamma, beta)
     return y
+
+
+def _again(eps: float, activation: Activation) -> Callable[..., Tensor]:
+    def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
+        # Without averages in float32 the kernel would round the statistics to half precision.
+        mean, var = torch.zeros(2, x.shape[1]).unbind()
+        y, _, _ = _kernel(x, gamma, beta, mean, var, True, 0.0, eps)
+        return nonlinear.apply_to_fresh(activation, y)
+
+    return again
 
 
 def _norm2(v: Tensor) -> float:
