@@ -74,8 +74,8 @@ def normalize_batch_(
 
 def _again(eps: float, activation: Activation) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-        # Without averages in float32 the kernel would round the statistics of half-precision values.
-        mean, var = torch.zeros(2, x.shape[1])
+        # Without averages in float32 the kernel would round the statistics to half precision.
+        mean, var = torch.zeros(2, x.shape[1]).unbind()
         y, _, _ = _kernel(x, gamma, beta, mean, var, True, 0.0, eps)
         return nonlinear.apply_to_fresh(activation, y)
 
