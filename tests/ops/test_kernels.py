@@ -14,25 +14,11 @@ from batchnorm.ops import launch, plan
 from batchnorm.ops.geometry import geometry_of
 
 # Triton's interpreter meets it in numpy >= 1.25.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+    pytest.mark.usefixtures("unwritten_is_nan"),
+]
 ON_DEVICE = torch.cuda.is_available()
-
-
-@pytest.fixture(
-    params=[
-        pytest.param("cpu", marks=pytest.mark.skipif(ON_DEVICE, reason="compiled, not interpreted, on this machine")),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ]
-)
-def device(request):
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def _unwritten_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 ALONE = Way("once", 256, 16)  # one program has a slice

@@ -9,31 +9,16 @@ from batchnorm.models import pools
 from batchnorm.ops import pool
 
 # Triton's interpreter meets it in numpy >= 1.25.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-ON_DEVICE = torch.cuda.is_available()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+    pytest.mark.usefixtures("unwritten_is_nan"),
+]
 SHAPES = [
     (2, 8, 7, 7),  # odd: the last window at stride 2 has two rows
     (1, 5, 6, 9),  # no whole vector of channels
     (3, 64, 4, 5),
     (2, 96, 1, 3),  # one row; two slices of channels, the second not full
 ]
-
-
-@pytest.fixture(
-    params=[
-        pytest.param("cpu", marks=pytest.mark.skipif(ON_DEVICE, reason="compiled, not interpreted, on this machine")),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ]
-)
-def device(request):
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def _unwritten_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def values(shape, dtype, device, sliced):

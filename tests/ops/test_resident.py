@@ -15,6 +15,8 @@ from batchnorm.bench.layers import all_layers
 from batchnorm.ops import batch_norm, explain, nvrtc, resident
 from batchnorm.ops.geometry import geometry_of, magic_of
 
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
+
 
 @pytest.mark.parametrize("processors", [132, 144])
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -64,13 +66,6 @@ def device(request, emulation, monkeypatch):
         monkeypatch.setattr(nvrtc, "load", emulation)
     yield request.param
     resident._kernel.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def _unwritten_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def planned(x, parts, each=1, lanes=4, threads=128, kept=2):
@@ -145,6 +140,19 @@ def test_running_averages(device, layout):
     run(x, planned(x, 3), running=running)
     assert all(torch.equal(a, b) for a, b in zip(before[:3], running[:3], strict=True))
     assert int(running[3]) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled, not interpreted, on this machine")
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+def test_a_launch_that_the_device_refuses_is_left_to_the_others(monkeypatch):
+    class Refusing:
+        def __call__(self, programs, arguments, stream):
+            raise nvrtc.Refused("CUDA: too many blocks in cooperative launch")
+
+    monkeypatch.setattr(resident, "_kernel", lambda *_: Refusing())
+    x = arranged((8, 16, 4, 4), "last", torch.float32, "cpu")
+    got, e = run(x, planned(x, 1), ("relu",))  # interpreted
+    compare(x, got, e)
 
 
 @pytest.mark.gpu

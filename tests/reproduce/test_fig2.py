@@ -8,9 +8,8 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
-from training import environment, stripes
+from training import environment, striped_folder
 
 from batchnorm.reproduce.fig2.__main__ import main
 from batchnorm.reproduce.fig2.command import Fig2, fig2
@@ -44,13 +43,7 @@ runs = [{ name = "far", recipe = "inception", rate = 1e9, evaluate_every = 1 }]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    root, rng = tmp_path_factory.mktemp("stripes"), np.random.default_rng(0)
-    for split, count in (("train", 10), ("val", 4)):
-        for label in range(3):
-            (root / split / f"class{label}").mkdir(parents=True)
-            for k in range(count):
-                stripes(rng, label).save(root / split / f"class{label}" / f"{k}.png")
-    return root
+    return striped_folder(tmp_path_factory.mktemp("stripes"))
 
 
 @pytest.fixture(scope="module")

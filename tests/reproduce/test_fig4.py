@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import tyro
-from training import OPTIONS, stripes, train_small
+from training import OPTIONS, striped_folder, train_small
 
 from batchnorm.reproduce.fig4 import MemberName, fig4
 from batchnorm.reproduce.fig4_table import PAPER, Step, figure4
@@ -20,13 +20,7 @@ TWO = ("bn-x30-dropout-5", "bn-x30-per-activation")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    root, rng = tmp_path_factory.mktemp("stripes"), np.random.default_rng(0)
-    for split, count in (("train", 10), ("val", 4)):
-        for label in range(3):
-            (root / split / f"class{label}").mkdir(parents=True)
-            for k in range(count):
-                stripes(rng, label).save(root / split / f"class{label}" / f"{k}.png")
-    return root
+    return striped_folder(tmp_path_factory.mktemp("stripes"))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,20 +1,12 @@
-import numpy as np
 import pytest
 import torch
-from training import stripes
+from training import striped_folder
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """Generated images: 30 to train on, 12 to validate on, of three classes."""
-    root, rng = tmp_path_factory.mktemp("stripes"), np.random.default_rng(0)
-    for split, count in (("train", 10), ("val", 4)):
-        for label in range(3):
-            folder = root / split / f"class{label}"
-            folder.mkdir(parents=True)
-            for k in range(count):
-                stripes(rng, label).save(folder / f"{k}.png")
-    return root
+    return striped_folder(tmp_path_factory.mktemp("stripes"))
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import platform
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from .. import ops
 from .graphs import Stopwatch, buffers, copy_bandwidth
-from .kernels_bars import bars
+from .kernels_bars import bars, ratio
 from .layers import Layer, all_layers, short_list
 from .precompile import precompile
 
@@ -176,11 +177,6 @@ def compile_all(layer: Layer, channels_last: bool, dtype: torch.dtype, residual:
     torch.cuda.synchronize()
 
 
-def ratio(row: dict[str, Any], other: str) -> float:
-    """Return how many times as long ``other`` takes, forward and backward together."""
-    return float(sum(row["us"][other]) / sum(row["us"]["batchnorm"]))
-
-
 def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the geometric means and the worst layer, by layout, type and operation."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
@@ -194,7 +190,7 @@ def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             ratios = [ratio(r, other) for r in members if other in r["us"]]
             if ratios:
                 entry[other] = {
-                    "geometric_mean": math.exp(sum(map(math.log, ratios)) / len(ratios)),
+                    "geometric_mean": statistics.geometric_mean(ratios),
                     "worst": min(ratios),
                     "n": len(ratios),
                 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -59,7 +59,7 @@ def bars(rows: Iterable[dict[str, Any]]) -> list[Bar]:
 
 
 def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Bar]:
-    compiled, eager = ([_ratio(row, name) for row in rows if name in row["us"]] for name in ("compile", "eager"))
+    compiled, eager = ([ratio(row, name) for row in rows if name in row["us"]] for name in ("compile", "eager"))
     kept, streamed = [], []
     for row in rows:
         for i in (0, 1):
@@ -82,9 +82,10 @@ def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Bar]:
     ]
 
 
-def _ratio(row: dict[str, Any], other: str) -> float:
+def ratio(row: dict[str, Any], other: str) -> float:
+    """Return how many times as long ``other`` takes, forward and backward together."""
     return float(sum(row["us"][other]) / sum(row["us"]["batchnorm"]))
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+    return statistics.geometric_mean(values) if values else None

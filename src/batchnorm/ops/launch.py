@@ -44,8 +44,8 @@ def forward(
         if not smooth and _of_one_type(x, residual) and _are_float32(gamma, beta) and resident.takes(x, residual):
             partial, words = _room(x, (2 + 2 * p.kept_parts) * g.channels, p)
             tensors = (x, y, residual, kept, gamma, beta, stats, partial, words)
-            resident.forward(tensors, running, momentum, eps, activation, slope, g, p)
-            return y, stats, bits
+            if resident.forward(tensors, running, momentum, eps, activation, slope, g, p):
+                return y, stats, bits
         p = _other_plan(x, False, residual is not None)
     from .kernels.forward import forward as kernel
 
@@ -93,8 +93,8 @@ def backward(
             partial, words = _room(x, 2 * p.kept_parts * g.channels, p)
             tensors = (dy_, x, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
             added = bits is not None or dresidual is not None
-            resident.backward(tensors, dy_stride, activation, slope, added, g, p)
-            return dx, dgamma, dbeta, dresidual
+            if resident.backward(tensors, dy_stride, activation, slope, added, g, p):
+                return dx, dgamma, dbeta, dresidual
         p = _other_plan(x, True, residual_dtype is not None)
     from .kernels.backward import backward as kernel
 

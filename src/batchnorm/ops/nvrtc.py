@@ -12,17 +12,32 @@ import torch
 _DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
+# CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, _COOPERATIVE_LAUNCH_TOO_LARGE, _NOT_SUPPORTED
+_REFUSALS = (701, 720, 801)
+
+
+class Refused(RuntimeError):
+    """Say that a device does not take a launch, as where it is shared and only a part of it is lent.
+
+    Beyond the paper: other kernels run then.
+    """
+
+
 class Kernel:
     """Stand for one compiled kernel on one device; a launch runs all its programs at the same time, or fails.
 
     Beyond the paper: how the kernels of ``kernels/*.cu`` get to the device.
     """
 
-    def __init__(self, function: ctypes.c_void_p, module: ctypes.c_void_p, threads: int, shared: int) -> None:
-        self.function, self.module, self.threads, self.shared = function, module, threads, shared
+    def __init__(self, function: ctypes.c_void_p, threads: int, shared: int) -> None:
+        self.function, self.threads, self.shared = function, threads, shared
 
     def __call__(self, programs: int, arguments: Any, stream: int) -> None:
-        """Launch; ``arguments`` is an array of pointers to them."""
+        """Launch; ``arguments`` is an array of pointers to them.
+
+        Raises:
+            Refused: where the device does not run so many programs at once.
+        """
         _check(
             _driver().cuLaunchCooperativeKernel(
                 self.function, programs, 1, 1, self.threads, 1, 1, self.shared, ctypes.c_void_p(stream), arguments
@@ -44,7 +59,7 @@ def load(
         _check(driver.cuModuleLoadData(ctypes.byref(module), _compile(file, definitions)))
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_MEMORY, shared))
-    return Kernel(function, module, threads, shared)
+    return Kernel(function, threads, shared)
 
 
 @cache
@@ -96,4 +111,5 @@ def _check(result: int) -> None:
     if result:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(result, ctypes.byref(text))
-        raise RuntimeError(f"CUDA: {(text.value or b'unknown error').decode()}")
+        kind = Refused if result in _REFUSALS else RuntimeError
+        raise kind(f"CUDA: {(text.value or b'unknown error').decode()}")

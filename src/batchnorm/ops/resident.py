@@ -168,8 +168,11 @@ def forward(
     slope: float,
     g: Geometry,
     r: Residence,
-) -> None:
-    """Fill y, bits and stats: ``tensors`` are x, y, residual, bits, gamma, beta, stats, partial and words."""
+) -> bool:
+    """Fill y, bits and stats; return False where the device refuses the launch.
+
+    ``tensors`` are x, y, residual, bits, gamma, beta, stats, partial and words.
+    """
     x, residual = tensors[0], tensors[2]
     assert x is not None
     addresses = (None,) * 4 if running is None else tuple(t.data_ptr() for t in running)
@@ -179,7 +182,7 @@ def forward(
         ctypes.c_float(eps),
         ctypes.c_float(slope),
     )
-    _launch("forward", x, tensors, options, activation, residual is not None, g, r)
+    return _launch("forward", x, tensors, options, activation, residual is not None, g, r)
 
 
 def backward(
@@ -190,12 +193,15 @@ def backward(
     residual: bool,
     g: Geometry,
     r: Residence,
-) -> None:
-    """Fill the gradients: ``tensors`` are dy, x, bits, stats, dx, dresidual, dgamma, dbeta, partial and words."""
+) -> bool:
+    """Fill the gradients; return False where the device refuses the launch.
+
+    ``tensors`` are dy, x, bits, stats, dx, dresidual, dgamma, dbeta, partial and words.
+    """
     x = tensors[1]
     assert x is not None
     options = (_shape(g, x.element_size(), r, dy_stride), ctypes.c_float(slope))
-    _launch("backward", x, tensors, options, activation, residual, g, r)
+    return _launch("backward", x, tensors, options, activation, residual, g, r)
 
 
 def _launch(
@@ -207,8 +213,13 @@ def _launch(
     residual: bool,
     g: Geometry,
     r: Residence,
-) -> None:
+) -> bool:
     kernel = _kernel(name, KINDS[x.dtype], g.nhwc, NAMES.index(activation), residual, r.code, x.device)
     values = (*(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors), *options)
     arguments = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    kernel(r.groups * r.parts, arguments, torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0)
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+    try:
+        kernel(r.groups * r.parts, arguments, stream)
+    except nvrtc.Refused:
+        return False
+    return True

@@ -6,7 +6,7 @@ python -m batchnorm.report.summary          rewrites README.md between its two m
 from __future__ import annotations
 
 import json
-import math
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -122,7 +122,7 @@ FIGURES = [
 def _cpu(r: Result) -> str:
     def worst(test: Callable[[Result], bool]) -> str:
         ratios = [row["ratio"] for row in r["rows"] if row["level"] == "layers" and test(row)]
-        return f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f} (worst {max(ratios):.2f}, n = {len(ratios)})"
+        return f"{statistics.geometric_mean(ratios):.2f} (worst {max(ratios):.2f}, n = {len(ratios)})"
 
     few = worst(lambda row: row["case"]["layout"] == "channels_last" and 1 < row["case"]["shape"][1] < 8)
     relu, alone = worst(lambda row: row["activation"] == "relu"), worst(lambda row: row["activation"] == "none")
@@ -144,6 +144,15 @@ def _memory(r: Result) -> str:
     return "of stock eager's: " + ", ".join(
         f"{x['name']} {x['over_stock']:.2f}" for x in r["rows"] if x["name"] != "stock"
     )
+
+
+def _train(r: Result) -> str:
+    ours = [x for x in r["rows"] if not x["name"].startswith("stock")]
+    return "; ".join(f"{x['name']}, batch {x['batch']}: {x['over_stock']:.2f} times stock" for x in ours)
+
+
+def _input(r: Result) -> str:
+    return f"{r['ours']:,.0f} images/s, {r['ratio']:.2f} times a plain Pillow loader"
 
 
 def _bench_fig1(r: Result) -> str:
@@ -168,6 +177,8 @@ SPEED = [
     Row("CPU layers against torch", "bench cpu", "", "cpu.json", _cpu),
     Row("CUDA kernels, bf16, forward + backward", "bench kernels", "", "kernels-h200.json", _kernels),
     Row("peak memory of a training step", "bench memory", "", "memory-h200.json", _memory),
+    Row("the training step against stock parts", "bench train", "", "bench-train-h200.json", _train),
+    Row("images decoded and cropped per core", "bench input DIR", "", "bench-input.json", _input),
     Row("Figure 1 against plain eager", "bench fig1", "", "bench-fig1.json", _bench_fig1),
     Row("Monitor's price", "bench monitor", "", "bench-monitor.json", _monitor),
     Row("estimate_ and fold", "bench algorithm2", "", "algorithm2.json", _algorithm2),
