@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench algorithm2": ("batchnorm.bench.algorithm2:algorithm2", "time estimate_ and fold against plain torch"),
     "bench fig1": ("batchnorm.bench.fig1:fig1", "time Figure 1's experiment against plain eager PyTorch"),
     "bench monitor": ("batchnorm.bench.monitor:monitor", "what a Monitor costs a training loop"),
+    "bench counters": ("batchnorm.bench.counters:counters", "what bounds those kernels: hardware counters, by ncu"),
     "bench train": ("batchnorm.bench.train:train", "time the appendix network's training step against stock parts"),
     "bench memory": ("batchnorm.bench.memory:memory", "peak memory of that training step against stock parts"),
     "bench input": ("batchnorm.bench.input:input_rate", "images per second and core against a plain loader"),

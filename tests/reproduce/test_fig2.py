@@ -201,7 +201,7 @@ def test_an_unknown_name(data, plan, tmp_path):
         run(data, plan, tmp_path, only=("nobody",))
 
 
-def test_the_committed_plan_is_what_the_issue_asks_for():
+def test_the_committed_plan_is_complete():
     runs = read_plan().runs
     by_group = {group: [run for run in runs if run.group == group] for group in ("figures", "rates", "dropout")}
     variants = [run.variant for run in by_group["figures"]]

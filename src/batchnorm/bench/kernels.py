@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .. import ops
 from .graphs import Stopwatch, buffers, copy_bandwidth
+from .kernels_bars import bars
 from .layers import Layer, all_layers, short_list
 from .precompile import precompile
 
@@ -228,6 +229,7 @@ def hardware(commit: str | None) -> dict[str, Any]:
 def write(report: dict[str, Any], path: Path) -> None:
     """Write the report so far."""
     report["summary"] = summary(report["rows"])
+    report["bars"] = [{**bar._asdict(), "reached": bar.reached} for bar in bars(report["rows"])]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1))
 
@@ -275,7 +277,8 @@ def kernels(
         report["rows"].append(row)
         report["unmeasured"] -= 1
         write(report, out)
-    print(json.dumps(report.get("summary"), indent=1))
+    for bar in bars(report["rows"]):
+        print(bar.line())
 
 
 def main() -> None:

@@ -101,7 +101,8 @@ def train(
         raise ValueError("the training benchmark needs a CUDA device, and torch finds none")
     contenders = (STOCK, STOCK_COMPOSED, *(c for c in OURS if not only or c.name in only))
     # Their processes share the cores: the compiler's own pool in every one of them would be too many.
-    threads = max(1, (os.cpu_count() or 1) // (len(contenders) * len(batches)))
+    compiling = sum(contender.compile != "nothing" for contender in contenders) * len(batches)
+    threads = max(1, (os.cpu_count() or 1) // compiling)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     apart = {batch: [Apart(contender, batch, size) for contender in contenders] for batch in batches}
     rows: list[Measured] = []

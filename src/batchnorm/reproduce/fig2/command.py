@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from .files import RunFiles, read_all
 from .identity import check_same_data, describe_data
 from .plan import Group, Plan, read_plan
 from .publication import publish
+from .sharing import CONTROL, shared_gpu
 from .side_by_side import train_side_by_side
 from .train_one import Machine
 
@@ -97,4 +100,8 @@ def _train(path: Path, options: Fig2, plan: Plan, results: Path) -> bool:
         threads=max(1, (os.cpu_count() or 1) // max(options.jobs, 1)),
         commit=options.commit,
     )
-    return train_side_by_side(missing, plan, machine, data, jobs=options.jobs, minutes=options.minutes)
+    on_gpu = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+    with shared_gpu(options.jobs if on_gpu else 1) as shared:
+        if on_gpu and options.jobs > 1 and not shared:
+            print(f"{CONTROL} is not to be had: the runs get the GPU in turns, and gain little from being side by side")
+        return train_side_by_side(missing, plan, machine, data, jobs=options.jobs, minutes=options.minutes)

@@ -1,0 +1,180 @@
+"""What bounds the fused CUDA kernels: hardware counters of single launches, read by Nsight Compute.
+
+    python -m batchnorm.bench.counters --out results/counters.json
+
+``ncu`` must be on the path and allowed to read counters. It runs this module again, as the program it watches, with
+cold caches; each launch is repeated as often as the counters need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..ops import launch
+from ..results import write_result
+from .kernels import Parameters, Sets
+from .layers import Layer, short_list
+
+QUESTION = "what bounds the fused kernels: bytes moved, cache hits, occupancy and stalls of single launches"
+METRICS = {
+    "gpu__time_duration.sum": "nanoseconds",
+    "dram__bytes_read.sum": "read",
+    "dram__bytes_write.sum": "written",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed": "dram_percent",
+    "lts__t_sector_hit_rate.pct": "l2_hit_percent",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "warps_percent",
+    "launch__registers_per_thread": "registers",
+    "launch__shared_mem_per_block_dynamic": "shared_bytes",
+    "launch__waves_per_multiprocessor": "waves",
+    "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio": "stalled_on_memory",
+    "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio": "stalled_at_barriers",
+    "smsp__average_warps_issue_stalled_membar_per_issue_active.ratio": "stalled_on_fences",
+}
+READY = "watched: "  # what a line of the watched program starts with
+
+
+class Pass(NamedTuple):
+    """Name one pass over one layer, and say how many launches it makes.
+
+    Beyond the paper: speed.
+    """
+
+    layer: tuple[str, int, int, int]
+    layout: str
+    op: str
+    direction: str
+    path: str
+    bytes: int  # of one tensor
+
+    @property
+    def launches(self) -> int:
+        """Streaming takes two, everything else one."""
+        return 2 if self.path == "stream" else 1
+
+
+def counters(out: Path | None = None, least: float = 5.0) -> None:
+    """Read the counters of every pass over the short list's layers, and print and write them.
+
+    Args:
+        out: the result file.
+        least: megabytes of a layer's input; smaller ones are left out.
+
+    Raises:
+        RuntimeError: where ncu is missing or fails, with its words.
+    """
+    command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
+    command += ["--profile-from-start", "off", "--metrics", ",".join(METRICS)]
+    watched = [sys.executable, "-m", __spec__.name, "--watched", "--least", str(least)]
+    try:
+        done = subprocess.run([*command, *watched], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise RuntimeError("ncu (Nsight Compute) is not on the path") from None
+    if done.returncode:
+        raise RuntimeError(f"ncu failed: {(done.stdout + done.stderr)[-2000:]}")
+    rows = list(matched(done.stdout))
+    for row in rows:
+        print(line(row))
+    if out is not None:
+        write_result(out, QUESTION, rows=rows)
+
+
+def matched(output: str) -> Iterator[dict[str, Any]]:
+    """Give each launch that ncu tells of to the pass that the watched program told of, in order.
+
+    Raises:
+        RuntimeError: where their numbers differ.
+
+    Beyond the paper: speed.
+    """
+    lines = output.splitlines()
+    told = [text.removeprefix(READY) for text in lines if text.startswith(READY)]
+    passes = [Pass(**{**json.loads(text), "layer": tuple(json.loads(text)["layer"])}) for text in told]
+    start = next((i for i, text in enumerate(lines) if text.startswith('"ID"')), len(lines))
+    # The first row has units; torch's own kernels are none of ours.
+    table = list(csv.DictReader(text for text in lines[start:] if text.startswith('"')))[1:]
+    table = [row for row in table if row["Kernel Name"].split("(")[0] in ("forward", "backward")]
+    if len(table) != sum(one.launches for one in passes):
+        raise RuntimeError(f"{len(table)} launches were counted, {sum(one.launches for one in passes)} expected")
+    launches = iter(table)
+    for one in passes:
+        for _ in range(one.launches):
+            found = next(launches)
+            numbers = {name: _number(found.get(metric)) for metric, name in METRICS.items()}
+            yield {**one._asdict(), "kernel": found["Kernel Name"], **numbers}
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float((text or "").replace(",", ""))
+    except ValueError:
+        return None
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row as text: bytes in units of one tensor."""
+    network, batch, channels, size = row["layer"]
+    moved = ["?" if row[name] is None else f"{row[name] / row['bytes']:.2f}" for name in ("read", "written")]
+    rest = " ".join(f"{name} {row[name]:g}" for name in list(METRICS.values())[3:] if row[name] is not None)
+    micro = "?" if row["nanoseconds"] is None else f"{row['nanoseconds'] / 1e3:.1f}"
+    shape = f"{network} {batch}x{channels}x{size}x{size} {row['layout']} {row['op']} {row['direction']} ({row['path']})"
+    return f"{shape}: {micro} us, tensors read {moved[0]} written {moved[1]}, {rest}"
+
+
+def watched(least: float) -> None:
+    """Be the program that ncu watches."""
+    for residual in (False, True):
+        for layer in short_list():
+            for channels_last in (True, False):
+                if layer.batch * layer.channels * layer.size**2 * 2 >= least * 1e6:
+                    _watch(layer, channels_last, residual)
+
+
+def _watch(layer: Layer, channels_last: bool, residual: bool) -> None:
+    sets, p = Sets(layer, channels_last, torch.bfloat16, residual, 2), Parameters(layer.channels)
+
+    def announced(direction: str) -> None:
+        path = launch.plan_of(sets.x[0], direction == "backward", residual).path
+        op = "BN+add+ReLU" if residual else "BN+ReLU"
+        key = (layer.network, layer.batch, layer.channels, layer.size)
+        one = Pass(key, "NHWC" if channels_last else "NCHW", op, direction, path, sets.bytes)
+        print(f"{READY}{json.dumps(one._asdict())}", flush=True)
+
+    p.ours(sets.x[1], sets.residual[1]).backward(sets.dy[1])  # compiled, and memory allocated
+    torch.cuda.synchronize()
+    announced("forward")
+    torch.cuda.profiler.start()
+    y = p.ours(sets.x[0], sets.residual[0])
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+    announced("backward")
+    torch.cuda.profiler.start()
+    inputs = [sets.x[0], p.gamma, p.beta, *([] if sets.residual[0] is None else [sets.residual[0]])]
+    torch.autograd.grad(y, inputs, sets.dy[0])
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m batchnorm.bench.counters", description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--least", type=float, default=5.0)
+    parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.watched:
+        watched(given.least)
+    else:
+        counters(given.out, given.least)
+
+
+if __name__ == "__main__":
+    main()

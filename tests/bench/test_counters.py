@@ -1,0 +1,45 @@
+import json
+
+import pytest
+
+from batchnorm.bench import counters as bench
+from batchnorm.bench.counters import METRICS, READY, Pass, line, matched
+
+STREAMED = Pass(("resnet50", 256, 256, 56), "NHWC", "BN+ReLU", "forward", "stream", 400)
+RESIDENT = Pass(("resnet50", 64, 1024, 14), "NHWC", "BN+ReLU", "backward", "resident", 100)
+
+
+def told(*passes):
+    return [READY + json.dumps(one._asdict()) for one in passes]
+
+
+def table(*values):
+    """What ncu writes: names, units, a row a launch."""
+    rows = [["ID", "Kernel Name", *METRICS], ["", "", *["unit"] * len(METRICS)]]
+    rows += [[str(i), "forward", *[value] * len(METRICS)] for i, value in enumerate(values)]
+    rows.insert(2, ["9", "fill(int)", *["0"] * len(METRICS)])  # torch's
+    return [",".join(f'"{cell}"' for cell in row) for row in rows]
+
+
+def test_launches_belong_to_passes_in_order():
+    output = "\n".join(["==PROF== Connected", *told(STREAMED, RESIDENT), "==PROF== done", *table("1,200", "3", "7.5")])
+    rows = list(matched(output))
+    assert [(row["direction"], row["read"]) for row in rows] == [("forward", 1200), ("forward", 3), ("backward", 7.5)]
+    assert "tensors read 3.00 written 3.00" in line(rows[0])
+
+
+def test_a_counter_that_is_missing_is_no_number():
+    (row,) = matched("\n".join([*told(RESIDENT), *table("n/a")]))
+    assert row["read"] is None
+    assert "tensors read ?" in line(row)
+
+
+def test_a_launch_too_many_is_an_error():
+    with pytest.raises(RuntimeError, match="2 launches were counted, 1 expected"):
+        list(matched("\n".join([*told(RESIDENT), *table("1", "2")])))
+
+
+def test_without_ncu_a_sentence(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RuntimeError, match="ncu"):
+        bench.counters()
