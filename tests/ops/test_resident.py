@@ -31,7 +31,7 @@ def test_all_programs_of_a_plan_run_at_the_same_time(itemsize, processors):
                     found += 1
                     assert 1 <= r.groups * r.parts <= processors * r.each
                     assert r.groups <= r.slices
-                    kept_bytes = r.kept * r.threads * resident.WIDTH * (1 + backward)
+                    kept_bytes = r.kept * r.threads * resident.WIDTH * (1 + (backward or r.added))
                     assert 0 < kept_bytes * r.each < resident.SHARED
                     assert r.kept <= 4 * resident.BATCHES
     assert found > 200
@@ -108,6 +108,16 @@ def test_matches_the_oracle(device, shape, layout, dtype, activation, has_residu
     residual = arranged(shape, layout, dtype, device, 0.0) if has_residual else None
     r = planned(x, parts)
     got, e = run(x, r._replace(groups=groups or r.groups), activation, residual)
+    compare(x, got, e, residual)
+
+
+@pytest.mark.parametrize(("shape", "layout"), [((8, 64, 6, 6), "last"), ((8, 6, 16, 16), "first")])
+def test_the_residual_may_be_kept_too(device, shape, layout):
+    x = arranged(shape, layout, torch.bfloat16, device)
+    residual = arranged(shape, layout, torch.bfloat16, device, 0.0)
+    r = planned(x, 3, kept=7)._replace(added=True)
+    assert r.fits(geometry_of(x), 2)
+    got, e = run(x, r, ("relu",), residual)
     compare(x, got, e, residual)
 
 

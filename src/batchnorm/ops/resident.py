@@ -39,11 +39,19 @@ class Residence(NamedTuple):
     parts: int
     slices: int
     groups: int  # slices worked on at a time
+    added: bool = False  # whether the residual is kept too, all of it
 
     @property
     def path(self) -> str:
         """What ``ops.explain`` calls it."""
         return "resident"
+
+    def fits(self, g: Geometry, itemsize: int) -> bool:
+        """Whether all slices are worked on at once and nothing is read again."""
+        v = WIDTH // itemsize
+        units = g.rows if g.nhwc else g.rows // g.width if self.plane else g.rows // v
+        block = self.threads // self.lanes if g.nhwc or self.plane else self.threads
+        return self.groups == self.slices and up(units, block * self.parts) <= self.kept
 
     @property
     def kept_parts(self) -> int:
@@ -58,7 +66,7 @@ class Residence(NamedTuple):
     @property
     def code(self) -> tuple[int, ...]:
         """What the compiled code depends on."""
-        return self.threads, self.each, self.lanes, self.plane, self.kept
+        return self.threads, self.each, self.lanes, self.plane, self.kept, int(self.added)
 
 
 def make(
@@ -88,12 +96,22 @@ def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processor
     v = WIDTH // itemsize
     if residual and (g.channels if g.nhwc else g.width) % 8:
         return None  # bits come in bytes
-    if g.nhwc:
-        return None if g.channels % v or g.stride % v else _of_rows(g, itemsize, backward, residual, processors)
-    if g.stride % v or g.width < 2 * v:
+    if (g.nhwc and g.channels % v) or g.stride % v or (not g.nhwc and g.width < 2 * v):
         return None
+    find = _of_rows if g.nhwc else _of_planes
+    found = find(g, itemsize, backward, residual, processors, 2 if backward else 1)
+    if found is None or backward or not residual:
+        return found
+    both = find(g, itemsize, backward, residual, processors, 2)
+    return both._replace(added=True) if both is not None and both.fits(g, itemsize) else found
+
+
+def _of_planes(
+    g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
+) -> Residence | None:
+    """Choose for a channels-first tensor."""
+    v = WIDTH // itemsize
     megabytes = g.rows * g.channels * itemsize / 1e6
-    tensors = 2 if backward else 1
     if g.width % v or g.plane % v:
         lanes = woven_lanes(g, itemsize)
         if megabytes < 6 or lanes is None:
@@ -110,7 +128,9 @@ def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processor
     return make(g, itemsize, tensors, processors, 512, 1, 1, parts)
 
 
-def _of_rows(g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Residence | None:
+def _of_rows(
+    g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
+) -> Residence | None:
     """Choose for a channels-last tensor."""
     v = WIDTH // itemsize
     megabytes = g.rows * g.channels * itemsize / 1e6
@@ -121,7 +141,7 @@ def _of_rows(g: Geometry, itemsize: int, backward: bool, residual: bool, process
     slices = up(vectors, lanes)
     if megabytes < least or slices > processors or (backward and not residual and megabytes > 300):
         return None
-    return make(g, itemsize, 2 if backward else 1, processors, 512, 1, lanes, processors // slices)
+    return make(g, itemsize, tensors, processors, 512, 1, lanes, processors // slices)
 
 
 def woven_lanes(g: Geometry, itemsize: int) -> int | None:
@@ -186,12 +206,12 @@ def _shape(g: Geometry, itemsize: int, r: Residence, dy_stride: int) -> _Shape:
 def _kernel(
     name: str, kind: int, nhwc: bool, activation: int, residual: bool, code: tuple[int, ...], device: torch.device
 ) -> nvrtc.Kernel:
-    threads, each, lanes, plane, kept = code
+    threads, each, lanes, plane, kept, added = code
     definitions = {
-        "KIND": kind, "LAST": int(nhwc), "ACT": activation, "RESIDUAL": int(residual),
+        "KIND": kind, "LAST": int(nhwc), "ACT": activation, "RESIDUAL": int(residual), "ADDED": added,
         "THREADS": threads, "EACH": each, "SV": lanes, "PLANE": plane, "K": kept, name.upper(): 1,
     }  # fmt: skip
-    shared = kept * threads * WIDTH * (1 if name == "forward" else 2)
+    shared = kept * threads * WIDTH * (2 if name == "backward" or added else 1)
     return nvrtc.load("resident.cu", name, tuple(definitions.items()), threads, shared, device)
 
 

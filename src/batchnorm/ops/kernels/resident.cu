@@ -12,8 +12,8 @@
 // example, and a vector may have values of two channels.
 //
 // Compiled for one case at a time: KIND (0 bfloat16, 1 float16, 2 float32), LAST (channels last?), PLANE (locations of a
-// channel in one example, where WOVEN, else 0), ACT, RESIDUAL, THREADS, SV, K (vectors a thread keeps of each tensor)
-// and EACH (programs on a multiprocessor).
+// channel in one example, where WOVEN, else 0), ACT, RESIDUAL (is one added?), ADDED (is all of it kept too?), THREADS,
+// SV, K (vectors a thread keeps of each tensor) and EACH (programs on a multiprocessor).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -578,6 +578,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         }
         commit();
     }
+    if (ADDED) {
+#pragma unroll
+        for (int k = 0; k < K; ++k)
+            if (k < walk.n) copy_async(slot_of(1, k), residual + walk.of_y(s, k), policy);
+        commit();
+    }
     for (; slice < s.slices; slice += groups) {
         const float count = (float)((i64)s.units * EACH_UNIT);
         const int channel = slice * W + threadIdx.x;  // of the first W threads
@@ -611,7 +617,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         const int kept = walk.n - streamed;
 #define COUNT_BATCH(J)                                                                   \
     if (J < BATCHES) {                                                                   \
-        arrived<(BATCHES > J ? BATCHES - 1 - J : 0)>();                                  \
+        arrived<(BATCHES > J ? BATCHES - 1 - J : 0) + ADDED>();                          \
         _Pragma("unroll") for (int b = 0; b < BATCH; ++b) {                              \
             if (J * BATCH + b < kept) add(load_slot(slot_of(0, J * BATCH + b)));         \
         }                                                                                \
@@ -630,7 +636,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             if (part == 0) averages.prepare(running, channel, here);
             base = shared_base[threadIdx.x];
         }
-        if (RESIDUAL && streamed == 0)
+        if (RESIDUAL && !ADDED && streamed == 0)
             for (int i = 0; i < walk.n; ++i) fetch(residual + walk.of_y(s, i));
         if (s.parts > 1) {
             if (here) ((float2*)partial)[(i64)part * s.C + channel] = make_float2(sum1, sum2);
@@ -692,6 +698,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             put(y + walk.of_y(s, i), narrow(f), s);
             if (RESIDUAL && bits) store_bits(bits + walk.of_bits(s, i), above);
         };
+        if (ADDED) arrived<0>();
         // What was read last first: it is still in the cache.
         i = streamed;
         for (; i >= UNROLL; i -= UNROLL) {
@@ -715,7 +722,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             if (RESIDUAL)
 #pragma unroll
                 for (int b = 0; b < BATCH; ++b)
-                    if (j * BATCH + b < kept) r[b] = load(residual + walk.of_y(s, streamed + j * BATCH + b));
+                    if (j * BATCH + b < kept)
+                        r[b] = ADDED ? load_slot(slot_of(1, j * BATCH + b)) : load(residual + walk.of_y(s, streamed + j * BATCH + b));
 #pragma unroll
             for (int b = 0; b < BATCH; ++b)
                 if (j * BATCH + b < kept) normalize(load_slot(slot_of(0, j * BATCH + b)), r[b], streamed + j * BATCH + b);
