@@ -33,14 +33,14 @@ def test_all_programs_of_a_plan_run_at_the_same_time(itemsize, processors):
                     found += 1
                     assert 1 <= r.groups * r.parts <= processors * r.each
                     assert r.groups <= r.slices
-                    kept_bytes = r.kept * r.threads * resident.WIDTH * (1 + backward)
+                    kept_bytes = r.kept * r.threads * resident.WIDTH * (1 + (backward or r.added))
                     assert 0 < kept_bytes * r.each < resident.SHARED
                     assert r.kept <= 4 * resident.BATCHES
     assert found > 200
 
 
 def test_tensors_that_vectors_do_not_fit_are_left_to_the_others():
-    for shape, form in [((256, 100, 28, 28), torch.channels_last), ((256, 128, 7, 7), torch.contiguous_format)]:
+    for shape, form in [((256, 100, 28, 28), torch.channels_last), ((256, 100, 7, 7), torch.contiguous_format)]:
         g = geometry_of(torch.empty(shape, device="meta", memory_format=form))
         assert resident.choose(g, 2, False, False, 132) is None
 
@@ -70,7 +70,10 @@ def device(request, emulation, monkeypatch):
 
 def planned(x, parts, each=1, lanes=4, threads=128, kept=2):
     """A small plan: few vectors are kept, so that a small tensor has some that are read again."""
-    r = resident.make(geometry_of(x), x.element_size(), 2, 132, threads, each, lanes, parts)
+    g = geometry_of(x)
+    if not g.nhwc:
+        lanes = 1 if g.width % (resident.WIDTH // x.element_size()) == 0 else resident.woven_lanes(g, x.element_size())
+    r = resident.make(g, x.element_size(), 2, 132, threads, each, lanes, parts)
     return r._replace(kept=kept)
 
 
@@ -87,6 +90,10 @@ CASES = [
     ((8, 5, 16, 8), "first", torch.float16, ("silu",), False, 2, 1),
     ((8, 5, 4, 8, 8), "first", torch.float32, ("leaky_relu", 0.1), True, 2, 1),
     ((8, 5, 64), "first", torch.float32, None, True, 1, 1),
+    ((9, 16, 7, 7), "first", torch.bfloat16, ("relu",), False, 1, 1),  # vectors with values of two channels
+    ((9, 16, 3, 3), "first", torch.float16, ("relu",), False, 3, None),
+    ((9, 8, 3, 5), "first", torch.float32, ("silu",), False, 2, 1),
+    ((20, 6, 14, 2), "first", torch.bfloat16, None, False, 2, 2),
 ]
 
 
@@ -96,6 +103,16 @@ def test_matches_the_oracle(device, shape, layout, dtype, activation, has_residu
     residual = arranged(shape, layout, dtype, device, 0.0) if has_residual else None
     r = planned(x, parts)
     got, e = run(x, r._replace(groups=groups or r.groups), activation, residual)
+    compare(x, got, e, residual)
+
+
+@pytest.mark.parametrize(("shape", "layout"), [((8, 64, 6, 6), "last"), ((8, 6, 16, 16), "first")])
+def test_the_residual_may_be_kept_too(device, shape, layout):
+    x = arranged(shape, layout, torch.bfloat16, device)
+    residual = arranged(shape, layout, torch.bfloat16, device, 0.0)
+    r = planned(x, 3, kept=7)._replace(added=True)
+    assert r.fits(geometry_of(x), 2)
+    got, e = run(x, r, ("relu",), residual)
     compare(x, got, e, residual)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -32,16 +33,25 @@ class Residence(NamedTuple):
 
     threads: int
     each: int  # programs on a multiprocessor
-    lanes: int  # vectors of a slice's row, channels last
+    lanes: int  # vectors of a slice's row; 1 where a slice is a channel
+    plane: int  # locations of a channel in one example, where vectors may have values of two channels, else 0
     kept: int  # vectors a thread keeps of each tensor
     parts: int
     slices: int
     groups: int  # slices worked on at a time
+    added: bool = False  # whether the residual is kept too, all of it
 
     @property
     def path(self) -> str:
         """What ``ops.explain`` calls it."""
         return "resident"
+
+    def fits(self, g: Geometry, itemsize: int) -> bool:
+        """Whether all slices are worked on at once and nothing is read again."""
+        v = WIDTH // itemsize
+        units = g.rows if g.nhwc else g.rows // g.width if self.plane else g.rows // v
+        block = self.threads // self.lanes if g.nhwc or self.plane else self.threads
+        return self.groups == self.slices and up(units, block * self.parts) <= self.kept
 
     @property
     def kept_parts(self) -> int:
@@ -54,9 +64,9 @@ class Residence(NamedTuple):
         return 2 + self.slices
 
     @property
-    def code(self) -> tuple[int, int, int, int]:
+    def code(self) -> tuple[int, ...]:
         """What the compiled code depends on."""
-        return self.threads, self.each, self.lanes, self.kept
+        return self.threads, self.each, self.lanes, self.plane, self.kept, int(self.added)
 
 
 def make(
@@ -64,33 +74,51 @@ def make(
 ) -> Residence:
     """Plan for about ``parts`` parts, with ``tensors`` tensors kept."""
     v = WIDTH // itemsize
-    scratch = 8 * max(threads // 32 * lanes * v, threads) + 12 * lanes * v if g.nhwc else 1024
-    kept = min(4 * BATCHES, (SHARED // each - 1024 - scratch) // (threads * WIDTH * tensors))
-    slices = up(g.channels, lanes * v) if g.nhwc else g.channels
-    blocks = up(g.rows, threads // lanes) if g.nhwc else up(g.rows // v, threads)
+    plane = 0
+    if g.nhwc:
+        slices, blocks = up(g.channels, lanes * v), up(g.rows, threads // lanes)
+        floats = 2 * max(threads // 32 * lanes * v, threads) + 3 * lanes * v
+    elif g.width % v == 0:
+        slices, blocks = g.channels, up(g.rows // v, threads)
+        floats = 256
+    else:
+        plane = g.width
+        slices, blocks = g.channels * g.width // (lanes * v), up(g.rows // g.width, threads // lanes)
+        floats = 4 * threads + 64
     parts = min(parts, blocks)
-    return Residence(threads, each, lanes, kept, parts, slices, min(slices, processors * each // parts))
+    kept = min(4 * BATCHES, (SHARED // each - 1024 - 4 * floats) // (threads * WIDTH * tensors))
+    return Residence(threads, each, lanes, plane, kept, parts, slices, min(slices, processors * each // parts))
 
 
 @cache
 def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Residence | None:
     """Choose for a device with so many multiprocessors; None where other kernels are faster or this one cannot."""
     v = WIDTH // itemsize
-    if any(n % v for n in ((g.channels, g.stride) if g.nhwc else (g.width, g.stride, g.plane))):
-        return None
-    if not g.nhwc and g.width < 2 * v:
-        return None
     if residual and (g.channels if g.nhwc else g.width) % 8:
         return None  # bits come in bytes
+    if (g.nhwc and g.channels % v) or g.stride % v or (not g.nhwc and g.width < 2 * v):
+        return None
+    find = _of_rows if g.nhwc else _of_planes
+    found = find(g, itemsize, backward, residual, processors, 2 if backward else 1)
+    if found is None or backward or not residual:
+        return found
+    both = find(g, itemsize, backward, residual, processors, 2)
+    return both._replace(added=True) if both is not None and both.fits(g, itemsize) else found
+
+
+def _of_planes(
+    g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
+) -> Residence | None:
+    """Choose for a channels-first tensor."""
+    v = WIDTH // itemsize
     megabytes = g.rows * g.channels * itemsize / 1e6
-    tensors = 2 if backward else 1
-    if g.nhwc:
-        least = (0.0 if residual else 3.0) if backward else (3.0 if residual else 10.0)
-        lanes = _lanes(up(g.channels, v))
-        slices = up(g.channels, lanes * v)
-        if megabytes < least or slices > processors or (backward and not residual and megabytes > 300):
+    if g.width % v or g.plane % v:
+        lanes = woven_lanes(g, itemsize)
+        if megabytes < 6 or lanes is None:
             return None
-        return make(g, itemsize, tensors, processors, 512, 1, lanes, processors // slices)
+        slices = g.channels * g.width // (lanes * v)
+        threads, each = (512, 1) if slices <= processors else (256, 2)
+        return make(g, itemsize, tensors, processors, threads, each, lanes, max(1, processors * each // slices))
     if megabytes < 10 or (backward and megabytes > 300):
         return None
     channel = g.rows * itemsize
@@ -100,9 +128,35 @@ def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processor
     return make(g, itemsize, tensors, processors, 512, 1, 1, parts)
 
 
-def _lanes(vectors: int) -> int:
-    """Return the widest row of a slice that leaves few threads without work; narrower ones waste memory's bursts."""
-    return next((n for n in (8, 4, 2) if vectors / (up(vectors, n) * n) > 0.85), 8 if vectors > 4 else 4)
+def _of_rows(
+    g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
+) -> Residence | None:
+    """Choose for a channels-last tensor."""
+    v = WIDTH // itemsize
+    megabytes = g.rows * g.channels * itemsize / 1e6
+    least = (0.0 if residual else 3.0) if backward else (3.0 if residual else 10.0)
+    vectors = g.channels // v
+    # Wide rows use all of memory's bursts; few threads should have nothing to do.
+    lanes = next((n for n in (8, 4, 2) if vectors / (up(vectors, n) * n) > 0.85), 8 if vectors > 4 else 4)
+    slices = up(vectors, lanes)
+    if megabytes < least or slices > processors or (backward and not residual and megabytes > 300):
+        return None
+    return make(g, itemsize, tensors, processors, 512, 1, lanes, processors // slices)
+
+
+def woven_lanes(g: Geometry, itemsize: int) -> int | None:
+    """Return how many vectors of an example have whole channels, where a channel's are not whole; None where none do.
+
+    >>> from .geometry import geometry_of
+    >>> woven_lanes(geometry_of(torch.empty(2, 64, 7, 7)), 2)  # 8 channels of 49 are 49 vectors of 8
+    49
+    """
+    v = WIDTH // itemsize
+    channels = v // gcd(g.width, v)
+    if g.width < v or g.plane != g.width or g.channels % channels:
+        return None
+    lanes = channels * g.width // v
+    return lanes if lanes <= 128 else None
 
 
 @cache
@@ -142,6 +196,8 @@ def _shape(g: Geometry, itemsize: int, r: Residence, dy_stride: int) -> _Shape:
         strides = g.stride * b, 0, g.channels * b, 0, dy_stride * b
         return _Shape(g.channels, g.rows, r.slices, r.parts, *strides, 0, 0, 0, passing)
     strides = g.stride * b, g.plane * b, g.channels * g.width * b, g.width * b, g.channels * g.width * b
+    if r.plane:
+        return _Shape(g.channels, g.rows // g.width, r.slices, r.parts, *strides, 0, 0, 0, passing)
     division = magic_of(g.width // v)
     return _Shape(g.channels, g.rows // v, r.slices, r.parts, *strides, g.width // v, *division, passing)
 
@@ -150,12 +206,12 @@ def _shape(g: Geometry, itemsize: int, r: Residence, dy_stride: int) -> _Shape:
 def _kernel(
     name: str, kind: int, nhwc: bool, activation: int, residual: bool, code: tuple[int, ...], device: torch.device
 ) -> nvrtc.Kernel:
-    threads, each, lanes, kept = code
+    threads, each, lanes, plane, kept, added = code
     definitions = {
-        "KIND": kind, "LAST": int(nhwc), "ACT": activation, "RESIDUAL": int(residual),
-        "THREADS": threads, "EACH": each, "SV": lanes, "K": kept, name.upper(): 1,
+        "KIND": kind, "LAST": int(nhwc), "ACT": activation, "RESIDUAL": int(residual), "ADDED": added,
+        "THREADS": threads, "EACH": each, "SV": lanes, "PLANE": plane, "K": kept, name.upper(): 1,
     }  # fmt: skip
-    shared = kept * threads * WIDTH * (1 if name == "forward" else 2)
+    shared = kept * threads * WIDTH * (2 if name == "backward" or added else 1)
     return nvrtc.load("resident.cu", name, tuple(definitions.items()), threads, shared, device)
 
 

@@ -6,9 +6,14 @@
 // fit is read a second time, from the L2 cache where it is still there. The mathematics, the rows of `stats`, the words
 // at which programs meet and the running averages are those of forward.py, backward.py, meet.py and running.py.
 //
-// Compiled for one case at a time: KIND (0 bfloat16, 1 float16, 2 float32), LAST (channels last?), ACT, RESIDUAL,
-// THREADS, SV (vectors of a slice's row, channels last), K (vectors a thread keeps of each tensor) and
-// EACH (programs of a multiprocessor).
+// Three forms. Channels last: a row, one location of one example, has SV vectors of a slice's channels. Channels first,
+// where a channel's locations in one example make whole vectors: a slice is a channel, a unit one of its vectors. And
+// where they do not (7 x 7), WOVEN: a slice is as many channels as make SV whole vectors in one example, a row is an
+// example, and a vector may have values of two channels.
+//
+// Compiled for one case at a time: KIND (0 bfloat16, 1 float16, 2 float32), LAST (channels last?), PLANE (locations of a
+// channel in one example, where WOVEN, else 0), ACT, RESIDUAL (is one added?), ADDED (is all of it kept too?), THREADS,
+// SV, K (vectors a thread keeps of each tensor) and EACH (programs on a multiprocessor).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -22,12 +27,18 @@ typedef long long i64;
 #else
 #define V 8
 #endif
+#define WOVEN (PLANE > 0)
+#define ROWS (LAST || WOVEN)
+#define BLOCK (ROWS ? THREADS / SV : THREADS)  // units that the threads cover together
 #if LAST
-#define W (SV * V)            // channels of a slice
-#define BLOCK (THREADS / SV)  // units that the threads cover together
+#define W (SV * V)  // channels of a slice
+#define EACH_UNIT 1  // values of a channel in a unit
+#elif WOVEN
+#define W (SV * V / PLANE)
+#define EACH_UNIT PLANE
 #else
 #define W 1
-#define BLOCK THREADS
+#define EACH_UNIT V
 #endif
 #define UNROLL 4
 #define IDENTITY 0
@@ -188,13 +199,23 @@ struct Walk {
     int slice, first, step, n, column;
 
     __device__ __forceinline__ Walk(const Shape& s, int slice, int part) : slice(slice), step(s.parts * BLOCK) {
-        column = LAST ? threadIdx.x % SV : 0;
-        first = part * BLOCK + (LAST ? threadIdx.x / SV : threadIdx.x);
-        n = (!LAST || (slice * SV + column) * V < s.C) && first < s.units ? (s.units - first - 1) / step + 1 : 0;
+        column = ROWS ? threadIdx.x % SV : 0;
+        first = part * BLOCK + (ROWS ? threadIdx.x / SV : threadIdx.x);
+        n = works(s) && first < s.units ? (s.units - first - 1) / step + 1 : 0;
+    }
+
+    // Whether this thread has something to do in a slice: the last one may be narrower, and SV need not divide THREADS.
+    __device__ __forceinline__ bool works(const Shape& s) const {
+        return LAST ? (slice * SV + column) * V < s.C : !WOVEN || threadIdx.x < BLOCK * SV;
+    }
+
+    // The channel in the slice of a vector's k-th value.
+    __device__ __forceinline__ int channel(int k) const {
+        return LAST ? column * V + k : WOVEN ? (column * V + k) / (WOVEN ? PLANE : 1) : 0;
     }
 
     __device__ __forceinline__ i64 offset(const Shape& s, int i, i64 stride, i64 plane) const {
-#if LAST
+#if ROWS
         return (i64)(first + i * step) * stride + (slice * SV + column) * 16;
 #else
         u32 u = first + i * step;
@@ -251,11 +272,58 @@ __device__ __forceinline__ void meet(u32* word, int part, int parts) {
 
 // ---- sums ----
 
-// Add up two numbers of each of a thread's V channels (channels last), or of all V (channels first), over all threads.
-// The first W threads get the sums of channel threadIdx.x. In a fixed order.
-__device__ __forceinline__ void totals(float (&s1)[V], float (&s2)[V], float* scratch, float& a, float& b) {
+// Floats that the sums need room for.
+#define SCRATCH (LAST ? 2 * (WARPS * W > THREADS ? WARPS * W : THREADS) : WOVEN ? 4 * THREADS : 2 * WARPS)
+
+// Add up two numbers of each of a thread's values, channel by channel, over all threads, in a fixed order. The first W
+// threads get the sums of channel threadIdx.x.
+__device__ __forceinline__ void totals(float (&s1)[V], float (&s2)[V], const Walk& walk, float* scratch, float& a, float& b) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#if LAST
+#if WOVEN
+    // A vector has values of its first channel, and perhaps of the next.
+    float mine[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+        int other = walk.channel(k) != walk.channel(0) ? 2 : 0;
+        mine[0] += other ? 0 : s1[k];
+        mine[1] += other ? 0 : s2[k];
+        mine[2] += other ? s1[k] : 0;
+        mine[3] += other ? s2[k] : 0;
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) scratch[threadIdx.x * 4 + k] = mine[k];
+    __syncthreads();
+    float found[(W + WARPS - 1) / WARPS][2];
+#pragma unroll
+    for (int turn = 0; turn < (W + WARPS - 1) / WARPS; ++turn) {
+        int c = turn * WARPS + warp, from = c * PLANE / V, columns = ((c + 1) * PLANE - 1) / V - from + 1;
+        float t1 = 0, t2 = 0;
+        for (int i = lane; c < W && i < columns * BLOCK; i += 32) {
+            int row = i / columns, column = from + i - row * columns;
+            const float* at = scratch + (row * SV + column) * 4 + (column * V / PLANE == c ? 0 : 2);
+            t1 += at[0];
+            t2 += at[1];
+        }
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) {
+            t1 += __shfl_xor_sync(~0u, t1, step);
+            t2 += __shfl_xor_sync(~0u, t2, step);
+        }
+        found[turn][0] = t1;
+        found[turn][1] = t2;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int turn = 0; turn < (W + WARPS - 1) / WARPS; ++turn)
+        if (lane == 0 && turn * WARPS + warp < W) {
+            scratch[(turn * WARPS + warp) * 2] = found[turn][0];
+            scratch[(turn * WARPS + warp) * 2 + 1] = found[turn][1];
+        }
+    __syncthreads();
+    a = threadIdx.x < W ? scratch[threadIdx.x * 2] : 0;
+    b = threadIdx.x < W ? scratch[threadIdx.x * 2 + 1] : 0;
+    __syncthreads();
+#elif LAST
 #pragma unroll
     for (int step = 16; step >= SV; step /= 2)
 #pragma unroll
@@ -308,9 +376,9 @@ __device__ __forceinline__ void totals(float (&s1)[V], float (&s2)[V], float* sc
 }
 
 // Add up the two numbers that all parts left, in a fixed order. The first W threads get the sums of their channels.
-#define TEAMS (LAST ? THREADS / W : 32)  // threads of a channel
+#define TEAMS (LAST ? THREADS / W : WOVEN ? 4 : 32)  // threads of a channel
 __device__ __forceinline__ void add_parts(const float2* partial, const Shape& s, int slice, float* scratch, float& a, float& b) {
-    int c = LAST ? slice * W + threadIdx.x % W : slice, team = LAST ? threadIdx.x / W : threadIdx.x;
+    int c = slice * W + threadIdx.x % W, team = threadIdx.x / W;
     a = b = 0;
     if (c < s.C && team < TEAMS) {
 #pragma unroll 16
@@ -320,10 +388,12 @@ __device__ __forceinline__ void add_parts(const float2* partial, const Shape& s,
             b += v.y;
         }
     }
-#if LAST
+#if ROWS
     __syncthreads();
-    scratch[threadIdx.x * 2] = a;
-    scratch[threadIdx.x * 2 + 1] = b;
+    if (team < TEAMS) {
+        scratch[threadIdx.x * 2] = a;
+        scratch[threadIdx.x * 2 + 1] = b;
+    }
     __syncthreads();
     if (threadIdx.x < W) {
         a = b = 0;
@@ -439,21 +509,27 @@ struct Move {
 // SAMPLES * SV (channels last) or SAMPLES threads read them.
 #if LAST
 #define SAMPLES (2 * WARPS < BLOCK ? 2 * WARPS : BLOCK)
+#elif WOVEN
+#define SAMPLES BLOCK
 #else
 #define SAMPLES 32
 #endif
 __device__ __forceinline__ Vec sample(const char* x, const Shape& s, Walk walk) {
     Vec v = {};
-    int k = LAST ? threadIdx.x / SV : threadIdx.x;
+    int k = ROWS ? threadIdx.x / SV : threadIdx.x;
     walk.first = (i64)k * s.units / SAMPLES;
-    if (k < SAMPLES && (!LAST || (walk.slice * SV + walk.column) * V < s.C)) v = load(x + walk.of_x(s, 0));
+    if (k < SAMPLES && walk.works(s)) v = load(x + walk.of_x(s, 0));
     return v;
 }
 
-__device__ __forceinline__ void mean_of_samples(const Vec& v, float* scratch, float* mean) {
+__device__ __forceinline__ void mean_of_samples(const Vec& v, const Walk& walk, float* scratch, float* mean) {
     float f[V];
     widen(v, f);
-#if LAST
+#if WOVEN
+    float zeros[V] = {}, sum, none;
+    totals(f, zeros, walk, scratch, sum, none);
+    if (threadIdx.x < W) mean[threadIdx.x] = is_number(sum) ? sum / (SAMPLES * PLANE) : 0;
+#elif LAST
     if (threadIdx.x < SAMPLES * SV)
 #pragma unroll
         for (int k = 0; k < V; ++k) scratch[threadIdx.x * V + k] = f[k];
@@ -480,7 +556,7 @@ __device__ __forceinline__ void mean_of_samples(const Vec& v, float* scratch, fl
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
     const char* x, char* y, const char* residual, unsigned char* bits, const float* gamma, const float* beta,
     float* stats, float* partial, u32* words, Running running, Shape s, float eps, float slope) {
-    __shared__ float scratch[LAST ? 2 * (WARPS * W > THREADS ? WARPS * W : THREADS) : 2 * WARPS];
+    __shared__ float scratch[SCRATCH];
     __shared__ float shared_base[W], shared_scale[W], shared_offset[W];
     const u64 policy = evict_first();
     const int groups = gridDim.x / s.parts;
@@ -502,15 +578,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         }
         commit();
     }
+    if (ADDED) {
+#pragma unroll
+        for (int k = 0; k < K; ++k)
+            if (k < walk.n) copy_async(slot_of(1, k), residual + walk.of_y(s, k), policy);
+        commit();
+    }
     for (; slice < s.slices; slice += groups) {
-        const float count = (float)((i64)s.units * (LAST ? 1 : V));
-        const int channel = LAST ? slice * W + threadIdx.x : slice;  // of the first W threads
+        const float count = (float)((i64)s.units * EACH_UNIT);
+        const int channel = slice * W + threadIdx.x;  // of the first W threads
         const bool here = threadIdx.x < W && channel < s.C;
 
-        mean_of_samples(samples, scratch, shared_base);
+        mean_of_samples(samples, walk, scratch, shared_base);
         float near[V], s1[V], s2[V];
 #pragma unroll
-        for (int k = 0; k < V; ++k) near[k] = shared_base[LAST ? walk.column * V + k : 0];
+        for (int k = 0; k < V; ++k) near[k] = shared_base[walk.channel(k)];
 #pragma unroll
         for (int k = 0; k < V; ++k) s1[k] = s2[k] = 0;
         auto add = [&](const Vec& v) {
@@ -535,7 +617,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         const int kept = walk.n - streamed;
 #define COUNT_BATCH(J)                                                                   \
     if (J < BATCHES) {                                                                   \
-        arrived<(BATCHES > J ? BATCHES - 1 - J : 0)>();                                  \
+        arrived<(BATCHES > J ? BATCHES - 1 - J : 0) + ADDED>();                          \
         _Pragma("unroll") for (int b = 0; b < BATCH; ++b) {                              \
             if (J * BATCH + b < kept) add(load_slot(slot_of(0, J * BATCH + b)));         \
         }                                                                                \
@@ -543,7 +625,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         COUNT_BATCH(0) COUNT_BATCH(1) COUNT_BATCH(2) COUNT_BATCH(3)
         COUNT_BATCH(4) COUNT_BATCH(5) COUNT_BATCH(6) COUNT_BATCH(7)
         float sum1, sum2;
-        totals(s1, s2, scratch, sum1, sum2);
+        totals(s1, s2, walk, scratch, sum1, sum2);
 
         float base = 0, low = 0, m2 = 0, g = 1, b = 0;
         Move averages = {};
@@ -554,7 +636,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             if (part == 0) averages.prepare(running, channel, here);
             base = shared_base[threadIdx.x];
         }
-        if (RESIDUAL && streamed == 0)
+        if (RESIDUAL && !ADDED && streamed == 0)
             for (int i = 0; i < walk.n; ++i) fetch(residual + walk.of_y(s, i));
         if (s.parts > 1) {
             if (here) ((float2*)partial)[(i64)part * s.C + channel] = make_float2(sum1, sum2);
@@ -592,7 +674,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         float scales[V], offsets[V];
 #pragma unroll
         for (int k = 0; k < V; ++k) {
-            int c = LAST ? walk.column * V + k : 0;
+            int c = walk.channel(k);
             near[k] = shared_base[c];
             scales[k] = shared_scale[c];
             offsets[k] = shared_offset[c];
@@ -616,6 +698,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             put(y + walk.of_y(s, i), narrow(f), s);
             if (RESIDUAL && bits) store_bits(bits + walk.of_bits(s, i), above);
         };
+        if (ADDED) arrived<0>();
         // What was read last first: it is still in the cache.
         i = streamed;
         for (; i >= UNROLL; i -= UNROLL) {
@@ -639,7 +722,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             if (RESIDUAL)
 #pragma unroll
                 for (int b = 0; b < BATCH; ++b)
-                    if (j * BATCH + b < kept) r[b] = load(residual + walk.of_y(s, streamed + j * BATCH + b));
+                    if (j * BATCH + b < kept)
+                        r[b] = ADDED ? load_slot(slot_of(1, j * BATCH + b)) : load(residual + walk.of_y(s, streamed + j * BATCH + b));
 #pragma unroll
             for (int b = 0; b < BATCH; ++b)
                 if (j * BATCH + b < kept) normalize(load_slot(slot_of(0, j * BATCH + b)), r[b], streamed + j * BATCH + b);
@@ -665,7 +749,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
     const char* dy, const char* x, const unsigned char* bits, const float* stats, char* dx, char* dresidual,
     float* dgamma, float* dbeta, float* partial, u32* words, Shape s, float slope) {
-    __shared__ float scratch[LAST ? 2 * (WARPS * W > THREADS ? WARPS * W : THREADS) : 2 * WARPS];
+    __shared__ float scratch[SCRATCH];
     __shared__ float shared_k2[W], shared_k0[W];
     const u64 policy = evict_first();
     const int groups = gridDim.x / s.parts;
@@ -689,13 +773,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
         commit();
     }
     for (; slice < s.slices; slice += groups) {
-        const float count = (float)((i64)s.units * (LAST ? 1 : V));
-        const int channel = LAST ? slice * W + threadIdx.x : slice;
+        const float count = (float)((i64)s.units * EACH_UNIT);
+        const int channel = slice * W + threadIdx.x;
         const bool here = threadIdx.x < W && channel < s.C;
         float base[V], scale[V], offset[V], s1[V], s2[V];
 #pragma unroll
         for (int k = 0; k < V; ++k) {
-            int c = LAST ? (slice * SV + walk.column) * V + k : slice;
+            int c = slice * W + walk.channel(k);
             bool exists = c < s.C;
             base[k] = exists ? stats[3 * s.C + c] : 0;
             scale[k] = exists ? stats[5 * s.C + c] : 0;
@@ -754,7 +838,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
         COUNT_BATCH(0) COUNT_BATCH(1) COUNT_BATCH(2) COUNT_BATCH(3)
         COUNT_BATCH(4) COUNT_BATCH(5) COUNT_BATCH(6) COUNT_BATCH(7)
         float sum1, sum2;
-        totals(s1, s2, scratch, sum1, sum2);
+        totals(s1, s2, walk, scratch, sum1, sum2);
         float low = 0, invstd = 0, factor = 0;
         if (here) {
             // Early, before the wait.
@@ -781,7 +865,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
         float k2[V], k0[V];
 #pragma unroll
         for (int k = 0; k < V; ++k) {
-            int c = LAST ? walk.column * V + k : 0;
+            int c = walk.channel(k);
             k2[k] = shared_k2[c];
             k0[k] = shared_k0[c];
         }
