@@ -39,3 +39,15 @@ def is_observed(x: Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
     )
+
+
+def is_unseen(*tensors: Tensor | None) -> bool:
+    """Say whether autograd alone has to see an operation on these: no compiler, transform, tracer, mode or subclass."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._get_tracing_state() is None
+        and all([t is None or type(t) in (Tensor, nn.Parameter) for t in tensors])
+    )

@@ -152,7 +152,9 @@ def explain(
 
     Beyond the paper: shows what the dispatcher decided.
     """
-    return choose(Call(x, gamma, beta, feature_dims, activation, residual, mask))
+    call = Call(x, gamma, beta, feature_dims, activation, residual, mask)
+    path, reason = choose(call)
+    return Choice(path, reason if path != "cuda" else fused.describe(call.x, call.residual))
 
 
 class Call:
@@ -275,5 +277,6 @@ def choose(call: Call) -> Choice:
     if x.device.type == "cpu":
         return Choice("cpu", "a CPU tensor")
     if x.device.type == "cuda":
-        return Choice(*fused.choice(x, call.residual))
+        refused = fused.refusal(x)
+        return Choice("cuda", "a CUDA tensor") if refused is None else Choice("composite", refused)
     return Choice("composite", f"no faster path for {x.device.type} tensors")
