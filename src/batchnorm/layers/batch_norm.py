@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from .. import collectives, ops
 from ..ops.activation import Activation, as_activation
 from ..ops.context import is_transformed
+from ..ops.fused import normalize_batch_ as quick
 from .statistics import Statistics, Sync
 
 # Bits of the state-dict entry "frozen".
@@ -95,6 +96,10 @@ class BatchNorm(TorchBatchNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Return g(BN(input) + residual); ``mask`` (N, *locations) is True where a position counts."""
+        if mask is None and type(input) is Tensor and input.is_cuda:
+            y = self._quick(input, residual)
+            if y is not None:
+                return y
         if _is_symbolic(input):
             return self._as_leaf(input, {"residual": residual, "mask": mask})  # type: ignore[no-any-return]
         self._check_input_dim(input)
@@ -121,6 +126,25 @@ class BatchNorm(TorchBatchNorm):
         if running is None:
             return ops.batch_norm(input, self.weight, self.bias, self.eps, **options)[0]
         return ops.batch_norm_(input, self.weight, self.bias, running, self.momentum, self.eps, **options)[0]
+
+    def _quick(self, input: Tensor, residual: Tensor | None) -> Tensor | None:
+        """Train on a GPU with nothing to refuse and no policy to apply, as most do; None where something is special."""
+        # From the dictionaries: nn.Module.__getattr__ is Python, and would be asked six times.
+        p, b = self._parameters, self._buffers
+        kept = (b.get("running_mean"), b.get("running_var"), b.get("num_batches_tracked"), b.get("num_batches_skipped"))
+        if (
+            self.training
+            and self.track_running_stats
+            and self.statistics is None
+            and not self._frozen & STATISTICS
+            and all([t is not None for t in kept])
+            and "weight" in p  # where not, something computes it: torch.nn.utils.parametrize
+            and "bias" in p
+            and input.dim() in self._input_dims
+            and input.shape[1] == self.num_features
+        ):
+            return quick(input, p["weight"], p["bias"], kept, self.momentum, self.eps, self.activation, residual)
+        return None
 
     def _as_leaf(self, proxy: Any, extra: dict[str, Any]) -> Any:
         """Stay one node under torch.fx, which takes modules of torch.nn as leaves but not others."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import launch, plan
 from .activation import Activation
 from .composite import per_channel
-from .context import is_recomputation, is_unseen
+from .context import is_forward_mode, is_recomputation, is_unseen
 from .geometry import empty_dense, geometry_of
 from .moments import Moments, batch_moments
 from .running import Running
@@ -68,7 +68,9 @@ def batch_norm_(
     residual: Tensor | None,
 ) -> tuple[Tensor, Moments]:
     """Do the same and move the running averages, which are float32, inside the kernels."""
-    y, stats = normalize_batch_(x, gamma, beta, running, momentum, eps, activation, residual)
+    call = _direct_ if is_unseen(x, gamma, beta, residual, *running) else torch.ops.batchnorm.fused_
+    y, stats, _ = call(x, gamma, beta, residual, *running, momentum, eps, *activation, False)
+    _remember(y, x, residual, stats, activation)
     return y, _moments(stats.detach())
 
 
@@ -81,12 +83,27 @@ def normalize_batch_(
     eps: float,
     activation: Activation,
     residual: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Do the same and return the statistics as the kernels write them: moments are five tensors more to make."""
-    call = _direct_ if is_unseen(x, gamma, beta, residual, *running) else torch.ops.batchnorm.fused_
-    y, stats, _ = call(x, gamma, beta, residual, *running, momentum, eps, *activation, False)
+) -> Tensor | None:
+    """Return y and move the running averages, in as few steps as there are; None where something is special.
+
+    No moments are returned: to make tensors of them takes as long as a launch.
+    """
+    channels = x.shape[1:2]
+    if not (
+        is_unseen(x, gamma, beta, residual, *running)
+        and not is_forward_mode()
+        and running[0].dtype is torch.float32
+        and running[1].dtype is torch.float32
+        and (gamma is None or gamma.shape == channels)
+        and (beta is None or beta.shape == channels)
+        and (residual is None or residual.shape == x.shape)
+        and x.numel() > x.shape[1]  # more than one value per channel
+        and refusal(x) is None
+    ):
+        return None
+    y, stats, _ = _direct_(x, gamma, beta, residual, *running, momentum, eps, *activation, False)
     _remember(y, x, residual, stats, activation)
-    return y, stats
+    return y  # type: ignore[no-any-return]
 
 
 def _remember(y: Tensor, x: Tensor, residual: Tensor | None, stats: Tensor, activation: Activation) -> None:
