@@ -131,19 +131,24 @@ class BatchNorm(TorchBatchNorm):
         """Train on a GPU with nothing to refuse and no policy to apply, as most do; None where something is special."""
         # From the dictionaries: nn.Module.__getattr__ is Python, and would be asked six times.
         p, b = self._parameters, self._buffers
-        kept = (b.get("running_mean"), b.get("running_var"), b.get("num_batches_tracked"), b.get("num_batches_skipped"))
+        mean, var = b.get("running_mean"), b.get("running_var")
+        batches, skipped = b.get("num_batches_tracked"), b.get("num_batches_skipped")
         if (
             self.training
             and self.track_running_stats
             and self.statistics is None
             and not self._frozen & STATISTICS
-            and all([t is not None for t in kept])
+            and mean is not None
+            and var is not None
+            and batches is not None
+            and skipped is not None
             and "weight" in p  # where not, something computes it: torch.nn.utils.parametrize
             and "bias" in p
             and input.dim() in self._input_dims
             and input.shape[1] == self.num_features
         ):
-            return quick(input, p["weight"], p["bias"], kept, self.momentum, self.eps, self.activation, residual)
+            running = ops.Running(mean, var, batches, skipped)
+            return quick(input, p["weight"], p["bias"], running, self.momentum, self.eps, self.activation, residual)
         return None
 
     def _as_leaf(self, proxy: Any, extra: dict[str, Any]) -> Any:

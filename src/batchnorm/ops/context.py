@@ -41,6 +41,9 @@ def is_observed(x: Tensor) -> bool:
     )
 
 
+_PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
+
+
 def is_unseen(*tensors: Tensor | None) -> bool:
     """Say whether autograd alone has to see an operation on these: no compiler, transform, tracer, mode or subclass."""
     return (
@@ -49,5 +52,5 @@ def is_unseen(*tensors: Tensor | None) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and torch._C._get_tracing_state() is None
-        and all([t is None or type(t) in (Tensor, nn.Parameter) for t in tensors])
+        and _PLAIN.issuperset(map(type, tensors))
     )

@@ -25,25 +25,35 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, programs: int, numbers: tuple[int, ...], constants: tuple[Any, ...], options: dict[str, Any]
+        self,
+        kernel: Any,
+        programs: int,
+        numbers: tuple[int, ...],
+        constants: tuple[Any, ...],
+        options: dict[str, Any],
+        device: torch.device,
     ) -> None:
         self.kernel, self.programs, self.options = kernel, programs, options
-        self.numbers, self.constants = numbers, constants
+        self.numbers, self.constants, self.device = numbers, constants, device
         self.compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def __call__(
         self, tensors: tuple[Tensor | None, ...], scalars: tuple[float, ...], choices: tuple[int, ...]
     ) -> None:
         """Run the programs; ``choices`` are the kernel's constants that the geometry leaves open."""
+        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):  # Triton launches on the current one
+                self(tensors, scalars, choices)
+            return
         addresses = [None if t is None else t.data_ptr() for t in tensors]
         kinds = [None if t is None else t.dtype for t in tensors]
         key = (*choices, *kinds, *[None if a is None else a % 16 for a in addresses])
         run = self.compiled.get(key)
+        rest = (*self.numbers, *scalars, *choices, *self.constants)
         if run is not None:
-            run(*addresses, *self.numbers, *scalars, *choices, *self.constants)
+            run(*addresses, *rest)
             return
-        given = (*tensors, *self.numbers, *scalars, *choices, *self.constants)
-        compiled = self.kernel[(self.programs,)](*given, **self.options)
+        compiled = self.kernel[(self.programs,)](*tensors, *rest, **self.options)
         if compiled is not None:  # None: interpreted
             self.compiled[key] = compiled[(self.programs, 1, 1)]
 
@@ -56,43 +66,41 @@ class Form(NamedTuple):
 
     geometry: Geometry
     strides: tuple[int, ...]  # of dense tensors in x's layout
-    plan: Plan | Residence
-    launches: tuple[Launch, ...]  # of Triton's kernels: one, or two phases one after the other; a residence has none
+    residence: Residence | None  # where that is fastest
+    plan: Plan  # for all else
+    launches: tuple[Launch, ...]  # by the plan: one, or two phases one after the other
+
+    @property
+    def path(self) -> str:
+        """What ``ops.explain`` calls it."""
+        return (self.residence or self.plan).path
 
 
 def form_of(x: Tensor, backward: bool, residual: bool, p: Plan | Residence | None = None) -> Form:
     """Return the form of a pass over ``x``, by the best plan or a given one."""
-    if p is not None:
-        return _by(p, _geometry(x.shape, x.stride()), x.shape, backward, x.device)
-    return _form(x.shape, x.stride(), x.element_size(), x.device, backward, residual, True)
+    given = (x.shape, x.stride(), x.element_size(), x.device, backward, residual)
+    return _form(*given) if p is None else _find_form(*given, p)
 
 
-def form_without_residence(x: Tensor, backward: bool, residual: bool) -> Form:
-    """Return the form of a pass over tensors that a residence does not take."""
-    return _form(x.shape, x.stride(), x.element_size(), x.device, backward, residual, False)
-
-
-@cache
-def _form(
+def _find_form(
     shape: torch.Size,
     stride: tuple[int, ...],
     itemsize: int,
     device: torch.device,
     backward: bool,
     residual: bool,
-    may_reside: bool,
+    p: Plan | Residence | None = None,
 ) -> Form:
     g = _geometry(shape, stride)
     given = (g, itemsize, backward, residual, processors(device))
-    p: Plan | Residence | None = None
-    if may_reside and device.type == "cuda" and resident.runs_on(device):
-        p = resident.choose(*given)
-    return _by(p or plan.choose(*given), g, shape, backward, device)
+    r = p if isinstance(p, Residence) else None
+    if p is None and device.type == "cuda" and resident.runs_on(device):
+        r = resident.choose(*given)
+    q = p if isinstance(p, Plan) else plan.choose(*given)
+    return Form(g, dense_strides(g, shape), r, q, _launches(g, q, backward, device))
 
 
-def _by(p: Plan | Residence, g: Geometry, shape: torch.Size, backward: bool, device: torch.device) -> Form:
-    launches = () if isinstance(p, Residence) else _launches(g, p, backward, device)
-    return Form(g, dense_strides(g, tuple(shape)), p, launches)
+_form = cache(_find_form)
 
 
 def _geometry(shape: torch.Size, stride: tuple[int, ...]) -> Geometry:
@@ -120,7 +128,7 @@ def _launches(g: Geometry, p: Plan, backward: bool, device: torch.device) -> tup
         form = (g.nhwc, p.R, p.V, p.align, g.wide)
         constants = (form, p.T, phase, alone, last, tree, ticket, p.stages, on_device)
         options = {"num_warps": p.warps, "maxnreg": registers or None}
-        return Launch(kernel, p.slices * p.parts, numbers(g, p), constants, options)
+        return Launch(kernel, p.slices * p.parts, numbers(g, p), constants, options, device)
 
     # Interpreted programs run one after the other: none may wait for the next.
     if p.alone or (on_device and p.path != "stream"):

@@ -17,6 +17,7 @@ from . import launch, plan
 from .activation import Activation
 from .composite import per_channel
 from .context import is_forward_mode, is_recomputation, is_unseen
+from .forms import form_of
 from .geometry import empty_dense, geometry_of
 from .moments import Moments, batch_moments
 from .running import Running
@@ -43,7 +44,7 @@ def describe(x: Tensor, residual: Tensor | None) -> str:
     """Say how the kernels take ``x``."""
     if torch.compiler.is_compiling():
         return "a CUDA tensor"
-    forward, backward = (launch.form_of(x, b, residual is not None).plan for b in (False, True))
+    forward, backward = (form_of(x, b, residual is not None) for b in (False, True))
     return f"fused kernels, forward {forward.path}, backward {backward.path} ({plan.MEANING})"
 
 
@@ -207,8 +208,10 @@ class _Fused(torch.autograd.Function):
         elif dy is not None:
             # With nothing after the sum, the residual's gradient is dy itself.
             written = residual_dtype if wants_residual and activation.name != "identity" else None
-            run = launch.backward if is_unseen(dy, x, residual, bits, stats) else torch.ops.batchnorm.fused_backward
-            dx, dgamma, dbeta, dresidual = run(dy, x, residual, bits, stats, *activation, written)
+            given = (dy, x, residual, bits, stats, *activation, written)
+            unseen = is_unseen(dy, x, residual, bits, stats)
+            run: Any = launch.backward if unseen else torch.ops.batchnorm.fused_backward
+            dx, dgamma, dbeta, dresidual = run(*given)
             if written is None:
                 dresidual = dy
         if dstats is not None:
@@ -275,7 +278,7 @@ def unpack(bits: Tensor, x: Tensor) -> Tensor:
 
 def _differentiable(run: Any) -> Any:
     def call(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in args[:4]]):
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[:4]):
             return _Fused.apply(run, *args[:4], args[4:-1])  # type: ignore[no-untyped-call]
         return run(*args)
 

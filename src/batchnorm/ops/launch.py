@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import plan, resident
 from .activation import NAMES
-from .forms import form_of, form_without_residence, processors
+from .forms import form_of, processors
 from .geometry import Geometry, as_dense, geometry_of
 from .plan import Plan
 from .resident import Residence
@@ -30,22 +30,21 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return y, the statistics (STATS, C) and the bits of z > 0, None where not asked for."""
     _check_devices(x, gamma, beta, residual, *(running or ()))
-    g, strides, p, launches = form_of(x, False, residual is not None, p)
+    g, strides, r, q, launches = form_of(x, False, residual is not None, p)
     y = x.new_empty_strided(x.shape, strides)
     stats = x.new_empty((STATS, g.channels), dtype=torch.float32)
     bits = x.new_empty(bytes_of_bits(g), dtype=torch.uint8) if keep_bits else None
     gamma = None if gamma is None else gamma.contiguous()
     beta = None if beta is None else beta.contiguous()
     residual = None if residual is None else as_dense(residual, strides)
-    if isinstance(p, Residence):
+    if r is not None:
         smooth = residual is not None and not keep_bits and activation != "identity"
         if not smooth and _of_one_type(x, residual) and _are_float32(gamma, beta) and resident.takes(x, residual):
-            partial, words = _room(x, (2 + 2 * p.kept_parts) * g.channels, p)
+            partial, words = _room(x, (2 + 2 * r.kept_parts) * g.channels, r)
             tensors = (x, y, residual, bits, gamma, beta, stats, partial, words)
-            resident.forward(tensors, running, momentum, eps, activation, slope, g, p)
+            resident.forward(tensors, running, momentum, eps, activation, slope, g, r)
             return y, stats, bits
-        _, _, p, launches = form_without_residence(x, False, residual is not None)
-    partial, words = _room(x, (2 + 3 * p.kept_parts) * g.channels, p)
+    partial, words = _room(x, (2 + 3 * q.kept_parts) * g.channels, q)
     tensors = (x, y, residual, bits, gamma, beta, stats, partial, words, *(running or (None, None, None, None)))
     scalars = (float(eps), float(momentum or 0.0), float(slope))
     for launch in launches:
@@ -57,7 +56,7 @@ def normalize(x: Tensor, residual: Tensor | None, stats: Tensor, activation: str
     """Return a forward pass's y again, from its statistics: streaming's second launch alone, the same bits."""
     g = form_of(x, False, residual is not None).geometry
     stream = plan.stream(g, x.element_size(), False, processors(x.device))
-    _, strides, _, launches = form_of(x, False, residual is not None, stream)
+    _, strides, *_, launches = form_of(x, False, residual is not None, stream)
     y = x.new_empty_strided(x.shape, strides)
     residual = None if residual is None else as_dense(residual, strides)
     # Nothing is merged, met or moved: what the first launch works with is not read.
@@ -78,26 +77,25 @@ def backward(
     p: Plan | Residence | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dx, dgamma, dbeta and, where a type is given for it, the residual's gradient."""
-    g, strides, p, launches = form_of(x, True, residual_dtype is not None, p)
+    g, strides, r, q, launches = form_of(x, True, residual_dtype is not None, p)
     dx = x.new_empty_strided(x.shape, strides)
     dresidual = None if residual_dtype is None else x.new_empty_strided(x.shape, strides, dtype=residual_dtype)
     dgamma = x.new_empty(g.channels, dtype=torch.float32)
     dbeta = x.new_empty(g.channels, dtype=torch.float32)
-    if isinstance(p, Residence):
+    if r is not None:
         dy_, dy_stride = _rows_of(dy, g, strides, resident.WIDTH // x.element_size())
         if residual is None and _of_one_type(x, dy_, dresidual) and resident.takes(x, dy_):
-            partial, words = _room(x, 2 * p.kept_parts * g.channels, p)
+            partial, words = _room(x, 2 * r.kept_parts * g.channels, r)
             tensors = (dy_, x, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
             added = bits is not None or dresidual is not None
-            resident.backward(tensors, dy_stride, activation, slope, added, g, p)
+            resident.backward(tensors, dy_stride, activation, slope, added, g, r)
             return dx, dgamma, dbeta, dresidual
-        _, _, p, launches = form_without_residence(x, True, residual_dtype is not None)
-    partial, words = _room(x, 2 * p.kept_parts * g.channels, p)
+    partial, words = _room(x, 2 * q.kept_parts * g.channels, q)
     residual = None if residual is None else as_dense(residual, strides)
-    dy, dy_stride = _rows_of(dy, g, strides, p.align)
+    dy, dy_stride = _rows_of(dy, g, strides, q.align)
     given = (dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
     for launch in launches:
-        launch(given, (float(slope), dy_stride // p.align), (NAMES.index(activation),))
+        launch(given, (float(slope), dy_stride // q.align), (NAMES.index(activation),))
     return dx, dgamma, dbeta, dresidual
 
 

@@ -18,11 +18,18 @@ class Kernel:
     Beyond the paper: how the kernels of ``kernels/*.cu`` get to the device.
     """
 
-    def __init__(self, function: ctypes.c_void_p, module: ctypes.c_void_p, threads: int, shared: int) -> None:
+    def __init__(
+        self, function: ctypes.c_void_p, module: ctypes.c_void_p, threads: int, shared: int, device: torch.device
+    ) -> None:
         self.function, self.module, self.threads, self.shared = function, module, threads, shared
+        self.device = device
 
     def __call__(self, programs: int, arguments: Any, stream: int) -> None:
         """Launch; ``arguments`` is an array of pointers to them."""
+        if self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                self(programs, arguments, stream)
+            return
         _check(
             _driver().cuLaunchCooperativeKernel(
                 self.function, programs, 1, 1, self.threads, 1, 1, self.shared, ctypes.c_void_p(stream), arguments
@@ -44,7 +51,7 @@ def load(
         _check(driver.cuModuleLoadData(ctypes.byref(module), _compile(file, definitions)))
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_MEMORY, shared))
-    return Kernel(function, module, threads, shared)
+    return Kernel(function, module, threads, shared, device)
 
 
 @cache
