@@ -34,14 +34,14 @@ class Launch:
         device: torch.device,
     ) -> None:
         self.kernel, self.programs, self.options = kernel, programs, options
-        self.numbers, self.constants, self.device = numbers, constants, device
+        self.numbers, self.constants, self.device = numbers, constants, device.index
         self.compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def __call__(
         self, tensors: tuple[Tensor | None, ...], scalars: tuple[float, ...], choices: tuple[int, ...]
     ) -> None:
         """Run the programs; ``choices`` are the kernel's constants that the geometry leaves open."""
-        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+        if self.device is not None and self.device != torch.cuda.current_device():
             with torch.cuda.device(self.device):  # Triton launches on the current one
                 self(tensors, scalars, choices)
             return

@@ -194,24 +194,23 @@ class _Fused(torch.autograd.Function):
             ctx.mark_non_differentiable(bits)
             kept = (None, bits)
         ctx.save_for_backward(x, gamma, beta, *kept, stats)
-        ctx.options = (eps, Activation(activation, slope), None if residual is None else residual.dtype)
+        ctx.options = (eps, activation, slope, None if residual is None else residual.dtype)
         return y, stats, bits
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dstats: Tensor | None, _: None) -> tuple[Any, ...]:
         x, gamma, beta, residual, bits, stats = ctx.saved_tensors
-        eps, activation, residual_dtype = ctx.options
+        eps, activation, slope, residual_dtype = ctx.options
         wants_residual = ctx.needs_input_grad[4] and residual_dtype is not None
         dx = dgamma = dbeta = dresidual = None
         if torch.is_grad_enabled() and dy is not None:
-            dx, dgamma, dbeta, dresidual = _plain_backward(dy, x, gamma, beta, residual, bits, eps, activation)
+            kept = (x, gamma, beta, residual, bits)
+            dx, dgamma, dbeta, dresidual = _plain_backward(dy, *kept, eps, Activation(activation, slope))
         elif dy is not None:
             # With nothing after the sum, the residual's gradient is dy itself.
-            written = residual_dtype if wants_residual and activation.name != "identity" else None
-            given = (dy, x, residual, bits, stats, *activation, written)
-            unseen = is_unseen(dy, x, residual, bits, stats)
-            run: Any = launch.backward if unseen else torch.ops.batchnorm.fused_backward
-            dx, dgamma, dbeta, dresidual = run(*given)
+            written = residual_dtype if wants_residual and activation != "identity" else None
+            run = launch.backward if is_unseen(dy, x, residual, bits, stats) else torch.ops.batchnorm.fused_backward
+            dx, dgamma, dbeta, dresidual = run(dy, x, residual, bits, stats, activation, slope, written)
             if written is None:
                 dresidual = dy
         if dstats is not None:
