@@ -19,12 +19,12 @@ LAYERS = [
     ["cli"],
     ["reproduce", "bench"],
     ["train"],
-    ["evaluate", "diagnosis", "report"],
+    ["evaluate", "report"],
     ["surgery", "population", "inference", "monitor", "models", "data"],
     ["layers"],
     ["collectives", "graph"],
     ["ops", "exchange"],
-    ["calling", "extras", "progress", "results", "sites", "tally"],
+    ["calling", "errors", "extras", "progress", "results", "sites", "tally"],
 ]
 LEVEL = {name: -i for i, row in enumerate(LAYERS) for name in row}
 
@@ -103,6 +103,26 @@ def test_command_line_lists_its_commands():
     wrong = subprocess.run([sys.executable, "-m", "batchnorm.cli", "nonsense"], capture_output=True, text=True)
     assert wrong.returncode == 2
     assert wrong.stderr.endswith("there is no command 'nonsense'\n")
+
+
+def test_a_mistyped_command_is_recognised(capsys):
+    assert main(["tarin"]) == 2
+    assert capsys.readouterr().err.endswith("there is no command 'tarin'; perhaps you meant 'train'\n")
+
+
+def test_what_the_system_refuses_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    (tmp_path / "images/train/a").mkdir(parents=True)
+    (tmp_path / "images/train/a/1.jpg").touch()
+    assert main(["shard", str(tmp_path / "images"), str(tmp_path / "file/shards")]) == 2
+    assert capsys.readouterr().err == f"batchnorm shard: {tmp_path}/file: file exists\n"
+
+
+def test_positional_arguments_have_names(capsys):
+    for command, usage in (("shard", "FOLDER OUT"), ("fold", "MODULE:FUNCTION"), ("evaluate", "RUN...")):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert usage in capsys.readouterr().out
 
 
 def test_version(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import is_dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 from inspect import getdoc
@@ -13,6 +14,7 @@ from typing import Any, get_type_hints
 
 import tyro
 
+from .errors import sentence
 from .extras import MissingExtraError
 
 # word(s) -> (module:function, what it does). Modules are imported only when their word is used.
@@ -59,12 +61,12 @@ def main(arguments: list[str] | None = None) -> int:
     module, _, function = COMMANDS[command][0].partition(":")
     try:
         _call(getattr(import_module(module), function), command, words[len(command.split()) :])
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        print(str(stopped) or "stopped", file=sys.stderr)
         return 130
-    except (MissingExtraError, FileNotFoundError, ValueError) as error:
+    except (MissingExtraError, OSError, ValueError) as error:
         # What a user can put right gets one sentence; anything else keeps its traceback.
-        print(f"batchnorm {command}: {error}", file=sys.stderr)
+        print(f"batchnorm {command}: {sentence(error)}", file=sys.stderr)
         return 2
     return 0
 
@@ -78,7 +80,7 @@ def _call(function: Callable[..., object], command: str, words: list[str]) -> No
         given,
         prog=f"batchnorm {command}",
         description=_description(given),
-        config=(tyro.conf.OmitArgPrefixes,),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName),
         args=words,
     )
     if settings is not None:
@@ -105,7 +107,9 @@ def _usage(words: list[str]) -> int:
     for command, text in shown.items():
         print(f"  {command:<{width}}  {text}", file=stream)
     if unknown:
-        print(f"\nbatchnorm: there is no command '{' '.join(prefix)}'", file=stream)
+        near = get_close_matches(" ".join(prefix), COMMANDS, n=1)
+        meant = f"; perhaps you meant '{near[0]}'" if near else ""
+        print(f"\nbatchnorm: there is no command '{' '.join(prefix)}'{meant}", file=stream)
     return 0 if asked else 2
 
 

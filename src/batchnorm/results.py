@@ -59,11 +59,15 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write to a temporary file beside ``path``, flush it to the disk, then rename it over ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error  # not the name of the temporary file
     # The rename itself is on the disk only when the folder is.
     folder = os.open(path.parent, os.O_RDONLY)
     try:

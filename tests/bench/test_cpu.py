@@ -12,18 +12,23 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("level", ["functions", "layers"])
-def test_writes_what_it_prints(level, tmp_path, monkeypatch, capsys):
+def test_writes_what_it_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cpu, "CASES", SMALL)
-    rows = cpu.cpu(out=tmp_path / "results" / "cpu.json", rounds=1, seconds=0.0, level=level)
+    rows = cpu.cpu(out=tmp_path / "results" / "cpu.json", rounds=1, seconds=0.0)
     written = json.loads((tmp_path / "results" / "cpu.json").read_text())
-    assert len(written["rows"]) == len(rows) == 2 * len(SMALL)
-    assert written["settings"]["level"] == level
+    assert len(written["rows"]) == len(rows) == 4 * len(SMALL)
+    assert {row["level"] for row in written["rows"]} == {"layers", "functions"}
     assert written["environment"]["threads"] == 2
     shown = capsys.readouterr().out
-    assert f"of {len(rows)} ratios below their bar" in shown
+    assert shown.count(f"of {len(rows) // 2} ratios below their bar") == 2
     for row in rows:
         assert f"{row.ratio:.2f}" in shown
+
+
+def test_relu_is_compared_with_the_stronger_of_torchs_two_forms():
+    row = cpu.measure(SMALL[0], "relu", "functions", rounds=3, seconds=0.0)
+    assert set(row.ratios) == {"relu", "relu in place"}
+    assert row.ratio == max(row.ratios.values())
 
 
 def test_bars():

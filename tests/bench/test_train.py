@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from batchnorm.bench.contenders import OURS, STOCK, STOCK_COMPOSED, Timed
+from batchnorm.bench.contenders import OURS, STOCK, STOCK_COMPOSED, Timed, chosen
+from batchnorm.bench.kernels import kernels
 from batchnorm.bench.train import Measured, check_same_function, report, train
 from batchnorm.layers import BatchNorm
 from batchnorm.models import pools
@@ -32,6 +33,12 @@ def test_the_table_says_whether_the_bar_is_reached():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-def test_without_a_gpu():
+@pytest.mark.parametrize("benchmark", [train, kernels])
+def test_without_a_gpu(benchmark):
     with pytest.raises(ValueError, match="needs a CUDA device"):
-        train()
+        benchmark()
+
+
+def test_a_wrong_name_lists_the_right_ones():
+    with pytest.raises(ValueError, match="no form named 'our'; there are 'ours', 'ours: stem by pixels'"):
+        chosen(OURS, ["our"])

@@ -89,7 +89,7 @@ def test_the_report_says_what_happened_to_the_images(tmp_path):
     (tmp_path / "val" / "bee" / "broken.png").write_bytes(b"\x89PNG nonsense")
     report = evaluate_networks({"a": Tiny, "b": lambda: Tiny(seed=1)}, open_squares(tmp_path, crops=Crops.of(10, 32)))
     text = str(report)
-    assert "6 images, 10 crop(s) of each" in text
+    assert "6 images, 10 crops of each" in text
     assert "1 images are smaller than the crop and were enlarged" in text
     assert "broken.png" in text
     assert "two networks disagree on" in text

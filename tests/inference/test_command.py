@@ -100,3 +100,33 @@ def test_a_wrong_shape_gets_one_sentence(folder, shape, says, capsys):
     assert says in error
     assert "Traceback" not in error
     assert not (folder / "net.pt2").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (
+            {"model": {}},
+            "does not fit mynets:with_example: 7 entries not in the file (0.weight, 0.bias, 1.weight, ...); 1",
+        ),
+        ({"0.weight": torch.zeros(2)}, "1 entry of another shape (0.weight)"),
+        (torch.zeros(2), "holds a Tensor, not a state dict: save net.state_dict()"),
+        (torch.nn.ReLU(), "w.pt holds more than tensors"),
+        (b"other bytes", "or is no file of torch.save"),
+    ],
+)
+def test_weights_of_something_else_get_one_sentence(folder, content, says, capsys):
+    if isinstance(content, bytes):
+        (folder / "w.pt").write_bytes(content)
+    else:
+        torch.save(content, folder / "w.pt")
+    assert main(["fold", "mynets:with_example", "-o", "net.pt2", "--weights", "w.pt"]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_safetensors_of_something_else_get_one_sentence(folder, capsys):
+    (folder / "w.safetensors").write_bytes(b"other bytes")
+    assert main(["fold", "mynets:with_example", "-o", "net.pt2", "--weights", "w.safetensors"]) == 2
+    assert "w.safetensors cannot be read as a state dict" in capsys.readouterr().err

@@ -108,6 +108,7 @@ def test_a_layers_way_leaves_what_is_special_to_others():
 
     assert call(x.double()) is None
     assert call(x[:1]) is None  # one value per channel
+    assert call(x[0]) is None
     assert call(gamma=torch.ones(1)) is None
     assert call(residual=torch.ones(1, 3)) is None
     assert call(kept=kept._replace(mean=kept.mean.double())) is None

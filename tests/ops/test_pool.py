@@ -65,6 +65,23 @@ def test_the_largest_of_each_window(shape, sliced, dtype, device):
         check(lambda v, s=stride: pool.max_pool(v, s), lambda v, s=stride: F.max_pool2d(v, 3, s, 1), x, sliced)
 
 
+def second_derivative(pooled, x):
+    (dx,) = torch.autograd.grad(pooled(x).pow(3).sum(), x, create_graph=True)
+    return torch.autograd.grad(dx.square().sum(), x)[0].cpu().float()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_second_derivatives(shape, device):
+    x = values(shape, torch.float32, device, sliced=False)
+    for ours, theirs in (
+        (lambda v: pool.max_pool(v, 1), lambda v: F.max_pool2d(v, 3, 1, 1)),
+        (lambda v: pool.max_pool(v, 2), lambda v: F.max_pool2d(v, 3, 2, 1)),
+        (pool.average_pool, lambda v: F.avg_pool2d(v, 3, 1, 1, count_include_pad=False)),
+    ):
+        expected = second_derivative(theirs, x.cpu().double().contiguous().requires_grad_())
+        torch.testing.assert_close(second_derivative(ours, x.detach().requires_grad_()), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sliced", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)

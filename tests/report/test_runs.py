@@ -3,6 +3,8 @@ import json
 import pytest
 import torch
 
+from batchnorm.monitor import Percentiles, Record
+from batchnorm.monitor.sinks import as_json
 from batchnorm.report.claims import paper_versus_here, steps_to
 from batchnorm.report.command import Report, report
 from batchnorm.report.page import render
@@ -30,6 +32,20 @@ def test_any_metrics_file_is_a_run(tmp_path):
     assert run.accuracy == [(2, 0.5)]
     assert run.steps == 2
     assert "val_top1" in render([run])
+
+
+def test_a_run_of_train_is_read_whole(tmp_path):
+    record = Record(6, {"relu": Percentiles(torch.rand(3, 4), torch.rand(3, 4))})
+    lines = [{"step": 4, "loss": 1.0, "train_top1": 0.9}, {"step": 8, "val_top1": 0.5, "val_top5": 0.75}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "monitor.jsonl").write_text(json.dumps(as_json(record)))
+    (tmp_path / "recipe.json").write_text(json.dumps({"batch_norm": True, "width": 0.5}))
+    (tmp_path / "result.json").write_text(json.dumps({"running_top1": 0.5, "top1": 0.6}))
+    (run,) = read_runs([tmp_path])
+    assert run.accuracy == [(8, 0.5)], "of validation, though training's was written first"
+    assert run.layers == ["relu"]
+    assert run.line() == f"{tmp_path.name}: step 8, accuracy 50.00% (running), accuracy 60.00% (folded)"
+    assert "width" in render([run])
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):

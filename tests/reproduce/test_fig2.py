@@ -120,6 +120,17 @@ def test_figures_are_made_of_the_files_alone(plan, sitting, tmp_path, capsys):
     assert (tmp_path / "out/fig2.svg").read_bytes() == (sitting / "fig2.svg").read_bytes()
 
 
+def test_a_folder_of_results_that_is_not_there(tmp_path, capsys):
+    assert main(["--results", str(tmp_path / "no"), "--out", str(tmp_path / "out")]) == 1
+    assert "no is not a folder: give that of the runs' result files, or --data to train" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_jobs_are_too_few(data, plan, tmp_path, capsys):
+    assert main(["--data", str(data), "--plan", str(plan), "--out", str(tmp_path), "--jobs", "0"]) == 1
+    assert "jobs=0: at least one run trains at a time" in capsys.readouterr().err
+
+
 def test_it_goes_on_where_it_was_stopped(data, plan, sitting, tmp_path):
     words = ["--data", str(data), "--plan", str(plan), "--out", str(tmp_path), "--device", "cpu", "--workers", "0"]
     command = [sys.executable, "-m", "batchnorm.reproduce.fig2", *words, "--jobs", "2", "--group", "figures"]

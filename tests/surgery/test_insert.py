@@ -246,7 +246,25 @@ def test_weights_that_other_code_reads_are_not_touched():
     # In evaluation torch's encoder layer hands the weights of its linear layers to one fused function.
     encoder = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
     report = bn.insert(encoder, torch.randn(2, 5, 8)).report
-    assert report["0.linear1"].reason == "its weights are also read by '0' in evaluation"
+    assert report["0.linear1"].reason == "its weights are also read by 0 (TransformerEncoderLayer) in evaluation"
+    report = bn.insert(encoder[0], torch.randn(2, 5, 8)).report
+    assert (
+        report["linear1"].reason == "its weights are also read by the network (TransformerEncoderLayer) in evaluation"
+    )
+
+
+def test_a_recurrent_layer_is_named_with_the_reason():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.gru, self.head = nn.Linear(3, 4), nn.GRU(4, 4, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.gru(torch.tanh(self.embed(x)))[0])
+
+    report = bn.insert(Recurrent(), torch.randn(4, 5, 3)).report
+    assert report.paths("inserted") == ["embed"]
+    assert report["gru"].reason == "a recurrent layer: its nonlinearities are inside it"
 
 
 def test_heads_that_only_training_has_are_found():

@@ -1,6 +1,11 @@
 """The two commands as a user types them."""
 
 import json
+import os
+import re
+import signal
+import time
+from threading import Thread
 
 import pytest
 
@@ -72,3 +77,32 @@ def test_an_unknown_recipe(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["train", "--recipe", "bn-x7", "--data", "nowhere"])
     assert stop.value.code == 2
+
+
+def test_a_corrected_command_is_not_refused_for_the_mistake_before(data, tmp_path, capsys):
+    words = ["train", "--recipe", "bn-x5", "--data", str(data), "--out", str(tmp_path / "run"), "--device", "cpu"]
+    words += ["--width", "0.04", "--workers", "0", "--batch-size", "8", "--max-steps", "1", "--estimate-batches", "2"]
+    assert main([*words, "--size", "16"]) == 2
+    assert "32 px or more" in capsys.readouterr().err
+    assert main([*words, "--size", "32"]) == 0
+
+
+def test_a_stop_is_told_once(data, tmp_path, capsys):
+    def interrupt():
+        while not (tmp_path / "run/metrics.jsonl").exists() or not (tmp_path / "run/metrics.jsonl").read_text():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    words = ["train", "--recipe", "bn-x5", "--data", str(data), "--out", str(tmp_path / "run"), "--device", "cpu"]
+    words += ["--width", "0.04", "--workers", "0", "--batch-size", "8", "--size", "32", "--log-every", "1"]
+    Thread(target=interrupt, daemon=True).start()
+    assert main(words) == 130
+    last = capsys.readouterr().err.splitlines()[-2:]
+    assert last[0].startswith("step ")
+    assert re.fullmatch(r"stopped at step \d+(, in validation)?; the same command goes on from there", last[1])
+
+
+def test_a_damaged_recipe_is_named(data, tmp_path, capsys):
+    (tmp_path / "recipe.json").write_text("{")
+    assert main(["evaluate", str(tmp_path), "--data", str(data)]) == 2
+    assert f"{tmp_path}/recipe.json is not a recipe of this version: Expecting" in capsys.readouterr().err

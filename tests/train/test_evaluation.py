@@ -49,7 +49,7 @@ def test_the_command(data, runs, tmp_path, capsys, crops):
     words = [str(runs / "plain"), str(runs / "dropout"), "--data", str(data), "--crops", crops, "--device", "cpu"]
     tyro.cli(evaluate, args=[*words, "--workers", "0", "--out", str(tmp_path / "result.json")])
     text = capsys.readouterr().out
-    assert f"12 images, {crops} crop(s) of each" in text
+    assert f"12 images, {crops} crops of each" in text
     assert "mean of all" in text
     result = json.loads((tmp_path / "result.json").read_text())
     assert set(result["members"]) == {"plain", "dropout"}
@@ -85,8 +85,8 @@ def test_other_classes(runs, tmp_path):
 
 
 def test_not_a_run(data, runs, tmp_path):
-    check("is not the folder of a run, with recipe.json and final/: it does not exist", data, tmp_path / "no")
-    check("is not the folder of a run, .*: dropout, per-activation, plain", data, runs)
+    check("is not the folder of a run, with recipe.json and final/; it does not exist", data, tmp_path / "no")
+    check("is not the folder of a run, .*; it holds: dropout, per-activation, plain", data, runs)
     check("give at least one run", data)
     check("a run is given twice", data, runs / "plain", runs / "plain")
 

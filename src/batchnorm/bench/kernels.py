@@ -253,7 +253,12 @@ def kernels(
         seconds: start no layer after so many.
         jobs: compile in so many processes first.
         commit: what is measured, where the code is no git checkout.
+
+    Raises:
+        ValueError: where there is no GPU.
     """
+    if not torch.cuda.is_available():
+        raise ValueError("the benchmark of the CUDA kernels needs a CUDA device, and torch finds none")
     begin = time.monotonic()
     given = [
         (layer, channels_last, getattr(torch, dtype), residual)

@@ -30,7 +30,7 @@ from ..ops import recompute
 from ..results import write_result
 from ..train import RECIPES
 from ..train.step import make_optimizer
-from .contenders import STOCK, Contender, with_stock_parts_
+from .contenders import STOCK, Contender, chosen, with_stock_parts_
 from .train import LOSS_TOLERANCE
 
 QUESTION = "peak memory of the appendix network's training step, over stock eager's"
@@ -165,24 +165,28 @@ def measure(form: Form, batch: int, size: int, device: torch.device) -> Measured
     return Measured(form.name, highest, after, loss)
 
 
-def memory(batch: int = 256, size: int = 224, out: Path | None = None, only: Sequence[str] = ()) -> list[Measured]:
+def memory(
+    batch: int | None = None, size: int = 224, out: Path | None = None, only: Sequence[str] = ()
+) -> list[Measured]:
     """Measure the peak memory of the appendix network's training step, against stock parts.
 
     Args:
-        batch: the number of images.
+        batch: the number of images; by default 256 on a GPU and 8 on a CPU.
         size: their height and width.
         out: write the numbers to this file.
-        only: beside stock, only the forms with these names.
+        only: beside stock, only the forms with these names; a wrong name lists them.
 
     Raises:
+        ValueError: where there is no form of a name.
         RuntimeError: where two forms with batch normalization do not compute the same loss.
 
     Beyond the paper: memory.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    batch = batch or (256 if device.type == "cuda" else 8)
     rows: list[Measured] = []
-    for form in FORMS:
-        if (form.compile and device.type == "cpu") or (only and form.name not in ("stock", *only)):
+    for form in (FORMS[0], *chosen(FORMS[1:], only)):
+        if form.compile and device.type == "cpu":
             continue
         row = measure(form, batch, size, device)
         rows.append(Measured(row.name, row.peak, row.after_forward, row.loss, row.peak / (rows or [row])[0].peak))
@@ -216,7 +220,7 @@ def report(rows: Sequence[Measured], judged: Sequence[Measured] = ()) -> str:
 
 def _arguments(function: Callable[..., Any]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--batch", type=int)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")

@@ -24,7 +24,7 @@ import torch
 
 from ..results import write_result
 from .apart import Apart
-from .contenders import OURS, STOCK, STOCK_COMPOSED
+from .contenders import OURS, STOCK, STOCK_COMPOSED, chosen
 
 QUESTION = "images per second of the appendix network's training step, ours over stock parts"
 BARS = {32: 1.5, 256: 1.4}  # what ours must be over stock, at least
@@ -89,17 +89,17 @@ def train(
         size: height and width of the images.
         rounds: how often each contender is timed, in turns.
         out: write the numbers to this file.
-        only: of our forms, only those with these names.
+        only: of our forms, only those with these names; a wrong name lists them.
         kernels: write where each contender's time goes, kernel by kernel, to files in this folder.
 
     Raises:
-        ValueError: where there is no GPU.
+        ValueError: where there is no GPU, or no form of a name.
 
     Beyond the paper: speed.
     """
     if not torch.cuda.is_available():
         raise ValueError("the training benchmark needs a CUDA device, and torch finds none")
-    contenders = (STOCK, STOCK_COMPOSED, *(c for c in OURS if not only or c.name in only))
+    contenders = (STOCK, STOCK_COMPOSED, *chosen(OURS, only))
     # Their processes share the cores: the compiler's own pool in every one of them would be too many.
     compiling = sum(contender.compile != "nothing" for contender in contenders) * len(batches)
     threads = max(1, (os.cpu_count() or 1) // compiling)

@@ -61,8 +61,8 @@ class Order:
         least = min((self.step_size(s) for s in range(max(0, len(self) - 2), len(self))), default=0)
         if self.train and least < 2 * self.world_size:
             raise ValueError(
-                f"{self.num_examples} examples in steps of {self.batch_size} leave one of {self.world_size} rank(s)"
-                f" fewer than 2 examples in a step, which cannot be normalized: use batch_size >= {4 * self.world_size}"
+                f"examples: {self.num_examples}, batch_size={self.batch_size}, ranks: {self.world_size}; a step leaves"
+                f" a rank fewer than 2 examples, which cannot be normalized: use batch_size >= {4 * self.world_size}"
                 " and at least as many examples, or fewer ranks"
             )
 

@@ -13,6 +13,9 @@ from torch.utils.data import DataLoader
 
 from .reader import BatchReader, Decoded, Request
 
+# The default: four, but no more than this process has cores, of which torch would warn.
+WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
 
 class _Requests:
     """Let one loader, whose workers stay alive, go over other requests each time."""

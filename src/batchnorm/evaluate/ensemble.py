@@ -56,7 +56,7 @@ class EnsembleReport(NamedTuple):
         if self.disagreement is not None:
             lines.append(f"{'mean of all':{width}}  {self.score}")
             lines.append(f"two networks disagree on {self.disagreement:.2%} of the images")
-        lines.append(f"{self.score.examples:,} images, {self.crops} crop(s) of each")
+        lines.append(f"{self.score.examples:,} images, {self.crops} {'crop' if self.crops == 1 else 'crops'} of each")
         if self.enlarged:
             lines.append(f"{self.enlarged:,} images are smaller than the crop and were enlarged")
         if self.corrupt:

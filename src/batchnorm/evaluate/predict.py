@@ -56,7 +56,9 @@ def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, na
     done = enlarged = 0
     with _evaluating(net):
         check_fits(mean, len(batches.classes), name)
-        for squares in progress(batches, f"{name}, {batches.crops.count} crop(s)"):
+        for squares in progress(
+            batches, f"{name}, {batches.crops.count} {'crop' if batches.crops.count == 1 else 'crops'}"
+        ):
             end = done + len(squares.labels)
             if end > done:
                 probabilities[done:end] = mean(squares)

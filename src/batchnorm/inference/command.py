@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Annotated, Any
 
 import torch
@@ -13,12 +15,12 @@ from torch import Tensor, nn
 
 from .. import calling
 from ..exchange import outputs
-from ..extras import require
+from ..extras import MissingExtraError, require
 from .export import export
 
 
 def fold(
-    factory: Annotated[str, tyro.conf.Positional],
+    factory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")],
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])],
     weights: Path | None = None,
     input: tuple[int, ...] = (),
@@ -27,8 +29,8 @@ def fold(
     """Fold a network's batch normalization into its weights and write it as ONNX or torch.export, checked.
 
     Args:
-        factory: module:function, looked for in the current folder too. Called without arguments it returns the
-            network, or the network and an example batch.
+        factory: what makes the network, looked for in the current folder too. Called without arguments it returns
+            the network, or the network and an example batch.
         output: where to write: net.onnx or net.pt2.
         weights: a state dict to load: .safetensors, or .pt (read with weights_only).
         input: the shape of an example batch, such as 1 3 224 224; not needed where the factory returns one.
@@ -36,7 +38,7 @@ def fold(
     """
     net, example = _build(factory)
     if weights is not None:
-        net.load_state_dict(_load(weights))
+        _load_(net, factory, weights)
     if input:
         example = _example(net, input)
     if example is None:
@@ -78,11 +80,47 @@ def _example(net: nn.Module, shape: tuple[int, ...]) -> Tensor:
     return example
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load_(net: nn.Module, factory: str, path: Path) -> None:
+    try:
+        state = _read(path)
+    except (FileNotFoundError, MissingExtraError):
+        raise
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds more than tensors, or is no file of torch.save: save net.state_dict()"
+        ) from error
+    except Exception as error:  # each format has errors of its own
+        raise ValueError(f"{path} cannot be read as a state dict: {str(error).splitlines()[0]}") from error
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{path} holds a {type(state).__name__}, not a state dict: save net.state_dict()")
+    try:
+        net.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit {factory}: {_difference(net, state) or error}") from error
+
+
+def _read(path: Path) -> Any:
     if path.suffix == ".safetensors":
-        state: dict[str, Any] = require("safetensors.torch", "export").load_file(path)
-        return state
-    return torch.load(path, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+        return require("safetensors.torch", "export").load_file(path)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _difference(net: nn.Module, state: Mapping[str, Any]) -> str:
+    """Say by which entries a state dict differs from the network's, the first few by name."""
+    expected = net.state_dict()
+    kinds = {
+        "not in the file": [k for k in expected if k not in state],
+        "not in the network": [k for k in state if k not in expected],
+        "of another shape": [
+            k for k, v in expected.items() if k in state and getattr(state[k], "shape", None) != v.shape
+        ],
+    }
+    return "; ".join(
+        f"{len(found)} {'entry' if len(found) == 1 else 'entries'} {kind}"
+        f" ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''})"
+        for kind, found in kinds.items()
+        if found
+    )
 
 
 def _size(net: nn.Module) -> int:

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from .. import collectives, ops
 from ..ops.activation import Activation, as_activation
 from ..ops.context import is_transformed
-from ..ops.fused import normalize_batch_ as quick
+from ..ops.dispatch import quick_
 from .statistics import Statistics, Sync
 
 # Bits of the state-dict entry "frozen".
@@ -96,7 +96,7 @@ class BatchNorm(TorchBatchNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Return g(BN(input) + residual); ``mask`` (N, *locations) is True where a position counts."""
-        if mask is None and type(input) is Tensor and input.is_cuda:
+        if mask is None and type(input) is Tensor:
             y = self._quick(input, residual)
             if y is not None:
                 return y
@@ -128,7 +128,7 @@ class BatchNorm(TorchBatchNorm):
         return ops.batch_norm_(input, self.weight, self.bias, running, self.momentum, self.eps, **options)[0]
 
     def _quick(self, input: Tensor, residual: Tensor | None) -> Tensor | None:
-        """Train on a GPU with nothing to refuse and no policy to apply, as most do; None where something is special."""
+        """Train with nothing to refuse and no policy to apply, as most do; None where something is special."""
         # From the dictionaries: nn.Module.__getattr__ is Python, and would be asked six times.
         p, b = self._parameters, self._buffers
         mean, var = b.get("running_mean"), b.get("running_var")
@@ -148,7 +148,7 @@ class BatchNorm(TorchBatchNorm):
             and input.shape[1] == self.num_features
         ):
             running = ops.Running(mean, var, batches, skipped)
-            return quick(input, p["weight"], p["bias"], running, self.momentum, self.eps, self.activation, residual)
+            return quick_(input, p["weight"], p["bias"], running, self.momentum, self.eps, self.activation, residual)
         return None
 
     def _as_leaf(self, proxy: Any, extra: dict[str, Any]) -> Any:

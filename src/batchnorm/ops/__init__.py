@@ -1,7 +1,7 @@
 """Algorithm 1 as arithmetic: pure functions of tensors, and one that also moves running averages."""
 
 from .activation import Activation, as_activation
-from .dispatch import Choice, batch_norm, batch_norm_, explain, normalize
+from .dispatch import Choice, batch_norm, batch_norm_, explain, normalize, normalize_batch_
 from .moments import Moments, merge
 from .running import Running, update_
 from .saving import recompute
@@ -17,6 +17,7 @@ __all__ = [
     "explain",
     "merge",
     "normalize",
+    "normalize_batch_",
     "recompute",
     "update_",
 ]

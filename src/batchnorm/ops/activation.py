@@ -36,6 +36,9 @@ class Activation(NamedTuple):
         return z
 
 
+IDENTITY = Activation()
+
+
 def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
     """Read an activation from a name, an ``Activation``, a ``torch.nn`` module or None.
 
@@ -48,7 +51,9 @@ def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
     Beyond the paper: a convenience of the layers.
     """
     if spec is None:
-        return Activation()
+        return IDENTITY
+    if type(spec) is Activation and spec.name in NAMES:
+        return spec
     if isinstance(spec, nn.Module):
         found = from_module(spec)
         if found is None:

@@ -23,15 +23,6 @@ def is_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def is_plain(x: Tensor) -> bool:
-    """Say whether this is an ordinary forward pass on the CPU: no compiler, transform, tracer or recomputation."""
-    return (
-        not torch.compiler.is_compiling()
-        and x.device.type == "cpu"
-        and not (is_transformed() or is_forward_mode() or is_observed(x) or is_recomputation())
-    )
-
-
 def is_observed(x: Tensor) -> bool:
     """Say whether someone records or replaces the operations on ``x``: what leaves torch would be lost to them."""
     return (
@@ -41,16 +32,36 @@ def is_observed(x: Tensor) -> bool:
     )
 
 
-_PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
+def is_plain(x: Tensor) -> bool:
+    """Say whether this is an ordinary forward pass on the CPU: no compiler, transform, tracer or recomputation."""
+    # All questions of this file in one expression, by short names: layers ask them in every call.
+    return (
+        not torch.compiler.is_compiling()
+        and (type(x) is Tensor or type(x) is nn.Parameter)
+        and x.is_cpu
+        and _interpreter() is None
+        and forward_ad._current_level < 0
+        and _modes() == 0
+        and _tracing_state() is None
+        and _graph_task() == -1
+    )
 
 
 def is_unseen(*tensors: Tensor | None) -> bool:
     """Say whether autograd alone has to see an operation on these: no compiler, transform, tracer, mode or subclass."""
     return (
         not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and torch._C._get_tracing_state() is None
+        and _interpreter() is None
+        and _modes() == 0
+        and _function_modes() == 0
+        and _tracing_state() is None
         and _PLAIN.issuperset(map(type, tensors))
     )
+
+
+_PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
+_interpreter = torch._C._functorch.peek_interpreter_stack
+_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_tracing_state = torch._C._get_tracing_state
+_graph_task = torch._C._current_graph_task_id

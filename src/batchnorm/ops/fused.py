@@ -98,6 +98,7 @@ def normalize_batch_(
         and (gamma is None or gamma.shape == channels)
         and (beta is None or beta.shape == channels)
         and (residual is None or residual.shape == x.shape)
+        and x.dim() > 1
         and x.numel() > x.shape[1]  # more than one value per channel
         and refusal(x) is None
     ):

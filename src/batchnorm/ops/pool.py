@@ -151,6 +151,20 @@ def _max_gradient(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor, None]:
     return torch.ops.batchnorm.max_pool_backward(dy, *ctx.saved_tensors, ctx.stride, *ctx.size), None
 
 
+def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, where, ctx.stride, *_ = inputs
+    ctx.save_for_backward(where)
+
+
+def _second_max_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
+    """Take at each window what stands at its place: the transpose of the backward pass, which is linear in dy."""
+    (where,) = ctx.saved_tensors
+    place = where.long()
+    rows, columns = (torch.arange(n, device=where.device) * ctx.stride - 1 for n in where.shape[2:])
+    at = (rows[:, None] + place // 3) * ddx.shape[3] + columns + place % 3
+    return ddx.flatten(2).gather(2, at.flatten(2)).view(where.shape), None, None, None, None
+
+
 def _average_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
     # The transpose of the average, and the other way round.
     return torch.ops.batchnorm.average_pool(dy, not ctx.backward), None
@@ -162,7 +176,7 @@ def _keep_average(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 _library = torch.library.Library("batchnorm", "FRAGMENT")
 _library.define("max_pool(Tensor x, int stride) -> (Tensor, Tensor)")
-_library.define("max_pool_backward(Tensor dy, Tensor place, int stride, int height, int width) -> Tensor")
+_library.define("max_pool_backward(Tensor dy, Tensor where, int stride, int height, int width) -> Tensor")
 _library.define("average_pool(Tensor x, bool backward) -> Tensor")
 for _name, _kernel, _fake in (
     ("max_pool", _max_pool, _fake_max_pool),
@@ -173,4 +187,7 @@ for _name, _kernel, _fake in (
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"batchnorm::{_name}", _fake, lib=_library)
 torch.library.register_autograd("batchnorm::max_pool", _max_gradient, setup_context=_keep_max, lib=_library)
+torch.library.register_autograd(
+    "batchnorm::max_pool_backward", _second_max_gradient, setup_context=_keep_places, lib=_library
+)
 torch.library.register_autograd("batchnorm::average_pool", _average_gradient, setup_context=_keep_average, lib=_library)

@@ -68,6 +68,11 @@ def remember(y: Tensor, again: Callable[..., Tensor], *sources: Tensor | None) -
         _local.registry.remember(y, again, sources)
 
 
+def is_active() -> bool:
+    """Say whether this thread is inside :func:`recompute`."""
+    return _local.registry is not None
+
+
 class Recipe:
     """Compute a tensor again: once per backward pass, however many of its readers are in the graph.
 

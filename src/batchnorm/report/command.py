@@ -19,10 +19,10 @@ class Report:
     Beyond the paper: what ``batchnorm report runs/a runs/b`` writes.
     """
 
-    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN...")]
-    """Folders of runs, or folders that hold them."""
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN...", help_behavior_hint="(one or more)")]
+    """folders of runs, or folders that hold them"""
     out: Path = Path("report.html")
-    """The page to write."""
+    """the page to write"""
 
 
 def report(options: Report) -> Path:

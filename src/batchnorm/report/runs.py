@@ -42,8 +42,8 @@ class Run:
 
     @property
     def accuracy(self) -> Curve:
-        """The first curve of an accuracy, on test or validation data for this library's runs."""
-        return next((c for name, c in self.curves.items() if name.endswith(ACCURACIES)), [])
+        """The first curve of an accuracy that is not one on training data."""
+        return next((c for name, c in self.curves.items() if _place(name) == 0), [])
 
     @cached_property
     def layers(self) -> list[str]:
@@ -87,7 +87,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
     Raises:
         FileNotFoundError: where a path holds no run.
-        ValueError: without a path.
+        ValueError: without a path, or where a run's settings cannot be read.
 
     Beyond the paper: ``batchnorm report``.
     """
@@ -117,7 +117,7 @@ def _read(folder: Path, name: str) -> Run:
     curves: dict[str, Curve] = {}
     percentiles: list[Record] = []
     changes: list[Record] = []
-    for line in _lines(folder / "metrics.jsonl"):
+    for line in (*_lines(folder / "metrics.jsonl"), *_lines(folder / "monitor.jsonl")):
         step = line.pop("step", None)
         if not isinstance(step, int) or line.get("final"):
             continue  # a summary of the run, not a point of it
@@ -128,13 +128,36 @@ def _read(folder: Path, name: str) -> Run:
         for key, value in line.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 curves.setdefault(key, []).append((step, float(value)))
-    # Accuracy first: it is what a comparison opens with.
-    ordered = dict(sorted(curves.items(), key=lambda item: not item[0].endswith(ACCURACIES)))
-    return Run(name, _json(folder / "config.json"), _json(folder / "summary.json"), ordered, percentiles, changes)
+    ordered = dict(sorted(curves.items(), key=lambda item: _place(item[0])))
+    config = _json(folder / "config.json") or _recipe(folder)
+    return Run(name, config, _json(folder / "summary.json") or _result(folder), ordered, percentiles, changes)
+
+
+def _place(curve: str) -> int:
+    """Return the place of a curve among the others: a comparison opens with the accuracy on data not trained on."""
+    if not curve.endswith(ACCURACIES):
+        return 2
+    return 1 if curve.startswith("train") else 0
+
+
+def _recipe(folder: Path) -> dict[str, Any]:
+    """Return the settings of a run of ``batchnorm train``, by the names that the table shows.
+
+    Not under ``batch_norm``, which marks the pair of Section 4.1.
+    """
+    return {key.replace("_", " "): value for key, value in _json(folder / "recipe.json").items()}
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    """Return what a run of ``batchnorm train`` came to, as a ``summary.json`` says it."""
+    result = _json(folder / "result.json")
+    found = {"running": result.get("running_top1"), "folded": result.get("top1")}
+    accuracy = {name: value for name, value in found.items() if value is not None}
+    return {"accuracy": accuracy} if accuracy else {}
 
 
 def _lines(path: Path) -> Iterable[dict[str, Any]]:
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
@@ -149,4 +172,9 @@ def _percentiles(table: dict[str, Any]) -> Percentiles:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error

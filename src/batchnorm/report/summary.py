@@ -121,12 +121,15 @@ FIGURES = [
 
 def _cpu(r: Result) -> str:
     def worst(test: Callable[[Result], bool]) -> str:
-        ratios = [row["ratio"] for row in r["rows"] if test(row)]
+        ratios = [row["ratio"] for row in r["rows"] if row["level"] == "layers" and test(row)]
         return f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f} (worst {max(ratios):.2f}, n = {len(ratios)})"
 
     few = worst(lambda row: row["case"]["layout"] == "channels_last" and 1 < row["case"]["shape"][1] < 8)
     relu, alone = worst(lambda row: row["activation"] == "relu"), worst(lambda row: row["activation"] == "none")
-    return f"of torch's time: BN+ReLU {relu}, BN alone {alone}, few channels channels_last {few}"
+    return (
+        f"of torch.nn's time, its ReLU in place or not, whichever is faster: BN+ReLU {relu}, BN alone {alone},"
+        f" few channels channels_last {few}"
+    )
 
 
 def _kernels(r: Result) -> str:

@@ -66,7 +66,7 @@ def fig4(
             files.evaluate(saved, options)
     table = _publish(out, members, str(options.data))
     if stopped is not None:
-        raise KeyboardInterrupt from stopped
+        raise KeyboardInterrupt(str(stopped)) from stopped
     return table
 
 

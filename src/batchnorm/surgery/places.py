@@ -116,7 +116,11 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
         seen.add(module)
         calls = graph.calls_of(module)
         readers = [str(reader) for g in graphs for p in module.parameters() for reader in g.readers_of(p)]
-        readers += [f"'{names[owner]}' in evaluation" for owner in bypassing if module in owner.children()]
+        readers += [
+            f"{names[owner] or 'the network'} ({type(owner).__name__}) in evaluation"
+            for owner in bypassing
+            if module in owner.children()
+        ]
         if readers:
             yield Candidate(None, Site(names[module], "skipped", f"its weights are also read by {readers[0]}"))
             continue
@@ -127,6 +131,8 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
     for module, name in names.items():
         if is_affine(module) and module not in seen:
             yield Candidate(None, Site(name, "skipped", "not called on the example"))
+        elif isinstance(module, nn.RNNBase | nn.RNNCellBase):
+            yield Candidate(None, Site(name, "skipped", "a recurrent layer: its nonlinearities are inside it"))
 
 
 def activation_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:

@@ -84,8 +84,7 @@ def train(
     try:
         result = train_recipe(chosen, options)
     except Stopped as stopped:
-        Console(stderr=True, quiet=silent).print(str(stopped))
-        raise KeyboardInterrupt from stopped
+        raise KeyboardInterrupt(str(stopped)) from stopped
     Console(quiet=silent).print(_summary(result, options.folder(chosen)))
 
 
@@ -101,7 +100,7 @@ def describe(
     """Print the network's layers, parameters and multiply-adds, beside what the paper's appendix claims.
 
     Args:
-        network: which network.
+        network: which network; inception is the only one yet.
         recipe: in the form of which of the paper's runs.
         classes: the number of classes.
         size: height and width of the images.
@@ -137,7 +136,7 @@ def _summary(result: Result, out: Path) -> str:
     assert result.top1 is not None
     assert result.top5 is not None
     lines = [
-        f"{result.recipe}: {result.top1:.2%} at 1, {result.top5:.2%} at 5 after {result.steps:,} steps"
+        f"{result.recipe}: top-1 {result.top1:.2%}, top-5 {result.top5:.2%} after {result.steps:,} steps"
         " (folded, population statistics)"
     ]
     if result.best_top1 is not None:

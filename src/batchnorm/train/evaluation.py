@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from tyro.conf import arg
 
+from ..data.prefetch import WORKERS
 from ..evaluate import Crops, EnsembleReport, SquareBatches, evaluate_networks, open_squares
 from ..evaluate.crops import Count
 from ..results import environment, write_json
@@ -19,14 +20,14 @@ from .saved import SavedRun, open_run
 
 
 def evaluate(
-    runs: Annotated[tuple[Path, ...], arg(metavar="RUN...")],
+    runs: Annotated[tuple[Path, ...], arg(metavar="RUN...", help_behavior_hint="(one or more)")],
     /,
     data: Path,
     crops: Count = 1,
     split: str = "val",
     device: str = "auto",
     batch_size: int = 256,
-    workers: int = 4,
+    workers: int = WORKERS,
     out: Path | None = None,
 ) -> EnsembleReport:
     """Print the top-1 and top-5 error of finished runs and of the mean of their class probabilities.

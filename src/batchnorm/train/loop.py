@@ -56,13 +56,14 @@ class _Run:
         self.validation = self._open("val", options.evaluate_batch)
         if self.validation.classes != self.batches.classes:
             raise ValueError(f"{options.data}: train and val do not have the same classes")
-        # Only now that there is something to train on: a mistyped --data must not leave a folder that looks like a run.
-        if here.main:
-            claim_folder(self.folder, recipe)
-        here.wait()
         cuda = here.device.type == "cuda"
         self.bf16 = cuda if options.precision == "auto" else options.precision == "bf16"
         self.net = recipe.network(len(self.batches.classes)).to(here.device)
+        # Only now that there is a network and something to train it on: a mistyped --data or --size must not leave a
+        # folder that looks like a run, and refuses the right one.
+        if here.main:
+            claim_folder(self.folder, recipe)
+        here.wait()
         if cuda:
             self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = make_optimizer(self.net, recipe, here.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -120,11 +121,23 @@ class Recipe:
         values: dict[str, Any] = json.loads(text)
         unknown = set(values) - {field.name for field in fields(cls)}
         if unknown:
-            raise ValueError(f"a recipe has no field {', '.join(sorted(unknown))}: it was made by another version")
+            raise ValueError(f"a recipe has no field {', '.join(sorted(unknown))}")
         for key, value in values.items():
             if isinstance(value, list):
                 values[key] = tuple(value)
         return cls(**values)
+
+    @classmethod
+    def read(cls, path: Path) -> Recipe:
+        """Read a run's recipe.json.
+
+        Raises:
+            ValueError: where it is none, or was made by another version of this library.
+        """
+        try:
+            return cls.from_json(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not a recipe of this version: {error}") from error
 
 
 INCEPTION = Recipe()

@@ -50,7 +50,7 @@ class Reporter:
     def line(self, record: dict[str, Any]) -> None:
         """Keep and show a record."""
         self.metrics.write({**record, "seconds": round(time.perf_counter() - self.started, 3)})
-        text = "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in record.items())
+        text = "  ".join(_shown(key, value) for key, value in record.items())
         if self.bar is not None:
             self.bar.update(self.task, description=text)
         else:
@@ -76,3 +76,9 @@ class Reporter:
             self.bar.stop()
         if self.board is not None:
             self.board.close()
+
+
+def _shown(key: str, value: Any) -> str:
+    if value is True:
+        return key
+    return f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}"

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..data.prefetch import WORKERS
 from ..results import write_atomically
 from . import metrics
 from .distributed import Ranks
@@ -40,7 +41,7 @@ class Options:
     """what torch.compile takes over; by default nothing, or the network on several GPUs, whose step is not captured"""
     graph: bool | None = None
     """capture the step as a CUDA graph; by default on a single GPU"""
-    workers: int = 4
+    workers: int = WORKERS
     """processes that decode images, for each rank; 0 decodes in this one"""
     cache: Literal["none", "device"] = "none"
     """device keeps the decoded images on the device, for sets that fit"""
@@ -156,17 +157,19 @@ def claim_folder(out: Path, recipe: Recipe) -> None:
     >>> claim_folder(folder, Recipe(rate=1.0))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    ValueError: .../recipe.json is of another run: rate is 0.0015 there, 1.0 here; choose another --out
+    ValueError: ...: rate is 0.0015 there, 1.0 here; choose another --out, or remove that folder
 
     Beyond the paper: resuming.
     """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "recipe.json"
     if path.exists():
-        there, here = asdict(Recipe.from_json(path.read_text())), asdict(recipe)
+        there, here = asdict(Recipe.read(path)), asdict(recipe)
         other = [f"{k} is {there[k]} there, {here[k]} here" for k in here if k != "epochs" and there[k] != here[k]]
         if other:
-            raise ValueError(f"{path} is of another run: {'; '.join(other)}; choose another --out")
+            raise ValueError(
+                f"{path} is of another run: {'; '.join(other)}; choose another --out, or remove that folder"
+            )
     write_atomically(path, recipe.to_json().encode())
 
 

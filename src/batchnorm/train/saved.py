@@ -73,11 +73,12 @@ def open_run(folder: Path) -> SavedRun:
     """
     path = folder / "recipe.json"
     if not path.is_file():
-        held = (
-            ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) if folder.is_dir() else "it does not exist"
-        )
-        raise FileNotFoundError(f"{folder} is not the folder of a run, with recipe.json and final/: {held or 'empty'}")
-    return SavedRun(folder, Recipe.from_json(path.read_text()))
+        if not folder.is_dir():
+            found = "it does not exist"
+        else:
+            found = f"it holds: {', '.join(sorted(entry.name for entry in folder.iterdir())[:8]) or 'nothing'}"
+        raise FileNotFoundError(f"{folder} is not the folder of a run, with recipe.json and final/; {found}")
+    return SavedRun(folder, Recipe.read(path))
 
 
 def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) -> None:

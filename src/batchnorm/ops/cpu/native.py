@@ -4,36 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..activation import Activation
 from ..moments import Moments, statistics_dtype
-from ..running import Running
 from .layout import GRADIENT_ROWS, ROWS, VECTOR
 
 # Largest ||mean / std|| for which a*x + b in float32 is good to 100 * 2^-24 * a few = 2e-5 of a standard deviation.
 CONDITION = 100.0
 
-# Up to here one call of a slow kernel beats several calls of fast ones: torch's loop over (N, C, L) is not vectorized.
-IMAGE_ELEMENTS = 1 << 17
+# Up to here, per thread that has a channel to work on, one call of a slow kernel beats several calls of fast ones:
+# torch's loop over (N, C, L) is not vectorized.
+IMAGE_ELEMENTS = 200_000
 
 
 def is_fast(x: Tensor) -> bool:
     """Say whether torch's kernels are the fastest for ``x`` and accurate for well-conditioned values."""
-    elements, channels = x.numel(), x.shape[1]
-    if elements == channels:  # one value per channel: the kernel's unbiased variance is 0/0
+    elements, shape = x.numel(), x.shape
+    channels = shape[1]
+    if elements <= channels:  # one value per channel: the kernel's unbiased variance is 0/0
         return False
-    contiguous = x.is_contiguous()
     # In half precision nothing else is fast, and the sums need not be better than float32's GRADIENT_ROWS.
     half = x.dtype.itemsize == 2 and elements <= GRADIENT_ROWS * channels
-    if contiguous and elements > x.shape[0] * channels:
-        return half or elements <= IMAGE_ELEMENTS
+    if x.is_contiguous():
+        if elements > shape[0] * channels:
+            return half or elements <= IMAGE_ELEMENTS * min(channels, torch.get_num_threads())
+    elif channels < VECTOR or not x.movedim(1, -1).is_contiguous():
+        return False
     # The kernel for channels that lie side by side is the fastest at any size, but it adds up the rows one after the
     # other in float32: where there are many they go in blocks.
-    few_rows = half or elements <= ROWS * channels
-    return few_rows and (contiguous or (channels >= VECTOR and x.movedim(1, -1).is_contiguous()))
+    return half or elements <= ROWS * channels
 
 
 def batch_norm(
@@ -64,34 +65,6 @@ def batch_norm(
     if x.requires_grad and not constant_moments and torch.is_grad_enabled():
         mean, var = _DifferentiableMoments.apply(x, mean, var)  # type: ignore[no-untyped-call]
     return y, Moments(torch.full((), m, dtype=dtype), mean, var)
-
-
-def batch_norm_(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, running: Running, momentum: float | None, eps: float,
-    activation: Activation,
-) -> tuple[Tensor, Moments] | None:  # fmt: skip
-    """Normalize ``x`` and let the kernel move the running averages too; None, and nothing moved, where it may not.
-
-    For small batches every operator counts; results/cpu.json has what a (60, 100) batch costs beside torch's.
-    """
-    f32 = torch.float32
-    if not x.dtype == running.mean.dtype == running.var.dtype == f32 or (gamma is not None and gamma.dtype != f32):
-        return None
-    if beta is not None and beta.dtype != f32:
-        return None
-    means, variances = running.mean.numpy(), running.var.numpy()
-    kept = means.copy(), variances.copy()
-    factor = momentum if momentum is not None else 1 / (running.num_batches.item() + 1)
-    y, mean, invstd = torch.native_batch_norm(x, gamma, beta, running.mean, running.var, True, factor, eps)
-    scale = invstd.numpy()
-    ratio = mean.numpy() * scale
-    if not (ratio.dot(ratio) <= CONDITION**2 and scale.min() > 0):  # NaN is not; 0 is an infinite variance
-        means[:], variances[:] = kept
-        return None
-    running.num_batches.add_(1)
-    y = y.relu_() if activation.name == "relu" else activation(y)
-    var = np.maximum(1 / np.square(scale, dtype=np.float64) - eps, 0).astype(np.float32)
-    return y, Moments(torch.tensor(x.numel() / x.shape[1]), mean, torch.from_numpy(var))
 
 
 class _DifferentiableMoments(torch.autograd.Function):

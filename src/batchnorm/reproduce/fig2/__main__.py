@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+from ...errors import sentence
 from .command import Fig2, fig2
 from .plan import Group
 
@@ -31,8 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    except (FileNotFoundError, ValueError) as error:
-        print(f"fig2: {error}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        print(f"fig2: {sentence(error)}", file=sys.stderr)
         return 1
     return 0
 

@@ -60,14 +60,19 @@ def fig2(options: Fig2) -> Path:
     """Train what is missing, write the figures, and return the path of the table.
 
     Raises:
-        ValueError: where a result is of another plan or of other data.
+        FileNotFoundError: where there is no such folder of results, plan or data.
+        ValueError: where a result is of another plan or of other data, or no run may train.
         RuntimeError: where a run failed.
         KeyboardInterrupt: where the runs were stopped before their end.
 
     Paper: Sec. 4.2.1, 4.2.2; Figs. 2, 3
     """
+    if options.jobs < 1:
+        raise ValueError(f"jobs={options.jobs}: at least one run trains at a time")
     plan = read_plan(options.plan)
     results = options.results or options.out / "results"
+    if options.data is None and options.results is not None and not results.is_dir():
+        raise FileNotFoundError(f"{results} is not a folder: give that of the runs' result files, or --data to train")
     complete, failure = True, None
     try:
         if options.data is not None:

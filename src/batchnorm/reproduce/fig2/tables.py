@@ -86,10 +86,8 @@ def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
     parts = ["Validation accuracy at 1 from a single crop, of the mean over seeds; each seed's own in brackets."]
     slope = end_slope(inception.curve) if inception.curve else None
     if slope is not None:
-        verdict = "as asked" if slope < 0.01 else "more than asked: the runs are too short"
-        parts.append(
-            f"Over its last quarter Inception rises by {100 * slope:.2f} points (less than 1 was asked, {verdict})."
-        )
+        verdict = "less than 1, it has levelled off" if slope < 0.01 else "1 or more, the runs are too short"
+        parts.append(f"Over its last quarter Inception rises by {100 * slope:.2f} points ({verdict}).")
     if tuned is not None and (top := best(tuned[1].curve)) is not None:
         parts.append(f"The best-tuned baseline of this length is {tuned[0]}: {top[1]:.1%} at step {top[0]:,}.")
     return " ".join(parts)

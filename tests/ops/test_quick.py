@@ -1,0 +1,206 @@
+"""The layers' shortest way: the same as the general one where it is taken, nothing moved where it is not."""
+
+import gc
+
+import pytest
+import torch
+from oracle import assert_near, expect
+from torch import nn
+
+from batchnorm import layers, ops
+from batchnorm.ops import Activation, Running, cpu
+from batchnorm.ops.activation import IDENTITY, NAMES
+from batchnorm.ops.cpu import nonlinear, quick
+
+LAST = torch.channels_last
+EPS = 1e-3
+
+
+def new_running(channels):
+    return Running(torch.randn(channels), torch.rand(channels) + 0.5, torch.tensor(3), torch.tensor(0))
+
+
+def copy_of(running):
+    return Running(*(v.clone() for v in running))
+
+
+def run(x, running, momentum=0.1, activation=IDENTITY, gamma=None, beta=None):
+    return cpu.normalize_batch_(x, gamma, beta, running[:3], momentum, EPS, activation)
+
+
+TAKEN = {
+    "fully connected": lambda: torch.randn(60, 100),
+    "two examples": lambda: torch.randn(2, 5) * 3,
+    "sequence": lambda: torch.randn(4, 6, 9),
+    "volume": lambda: torch.randn(2, 3, 4, 5, 6),
+    "channels_last": lambda: torch.randn(4, 16, 7, 5).contiguous(memory_format=LAST),
+    "wide, means of half a deviation: the sharper test": lambda: torch.randn(64, 512) + 0.5,
+    "a mean of 60 deviations": lambda: torch.randn(64, 1) + 60,
+    "zero variance in one feature": lambda: torch.cat([torch.full((8, 1), 0.5), torch.randn(8, 2)], 1),
+    "bfloat16": lambda: torch.randn(16, 8, 7, 7).bfloat16(),
+    "float16, channels_last": lambda: torch.randn(16, 20, 7, 7).half().contiguous(memory_format=LAST),
+}
+
+
+@pytest.mark.parametrize("momentum", [0.1, 1.0, 0.0, None])
+@pytest.mark.parametrize("name", TAKEN)
+def test_output_gradients_and_averages(name, momentum):
+    x = TAKEN[name]().requires_grad_()
+    gamma, beta = ((torch.rand(x.shape[1]) + 0.5).requires_grad_() for _ in range(2))
+    dy, running = torch.randn_like(x), new_running(x.shape[1])
+    want_running = copy_of(running)
+    want = expect(x, gamma, beta, EPS, dy, Activation("relu"))
+    ops.batch_norm_(x.detach(), gamma, beta, want_running, momentum, EPS, activation="relu")
+
+    y = run(x, running, momentum, Activation("relu"), gamma, beta)
+    y.backward(dy)
+    assert_near(y, want.y, x.dtype, "y")
+    assert_near(x.grad, want.dx, x.dtype, "dx", top=want.dx_terms)
+    assert_near(gamma.grad, want.dgamma, x.dtype, "dgamma", top=want.sum_terms)
+    assert_near(beta.grad, want.dbeta, x.dtype, "dbeta", top=want.sum_terms)
+    for found, expected in zip(running, want_running, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("shape", [(30, 20), (150, 200)])  # below and above what ReLU does in new memory
+def test_activation(activation, shape):
+    x = torch.randn(shape, requires_grad=True)
+    dy = torch.randn(shape)
+    want = expect(x, torch.ones(shape[1]), torch.zeros(shape[1]), EPS, dy, Activation(activation))
+    y = run(x, new_running(shape[1]), activation=Activation(activation))
+    y.backward(dy)
+    assert_near(y, want.y, torch.float32)
+    assert_near(x.grad, want.dx, torch.float32, top=want.dx_terms)
+
+
+LEFT = {
+    "inf": lambda: torch.full((8, 3), float("inf")),
+    "NaN in one feature": lambda: torch.randn(8, 3).index_put(
+        (torch.tensor(2), torch.tensor(1)), torch.tensor(torch.nan)
+    ),
+    "a variance beyond float32, of mean 0": lambda: torch.tensor([[1e25], [-1e25]]).expand(2, 3).contiguous(),
+    "a mean of 1e6 deviations": lambda: torch.randn(64, 3) + 1e6,
+    "a mean of 300 deviations in one of many features": lambda: torch.randn(64, 500) + 300 * torch.eye(500)[7],
+    "one value per feature": lambda: torch.randn(1, 3),
+    "empty": lambda: torch.randn(0, 3),
+    "float64": lambda: torch.randn(8, 3).double(),
+    "no batch dimension": lambda: torch.randn(3),
+    "few channels in channels_last": lambda: torch.randn(4, 3, 5, 5).contiguous(memory_format=LAST),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_nothing_moves_where_another_way_is_due(name):
+    x = LEFT[name]()
+    running = new_running(x.shape[-1] if x.dim() == 1 else x.shape[1])
+    before = copy_of(running)
+    assert run(x, running) is None
+    assert run(x, running) is None  # nor does what the first call remembers
+    assert all(torch.equal(a, b) for a, b in zip(running, before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["inf", "NaN in one feature", "a variance beyond float32, of mean 0"])
+def test_a_batch_that_is_not_finite_is_skipped_and_counted(name):
+    layer = layers.BatchNorm1d(3)
+    layer(torch.randn(8, 3))
+    before = layer.running_mean.clone(), layer.running_var.clone()
+    layer(LEFT[name]())
+    assert torch.equal(layer.running_mean, before[0])
+    assert torch.equal(layer.running_var, before[1])
+    assert (layer.num_batches_tracked, layer.num_batches_skipped) == (1, 1)
+
+
+@pytest.mark.parametrize(("mean", "bound"), [(1e6, 1e-3), (1e4, 1e-4)])
+@pytest.mark.parametrize("format", [torch.contiguous_format, LAST])
+@pytest.mark.parametrize("channels", [3, 16])
+def test_layer_is_accurate_far_from_zero(mean, bound, format, channels):
+    x = (torch.randn(8, channels, 6, 6) + mean).contiguous(memory_format=format)
+    want = expect(x.requires_grad_(), torch.ones(channels), torch.zeros(channels), 1e-5, torch.ones_like(x)).y
+    assert float((layers.BatchNorm2d(channels)(x).detach() - want).abs().max()) < bound
+
+
+def other_type(layer):
+    layer.half()
+
+
+def other_memory(layer):
+    layer.running_mean.data, layer.running_var.data = torch.zeros(3), torch.ones(3)
+
+
+def other_buffers(layer):
+    layer.running_var = torch.full((3,), 2.0)
+
+
+def other_count(layer):
+    layer.num_batches_tracked = torch.tensor(7)
+
+
+@pytest.mark.parametrize("change", [nn.Module.share_memory, other_memory, other_buffers, other_count, other_type])
+def test_what_was_remembered_does_not_outlive_a_change(change):
+    layer = layers.BatchNorm1d(3)
+    layer(torch.randn(8, 3))
+    change(layer)
+    before = layer.running_mean.clone(), layer.running_var.clone(), layer.num_batches_tracked.clone()
+    layer(torch.full((8, 3), torch.nan))
+    now = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    assert all(torch.equal(a, b) for a, b in zip(now, before, strict=True))
+    x = torch.randn(8, 3)
+    layer(x)
+    torch.testing.assert_close(layer.running_mean, before[0] + 0.1 * (x.mean(0) - before[0]))
+    torch.testing.assert_close(layer.running_var, before[1] + 0.1 * (x.var(0) - before[1]))
+    assert layer.num_batches_tracked == before[2] + 1
+
+
+def test_nothing_is_remembered_of_what_is_gone():
+    gc.collect()
+    before = len(quick._memories)
+    layer = layers.BatchNorm1d(3)
+    layer(torch.randn(8, 3))
+    assert len(quick._memories) == before + 1
+    del layer
+    gc.collect()
+    assert len(quick._memories) == before
+
+
+def test_a_computed_weight_is_used():
+    class Twice(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    layer, plain = layers.BatchNorm1d(3), layers.BatchNorm1d(3)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Twice())
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(layer(x), 2 * plain(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_relu_on_bit_patterns_is_relu_on_values(dtype):
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)  # zeros, subnormals, infinities, NaN
+    z = every.clone().requires_grad_()
+    y = nonlinear.HalfRelu.apply(z * 1)
+    torch.testing.assert_close(y, torch.relu(every), rtol=0, atol=0, equal_nan=True)
+    number = ~every.isnan()
+    y.backward(torch.full_like(y, 3))
+    torch.testing.assert_close(z.grad[number], 3 * (every[number] > 0).to(dtype), rtol=0, atol=0)
+
+
+def test_relu_on_bit_patterns_can_be_differentiated_twice():
+    z = torch.tensor([-1.0, 2.0], dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.tensor([1.0, 3.0], dtype=torch.bfloat16, requires_grad=True)
+    (dz,) = torch.autograd.grad(nonlinear.HalfRelu.apply(z * 1), z, dy, create_graph=True)
+    (back,) = torch.autograd.grad(dz.sum(), dy)
+    assert dz.tolist() == [0, 3]
+    assert back.tolist() == [0, 1]
+
+
+def test_large_half_precision_batches_take_it():
+    x = torch.randn(16, 16, 64, 64).bfloat16().requires_grad_()
+    assert x.numel() >= nonlinear.LARGE_HALF
+    y = run(x, new_running(16), activation=Activation("relu"))
+    assert type(y.grad_fn).__name__ == "HalfReluBackward"
+    dy = torch.randn_like(x)
+    want = expect(x, torch.ones(16), torch.zeros(16), EPS, dy, Activation("relu"))
+    y.backward(dy)
+    assert_near(y, want.y, torch.bfloat16)
+    assert_near(x.grad, want.dx, torch.bfloat16, top=want.dx_terms)
