@@ -152,6 +152,19 @@ class TestErrors:
             self.net(torch.ones(2, 3, 5, 5, dtype=dtype))
 
 
+def test_a_residual_of_another_shape_names_the_layer():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 1), bn.BatchNorm2d(4, activation="relu")
+
+        def forward(self, x):
+            return self.norm(self.conv(x), residual=x)
+
+    with pytest.raises(ValueError, match=r"layer '0\.norm' .*residual of shape \(2, 3, 5, 5\).*project it"):
+        nn.Sequential(Block())(torch.randn(2, 3, 5, 5))
+
+
 def test_autocast_keeps_statistics_wide():
     net = nn.Sequential(nn.Linear(4, 8), bn.BatchNorm1d(8, activation="relu"))
     with torch.autocast("cpu", dtype=torch.bfloat16):

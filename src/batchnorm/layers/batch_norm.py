@@ -103,7 +103,7 @@ class BatchNorm(TorchBatchNorm):
         if _is_symbolic(input):
             return self._as_leaf(input, {"residual": residual, "mask": mask})  # type: ignore[no-any-return]
         self._check_input_dim(input)
-        self._check_input(input)
+        self._check_input(input, residual)
         options: dict[str, Any] = {
             "feature_dims": len(self.features),
             "activation": self.activation,
@@ -175,7 +175,7 @@ class BatchNorm(TorchBatchNorm):
             wanted = " or ".join(f"{d}D" for d in self._input_dims)
             raise ValueError(f"{path_of(self)}: expected {wanted} input (got {input.dim()}D input)")
 
-    def _check_input(self, input: Tensor) -> None:
+    def _check_input(self, input: Tensor, residual: Tensor | None) -> None:
         if not input.is_floating_point():
             raise TypeError(
                 f"{path_of(self)}: batch normalization needs real floating-point input, not {input.dtype};"
@@ -186,6 +186,11 @@ class BatchNorm(TorchBatchNorm):
                 f"{path_of(self)}: made for {' x '.join(map(str, self.features))} features, but the input of shape"
                 f" {tuple(input.shape)} has {' x '.join(map(str, input.shape[1 : 1 + len(self.features)]))};"
                 f" set num_features to match the layer before it"
+            )
+        if residual is not None and residual.shape != input.shape:
+            raise ValueError(
+                f"{path_of(self)}: the residual of shape {tuple(residual.shape)} cannot be added to the input's"
+                f" {tuple(input.shape)}: project it to that shape first"
             )
 
     def _falls_back_on_running(self, input: Tensor, mask: Tensor | None) -> bool:
