@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchnorm.ops import geometry, launch, plan
+from batchnorm.ops import forms, geometry, plan
 
 
 def test_layouts():
@@ -30,7 +30,7 @@ def test_dense_strides_are_torchs():
 def test_division_by_multiplication(width, n):
     g = geometry.Geometry(False, 1, width, width, width, width, False)
     p = plan.make(g, 16, "stream", 64, 0, 1, 0, 4)  # 16-byte items: one to an access
-    *_, units, magic, shift = launch._numbers(g, p)
+    *_, units, magic, shift = forms.numbers(g, p)
     assert units == width
     assert ((n * (magic % 2**32)) >> 32) >> shift == n // width
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernels import EPS, Way, arranged, compare, kept, run
 from oracle import assert_near
 
-from batchnorm.ops import launch, plan
+from batchnorm.ops import forms, plan
 from batchnorm.ops.geometry import geometry_of
 
 # Triton's interpreter meets it in numpy >= 1.25.
@@ -116,8 +116,8 @@ def test_hard_inputs(device, x, way):
 
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_64_bit_offsets(device, layout, monkeypatch):
-    find = launch._geometry
-    monkeypatch.setattr(launch, "_geometry", lambda x: find(x)._replace(wide=True))
+    find = forms.find_geometry
+    monkeypatch.setattr(forms, "find_geometry", lambda *lies: find(*lies)._replace(wide=True))
     x = arranged((3, 10, 4, 4), layout, torch.float32, device)
     residual = torch.randn_like(x)
     got, e = run(x, MET, ("relu",), residual)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..ops import launch
+from ..ops.forms import form_of
 from ..results import write_result
 from .kernels import Parameters, Sets
 from .layers import Layer, short_list
@@ -142,7 +142,7 @@ def _watch(layer: Layer, channels_last: bool, residual: bool) -> None:
     sets, p = Sets(layer, channels_last, torch.bfloat16, residual, 2), Parameters(layer.channels)
 
     def announced(direction: str) -> None:
-        path = launch.plan_of(sets.x[0], direction == "backward", residual).path
+        path = form_of(sets.x[0], direction == "backward", residual).path
         op = "BN+add+ReLU" if residual else "BN+ReLU"
         key = (layer.network, layer.batch, layer.channels, layer.size)
         one = Pass(key, "NHWC" if channels_last else "NCHW", op, direction, path, sets.bytes)

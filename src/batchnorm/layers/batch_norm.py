@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from .. import collectives, ops
 from ..ops.activation import Activation, as_activation
 from ..ops.context import is_transformed
-from ..ops.cpu import normalize_batch_ as quick
+from ..ops.dispatch import quick_
 from .statistics import Statistics, Sync
 
 # Bits of the state-dict entry "frozen".
@@ -96,8 +96,8 @@ class BatchNorm(TorchBatchNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Return g(BN(input) + residual); ``mask`` (N, *locations) is True where a position counts."""
-        if residual is None and mask is None and type(input) is Tensor:
-            y = self._quick(input)
+        if mask is None and type(input) is Tensor:
+            y = self._quick(input, residual)
             if y is not None:
                 return y
         if _is_symbolic(input):
@@ -127,11 +127,12 @@ class BatchNorm(TorchBatchNorm):
             return ops.batch_norm(input, self.weight, self.bias, self.eps, **options)[0]
         return ops.batch_norm_(input, self.weight, self.bias, running, self.momentum, self.eps, **options)[0]
 
-    def _quick(self, input: Tensor) -> Tensor | None:
-        """Train on a CPU with nothing to refuse and no policy to apply, as most do; None where something is special."""
+    def _quick(self, input: Tensor, residual: Tensor | None) -> Tensor | None:
+        """Train with nothing to refuse and no policy to apply, as most do; None where something is special."""
         # From the dictionaries: nn.Module.__getattr__ is Python, and would be asked six times.
         p, b = self._parameters, self._buffers
-        mean, var, num_batches = b.get("running_mean"), b.get("running_var"), b.get("num_batches_tracked")
+        mean, var = b.get("running_mean"), b.get("running_var")
+        batches, skipped = b.get("num_batches_tracked"), b.get("num_batches_skipped")
         if (
             self.training
             and self.track_running_stats
@@ -139,14 +140,15 @@ class BatchNorm(TorchBatchNorm):
             and not self._frozen & STATISTICS
             and mean is not None
             and var is not None
-            and num_batches is not None
+            and batches is not None
+            and skipped is not None
             and "weight" in p  # where not, something computes it: torch.nn.utils.parametrize
             and "bias" in p
             and input.dim() in self._input_dims
             and input.shape[1] == self.num_features
         ):
-            kept = mean, var, num_batches
-            return quick(input, p["weight"], p["bias"], kept, self.momentum, self.eps, self.activation)
+            running = ops.Running(mean, var, batches, skipped)
+            return quick_(input, p["weight"], p["bias"], running, self.momentum, self.eps, self.activation, residual)
         return None
 
     def _as_leaf(self, proxy: Any, extra: dict[str, Any]) -> Any:

@@ -47,7 +47,21 @@ def is_plain(x: Tensor) -> bool:
     )
 
 
+def is_unseen(*tensors: Tensor | None) -> bool:
+    """Say whether autograd alone has to see an operation on these: no compiler, transform, tracer, mode or subclass."""
+    return (
+        not torch.compiler.is_compiling()
+        and _interpreter() is None
+        and _modes() == 0
+        and _function_modes() == 0
+        and _tracing_state() is None
+        and _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+_PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
 _interpreter = torch._C._functorch.peek_interpreter_stack
 _modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
 _tracing_state = torch._C._get_tracing_state
 _graph_task = torch._C._current_graph_task_id

@@ -111,7 +111,7 @@ def normalize_batch_(
 ) -> Tensor:
     """Do what :func:`batch_norm_` does and return the output alone, as ``torch.nn.functional.batch_norm`` does.
 
-    On the CPU that is faster where batches are small.
+    That is faster where batches are small.
 
     >>> running = Running(torch.zeros(1), torch.ones(1), torch.tensor(0), torch.tensor(0))
     >>> normalize_batch_(torch.tensor([[1.0], [3.0]]), None, None, running, eps=0.0)
@@ -121,10 +121,26 @@ def normalize_batch_(
     Paper: Alg. 1; Sec. 3.1, moving averages
     """
     activation = as_activation(activation)
-    y = cpu.normalize_batch_(x, gamma, beta, running[:3], momentum, eps, activation)
+    y = quick_(x, gamma, beta, running, momentum, eps, activation, None)
     if y is None:
         y, _ = batch_norm_(x, gamma, beta, running, momentum, eps, activation=activation)
     return y
+
+
+def quick_(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    running: Running,
+    momentum: float | None,
+    eps: float,
+    activation: Activation,
+    residual: Tensor | None,
+) -> Tensor | None:
+    """Return y by the shortest way and move the running averages; None, and nothing moved, where another way is due."""
+    if x.is_cuda:
+        return fused.normalize_batch_(x, gamma, beta, running, momentum, eps, activation, residual)
+    return cpu.normalize_batch_(x, gamma, beta, running[:3], momentum, eps, activation) if residual is None else None
 
 
 def normalize(
@@ -176,7 +192,9 @@ def explain(
 
     Beyond the paper: shows what the dispatcher decided.
     """
-    return choose(Call(x, gamma, beta, feature_dims, activation, residual, mask))
+    call = Call(x, gamma, beta, feature_dims, activation, residual, mask)
+    path, reason = choose(call)
+    return Choice(path, reason if path != "cuda" else fused.describe(call.x, call.residual))
 
 
 class Call:
@@ -299,5 +317,6 @@ def choose(call: Call) -> Choice:
     if x.device.type == "cpu":
         return Choice("cpu", "a CPU tensor")
     if x.device.type == "cuda":
-        return Choice(*fused.choice(x, call.residual))
+        refused = fused.refusal(x)
+        return Choice("cuda", "a CUDA tensor") if refused is None else Choice("composite", refused)
     return Choice("composite", f"no faster path for {x.device.type} tensors")

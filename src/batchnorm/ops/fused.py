@@ -16,7 +16,8 @@ from torch import Tensor
 from . import launch, plan
 from .activation import Activation
 from .composite import per_channel
-from .context import is_recomputation
+from .context import is_forward_mode, is_recomputation, is_unseen
+from .forms import form_of
 from .geometry import empty_dense, geometry_of
 from .moments import Moments, batch_moments
 from .running import Running
@@ -39,22 +40,20 @@ def refusal(x: Tensor) -> str | None:
     return None
 
 
-def choice(x: Tensor, residual: Tensor | None) -> tuple[str, str]:
-    """Return the path of a CUDA tensor, and the reason."""
-    refused = refusal(x)
-    if refused is not None:
-        return "composite", refused
+def describe(x: Tensor, residual: Tensor | None) -> str:
+    """Say how the kernels take ``x``."""
     if torch.compiler.is_compiling():
-        return "cuda", "a CUDA tensor"
-    forward, backward = (launch.plan_of(x, b, residual is not None) for b in (False, True))
-    return "cuda", f"fused kernels, forward {forward.path}, backward {backward.path} ({plan.MEANING})"
+        return "a CUDA tensor"
+    forward, backward = (form_of(x, b, residual is not None) for b in (False, True))
+    return f"fused kernels, forward {forward.path}, backward {backward.path} ({plan.MEANING})"
 
 
 def batch_norm(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, activation: Activation, residual: Tensor | None
 ) -> tuple[Tensor, Moments]:
     """Normalize a tensor that :func:`refusal` has nothing against by its own statistics."""
-    y, stats, _ = torch.ops.batchnorm.fused(x, gamma, beta, residual, eps, *activation, False)
+    call = _direct if is_unseen(x, gamma, beta, residual) else torch.ops.batchnorm.fused
+    y, stats, _ = call(x, gamma, beta, residual, eps, *activation, False)
     _remember(y, x, residual, stats, activation)
     return y, _moments(stats)
 
@@ -70,10 +69,43 @@ def batch_norm_(
     residual: Tensor | None,
 ) -> tuple[Tensor, Moments]:
     """Do the same and move the running averages, which are float32, inside the kernels."""
-    args = (x, gamma, beta, residual, *running, momentum, eps, *activation, False)
-    y, stats, _ = torch.ops.batchnorm.fused_(*args)
+    call = _direct_ if is_unseen(x, gamma, beta, residual, *running) else torch.ops.batchnorm.fused_
+    y, stats, _ = call(x, gamma, beta, residual, *running, momentum, eps, *activation, False)
     _remember(y, x, residual, stats, activation)
     return y, _moments(stats.detach())
+
+
+def normalize_batch_(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    running: Running,
+    momentum: float | None,
+    eps: float,
+    activation: Activation,
+    residual: Tensor | None,
+) -> Tensor | None:
+    """Return y and move the running averages, in as few steps as there are; None where something is special.
+
+    No moments are returned: to make tensors of them takes as long as a launch.
+    """
+    channels = x.shape[1:2]
+    if not (
+        is_unseen(x, gamma, beta, residual, *running)
+        and not is_forward_mode()
+        and running[0].dtype is torch.float32
+        and running[1].dtype is torch.float32
+        and (gamma is None or gamma.shape == channels)
+        and (beta is None or beta.shape == channels)
+        and (residual is None or residual.shape == x.shape)
+        and x.dim() > 1
+        and x.numel() > x.shape[1]  # more than one value per channel
+        and refusal(x) is None
+    ):
+        return None
+    y, stats, _ = _direct_(x, gamma, beta, residual, *running, momentum, eps, *activation, False)
+    _remember(y, x, residual, stats, activation)
+    return y  # type: ignore[no-any-return]
 
 
 def _remember(y: Tensor, x: Tensor, residual: Tensor | None, stats: Tensor, activation: Activation) -> None:
@@ -95,7 +127,7 @@ def _fused(
     activation: str,
     slope: float,
     keep_bits: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     return launch.forward(x, gamma, beta, residual, None, 0.0, eps, activation, slope, keep_bits)
 
 
@@ -113,104 +145,86 @@ def _fused_(
     activation: str,
     slope: float,
     keep_bits: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    running = (running_mean, running_var, num_batches, num_skipped)
+) -> tuple[Tensor, Tensor, Tensor | None]:
     if is_recomputation():
         return _fused(x, gamma, beta, residual, eps, activation, slope, keep_bits)
+    running = (running_mean, running_var, num_batches, num_skipped)
     torch.autograd.graph.increment_version(running)
     return launch.forward(x, gamma, beta, residual, running, momentum, eps, activation, slope, keep_bits)
 
 
-def _fused_backward(
-    dy: Tensor,
-    x: Tensor,
-    residual: Tensor | None,
-    bits: Tensor,
-    stats: Tensor,
-    activation: str,
-    slope: float,
-    residual_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    kept = bits if bits.numel() else None
-    dx, dgamma, dbeta, dr = launch.backward(dy, x, residual, kept, stats, activation, slope, residual_dtype)
-    return dx, dgamma, dbeta, stats.new_empty(0) if dr is None else dr
-
-
-def _fake_forward(x: Tensor, keep_bits: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_fused(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     g = geometry_of(x)
     assert g is not None
+    keep_bits = args[-1]
     stats = x.new_empty((launch.STATS, x.shape[1]), dtype=torch.float32)
-    return (
-        empty_dense(x, g, x.dtype),
-        stats,
-        x.new_empty(launch.bytes_of_bits(g) if keep_bits else 0, dtype=torch.uint8),
-    )
-
-
-def _fake_fused(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_forward(x, args[-1])
+    bits = x.new_empty(launch.bytes_of_bits(g), dtype=torch.uint8) if keep_bits else None
+    return empty_dense(x, g, x.dtype), stats, bits
 
 
 def _fake_backward(
     dy: Tensor,
     x: Tensor,
     residual: Tensor | None,
-    bits: Tensor,
+    bits: Tensor | None,
     stats: Tensor,
     activation: str,
     slope: float,
     residual_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     g = geometry_of(x)
     assert g is not None
-    dr = stats.new_empty(0) if residual_dtype is None else empty_dense(x, g, residual_dtype)
+    dr = None if residual_dtype is None else empty_dense(x, g, residual_dtype)
     return empty_dense(x, g, x.dtype), stats.new_empty(x.shape[1]), stats.new_empty(x.shape[1]), dr
 
 
 class _Fused(torch.autograd.Function):
-    """The gradient of both forms; ``args`` are the operator's."""
+    """The gradient of both forms: ``run`` takes the four tensors, ``rest`` and whether to keep bits."""
 
     @staticmethod
-    def forward(ctx: Any, op: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        x, gamma, beta, residual = args[:4]
-        eps, activation, slope, _ = args[-4:]
+    def forward(
+        ctx: Any, run: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        eps, activation, slope = rest[-3:]
         hidden = residual is not None and activation != "identity"
-        signed = activation in ("relu", "leaky_relu")
-        with torch._C._AutoDispatchBelowAutograd():
-            y, stats, bits = op(*args[:-1], hidden and signed)
+        keep_bits = hidden and activation in ("relu", "leaky_relu")
+        y, stats, bits = run(x, gamma, beta, residual, *rest, keep_bits)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(bits)
-        ctx.save_for_backward(x, gamma, beta, residual if hidden and not signed else None, stats, bits)
-        ctx.options = (eps, Activation(activation, slope), None if residual is None else residual.dtype, len(args))
+        kept = (residual, None) if hidden else (None, None)
+        if keep_bits:
+            ctx.mark_non_differentiable(bits)
+            kept = (None, bits)
+        ctx.save_for_backward(x, gamma, beta, *kept, stats)
+        ctx.options = (eps, activation, slope, None if residual is None else residual.dtype)
         return y, stats, bits
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dstats: Tensor | None, _: None) -> tuple[Any, ...]:
-        x, gamma, beta, residual, stats, bits = ctx.saved_tensors
-        eps, activation, residual_dtype, arguments = ctx.options
+        x, gamma, beta, residual, bits, stats = ctx.saved_tensors
+        eps, activation, slope, residual_dtype = ctx.options
         wants_residual = ctx.needs_input_grad[4] and residual_dtype is not None
-        given = (x, gamma, beta, residual, bits, eps, activation)
         dx = dgamma = dbeta = dresidual = None
         if torch.is_grad_enabled() and dy is not None:
-            dx, dgamma, dbeta, dresidual = _plain_backward(dy, *given)
+            kept = (x, gamma, beta, residual, bits)
+            dx, dgamma, dbeta, dresidual = _plain_backward(dy, *kept, eps, Activation(activation, slope))
         elif dy is not None:
             # With nothing after the sum, the residual's gradient is dy itself.
-            written = residual_dtype if wants_residual and activation.name != "identity" else None
-            dx, dgamma, dbeta, dresidual = torch.ops.batchnorm.fused_backward(
-                dy, x, residual, bits, stats, *activation, written
-            )
+            written = residual_dtype if wants_residual and activation != "identity" else None
+            run = launch.backward if is_unseen(dy, x, residual, bits, stats) else torch.ops.batchnorm.fused_backward
+            dx, dgamma, dbeta, dresidual = run(dy, x, residual, bits, stats, activation, slope, written)
             if written is None:
                 dresidual = dy
         if dstats is not None:
             extra = _moments_backward(dstats, x)
             dx = extra if dx is None else dx + extra
-        grads = (
+        return (
+            None,
             dx,
             None if gamma is None or dgamma is None else dgamma.to(gamma.dtype),
             None if beta is None or dbeta is None else dbeta.to(beta.dtype),
             dresidual.to(residual_dtype) if wants_residual and dresidual is not None else None,
+            None,
         )
-        return None, *grads, *[None] * (arguments - 4)
 
 
 def _plain_backward(
@@ -219,7 +233,7 @@ def _plain_backward(
     gamma: Tensor | None,
     beta: Tensor | None,
     residual: Tensor | None,
-    bits: Tensor,
+    bits: Tensor | None,
     eps: float,
     activation: Activation,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -230,7 +244,7 @@ def _plain_backward(
     x_hat = centred * invstd
     scale = invstd if gamma is None else invstd * per_channel(gamma.to(invstd.dtype), x)
     dz = dy.to(x_hat.dtype)
-    if bits.numel():
+    if bits is not None:
         dz = torch.where(unpack(bits, x), dz, dz * (activation.slope if activation.name == "leaky_relu" else 0.0))
     elif activation.name != "identity":
         z = centred * scale
@@ -262,15 +276,35 @@ def unpack(bits: Tensor, x: Tensor) -> Tensor:
     return flat.reshape(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1)
 
 
-def _differentiable(op: Any) -> Any:
+def _differentiable(run: Any) -> Any:
     def call(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[:4]):
-            return _Fused.apply(op, *args)  # type: ignore[no-untyped-call]
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
+            return _Fused.apply(run, *args[:4], args[4:-1])  # type: ignore[no-untyped-call]
+        return run(*args)
 
     return call
 
+
+def _below_autograd(op: Any) -> Any:
+    def run(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    return run
+
+
+def _whole(kernel: Any) -> Any:
+    """Give torch's dispatcher, to which no result may be absent, an empty tensor for the last one."""
+
+    def call(*args: Any) -> Any:
+        *results, last = kernel(*args)
+        return *results, args[0].new_empty(0, dtype=torch.uint8) if last is None else last
+
+    return call
+
+
+# Past the dispatcher, which takes as long as all the rest of a call, where only autograd has to see it.
+_direct, _direct_ = _differentiable(_fused), _differentiable(_fused_)
 
 _library = torch.library.Library("batchnorm", "FRAGMENT")
 _INPUTS = "Tensor x, Tensor? gamma, Tensor? beta, Tensor? residual"
@@ -279,16 +313,16 @@ _RUNNING = "Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!) num_batc
 _library.define(f"fused({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
 _library.define(f"fused_({_INPUTS}, {_RUNNING}, float? momentum, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    "fused_backward(Tensor dy, Tensor x, Tensor? residual, Tensor bits, Tensor stats, str activation, float slope,"
+    "fused_backward(Tensor dy, Tensor x, Tensor? residual, Tensor? bits, Tensor stats, str activation, float slope,"
     " ScalarType? residual_dtype) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 for _name, _kernel, _fake in (
     ("fused", _fused, _fake_fused),
     ("fused_", _fused_, _fake_fused),
-    ("fused_backward", _fused_backward, _fake_backward),
+    ("fused_backward", launch.backward, _fake_backward),
 ):
     # For every backend, though only CUDA's tensors are sent here: interpreted, the kernels run on CPU tensors.
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"batchnorm::{_name}", _fake, lib=_library)
-_library.impl("fused", _differentiable(torch.ops.batchnorm.fused.default), "Autograd")
-_library.impl("fused_", _differentiable(torch.ops.batchnorm.fused_.default), "Autograd")
+    _library.impl(_name, _whole(_kernel), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"batchnorm::{_name}", _whole(_fake), lib=_library)
+for _op in (torch.ops.batchnorm.fused.default, torch.ops.batchnorm.fused_.default):
+    _library.impl(_op, _differentiable(_below_autograd(_op)), "Autograd")

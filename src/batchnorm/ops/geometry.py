@@ -27,10 +27,13 @@ class Geometry(NamedTuple):
 
 def geometry_of(x: Tensor) -> Geometry | None:
     """Return x's geometry, or None where its strides are neither channels last nor channels first."""
-    shape, stride = tuple(x.shape), tuple(x.stride())
-    if torch.compiler.is_compiling() or any(isinstance(n, torch.SymInt) for n in (*shape, *stride)):
-        return _find_geometry(shape, stride)
-    return _geometry(shape, stride)
+    shape, stride = x.shape, x.stride()
+    if torch.compiler.is_compiling():
+        return find_geometry(shape, stride)
+    try:
+        return _geometry(shape, stride)
+    except TypeError:  # symbolic sizes have no hash
+        return find_geometry(shape, stride)
 
 
 def _collapse(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
@@ -49,7 +52,8 @@ def _collapse(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
     return step
 
 
-def _find_geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> Geometry | None:
+def find_geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> Geometry | None:
+    """Return the geometry of tensors of this shape and stride; see :func:`geometry_of`."""
     n, c, *locations = shape
     width = 1
     for size in locations:
@@ -66,7 +70,7 @@ def _find_geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> Geometry 
     return Geometry(True, c, n * width, width, row, 1, wide)
 
 
-_geometry = cache(_find_geometry)
+_geometry = cache(find_geometry)
 
 
 def dense_strides(geometry: Geometry, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -84,12 +88,11 @@ def empty_dense(x: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(x.shape, dense_strides(geometry, tuple(x.shape)), dtype=dtype, device=x.device)
 
 
-def as_dense(t: Tensor, geometry: Geometry) -> Tensor:
-    """Return ``t``, copied where it is not dense in the geometry's layout."""
-    strides = dense_strides(geometry, tuple(t.shape))
-    if all(size == 1 or s == d for size, s, d in zip(t.shape, t.stride(), strides, strict=True)):
+def as_dense(t: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return ``t``, copied where it does not lie in memory as these strides of a dense tensor say."""
+    if t.stride() == strides or all(n == 1 or s == d for n, s, d in zip(t.shape, t.stride(), strides, strict=True)):
         return t
-    return empty_dense(t, geometry, t.dtype).copy_(t)
+    return t.new_empty_strided(t.shape, strides).copy_(t)
 
 
 def vector(geometry: Geometry, itemsize: int) -> int:

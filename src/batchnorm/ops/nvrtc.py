@@ -29,8 +29,8 @@ class Kernel:
     Beyond the paper: how the kernels of ``kernels/*.cu`` get to the device.
     """
 
-    def __init__(self, function: ctypes.c_void_p, threads: int, shared: int) -> None:
-        self.function, self.threads, self.shared = function, threads, shared
+    def __init__(self, function: ctypes.c_void_p, threads: int, shared: int, device: torch.device) -> None:
+        self.function, self.threads, self.shared, self.device = function, threads, shared, device
 
     def __call__(self, programs: int, arguments: Any, stream: int) -> None:
         """Launch; ``arguments`` is an array of pointers to them.
@@ -38,6 +38,10 @@ class Kernel:
         Raises:
             Refused: where the device does not run so many programs at once.
         """
+        if self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                self(programs, arguments, stream)
+            return
         _check(
             _driver().cuLaunchCooperativeKernel(
                 self.function, programs, 1, 1, self.threads, 1, 1, self.shared, ctypes.c_void_p(stream), arguments
@@ -59,7 +63,7 @@ def load(
         _check(driver.cuModuleLoadData(ctypes.byref(module), _compile(file, definitions)))
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_MEMORY, shared))
-    return Kernel(function, threads, shared)
+    return Kernel(function, threads, shared, device)
 
 
 @cache
