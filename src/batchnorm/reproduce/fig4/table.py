@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..evaluate import Ensemble, Score
-from ..evaluate.accuracy import label_ranks
+from ...evaluate import Ensemble, Score
+from ...evaluate.accuracy import label_ranks
 from .member_files import CROPS, MemberFiles
 
 
