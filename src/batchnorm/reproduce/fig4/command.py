@@ -61,9 +61,7 @@ def _check(options: Fig4) -> None:
     if options.runs and options.data is None:
         raise ValueError("--runs without --data: give the images that the runs are to be evaluated on")
     if options.runs and options.only:
-        raise ValueError(
-            "--only chooses members of the plan to train, and --runs takes others instead: give one of them"
-        )
+        raise ValueError("--only chooses members of the plan, and --runs takes others instead: give one of the two")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(
             "fig4 is one process: train each member with torchrun ... -m batchnorm train --recipe NAME, then give the"
