@@ -14,7 +14,7 @@ import torch
 from training import environment, striped_folder, train_small
 
 from batchnorm.evaluate import Predictions
-from batchnorm.report.summary import FIGURES
+from batchnorm.report.summary import tables
 from batchnorm.reproduce.fig2.plan import read_plan as read_fig2
 from batchnorm.reproduce.fig4.__main__ import main
 from batchnorm.reproduce.fig4.command import Fig4, fig4
@@ -104,8 +104,9 @@ def test_a_first_sitting(sitting):
         ("ensemble", "144", "2"),
     ]
     assert {step["verdict"] for step in result["steps"]} <= {"confirmed", "refuted", "not resolved"}
-    (row,) = [row for row in FIGURES if row.file == "fig4.json"]
-    assert row.measured(result).startswith("top-1 / top-5 error: single crop ")
+    (row,) = [line for line in tables(sitting).splitlines() if "| Figure 4 |" in line]
+    assert "[top-1 / top-5 error: single crop " in row
+    assert " 2 networks and 144 crops " in row
 
 
 def test_what_a_member_leaves(data, sitting):
@@ -139,7 +140,7 @@ def test_result_files_without_probabilities_do_not_count(plan, sitting, tmp_path
     fig4(Fig4(out=tmp_path / "out", results=tmp_path / "results", plan=plan))
     result = read(tmp_path / "out")
     assert set(result["members"]) == {"apart"}
-    assert result["missing"]["five"] == f"five.npz is not in {tmp_path / 'results'}"
+    assert result["missing"]["five"] == "five.npz is not beside its result file"
 
 
 def test_a_later_sitting_goes_on_from_the_files_alone(data, plan, sitting, tmp_path):

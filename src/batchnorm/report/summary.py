@@ -59,13 +59,10 @@ def _fig2(r: Result) -> str:
 
 
 def _fig4(r: Result) -> str:
-    if "rows" not in r:
-        return "not yet run"
-    networks = len(r["members"])
     kinds = {
         ("single crop, mean over networks", "1"): "single crop",
         ("multicrop, mean over networks", "144"): "144 crops",
-        ("ensemble", "144"): f"{networks} networks and 144 crops",
+        ("ensemble", "144"): f"{len(r['members'])} networks and 144 crops",
     }
     rows = [(kinds.get((x["model"], x["crops"])), x) for x in r["rows"]]
     errors = ", ".join(f"{kind} {x['top1']:.1%} / {x['top5']:.1%}" for kind, x in rows if kind)

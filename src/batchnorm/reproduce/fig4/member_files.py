@@ -46,7 +46,7 @@ class MemberFiles(NamedTuple):
             return "not yet run"
         if not self.read()["crops"]:
             return "diverged in training"
-        return None if self.probabilities.is_file() else f"{self.probabilities.name} is not in {self.results}"
+        return None if self.probabilities.is_file() else f"{self.probabilities.name} is not beside its result file"
 
     def finished(self) -> bool:
         """Say whether there is nothing left to do."""

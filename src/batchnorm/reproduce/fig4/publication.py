@@ -32,6 +32,7 @@ def publish(members: Sequence[MemberFiles], out: Path) -> Path:
     text = markdown(figure, images, missing)
     contents: dict[str, Any] = {
         "data": first["data"] if first else None,
+        "environment": first["environment"] if first else None,
         "members": {name: {key: result[key] for key in KEPT} for name, result in results.items()},
         "missing": missing,
     }
