@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from batchnorm.reproduce.fig2.sharing import CONTROL, FOLDERS, shared_gpu
+from batchnorm.reproduce.planned.sharing import CONTROL, FOLDERS, shared_gpu
 
 
 @pytest.fixture
