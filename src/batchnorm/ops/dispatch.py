@@ -140,7 +140,7 @@ def quick_(
     """Return y by the shortest way and move the running averages; None, and nothing moved, where another way is due."""
     if x.is_cuda:
         return fused.normalize_batch_(x, gamma, beta, running, momentum, eps, activation, residual)
-    return cpu.normalize_batch_(x, gamma, beta, running[:3], momentum, eps, activation) if residual is None else None
+    return cpu.normalize_batch_(x, gamma, beta, running, momentum, eps, activation) if residual is None else None
 
 
 def normalize(

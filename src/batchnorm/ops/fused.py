@@ -95,6 +95,7 @@ def normalize_batch_(
         and not is_forward_mode()
         and running[0].dtype is torch.float32
         and running[1].dtype is torch.float32
+        and running[0].shape == channels
         and (gamma is None or gamma.shape == channels)
         and (beta is None or beta.shape == channels)
         and (residual is None or residual.shape == x.shape)
