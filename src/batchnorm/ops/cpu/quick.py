@@ -19,7 +19,7 @@ from ..activation import Activation
 from ..context import is_plain
 from ..running import Running
 from ..saving import is_active, remember
-from . import native, nonlinear
+from . import native, nonlinear, planes
 
 _f32 = torch.float32
 _kernel = torch.native_batch_norm
@@ -47,11 +47,18 @@ def normalize_batch_(
     if memory is None or memory.form != form or memory.addresses != addresses:
         if not _fits(x, gamma, beta, running):
             return None
-        activate = nonlinear.for_fresh(activation, x.numel(), x.dtype)
-        memory = _remember(form, addresses, running, activate)
-    _, _, means, variances, count, activate, _ = memory
-    before = bytes(means), bytes(variances)
+        by_sums = planes.is_fast(x, activation)
+        if not (by_sums or native.is_fast(x)):
+            return None
+        memory = _remember(form, addresses, running, by_sums, nonlinear.for_fresh(activation, x.numel(), x.dtype))
+    _, _, means, variances, count, by_sums, activate, _ = memory
     factor = momentum if momentum is not None else 1 / (count[0] + 1)
+    if by_sums:
+        y = _by_sums(x, gamma, beta, memory, factor, eps)
+        if y is not None:
+            count[0] += 1
+        return y
+    before = bytes(means), bytes(variances)
     y, mu, invstd = _kernel(x, gamma, beta, mean, var, True, factor, eps)
     if activate is not None:
         # Before the look at the statistics: now the output is in the cache and torch's threads are awake.
@@ -65,6 +72,23 @@ def normalize_batch_(
     count[0] += 1
     if is_active():
         remember(y, _again(eps, activate), x, gamma, beta)
+    return y
+
+
+def _by_sums(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, memory: _Memory, factor: float, eps: float
+) -> Tensor | None:
+    found = planes.statistics(x, eps)
+    if found is None:
+        return None
+    mu, sigma2, tensors = found
+    relu = memory.activate is not None
+    y: Tensor = planes.PlanesFunction.apply(x, gamma, beta, tensors, eps, relu)  # type: ignore[no-untyped-call]
+    m = x.numel() // x.shape[1]
+    for kept, moment in ((memory.mean.obj, mu), (memory.var.obj, sigma2 * (m / (m - 1)))):
+        kept += factor * (moment - kept)
+    if is_active():
+        remember(y, lambda *v: planes.normalized(*v, *tensors[:2], eps, relu), x, gamma, beta)
     return y
 
 
@@ -83,7 +107,7 @@ def _norm2(v: Tensor) -> float:
 
 
 def _fits(x: Tensor, gamma: Tensor | None, beta: Tensor | None, running: Running) -> bool:
-    """Say whether the kernel takes these shapes and types and is fast on them."""
+    """Say whether torch's kernels take these shapes and types."""
     mean, var, num_batches, _ = running
     return (
         mean.dtype is _f32
@@ -92,7 +116,6 @@ def _fits(x: Tensor, gamma: Tensor | None, beta: Tensor | None, running: Running
         and x.dim() > 1
         and all(v is None or v.shape == x.shape[1:2] for v in (gamma, beta, mean, var))
         and all(v.is_cpu for v in (mean, var, num_batches))
-        and native.is_fast(x)
     )
 
 
@@ -107,6 +130,7 @@ class _Memory(NamedTuple):
     mean: memoryview
     var: memoryview
     num_batches: memoryview
+    by_sums: bool  # as planes.py does it
     activate: Callable[[Tensor], Tensor] | None
     lifetime: weakref.ref[Tensor]
 
@@ -119,13 +143,14 @@ def _remember(
     form: tuple[object, ...],
     addresses: tuple[int, int, int],
     running: Running,
+    by_sums: bool,
     activate: Callable[[Tensor], Tensor] | None,
 ) -> _Memory:
     mean, var, num_batches, _ = running
     key = id(mean)
     lifetime = weakref.ref(mean, lambda _: _memories.pop(key, None))
     views = _view(mean), _view(var), _view(num_batches)
-    _memories[key] = memory = _Memory(form, addresses, *views, activate, lifetime)
+    _memories[key] = memory = _Memory(form, addresses, *views, by_sums, activate, lifetime)
     return memory
 
 
