@@ -11,7 +11,7 @@ from . import composite, cpu, fused
 from .activation import Activation, as_activation
 from .context import is_forward_mode, is_observed, is_transformed
 from .moments import Moments
-from .running import Running, update_
+from .running import Kept, Running, update_
 
 
 class Choice(NamedTuple):
@@ -131,7 +131,7 @@ def quick_(
     x: Tensor,
     gamma: Tensor | None,
     beta: Tensor | None,
-    running: Running,
+    running: Kept,
     momentum: float | None,
     eps: float,
     activation: Activation,

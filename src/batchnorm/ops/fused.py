@@ -20,7 +20,7 @@ from .context import is_forward_mode, is_recomputation, is_unseen
 from .forms import form_of
 from .geometry import empty_dense, geometry_of
 from .moments import Moments, batch_moments
-from .running import Running
+from .running import Kept, Running
 from .saving import remember
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,7 +79,7 @@ def normalize_batch_(
     x: Tensor,
     gamma: Tensor | None,
     beta: Tensor | None,
-    running: Running,
+    running: Kept,
     momentum: float | None,
     eps: float,
     activation: Activation,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..activation import Activation
 from .function import CONDITION
-from .layout import SHORT, Vector
+from .layout import SHORT
 
 # From here on, per thread that has a channel to work on, the time gained on the statistics is more than what Python
 # takes for a backward pass.
@@ -41,11 +41,12 @@ def is_fast(x: Tensor, activation: Activation) -> bool:
 
 
 class Statistics(NamedTuple):
-    """What the batch's moments are, in float64, and what the kernels take."""
+    """What the kernels and the running averages take."""
 
-    mean: Vector
-    var: Vector
-    tensors: tuple[Tensor, Tensor, Tensor]  # mean, variance, 1 / standard deviation
+    mean: Tensor
+    var: Tensor
+    invstd: Tensor
+    unbiased_var: Tensor
 
 
 @np.errstate(all="ignore")  # inf and NaN are refused below
@@ -61,9 +62,9 @@ def statistics(x: Tensor, eps: float) -> Statistics | None:
     spread = var + eps
     if not ((square <= CONDITION * spread) & (spread < LARGEST)).all():  # NaN is not
         return None
-    kept = np.empty((3, channels), np.float32)
-    kept[0], kept[1], kept[2] = mean, var, 1 / np.sqrt(spread)
-    return Statistics(mean, var, torch.from_numpy(kept).unbind())  # type: ignore[arg-type]
+    kept = np.empty((4, channels), np.float32)
+    kept[0], kept[1], kept[2], kept[3] = mean, var, spread**-0.5, var * (m / (m - 1))
+    return Statistics(*torch.from_numpy(kept).unbind())
 
 
 def normalized(
@@ -83,15 +84,14 @@ class PlanesFunction(torch.autograd.Function):
         x: Tensor,
         gamma: Tensor | None,
         beta: Tensor | None,
-        statistics: tuple[Tensor, Tensor, Tensor],
+        found: Statistics,
         eps: float,
         relu: bool,
     ) -> Tensor:
         """Keep x and, for ReLU's derivative, y."""
-        mean, var, invstd = statistics
-        y = normalized(x, gamma, beta, mean, var, eps, relu)
+        y = normalized(x, gamma, beta, found.mean, found.var, eps, relu)
         ctx.eps = eps
-        ctx.save_for_backward(x, gamma, mean, invstd, y if relu else None)
+        ctx.save_for_backward(x, gamma, found.mean, found.invstd, y if relu else None)
         return y
 
     @staticmethod

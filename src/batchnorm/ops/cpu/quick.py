@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..activation import Activation
 from ..context import is_plain
-from ..running import Running
+from ..running import Kept
 from ..saving import is_active, remember
 from . import native, nonlinear, planes
 
@@ -31,7 +31,7 @@ def normalize_batch_(
     x: Tensor,
     gamma: Tensor | None,
     beta: Tensor | None,
-    running: Running,
+    running: Kept,
     momentum: float | None,
     eps: float,
     activation: Activation,
@@ -54,7 +54,7 @@ def normalize_batch_(
     _, _, means, variances, count, by_sums, activate, _ = memory
     factor = momentum if momentum is not None else 1 / (count[0] + 1)
     if by_sums:
-        y = _by_sums(x, gamma, beta, memory, factor, eps)
+        y = _by_sums(x, gamma, beta, running, factor, eps, activate is not None)
         if y is not None:
             count[0] += 1
         return y
@@ -76,19 +76,16 @@ def normalize_batch_(
 
 
 def _by_sums(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, memory: _Memory, factor: float, eps: float
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, running: Kept, factor: float, eps: float, relu: bool
 ) -> Tensor | None:
     found = planes.statistics(x, eps)
     if found is None:
         return None
-    mu, sigma2, tensors = found
-    relu = memory.activate is not None
-    y: Tensor = planes.PlanesFunction.apply(x, gamma, beta, tensors, eps, relu)  # type: ignore[no-untyped-call]
-    m = x.numel() // x.shape[1]
-    for kept, moment in ((memory.mean.obj, mu), (memory.var.obj, sigma2 * (m / (m - 1)))):
-        kept += factor * (moment - kept)
+    y: Tensor = planes.PlanesFunction.apply(x, gamma, beta, found, eps, relu)  # type: ignore[no-untyped-call]
+    running[0].lerp_(found.mean, factor)
+    running[1].lerp_(found.unbiased_var, factor)
     if is_active():
-        remember(y, lambda *v: planes.normalized(*v, *tensors[:2], eps, relu), x, gamma, beta)
+        remember(y, lambda *v: planes.normalized(*v, found.mean, found.var, eps, relu), x, gamma, beta)
     return y
 
 
@@ -106,7 +103,7 @@ def _norm2(v: Tensor) -> float:
     return v.dot(v).item()
 
 
-def _fits(x: Tensor, gamma: Tensor | None, beta: Tensor | None, running: Running) -> bool:
+def _fits(x: Tensor, gamma: Tensor | None, beta: Tensor | None, running: Kept) -> bool:
     """Say whether torch's kernels take these shapes and types."""
     mean, var, num_batches, _ = running
     return (
@@ -142,7 +139,7 @@ _memories: dict[int, _Memory] = {}
 def _remember(
     form: tuple[object, ...],
     addresses: tuple[int, int, int],
-    running: Running,
+    running: Kept,
     by_sums: bool,
     activate: Callable[[Tensor], Tensor] | None,
 ) -> _Memory:
