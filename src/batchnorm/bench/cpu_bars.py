@@ -41,8 +41,8 @@ class Bar(NamedTuple):
 def bar_of(layout: str, channels: int, activation: str) -> float:
     """Return what a case's ratio has to stay below.
 
-    >>> bar_of("contiguous", 64, "relu"), bar_of("channels_last", 64, "none"), round(bar_of("channels_last", 3, "none"), 2)
-    (1.0, 1.25, 0.33)
+    >>> bar_of("contiguous", 64, "relu"), bar_of("channels_last", 64, "none"), bar_of("channels_last", 3, "relu") < 0.34
+    (1.0, 1.25, True)
 
     Beyond the paper: speed.
     """

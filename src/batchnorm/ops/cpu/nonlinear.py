@@ -40,7 +40,7 @@ def for_fresh(activation: Activation, elements: int, dtype: torch.dtype) -> Call
     if activation.name == "identity":
         return None
     if activation.name != "relu":
-        return activation
+        return activation.__call__
     if elements <= SMALL:
         return Tensor.relu
     return Tensor.relu_ if elements < LARGE_HALF or dtype.itemsize > 2 else _half_relu

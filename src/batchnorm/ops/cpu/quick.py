@@ -3,7 +3,8 @@
 On a small batch what stands around torch's kernel costs more than the kernel: every further function, of torch, numpy
 or Python, is code that the backward pass has pushed out of the cache. So this is one call of the kernel, which moves
 the running averages as well, and one look at the statistics it returns. Where they forbid it the averages are put back
-and the caller takes another way. No moments are returned: to make tensors of them would take as long again.
+and the caller takes another way. Large batches have their statistics from sums.py, looked at before anything moves. No
+moments are returned: to make tensors of them would take as long again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ..activation import Activation
 from ..context import is_plain
 from ..running import Kept
 from ..saving import is_active, remember
-from . import native, nonlinear, planes
+from . import native, nonlinear, sums
+from .layout import Layout
 
 _f32 = torch.float32
 _kernel = torch.native_batch_norm
@@ -47,14 +49,14 @@ def normalize_batch_(
     if memory is None or memory.form != form or memory.addresses != addresses:
         if not _fits(x, gamma, beta, running):
             return None
-        by_sums = planes.is_fast(x, activation)
-        if not (by_sums or native.is_fast(x)):
+        layout = sums.fast_layout(x, activation)
+        if layout is None and not native.is_fast(x):
             return None
-        memory = _remember(form, addresses, running, by_sums, nonlinear.for_fresh(activation, x.numel(), x.dtype))
-    _, _, means, variances, count, by_sums, activate, _ = memory
+        memory = _remember(form, addresses, running, layout, nonlinear.for_fresh(activation, x.numel(), x.dtype))
+    _, _, means, variances, count, layout, activate, _ = memory
     factor = momentum if momentum is not None else 1 / (count[0] + 1)
-    if by_sums:
-        y = _by_sums(x, gamma, beta, running, factor, eps, activate is not None)
+    if layout is not None:
+        y = _by_sums(x, gamma, beta, running, factor, eps, layout, activate is not None)
         if y is not None:
             count[0] += 1
         return y
@@ -76,16 +78,27 @@ def normalize_batch_(
 
 
 def _by_sums(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, running: Kept, factor: float, eps: float, relu: bool
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    running: Kept,
+    factor: float,
+    eps: float,
+    layout: Layout,
+    relu: bool,
 ) -> Tensor | None:
-    found = planes.statistics(x, eps)
+    found = sums.statistics(x, layout, eps)
     if found is None:
         return None
-    y: Tensor = planes.PlanesFunction.apply(x, gamma, beta, found, eps, relu)  # type: ignore[no-untyped-call]
+    y: Tensor = sums.KnownStatistics.apply(x, gamma, beta, found, eps, relu)  # type: ignore[no-untyped-call]
     running[0].lerp_(found.mean, factor)
     running[1].lerp_(found.unbiased_var, factor)
     if is_active():
-        remember(y, lambda *v: planes.normalized(*v, found.mean, found.var, eps, relu), x, gamma, beta)
+
+        def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
+            return sums.normalized(x, gamma, beta, found.mean, found.var, eps, relu)
+
+        remember(y, again, x, gamma, beta)
     return y
 
 
@@ -127,7 +140,7 @@ class _Memory(NamedTuple):
     mean: memoryview
     var: memoryview
     num_batches: memoryview
-    by_sums: bool  # as planes.py does it
+    layout: Layout | None  # where statistics are by sums.py
     activate: Callable[[Tensor], Tensor] | None
     lifetime: weakref.ref[Tensor]
 
@@ -140,14 +153,14 @@ def _remember(
     form: tuple[object, ...],
     addresses: tuple[int, int, int],
     running: Kept,
-    by_sums: bool,
+    layout: Layout | None,
     activate: Callable[[Tensor], Tensor] | None,
 ) -> _Memory:
     mean, var, num_batches, _ = running
     key = id(mean)
     lifetime = weakref.ref(mean, lambda _: _memories.pop(key, None))
     views = _view(mean), _view(var), _view(num_batches)
-    _memories[key] = memory = _Memory(form, addresses, *views, by_sums, activate, lifetime)
+    _memories[key] = memory = _Memory(form, addresses, *views, layout, activate, lifetime)
     return memory
 
 

@@ -1,7 +1,8 @@
-"""Contiguous images in training, with as little as there can be around the passes over memory.
+"""Large batches in training, with as little as there can be around the passes over memory.
 
-Torch's statistics of such images are a scalar loop that takes longer than all the rest. Here they are two sums that run
-at the speed of memory; the transform and the backward pass are torch's kernels.
+The statistics are a :class:`Layout`'s: torch's own are a scalar loop where images are contiguous, which takes longer
+than all the rest, and lose digits where many rows of channels are added up. The transform and the backward pass are
+torch's kernels.
 """
 
 from __future__ import annotations
@@ -13,31 +14,28 @@ import torch
 from torch import Tensor
 
 from ..activation import Activation
-from .function import CONDITION
-from .layout import SHORT
+from .function import CONDITION, stored_like
+from .layout import ROWS, Layout, Planes, layout_of
 
-# From here on, per thread that has a channel to work on, the time gained on the statistics is more than what Python
-# takes for a backward pass.
-ELEMENTS = 100_000
+# From here on, per thread that has a channel to work on, the time gained on contiguous images' statistics is more than
+# what Python takes for a backward pass.
+IMAGE_ELEMENTS = 100_000
 # A variance below this fits float32 with room for m/(m-1).
 LARGEST = 1e38
 
 _kernel = torch.native_batch_norm
 _backward = torch.ops.aten.native_batch_norm_backward.default
 _threshold_backward = torch.ops.aten.threshold_backward.default
-_norm = torch.linalg.vector_norm
 
 
-def is_fast(x: Tensor, activation: Activation) -> bool:
-    """Say whether this is the fastest way for ``x``."""
-    channels, elements = x.shape[1], x.numel()
-    return (
-        activation.name in ("identity", "relu")
-        and x.dtype is torch.float32
-        and x.is_contiguous()
-        and elements >= SHORT * channels * x.shape[0]
-        and elements > ELEMENTS * min(channels, torch.get_num_threads())
-    )
+def fast_layout(x: Tensor, activation: Activation) -> Layout | None:
+    """Return the layout of ``x`` where this is the fastest way for it."""
+    if x.dtype is not torch.float32 or activation.name not in ("identity", "relu"):
+        return None
+    layout, channels, elements = layout_of(x), x.shape[1], x.numel()
+    images = isinstance(layout, Planes)
+    least = IMAGE_ELEMENTS * min(channels, torch.get_num_threads()) if images else ROWS * channels
+    return layout if layout is not None and elements > least and layout.has_kernel(x) else None
 
 
 class Statistics(NamedTuple):
@@ -50,19 +48,14 @@ class Statistics(NamedTuple):
 
 
 @np.errstate(all="ignore")  # inf and NaN are refused below
-def statistics(x: Tensor, eps: float) -> Statistics | None:
+def statistics(x: Tensor, layout: Layout, eps: float) -> Statistics | None:
     """Return the statistics of each channel; None where they are not finite, or where x has to be shifted first."""
-    batch, channels = x.shape[:2]
-    m = x.numel() // channels
-    planes = x.detach().view(batch, channels, -1)
-    norms = _norm(planes, dim=2).numpy()
-    mean = np.add.reduce(planes.sum(2).numpy(), 0, np.float64) / m
-    square = mean * mean
-    var = np.maximum(np.einsum("nc,nc->c", norms, norms, dtype=np.float64) / m - square, 0)
+    m = x.numel() // x.shape[1]
+    mean, var = layout.moments(x.detach())
     spread = var + eps
-    if not ((square <= CONDITION * spread) & (spread < LARGEST)).all():  # NaN is not
+    if not ((mean * mean <= CONDITION * spread) & (spread < LARGEST)).all():  # NaN is not
         return None
-    kept = np.empty((4, channels), np.float32)
+    kept = np.empty((4, len(mean)), np.float32)
     kept[0], kept[1], kept[2], kept[3] = mean, var, spread**-0.5, var * (m / (m - 1))
     return Statistics(*torch.from_numpy(kept).unbind())
 
@@ -75,7 +68,7 @@ def normalized(
     return y.relu_() if relu else y
 
 
-class PlanesFunction(torch.autograd.Function):
+class KnownStatistics(torch.autograd.Function):
     """(x, gamma, beta) -> y, for statistics of x that are known already."""
 
     @staticmethod
@@ -98,7 +91,9 @@ class PlanesFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Go back through ReLU, then through Algorithm 1; torch knows the derivatives of both steps."""
         x, gamma, mean, invstd, y = ctx.saved_tensors
-        dz = dy.contiguous() if y is None else _threshold_backward(dy, y, 0)
+        dz = stored_like(dy, x)
+        if y is not None:
+            dz = _threshold_backward(dz, y, 0)
         needs = ctx.needs_input_grad[:3]
         grads = _backward(dz, x, gamma, None, None, mean, invstd, True, ctx.eps, needs)
         return *(g if needed else None for g, needed in zip(grads, needs, strict=True)), None, None, None
