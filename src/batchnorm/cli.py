@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "reproduce fig1": ("batchnorm.reproduce.fig1:fig1", "Figure 1: MNIST with and without batch normalization"),
     "reproduce comparison": ("batchnorm.reproduce.comparison:comparison", "each network at its best rate, three seeds"),
     "reproduce fig2": ("batchnorm.reproduce.fig2.command:fig2", "Figures 2, 3: Inception and its variants on images"),
-    "reproduce fig4": ("batchnorm.reproduce.fig4:fig4", "Figure 4: many crops, many networks"),
+    "reproduce fig4": ("batchnorm.reproduce.fig4.command:fig4", "Figure 4: many crops, many networks"),
     "reproduce section2": ("batchnorm.reproduce.section2:section2", "Section 2: normalizing outside the gradient"),
     "reproduce optimizers": ("batchnorm.reproduce.optimizers:optimizers", "Section 3.1: batch descent to Adagrad"),
     "reproduce placement": ("batchnorm.reproduce.placement:placement", "Section 3.2: BN before or after g"),

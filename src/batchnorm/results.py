@@ -14,8 +14,11 @@ import numpy
 import torch
 
 
-def environment() -> dict[str, Any]:
+def environment(commit: str | None = None) -> dict[str, Any]:
     """Describe the machine and the software that a measurement ran on.
+
+    Args:
+        commit: that of the software, where git cannot tell.
 
     >>> sorted(environment())
     ['commit', 'cores', 'gpu', 'hardware', 'load', 'numpy', 'python', 'threads', 'torch']
@@ -31,7 +34,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "commit": _commit(),
+        "commit": commit or _commit(),
     }
 
 

@@ -1,6 +1,8 @@
 """The network against the appendix's own LaTeX, transcribed apart from the code, and against known counts."""
 
+import copy
 import re
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from torch import nn
 
 import batchnorm as bn
 from batchnorm.models import describe, inception
-from batchnorm.models.blocks import InceptionModule, SeparableConv2d
+from batchnorm.models.blocks import InceptionModule, SeparableConv2d, Unit
+from batchnorm.models.local_response import LocalResponseNorm
 
 # The rows of the paper's source: type & patch/stride & output & depth & 1x1 & reduce & 3x3 & reduce & double & pool.
 LATEX = r"""
@@ -99,7 +102,7 @@ def test_switches():
     net = inception(norm=None, activation="sigmoid", local_response=True, dropout=0.4, classes=7, size=64)
     kinds = [type(m) for m in net.modules()]
     names = [name for name, _ in net.named_children()]
-    assert kinds.count(nn.LocalResponseNorm) == 2
+    assert kinds.count(LocalResponseNorm) == 2
     assert nn.ReLU not in kinds
     assert net.dropout.p == 0.4
     assert net.classifier.out_features == 7
@@ -158,7 +161,7 @@ def test_the_rearranged_form_computes_the_same_function_and_gradients(norm):
     results = []
     for rearrange in (False, True):
         for m in net.modules():
-            if isinstance(m, SeparableConv2d | InceptionModule):
+            if isinstance(m, Unit | SeparableConv2d | InceptionModule):
                 m.rearrange = rearrange
         net.zero_grad()
         y = net(x)
@@ -177,6 +180,43 @@ def test_the_stem_by_blocks_of_pixels(size, kernel):
     torch.testing.assert_close(conv(x), expected)
     last = conv(x.contiguous(memory_format=torch.channels_last))
     torch.testing.assert_close(last, expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_local_response_normalization_as_a_convolution(size):
+    norm = LocalResponseNorm(size, alpha=0.3, beta=0.6, k=1.5)
+    x = torch.randn(3, 7, 4, 5, dtype=torch.float64, requires_grad=True)
+    results = [(y.detach(), *torch.autograd.grad(y.sin().sum(), x)) for y in (norm(x), norm.convolved(x))]
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["relu", "sigmoid"])
+def test_on_a_gpu_the_network_without_normalization_computes_the_same(activation):
+    net = inception(size=32, classes=5, norm=None, local_response=True, activation=activation, seed=1, width=0.125)
+    for p in net.parameters():
+        if p.dim() == 1:
+            nn.init.normal_(p, 0.5, 0.2)
+    net, x = net.cuda().to(memory_format=torch.channels_last), torch.randn(4, 3, 32, 32, device="cuda")
+    results = []
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        for run in (net, copy.deepcopy(net).cpu().double()):
+            run.dropout.p = 0.0
+            y = run(x.to(next(run.parameters())))
+            y.square().sum().backward()
+            results.append([y.detach().cpu().double(), *(p.grad.cpu().double() for p in run.parameters())])
+    for got, expected in zip(*results, strict=True):
+        # Through ten sigmoids gradients shrink to 1e-7, of terms that nearly cancel.
+        assert (got - expected).norm() <= (1e-3 if activation == "relu" else 2e-2) * expected.norm()
+
+
+def test_who_listens_to_a_unit_hears_its_layers():
+    unit = Unit(OrderedDict(conv=nn.Conv2d(3, 4, 3, padding=1), activation=nn.ReLU()))
+    unit.rearrange, x, heard = True, torch.randn(2, 3, 5, 5), []
+    expected = unit(x)
+    unit.conv.register_forward_hook(lambda *_: heard.append("conv"))
+    torch.testing.assert_close(unit(x), expected)
+    assert heard == ["conv"]
 
 
 def test_initialization():

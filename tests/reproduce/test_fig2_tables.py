@@ -8,10 +8,10 @@ import pytest
 from batchnorm.reproduce.fig2.claims import verdicts
 from batchnorm.reproduce.fig2.companions import ablation, dropout, rates
 from batchnorm.reproduce.fig2.curves import all_seeds_of, seeds_of, tuned_baseline
-from batchnorm.reproduce.fig2.files import read_all
 from batchnorm.reproduce.fig2.plan import read_plan
 from batchnorm.reproduce.fig2.publication import publish
 from batchnorm.reproduce.fig2.tables import failures, figure3, sections
+from batchnorm.reproduce.planned.files import read_all
 
 PLAN = read_plan()
 DATA = {"train": 50000, "val": 10000, "classes": 100, "sha256": "0"}

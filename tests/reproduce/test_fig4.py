@@ -1,21 +1,49 @@
-"""Figure 4 from members that are really trained, a few steps each, over several sittings."""
+"""Figure 4 from members that are really trained, a few steps each, side by side and over several sittings."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 import torch
-import tyro
-from training import OPTIONS, striped_folder, train_small
+from training import environment, striped_folder, train_small
 
-from batchnorm.reproduce.fig4 import MemberName, fig4
-from batchnorm.reproduce.fig4_table import PAPER, Step, figure4
-from batchnorm.reproduce.member_files import MemberFiles
+from batchnorm.evaluate import Predictions
+from batchnorm.report.summary import tables
+from batchnorm.reproduce.fig2.plan import read_plan as read_fig2
+from batchnorm.reproduce.fig4.__main__ import main
+from batchnorm.reproduce.fig4.command import Fig4, fig4
+from batchnorm.reproduce.fig4.member_files import MemberFiles
+from batchnorm.reproduce.fig4.plan import read_plan
+from batchnorm.reproduce.fig4.table import PAPER, Step, figure4
 from batchnorm.train.recipe import MEMBERS, Recipe
 
-SMALL = {"width": 0.04, "size": 32, "batch_size": 8, "epochs": 1}
-TWO = ("bn-x30-dropout-5", "bn-x30-per-activation")
+PLAN = """
+[recipe]
+size = 32
+width = 0.04
+batch_size = 8
+[train]
+log_every = 1
+evaluate_every = 3
+checkpoint_every = 1000
+evaluate_batch = 24
+[[group]]
+name = "members"
+horizon = 10
+runs = [
+  { name = "five", recipe = "bn-x30-dropout-5" },
+  { name = "apart", recipe = "bn-x30-per-activation" },
+  { name = "ten", recipe = "bn-x30-dropout-10" },
+  { name = "far", recipe = "bn-x30-large-init", rate = 1e30 },
+]
+"""
+TWO = ("five", "apart")
 
 
 @pytest.fixture(scope="module")
@@ -23,40 +51,52 @@ def data(tmp_path_factory):
     return striped_folder(tmp_path_factory.mktemp("stripes"))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    # Small tensors on shared cores: threads would only wait for each other.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "plan.toml"
+    path.write_text(PLAN)
+    return path
 
 
-def run(data, out, *words, **fields):
-    options = {**OPTIONS, **SMALL, **fields, "data": data, "out": out}
-    return tyro.cli(fig4, args=[f"--{k.replace('_', '-')}={v}" for k, v in options.items()] + list(words))
+def run(data, plan, out, **options):
+    # At least two at a time, so that each has one thread: on shared cores more would only wait for each other.
+    return fig4(Fig4(data, out, plan=plan, device="cpu", workers=0, jobs=2, **options))
 
 
 @pytest.fixture(scope="module")
-def sitting(data, tmp_path_factory):
+def sitting(data, plan, tmp_path_factory):
+    """Two members side by side."""
     out = tmp_path_factory.mktemp("fig4")
-    run(data, out, "--only", *TWO)
+    run(data, plan, out, only=TWO, commit="1234abc")
     return out
 
 
-def test_names():
-    assert set(MemberName.__args__) == set(MEMBERS)
+def read(out, name="fig4"):
+    return json.loads((out / ("" if name == "fig4" else "results") / f"{name}.json").read_text())
+
+
+def test_the_committed_plan_is_the_six_members_at_the_length_of_figure_2():
+    runs = read_plan().runs
+    assert [run.name for run in runs] == list(MEMBERS)
+    x30 = next(run.recipe for run in read_fig2().runs if run.name == "bn-x30-seed0")
+    for run in runs:
+        member = MEMBERS[run.name]
+        assert (run.recipe.epochs, run.recipe.decay_epochs) == (x30.epochs, x30.decay_epochs)
+        assert (run.recipe.size, run.recipe.batch_size, run.recipe.rate) == (64, 32, x30.rate)
+        for field in ("seed", "dropout", "init_scale", "per_activation"):
+            assert getattr(run.recipe, field) == getattr(member, field)
+    assert len({run.recipe.seed for run in runs}) == 6
 
 
 def test_a_first_sitting(sitting):
-    table, result = (sitting / "fig4.md").read_text(), json.loads((sitting / "fig4.json").read_text())
+    table, result = (sitting / "fig4.md").read_text(), read(sitting)
     for row in PAPER:
         assert row.model in table
     for context in ("He et al. (2015), test set | - | - | - | - | 4.94%", "human raters", "4.82%"):
         assert context in table
     assert set(result["members"]) == set(TWO)
-    assert result["missing"] == {name: "not yet run" for name in MEMBERS if name not in TWO}
-    assert "- bn-x30-large-init: not yet run" in table
+    assert result["missing"] == {"ten": "not yet run", "far": "not yet run"}
+    assert "- ten: not yet run" in table
     assert [(row["model"], row["crops"], row["models"]) for row in result["rows"][-4:]] == [
         ("single crop, mean over networks", "1", "1"),
         ("multicrop, mean over networks", "144", "1"),
@@ -64,80 +104,167 @@ def test_a_first_sitting(sitting):
         ("ensemble", "144", "2"),
     ]
     assert {step["verdict"] for step in result["steps"]} <= {"confirmed", "refuted", "not resolved"}
-    member = json.loads((sitting / f"{TWO[0]}.json").read_text())
+    (row,) = [line for line in tables(sitting).splitlines() if "| Figure 4 |" in line]
+    assert "[top-1 / top-5 error: single crop " in row
+    assert " 2 networks and 144 crops " in row
+
+
+def test_what_a_member_leaves(data, sitting):
+    member = read(sitting, "five")
     assert member["recipe"]["dropout"] == 0.05
-    assert member["crops"]["1"]["examples"] == member["crops"]["144"]["examples"] == 12
-    assert 1 - member["crops"]["1"]["top1_error"] == pytest.approx(member["training"]["top1"])
+    assert member["result"]["steps"] == 8
+    assert [point[0] for point in member["curve"]] == [3, 6, 8]
+    assert member["environment"]["commit"] == "1234abc"
+    assert member["data"]["val"] == member["crops"]["1"]["examples"] == member["crops"]["144"]["examples"] == 12
+    assert 1 - member["crops"]["1"]["top1_error"] == pytest.approx(member["result"]["top1"])
+    probabilities, labels = MemberFiles("five", sitting / "results").predictions(144)
+    assert (probabilities.dtype, probabilities.shape) == (torch.float32, (12, 3))
+    assert sorted(labels.tolist()) == [0] * 4 + [1] * 4 + [2] * 4
 
 
-def test_a_later_sitting_goes_on_from_the_files_alone(data, sitting, tmp_path):
-    out = shutil.copytree(sitting, tmp_path / "out")
-    before = {name: (out / f"{name}.json").stat().st_mtime_ns for name in TWO}
+def test_the_table_is_made_of_the_files_alone(plan, sitting, tmp_path):
+    shutil.copytree(sitting / "results", tmp_path / "results")
+    code = (
+        "import sys; sys.modules.update(tyro=None, rich=None)\n"
+        "from batchnorm.reproduce.fig4.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["--plan", str(plan), "--results", str(tmp_path / "results"), "--out", str(tmp_path / "out")]
+    subprocess.run([sys.executable, "-c", code, *words], check=True, env=environment(), capture_output=True)
+    for name in ("fig4.md", "fig4.json"):
+        assert (tmp_path / "out" / name).read_text() == (sitting / name).read_text()
+
+
+def test_result_files_without_probabilities_do_not_count(plan, sitting, tmp_path):
+    shutil.copytree(sitting / "results", tmp_path / "results")
+    (tmp_path / "results/five.npz").unlink()
+    fig4(Fig4(out=tmp_path / "out", results=tmp_path / "results", plan=plan))
+    result = read(tmp_path / "out")
+    assert set(result["members"]) == {"apart"}
+    assert result["missing"]["five"] == "five.npz is not beside its result file"
+
+
+def test_a_later_sitting_goes_on_from_the_files_alone(data, plan, sitting, tmp_path):
+    shutil.copytree(sitting / "results", tmp_path / "results")
+    before = {name: (tmp_path / f"results/{name}.json").stat().st_mtime_ns for name in TWO}
+    run(data, plan, tmp_path, only=("ten", "far"))
+    result = read(tmp_path)
+    assert set(result["members"]) == {*TWO, "ten"}
+    assert before == {name: (tmp_path / f"results/{name}.json").stat().st_mtime_ns for name in TWO}
+    assert result["missing"] == {"far": "diverged in training"}
+    assert read(tmp_path, "far")["result"]["diverged"] is True
+    run(data, plan, tmp_path, minutes=0.0)  # nothing is left to do, and nothing is done
+
+
+def test_it_goes_on_where_it_was_stopped(data, plan, sitting, tmp_path):
+    words = ["--data", str(data), "--plan", str(plan), "--out", str(tmp_path), "--device", "cpu", "--workers", "0"]
+    command = [sys.executable, "-m", "batchnorm.reproduce.fig4", *words, "--jobs", "2", "--only", *TWO]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    runs = [tmp_path / "runs" / name / "metrics.jsonl" for name in TWO]
+    while process.poll() is None and not all(path.exists() and path.read_text().count("\n") > 1 for path in runs):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait() == 130
+    assert set(read(tmp_path)["missing"]) == {*TWO, "ten", "far"}
+    run(data, plan, tmp_path, only=TWO)  # as many threads each as before: the same bits
+    assert read(tmp_path)["rows"] == read(sitting)["rows"]
     for name in TWO:
-        for path in (out / "runs" / name).iterdir():
-            if not path.name.startswith("probabilities"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-    run(data, out, "--only", "bn-x30-dropout-10")
-    result = json.loads((out / "fig4.json").read_text())
-    assert set(result["members"]) == {*TWO, "bn-x30-dropout-10"}
-    assert before == {name: (out / f"{name}.json").stat().st_mtime_ns for name in TWO}
-    with pytest.raises(ValueError, match=r"dropout-5.json is of another recipe"):
-        run(data, out, "--only", "bn-x30-dropout-10", rate=1.0)
+        assert read(tmp_path, name)["weights"] == read(sitting, name)["weights"]
 
 
-def test_finished_runs_are_taken(data, sitting, tmp_path):
-    runs = [str(sitting / "runs" / name) for name in TWO]
-    run(data, tmp_path / "out", "--runs", *runs)
-    ours, theirs = (json.loads((out / "fig4.json").read_text()) for out in (tmp_path / "out", sitting))
+def test_a_member_that_was_stopped_in_its_evaluation_is_evaluated_again(data, plan, sitting, tmp_path):
+    out = shutil.copytree(sitting, tmp_path / "out")
+    lines = (out / "runs/five/metrics.jsonl").read_text()
+    for name in ("five.npz", "five.json"):
+        (out / "results" / name).unlink()
+    run(data, plan, out, only=("five",))
+    assert read(out)["rows"] == read(sitting)["rows"]
+    steps = [json.loads(line)["step"] for line in (out / "runs/five/metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == len(lines.splitlines())  # nothing was trained again
+
+
+def test_finished_runs_are_taken(data, plan, sitting, tmp_path):
+    runs = tuple(sitting / "runs" / name for name in TWO)
+    run(data, plan, tmp_path, runs=runs)
+    ours, theirs = read(tmp_path), read(sitting)
     assert ours["rows"] == theirs["rows"]
     assert ours["missing"] == {}
+    before = (tmp_path / "results/five.json").stat().st_mtime_ns
+    run(data, plan, tmp_path, runs=runs)
+    assert (tmp_path / "results/five.json").stat().st_mtime_ns == before
 
 
-def test_other_weights_are_evaluated_again(data, sitting, tmp_path):
-    out = shutil.copytree(sitting, tmp_path / "out")
-    files = MemberFiles(out, TWO[0])
-    recipe = Recipe.from_json((files.run / "recipe.json").read_text())
-    shutil.rmtree(files.run / "final")
-    shutil.rmtree(files.run / "checkpoints")
-    (files.run / "metrics.jsonl").unlink()
-    train_small(data, files.run, recipe, max_steps=2)
-    old = files.read()["weights"]
-    run(data, out, "--only", TWO[0])
-    assert files.read()["weights"] != old
+def test_taken_runs_of_the_same_name(data, plan, sitting, tmp_path, monkeypatch):
+    for folder in "ab":
+        shutil.copytree(sitting / "runs/five", tmp_path / folder / "five")
+    monkeypatch.chdir(tmp_path)
+    run(data, plan, tmp_path / "out", runs=tuple(tmp_path.relative_to(tmp_path) / f / "five" for f in "ab"))
+    assert set(read(tmp_path / "out")["members"]) == {"a-five", "b-five"}
 
 
-def test_a_diverged_member_is_named(data, sitting, tmp_path):
-    out = shutil.copytree(sitting, tmp_path / "out")
-    files = MemberFiles(out, TWO[0])
-    shutil.rmtree(files.run / "final")
-    files.result.unlink()
-    result = json.loads((files.run / "result.json").read_text())
-    (files.run / "result.json").write_text(json.dumps({**result, "diverged": True}))
-    assert f"- {TWO[0]}: diverged in training" in run(data, out, "--only", TWO[0]).read_text()
+def test_other_weights_are_evaluated_again(data, plan, sitting, tmp_path):
+    taken = shutil.copytree(sitting / "runs/five", tmp_path / "five")
+    run(data, plan, tmp_path, runs=(taken,))
+    old = read(tmp_path, "five")["weights"]
+    recipe = Recipe.from_json((taken / "recipe.json").read_text())
+    shutil.rmtree(taken / "final")
+    shutil.rmtree(taken / "checkpoints")
+    (taken / "metrics.jsonl").unlink()
+    train_small(data, taken, recipe, max_steps=2)
+    run(data, plan, tmp_path, runs=(taken,))
+    assert read(tmp_path, "five")["weights"] != old
 
 
-@pytest.mark.parametrize("field", ["--dropout=0.2", "--seed=3", "--init-scale=2.0"])
-def test_what_would_make_the_members_alike(data, tmp_path, field):
-    with pytest.raises(ValueError, match="the six members differ in it"):
-        run(data, tmp_path, field)
+def test_a_run_that_has_not_ended_says_so(data, plan, sitting, tmp_path):
+    taken = shutil.copytree(sitting / "runs/five", tmp_path / "five")
+    shutil.rmtree(taken / "final")
+    with pytest.raises(RuntimeError, match="has no final network: its training has not ended"):
+        run(data, plan, tmp_path / "out", runs=(taken,))
 
 
-def test_one_process(data, tmp_path, monkeypatch):
+def test_runs_and_data_that_do_not_fit(plan, data, sitting, tmp_path, capsys):
+    words = ["--runs", str(sitting / "runs/five"), "--plan", str(plan), "--out", str(tmp_path / "out")]
+    assert main(words) == 1
+    assert "--runs without --data: give the images" in capsys.readouterr().err
+    assert main([*words, "--data", str(data), "--only", "five"]) == 1
+    assert "give one of the two" in capsys.readouterr().err
+    assert main(["--runs", str(tmp_path), "--data", str(data), "--out", str(tmp_path / "out")]) == 1
+    assert "is not the folder of a run" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_plans_and_other_data_are_refused(data, plan, sitting, tmp_path):
+    other = tmp_path / "plan.toml"
+    other.write_text(PLAN.replace("horizon = 10", "horizon = 11"))
+    for path in (data, None):
+        with pytest.raises(ValueError, match=r"five.json is of another plan: there and here, decay_epochs is"):
+            run(path, other, sitting)
+    images = shutil.copytree(data, tmp_path / "data")
+    (images / "train/class0/0.png").unlink()
+    with pytest.raises(ValueError, match="are of different data"):
+        run(images, plan, sitting)
+    with pytest.raises(ValueError, match="no run named nobody; it has five, apart"):
+        run(data, plan, tmp_path, only=("nobody",))
+    other.write_text(PLAN.replace('"members"', '"figures"'))
+    with pytest.raises(ValueError, match="group 'figures' is none of members"):
+        run(data, other, tmp_path)
+
+
+def test_one_process(data, plan, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="fig4 is one process"):
-        run(data, tmp_path)
+        run(data, plan, tmp_path)
 
 
 def test_steps_are_paired_over_images(tmp_path):
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 7, 300)
-    members = [MemberFiles(tmp_path, name) for name in "abc"]
+    members = [MemberFiles(name, tmp_path) for name in "abc"]
     for member in members:
-        member.run.mkdir(parents=True)
-        for crops, signal in ((1, 1.0), (144, 1.5)):
-            scores = rng.normal(size=(300, 7)) + signal * np.eye(7)[labels]
-            probabilities = torch.from_numpy(scores).softmax(1).float().numpy()
-            np.savez(member.run / f"probabilities-{crops}.npz", probabilities=probabilities, labels=labels)
+        found = {}
+        for crops, strength in ((1, 1.0), (144, 1.5)):
+            scores = torch.from_numpy(rng.normal(size=(300, 7)) + strength * np.eye(7)[labels])
+            found[crops] = Predictions(scores.softmax(1).float(), torch.from_numpy(labels), torch.arange(300), 0, ())
+        member.write_probabilities(found)
     figure = figure4(members, 32)
     wrong = {
         c: np.stack([m.predictions(c)[0].argmax(1).numpy() != labels for m in members]).astype(float) for c in (1, 144)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from batchnorm.reproduce.fig2.sharing import CONTROL, FOLDERS, shared_gpu
+from batchnorm.reproduce.planned.sharing import CONTROL, FOLDERS, SHARE, shared_gpu
 
 
 @pytest.fixture
@@ -17,12 +17,14 @@ def service(tmp_path, monkeypatch):
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv(FOLDERS[0], raising=False)
+    for name in (FOLDERS[0], SHARE):
+        monkeypatch.delenv(name, raising=False)
     return log
 
 
 def seen_by_a_child():
-    code = "import os; print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY'), os.environ.get('BATCHNORM_LAUNCHES_AT_ONCE'))"
+    names = (FOLDERS[0], "BATCHNORM_LAUNCHES_AT_ONCE", SHARE)
+    code = f"import os; print(*(os.environ.get(name) for name in {names}))"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()
 
 
@@ -30,9 +32,9 @@ def test_processes_meanwhile_share_and_everything_is_as_before_afterwards(servic
     before = dict(os.environ)
     with shared_gpu(8) as shared:
         assert shared
-        folder, launches = seen_by_a_child()
+        folder, launches, share = seen_by_a_child()
         assert os.path.isdir(folder)
-        assert launches == "16"
+        assert (launches, share) == ("0", "25")
     assert service.read_text().split() == ["-d", "quit"]
     assert not os.path.exists(folder)
     assert dict(os.environ) == before
@@ -48,7 +50,7 @@ def test_a_service_that_does_not_start_is_done_without(service, monkeypatch):
     monkeypatch.setenv("REFUSES", "1")
     with shared_gpu(4) as shared:
         assert not shared
-        assert seen_by_a_child() == ["None", "8"]
+        assert seen_by_a_child() == ["None", "0", "50"]
     assert "quit" not in service.read_text()
 
 
@@ -62,5 +64,5 @@ def test_a_service_that_is_there_is_left_alone(service, monkeypatch):
 def test_one_process_needs_nothing(service):
     with shared_gpu(1) as shared:
         assert not shared
-        assert seen_by_a_child() == ["None", "None"]
+        assert seen_by_a_child() == ["None", "None", "None"]
     assert not service.exists()

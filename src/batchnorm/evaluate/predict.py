@@ -77,7 +77,7 @@ def check_fits(mean: MeanProbabilities, classes: int, name: str) -> None:
     """
     size = mean.crops.size
     try:
-        found = mean.probabilities(torch.zeros(1, 3, size, size, dtype=torch.uint8, device=mean.normalize.mean.device))
+        found = mean.probabilities(torch.zeros(1, 3, size, size, dtype=torch.uint8, device=mean.normalize.shift.device))
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(
             f"{name} does not take images of 3x{size}x{size} ({error}): evaluate it at the size it was trained for"

@@ -58,7 +58,7 @@ class MeanProbabilities(nn.Module):
 
     def forward(self, squares: Squares) -> Tensor:
         """Return one row of probabilities for each image of the step."""
-        device = self.normalize.mean.device
+        device = self.normalize.shift.device
         # Nothing here waits for the device: the next step's squares are on their way while this one's are computed.
         levels = [self._level(pixels.to(device, non_blocking=True).movedim(-1, 1)) for pixels in squares.pixels]
         rows = squares.rows.to(device, non_blocking=True)

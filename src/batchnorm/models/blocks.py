@@ -16,8 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops.bias import bias_act
+from ..ops.channels_last import takes
 from .pools import AvgPool2d, MaxPool2d
 
+_NONLINEARITIES: dict[type[nn.Module], Literal["relu", "sigmoid"]] = {nn.ReLU: "relu", nn.Sigmoid: "sigmoid"}
 _A = TypeVar("_A")
 _B = TypeVar("_B")
 
@@ -57,10 +60,35 @@ def scaled(filters: int, width: float) -> int:
 class Unit(nn.Sequential):
     """A convolution, then its normalization with the nonlinearity fused, or the nonlinearity alone.
 
-    Paper: Sec. 3.2, z = g(BN(Wu))
+    ``rearrange`` adds a convolution's bias together with the nonlinearity.
+
+    Paper: Sec. 3.2, z = g(BN(Wu)); z = g(Wu + b)
     """
 
     conv: nn.Conv2d
+    rearrange: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve, normalize, apply the nonlinearity."""
+        if not self._is_plain() or not _rearranged(self, x):
+            return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
+        conv = self.conv
+        return self.finish(F.conv2d(x, conv.weight, None, conv.stride, conv.padding))
+
+    def finish(self, product: Tensor) -> Tensor:
+        """Do what follows the convolution, whose bias, if it has one, is not added yet."""
+        bias, last = self.conv.bias, self[1]
+        if bias is None:
+            return last(product)  # type: ignore[no-any-return]
+        if self._is_plain() and not torch.compiler.is_compiling() and takes(product):
+            return bias_act(product, bias, _NONLINEARITIES[type(last)])
+        return last(product + bias.to(product.dtype)[:, None, None])  # type: ignore[no-any-return]
+
+    def _is_plain(self) -> bool:
+        """Say whether a biased convolution and a nonlinearity are all there is, and nobody listens in between."""
+        conv, last = self[0], self[1]
+        known = type(conv) is nn.Conv2d and conv.bias is not None and type(last) in _NONLINEARITIES
+        return known and not any(m._forward_hooks or m._forward_pre_hooks for m in (conv, last))
 
 
 # (inputs, outputs, kernel, stride, height of the output map, row) -> unit
@@ -189,20 +217,19 @@ class InceptionModule(nn.Module):
             heads["project"] = self.pool[1]
         units = {name: cast(Unit, head) for name, head in heads.items() if head is not None}
         convolutions = [unit.conv for unit in units.values()]
-        biases = [conv.bias for conv in convolutions if conv.bias is not None]
-        wide = F.conv2d(x, torch.cat([conv.weight for conv in convolutions]), torch.cat(biases) if biases else None)
+        wide = F.conv2d(x, torch.cat([conv.weight for conv in convolutions]))
         parts = dict(zip(units, wide.split([conv.out_channels for conv in convolutions], 1), strict=True))
 
         def deep() -> Tensor:
-            y: Tensor = self.double33[2](self.double33[1](units["double"][1](parts["double"])))
+            y: Tensor = self.double33[2](self.double33[1](units["double"].finish(parts["double"])))
             return y
 
         def others() -> tuple[list[Tensor], Tensor]:
-            first = [units["one"][1](parts["one"])] if "one" in units else []
-            first.append(self.three[1](units["three"][1](parts["three"])))
+            first = [units["one"].finish(parts["one"])] if "one" in units else []
+            first.append(self.three[1](units["three"].finish(parts["three"])))
             if not self.projects_first:
                 return first, self.pool(x)
-            return first, units["project"][1](self.pool[0](parts["project"]))
+            return first, units["project"].finish(self.pool[0](parts["project"]))
 
         double, (first, pooled) = both(deep, others) if self.side_by_side else (deep(), others())
         return torch.cat([*first, double, pooled], 1)
@@ -227,5 +254,5 @@ def _side_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-def _rearranged(module: SeparableConv2d | InceptionModule, x: Tensor) -> bool:
+def _rearranged(module: Unit | SeparableConv2d | InceptionModule, x: Tensor) -> bool:
     return module.training and x.is_cuda if module.rearrange is None else module.rearrange

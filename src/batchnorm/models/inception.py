@@ -11,6 +11,7 @@ from torch import nn
 
 from ..layers import BatchNorm2d
 from .blocks import InceptionModule, Row, SeparableConv2d, Unit, scaled
+from .local_response import LocalResponseNorm
 from .pools import MaxPool2d
 
 # As printed. 4c and 4d sum to 608 channels, while the output column says 576: see `projection` of inception().
@@ -111,11 +112,11 @@ def inception(
         layers["pool1"] = MaxPool2d(2)
         size = -(-size // 2)
     if local_response:
-        layers["lrn1"] = nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75)  # not in the paper: GoogLeNet's constants
+        layers["lrn1"] = LocalResponseNorm(5, alpha=1e-4, beta=0.75)  # not in the paper: GoogLeNet's constants
     layers["reduce2"] = unit(first, first, 1, 1, size)
     layers["conv2"] = unit(first, channels, 3, 1, size)
     if local_response:
-        layers["lrn2"] = nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75)  # not in the paper: GoogLeNet's constants
+        layers["lrn2"] = LocalResponseNorm(5, alpha=1e-4, beta=0.75)  # not in the paper: GoogLeNet's constants
     layers["pool2"] = MaxPool2d(2)
     size = -(-size // 2)
     for row in (row.times(width) for row in rows(projection)):

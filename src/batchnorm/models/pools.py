@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..ops import pool
+from ..ops.channels_last import takes
 
 
 class MaxPool2d(nn.MaxPool2d):
@@ -25,7 +26,7 @@ class MaxPool2d(nn.MaxPool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Pool."""
-        return pool.max_pool(x, self.stride) if self.stride in (1, 2) and pool.takes(x) else super().forward(x)
+        return pool.max_pool(x, self.stride) if self.stride in (1, 2) and takes(x) else super().forward(x)
 
 
 class AvgPool2d(nn.AvgPool2d):
@@ -44,4 +45,4 @@ class AvgPool2d(nn.AvgPool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Pool."""
-        return pool.average_pool(x) if pool.takes(x) else super().forward(x)
+        return pool.average_pool(x) if takes(x) else super().forward(x)

@@ -11,8 +11,8 @@ from .geometry import Geometry, vector
 MEANING = "resident, once: x is read once where it fits on chip, in one launch; stream: twice, in two launches"
 # Up to so many parts every program merges all parts' sums itself; past it the last to arrive does it for all.
 MERGED_BY_ALL = 64
-# So many launches whose programs wait for each other may run at the same time and none has to wait for room. One
-# network trains on two streams; several networks side by side, as processes under MPS, need more.
+# So many launches whose programs wait for each other may run at the same time and none has to wait for room; 0: none
+# is made. One network trains on two streams. What processes that share a GPU leave each other nobody knows.
 AT_ONCE = int(os.environ.get("BATCHNORM_LAUNCHES_AT_ONCE", "2"))
 # Numbers of tiles held; each is a kernel to compile.
 HELD = (1, 2, 4, 7, 8, 12, 16)
@@ -151,9 +151,9 @@ def once(g: Geometry, itemsize: int, tensors: int, way: Way, processors: int) ->
     tiles = way.kilobytes * 1024 // (tile * itemsize * tensors)
     # 128 registers a thread: 16 warps fit on a multiprocessor.
     running = processors * 16 // way.warps
-    room = running // AT_ONCE
+    room = running // AT_ONCE if AT_ONCE else 0
     p = make(g, itemsize, "once", tile, min(tiles, HELD[-1]), 1, way.lanes, way.warps, 128)
-    if p.parts > room:
+    if p.parts > max(room, 1):  # a part alone waits for nobody
         return None
     beside = max(1, min(room // p.parts, p.slices))
     return p._replace(beside=beside, ticket=p.parts * p.slices > min(running // 4, room))

@@ -10,28 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .context import is_forward_mode, is_observed, is_transformed
-from .fused import DTYPES, HAS_TRITON
-from .geometry import geometry_of
-from .plan import power_up, up
-
-
-def takes(x: Tensor | torch.fx.Proxy) -> bool:
-    """Say whether :func:`max_pool` and :func:`average_pool` have a kernel for ``x``.
-
-    >>> takes(torch.zeros(1, 8, 4, 4))  # not on a GPU
-    False
-
-    Beyond the paper: speed.
-    """
-    if isinstance(x, torch.fx.Proxy):  # no tensor at all: torch.fx records
-        return False
-    if not x.is_cuda or x.dim() != 4 or x.dtype not in DTYPES or not HAS_TRITON or x.numel() == 0:
-        return False
-    if is_forward_mode() or (not torch.compiler.is_compiling() and (is_transformed() or is_observed(x))):
-        return False
-    g = geometry_of(x)
-    return g is not None and g.nhwc
+from .channels_last import Tiling, empty, readable, row_stride
 
 
 def max_pool(x: Tensor, stride: int) -> Tensor:
@@ -52,30 +31,13 @@ def average_pool(x: Tensor) -> Tensor:
     return y
 
 
-class _Tiling:
-    """How a tensor is spread over programs."""
-
-    def __init__(self, x: Tensor, strides: tuple[int, ...], pixels: int) -> None:
-        channels = x.shape[1]
-        self.align = 1
-        while self.align < 16 and all(n % (2 * self.align) == 0 for n in (channels, *strides)):
-            self.align *= 2
-        self.channels = min(power_up(channels), 128 // x.element_size())
-        self.pixels = 1024 // self.channels
-        self.programs = up(pixels, self.pixels) * up(channels, self.channels)
-
-    @property
-    def constants(self) -> tuple[int, int, int]:
-        return self.pixels, self.channels, self.align
-
-
 def _max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
     from .kernels.pool import max_forward
 
-    row = _row_stride(x)
+    row = row_stride(x)
     y, where = _fake_max_pool(x, stride)
     (n, c, h, w), (oh, ow) = x.shape, y.shape[2:]
-    t = _Tiling(x, (row, c), n * oh * ow)
+    t = Tiling(x, (row, c), n * oh * ow)
     numbers = (n * oh * ow, c // t.align, h, w, oh, ow, row // t.align, c // t.align)
     max_forward[(t.programs,)](x, y, where, *numbers, stride, *t.constants)
     return y, where
@@ -83,17 +45,17 @@ def _max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 
 def _fake_max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
     n, c, h, w = x.shape
-    y = _empty(x, (n, c, (h - 1) // stride + 1, (w - 1) // stride + 1))
+    y = empty(x, (n, c, (h - 1) // stride + 1, (w - 1) // stride + 1))
     return y, torch.empty_like(y, dtype=torch.uint8)
 
 
 def _max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, width: int) -> Tensor:
     from .kernels.pool import max_backward_1, max_backward_2
 
-    dy, row = _readable(dy)
+    dy, row = readable(dy)
     dx = _fake_max_pool_backward(dy, where, stride, height, width)
     n, c, oh, ow = dy.shape
-    t = _Tiling(dy, (row, c), n * oh * ow)
+    t = Tiling(dy, (row, c), n * oh * ow)
     count, channels = n * oh * ow, c // t.align
     if stride == 1:
         max_backward_1[(t.programs,)](dy, where, dx, count, channels, oh, ow, row // t.align, *t.constants)
@@ -104,41 +66,22 @@ def _max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, widt
 
 
 def _fake_max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, width: int) -> Tensor:
-    return _empty(dy, (*dy.shape[:2], height, width))
+    return empty(dy, (*dy.shape[:2], height, width))
 
 
 def _average_pool(x: Tensor, backward: bool) -> Tensor:
     from .kernels.pool import average
 
-    x, row = _readable(x)
+    x, row = readable(x)
     y = _fake_average_pool(x, backward)
     n, c, h, w = x.shape
-    t = _Tiling(x, (row, c), n * h * w)
+    t = Tiling(x, (row, c), n * h * w)
     average[(t.programs,)](x, y, n * h * w, c // t.align, h, w, row // t.align, backward, *t.constants)
     return y
 
 
 def _fake_average_pool(x: Tensor, backward: bool) -> Tensor:
-    return _empty(x, tuple(x.shape))
-
-
-def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
-
-
-def _row_stride(x: Tensor) -> int:
-    g = geometry_of(x)
-    if g is None or not g.nhwc:
-        raise ValueError(f"the pooling kernels take channels-last tensors, not strides {x.stride()}")
-    return g.stride
-
-
-def _readable(dy: Tensor) -> tuple[Tensor, int]:
-    """Return a gradient and the stride of its rows, copied only where it is not channels last."""
-    g = geometry_of(dy)
-    if g is None or not g.nhwc:
-        return dy.contiguous(memory_format=torch.channels_last), dy.shape[1]
-    return dy, g.stride
+    return empty(x, tuple(x.shape))
 
 
 def _keep_max(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -162,7 +162,7 @@ def woven_lanes(g: Geometry, itemsize: int) -> int | None:
 @cache
 def runs_on(device: torch.device) -> bool:
     """Say whether the kernel runs on a device: it needs Hopper's shared memory, the run-time compiler and all room."""
-    alone = AT_ONCE <= 2  # of two streams one waits until the other's programs are done
+    alone = 0 < AT_ONCE <= 2  # of two streams one waits until the other's programs are done
     return alone and torch.cuda.get_device_capability(device)[0] >= 9 and nvrtc.unavailable() is None
 
 

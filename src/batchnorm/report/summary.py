@@ -58,6 +58,17 @@ def _fig2(r: Result) -> str:
     return networks + (f"; {missing} runs of the plan not yet run" if missing else "")
 
 
+def _fig4(r: Result) -> str:
+    kinds = {
+        ("single crop, mean over networks", "1"): "single crop",
+        ("multicrop, mean over networks", "144"): "144 crops",
+        ("ensemble", "144"): f"{len(r['members'])} networks and 144 crops",
+    }
+    rows = [(kinds.get((x["model"], x["crops"])), x) for x in r["rows"]]
+    errors = ", ".join(f"{kind} {x['top1']:.1%} / {x['top5']:.1%}" for kind, x in rows if kind)
+    return f"top-1 / top-5 error: {errors} ({r['data']['classes']} classes)"
+
+
 def _section2(r: Result) -> str:
     b = r["b alone"]["ignored"]
     return f"norm of b grows to {b['norm of b'][-1]:.3g}; loss {b['loss'][0]:.4f} to {b['loss'][-1]:.4f}"
@@ -108,7 +119,7 @@ FIGURES = [
     Row("Figure 1", "reproduce fig1", "BN trains faster, ends higher", "fig1.json", _fig1),
     Row("Figure 1, fairly", "reproduce comparison", "not in the paper", "comparison.json", _comparison),
     Row("Figures 2, 3", "reproduce fig2 --data DIR", "14 times fewer steps; 74.8% against 72.2%", "fig2.json", _fig2),
-    Row("Figure 4", "reproduce fig4 --data DIR", "4.9% top-5 error", "fig4.json", str),
+    Row("Figure 4", "reproduce fig4 --data DIR", "4.9% top-5 error", "fig4.json", _fig4),
     Row("Section 2", "reproduce section2", "b grows, the loss stays", "section2.json", _section2),
     Row("Section 3.1", "reproduce optimizers", "any gradient method", "optimizers.json", _optimizers),
     Row("Sections 3.2, 5", "reproduce placement", "before the nonlinearity", "placement.json", _placement),

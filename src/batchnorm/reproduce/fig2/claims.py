@@ -8,9 +8,9 @@ from itertools import product
 from typing import NamedTuple
 
 from ...train.metrics import steps_to
+from ..planned.files import Finished
+from ..planned.plan import Plan
 from .curves import Curve, Seeds, all_seeds_of, at, best, noise, seeds_of, times_fewer
-from .files import Finished
-from .plan import Plan
 
 CONFIRMED, REFUTED, UNRESOLVED, NOT_RUN = "confirmed", "refuted", "not resolved", "not yet run"
 # A network trains when it is right ten times as often as by chance; it stays at chance when no validation lies four

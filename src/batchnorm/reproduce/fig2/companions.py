@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
+from ..planned.files import Finished
 from .claims import rates_that_train
 from .curves import Seeds, all_seeds_of, noise, seeds_of, times_fewer
-from .files import Finished
 from .section import Section, show_accuracy, show_times
 
 # Section 4.2.1, in its order: the field of the recipe, and what taking it back means.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...train.metrics import steps_to
-from .files import Finished
+from ..planned.files import Finished
 
 Curve = list[tuple[int, float]]
 # Student's t, two-sided 95%, by degrees of freedom.

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ...train.metrics import steps_to
+from ..planned.files import Finished
 from ..publish import colour, label, picture
 from .curves import best, seeds_of
-from .files import Finished
 
 # Colour and line of each network, its name in the paper.
 LINES = {

@@ -12,11 +12,11 @@ from ...extras import MissingExtraError
 from ...report.page import write_report
 from ...report.runs import Run
 from ...results import write_atomically, write_json
+from ..planned.files import Finished
+from ..planned.plan import Plan
 from .claims import verdicts
 from .curves import best, end_slope, seeds_of, times_fewer, tuned_baseline
-from .files import Finished
 from .picture import LINES, pictures
-from .plan import Plan
 from .section import markdown
 from .tables import PAPER, sections
 

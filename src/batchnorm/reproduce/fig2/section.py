@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .files import Finished
+from ..planned.files import Finished
 
 Rows = list[list[str]]
 

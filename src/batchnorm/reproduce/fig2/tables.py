@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from ...train.metrics import steps_to
+from ..planned.files import Finished
+from ..planned.plan import Plan
 from .claims import Verdict, verdicts
 from .companions import ablation, dropout, rates
 from .curves import Seeds, best, end_slope, seeds_of, times_fewer, tuned_baseline
-from .files import Finished
-from .plan import Plan
 from .section import Section, show_accuracy, show_steps, show_times
 
 Rows = list[list[str]]

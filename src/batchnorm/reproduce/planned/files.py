@@ -105,8 +105,8 @@ class RunFiles(NamedTuple):
             content["steps_per_second"],
         )
 
-    def write(self, result: Result, data: dict[str, Any], commit: str | None) -> None:
-        """Write the result file of a run that has ended in its folder."""
+    def write(self, result: Result, data: dict[str, Any], commit: str | None, **more: Any) -> None:
+        """Write the result file of a run that has ended in its folder, and what more was found out about it."""
         records = lines.read(self.folder / "metrics.jsonl")
         content = {
             "run": self.run.name,
@@ -116,9 +116,10 @@ class RunFiles(NamedTuple):
             "evaluate_every": self.run.evaluate_every,
             "data": data,
             "result": {k: v for k, v in asdict(result).items() if k not in ("recipe", "steps_to")},
-            "environment": {**environment(), **({"commit": commit} if commit else {})},
+            "environment": environment(commit),
             "seconds": round(_seconds(records), 1),
             "steps_per_second": _pace(records),
+            **more,
             "columns": COLUMNS,
             "curve": [list(point) for point in curve(records)],
         }

@@ -1,28 +1,23 @@
-"""Tell how far the runs are that train side by side: bars on a terminal, plain lines elsewhere."""
+"""Tell how far the jobs are that run side by side: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
-
-from .files import RunFiles
 
 LINE_EVERY = 30.0
 
 
 class Watch:
-    """Follow the runs' metrics files.
-
-    Args:
-        data: what :func:`describe_data` says, for the length of an epoch.
+    """Follow the metrics files of jobs that train.
 
     Beyond the paper: for people who wait.
     """
 
-    def __init__(self, data: dict[str, Any]) -> None:
-        self.examples = data["train"]
+    def __init__(self) -> None:
         self.followed: dict[str, _Followed] = {}
         self.bars: Any = None
         if sys.stderr.isatty():
@@ -41,15 +36,13 @@ class Watch:
         if self.bars is not None:
             self.bars.stop()
 
-    def add(self, files: RunFiles) -> None:
-        """Follow one more run."""
-        recipe = files.run.recipe
-        total = round(recipe.epochs * -(-self.examples // recipe.batch_size))
-        self.followed[files.run.name] = followed = _Followed(files, total)
+    def add(self, name: str, folder: Path, steps: int) -> None:
+        """Follow one more job, in its folder; one of 0 steps does not train."""
+        self.followed[name] = followed = _Followed(folder, steps)
         if self.bars is not None:
-            followed.task = self.bars.add_task(files.run.name, total=total)
+            followed.task = self.bars.add_task(name, total=steps or None)
         else:
-            self._say(f"{files.run.name}: started, {total:,} steps")
+            self._say(f"{name}: started" + (f", {steps:,} steps" if steps else ""))
 
     def look(self) -> None:
         """Show what is new."""
@@ -59,16 +52,15 @@ class Watch:
                 self.bars.update(run.task, completed=run.step, description=f"{name}{run.text}")
             elif run.text and time.monotonic() - run.told > LINE_EVERY:
                 run.told = time.monotonic()
-                self._say(f"{name}: step {run.step:,} of {run.total:,}{run.text}")
+                self._say(f"{name}:{run.where().removeprefix(' at')}")
 
-    def ended(self, files: RunFiles, *, finished: bool) -> None:
-        """Say how a run ended."""
-        run = self.followed.pop(files.run.name)
+    def ended(self, name: str, *, finished: bool) -> None:
+        """Say how a job ended."""
+        run = self.followed.pop(name)
         run.read()
         if self.bars is not None:
             self.bars.remove_task(run.task)
-        how = "finished" if finished else "stopped"
-        self._say(f"{files.run.name}: {how} at step {run.step:,} of {run.total:,}{run.text}")
+        self._say(f"{name}: {'finished' if finished else 'stopped'}{run.where()}")
 
     def _say(self, text: str) -> None:
         if self.bars is not None:
@@ -78,13 +70,17 @@ class Watch:
 
 
 class _Followed:
-    """Hold how far a run is known to be."""
+    """Hold how far a job is known to be."""
 
-    def __init__(self, files: RunFiles, total: int) -> None:
-        self.path, self.total = files.folder / "metrics.jsonl", total
+    def __init__(self, folder: Path, total: int) -> None:
+        self.path, self.total = folder / "metrics.jsonl", total
         self.position = self.path.stat().st_size if self.path.exists() else 0
         self.step, self.text, self.told = 0, "", time.monotonic()
         self.task: Any = None
+
+    def where(self) -> str:
+        """Say at which step it is, and what was last found there."""
+        return f" at step {self.step:,} of {self.total:,}{self.text}" if self.total else ""
 
     def read(self) -> None:
         """Take in the lines that were written since the last look."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 CONTROL = "nvidia-cuda-mps-control"
+SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 
 
@@ -29,8 +30,11 @@ def shared_gpu(processes: int) -> Iterator[bool]:
         yield False
         return
     before = dict(os.environ)
-    # Two streams each: kernels whose programs wait for each other leave room for all of them (ops/plan.py).
-    os.environ.setdefault("BATCHNORM_LAUNCHES_AT_ONCE", str(2 * processes))
+    # A kernel whose programs wait for each other could wait for ever for room that other processes took (ops/plan.py).
+    os.environ.setdefault("BATCHNORM_LAUNCHES_AT_ONCE", "0")
+    # On all multiprocessors, one process's wide kernels hold up the small ones of all others: on an H200, 8 and 13
+    # training processes took 1.5 times the steps together with a quarter of it for each (docs/decisions.md).
+    os.environ.setdefault(SHARE, str(max(25, 200 // processes)))
     folder = None
     try:
         if shutil.which(CONTROL) is not None and FOLDERS[0] not in os.environ:

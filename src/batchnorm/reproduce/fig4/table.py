@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..evaluate import Ensemble, Score
-from ..evaluate.accuracy import label_ranks
+from ...evaluate import Ensemble, Score
+from ...evaluate.accuracy import label_ranks
 from .member_files import CROPS, MemberFiles
 
 
@@ -162,7 +162,7 @@ def markdown(figure: Figure4 | None, images: str, missing: Mapping[str, str]) ->
         lines += [f"| **measured here: {images}** | | | | | |", *(_line(row) for row in figure.rows), ""]
         lines += [f"- {step}" for step in figure.steps]
         lines += [
-            f"- two networks disagree on {share:.2%} of the images ({crops} crops)"
+            f"- two networks disagree on {share:.2%} of the images ({crops} {'crop' if crops == '1' else 'crops'})"
             for crops, share in figure.disagreement.items()
             if share is not None
         ]

@@ -1,0 +1,54 @@
+"""A bias and a nonlinearity in channels-last tensors: tiles of P pixels and V channels.
+
+C and the strides of rows (a pixel's channels) are in multiples of A: the compiler then knows how wide accesses may be.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_of(first, last, C, channel, P: tl.constexpr):
+    """Return the pixels first to first + P, [P, 1], and which values of the tile exist, [P, V]."""
+    pixel = first + tl.arange(0, P)
+    return pixel.to(tl.int64)[:, None], (pixel < last)[:, None] & (channel < C)[None, :]
+
+
+@triton.jit(do_not_specialize=["count", "C", "x_stride"])
+def forward(
+    x, bias, y, count, C, x_stride,
+    SIGMOID: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
+):  # fmt: skip
+    """Write g(x + b), one tile a program."""
+    C = C * A
+    slices = (C + V - 1) // V
+    block = tl.program_id(0) // slices
+    channel = (tl.program_id(0) - block * slices) * V + tl.arange(0, V)
+    pixel, here = tile_of(block * P, count, C, channel, P)
+    value = tl.load(x + pixel * (x_stride * A) + channel[None, :], mask=here).to(tl.float32)
+    value += tl.load(bias + channel, mask=channel < C).to(tl.float32)[None, :]
+    result = 1 / (1 + tl.exp(-value)) if SIGMOID else tl.where(value < 0, 0.0, value)  # not a number stays it
+    tl.store(y + pixel * C + channel[None, :], result.to(y.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["count", "C", "dy_stride", "tiles"])
+def backward(
+    dy, y, dx, partial, count, C, dy_stride, tiles,
+    SIGMOID: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
+):  # fmt: skip
+    """Write dx = g'(x + b) dy, and its sums over the pixels of so many tiles: the bias's gradient, in parts."""
+    C = C * A
+    slices = (C + V - 1) // V
+    part = tl.program_id(0) // slices
+    channel = (tl.program_id(0) - part * slices) * V + tl.arange(0, V)
+    total = tl.zeros([P, V], tl.float32)
+    for tile in range(tiles):
+        pixel, here = tile_of((part * tiles + tile) * P, count, C, channel, P)
+        d = tl.load(dy + pixel * (dy_stride * A) + channel[None, :], mask=here, other=0.0).to(tl.float32)
+        out = tl.load(y + pixel * C + channel[None, :], mask=here, other=0.0).to(tl.float32)
+        d = d * out * (1 - out) if SIGMOID else tl.where(out <= 0, 0.0, d)
+        tl.store(dx + pixel * C + channel[None, :], d.to(dx.dtype.element_ty), mask=here)
+        total += d
+    tl.store(partial + part * C + channel, tl.sum(total, 0), mask=channel < C)

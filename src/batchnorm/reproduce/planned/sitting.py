@@ -1,0 +1,98 @@
+"""What every command that runs a plan is asked: on what data, where to, how many at a time, for how long."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from .sharing import CONTROL, shared_gpu
+from .side_by_side import Job, run_side_by_side
+from .training import Machine
+
+
+@dataclass(frozen=True)
+class Sitting:
+    """Hold the options of one sitting of a plan's runs.
+
+    Beyond the paper: running it.
+    """
+
+    data: Path | None = None
+    """Folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar; none trains nothing."""
+    out: Path = Path("runs")
+    """Folder for what is made of the results, and for the runs' checkpoints."""
+    results: Path | None = None
+    """Folder of the runs' result files, by default OUT/results."""
+    plan: Path | None = None
+    """The plan of the runs; by default that of the library, for 100 classes at 64 px."""
+    only: tuple[str, ...] = ()
+    """Train the runs of these names alone."""
+    jobs: int = 1
+    """Runs that train side by side on the one device."""
+    minutes: float | None = None
+    """Save and stop after so long."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """auto is bf16 on a GPU."""
+    cache: Literal["none", "device"] = "device"
+    """device keeps the decoded images on the device, for sets that fit."""
+    workers: int = 2
+    """Processes that decode images, for each run."""
+    commit: str | None = None
+    """Commit to note in the result files, where git cannot tell."""
+
+    @property
+    def result_files(self) -> Path:
+        """The folder of the runs' result files."""
+        return self.results or self.out / "results"
+
+    def check(self) -> None:
+        """Check what can be known before any work.
+
+        Raises:
+            FileNotFoundError: where there is no such folder of results.
+            ValueError: where no run may train.
+        """
+        if self.jobs < 1:
+            raise ValueError(f"jobs={self.jobs}: at least one run trains at a time")
+        if self.data is None and self.results is not None and not self.results.is_dir():
+            raise FileNotFoundError(
+                f"{self.results} is not a folder: give that of the runs' result files, or --data to train"
+            )
+
+    def machine(self, data: Path) -> Machine:
+        """Say on what each run runs."""
+        threads = max(1, (os.cpu_count() or 1) // self.jobs)
+        return Machine(data, self.device, self.precision, self.cache, self.workers, threads, self.commit)
+
+    def carry_out(self, waiting: Sequence[Job], publish: Callable[[], Path]) -> Path:
+        """Do the jobs side by side, make of the results what there is to be made, and return the path of that.
+
+        Raises:
+            RuntimeError: where a job failed; the others count all the same.
+            KeyboardInterrupt: where they were stopped before their end.
+        """
+        complete, failure = True, None
+        try:
+            complete = self._side_by_side(waiting)
+        except RuntimeError as error:
+            failure = error
+        published = publish()
+        if failure is not None:
+            raise failure
+        if not complete:
+            raise KeyboardInterrupt
+        return published
+
+    def _side_by_side(self, waiting: Sequence[Job]) -> bool:
+        on_gpu = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+        with shared_gpu(min(self.jobs, len(waiting)) if on_gpu else 1) as shared:
+            if on_gpu and len(waiting) > 1 and self.jobs > 1 and not shared:
+                print(f"{CONTROL} is not to be had: the runs get the GPU in turns, and gain little by being together")
+            return run_side_by_side(waiting, jobs=self.jobs, minutes=self.minutes)
