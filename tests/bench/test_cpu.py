@@ -1,4 +1,5 @@
 import json
+import platform
 
 import pytest
 
@@ -57,3 +58,7 @@ def test_bars():
     assert few.bar("none") == few.bar("relu") == pytest.approx(1 / 3)
     assert one.bar("none") == many.bar("none") == 1.25  # one channel lies the same in both layouts
     assert many.bar("relu") == 1.0
+
+
+def test_memory_is_kept_where_the_allocator_can_be_told():
+    assert cpu.keep_freed_memory() is (platform.libc_ver()[0] == "glibc")

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -337,6 +338,17 @@ def test_an_exception_leaves_nothing_on():
     with pytest.raises(ZeroDivisionError), bn.recompute():
         raise ZeroDivisionError
     assert kept(chain(4), torch.randn(SMALL), less=False) > 7.9
+
+
+def test_is_active_in_this_thread_and_no_longer():
+    assert not saving.is_active()
+    with pytest.raises(KeyError), bn.recompute(), bn.recompute():
+        assert saving.is_active()
+        with ThreadPoolExecutor(1) as other:
+            assert not other.submit(saving.is_active).result()
+        raise KeyError
+    assert not saving.is_active()
+    assert saving._active == 0
 
 
 def test_nested_in_itself(counted):
