@@ -341,12 +341,16 @@ def test_an_exception_leaves_nothing_on():
 
 
 def test_is_active_in_this_thread_and_no_longer():
+    def fail():
+        with bn.recompute():
+            raise KeyError
+
     assert not saving.is_active()
-    with pytest.raises(KeyError), bn.recompute(), bn.recompute():
+    with bn.recompute(), bn.recompute(), ThreadPoolExecutor(1) as other:
         assert saving.is_active()
-        with ThreadPoolExecutor(1) as other:
-            assert not other.submit(saving.is_active).result()
-        raise KeyError
+        assert not other.submit(saving.is_active).result()
+    with pytest.raises(KeyError):
+        fail()
     assert not saving.is_active()
     assert saving._active == 0
 
