@@ -11,7 +11,7 @@ from . import composite, cpu, fused, given
 from .activation import Activation, as_activation
 from .context import is_forward_mode, is_observed, is_transformed
 from .moments import Moments
-from .running import Running, update_
+from .running import Kept, Running, update_
 
 
 class Choice(NamedTuple):
@@ -131,7 +131,7 @@ def quick_(
     x: Tensor,
     gamma: Tensor | None,
     beta: Tensor | None,
-    running: Running,
+    running: Kept,
     momentum: float | None,
     eps: float,
     activation: Activation,
@@ -140,7 +140,7 @@ def quick_(
     """Return y by the shortest way and move the running averages; None, and nothing moved, where another way is due."""
     if x.is_cuda:
         return fused.normalize_batch_(x, gamma, beta, running, momentum, eps, activation, residual)
-    return cpu.normalize_batch_(x, gamma, beta, running[:3], momentum, eps, activation) if residual is None else None
+    return cpu.normalize_batch_(x, gamma, beta, running, momentum, eps, activation) if residual is None else None
 
 
 def normalize(
