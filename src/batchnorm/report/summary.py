@@ -166,6 +166,11 @@ def _input(r: Result) -> str:
     return f"{r['ours']:,.0f} images/s, {r['ratio']:.2f} times a plain Pillow loader"
 
 
+def _crops(r: Result) -> str:
+    share = r["share of forward"]
+    return f"{share['crops']:.2f} of the bare forward pass from decoded images, {share['files']:.2f} from JPEG files"
+
+
 def _bench_fig1(r: Result) -> str:
     faster = r["times faster than eager"]
     return f"one process {faster['one process']:.2f}, as `make run` {faster['make run']:.2f} times faster"
@@ -190,6 +195,7 @@ SPEED = [
     Row("peak memory of a training step", "bench memory", "", "memory-h200.json", _memory),
     Row("the training step against stock parts", "bench train", "", "bench-train-h200.json", _train),
     Row("images decoded and cropped per core", "bench input DIR", "", "bench-input.json", _input),
+    Row("144 crops of an image", "bench crops", "", "bench-crops-h200.json", _crops),
     Row("Figure 1 against plain eager", "bench fig1", "", "bench-fig1.json", _bench_fig1),
     Row("Monitor's price", "bench monitor", "", "bench-monitor.json", _monitor),
     Row("estimate_ and fold", "bench algorithm2", "", "algorithm2.json", _algorithm2),
