@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernels import EPS, Way, arranged, compare, kept, run
 from oracle import assert_near
 
-from batchnorm.ops import forms, plan
+from batchnorm.ops import forms, launch, plan
 from batchnorm.ops.geometry import geometry_of
 
 # Triton's interpreter meets it in numpy >= 1.25.
@@ -192,3 +192,17 @@ def test_launches_that_overlap_leave_each_other_room(at_once, monkeypatch):
             waiting = p.parts * (p.beside if p.ticket else p.slices)
             fits = at_once > 0 and waiting * p.warps * at_once <= capacity
             assert p.path == "stream" or p.alone or fits
+
+
+def test_bits_tell_of_a_residual_whose_gradient_is_not_wanted(device, monkeypatch):
+    asked = []
+
+    def form_of(x, backward, residual, p=None):
+        asked.append(residual)
+        return forms.form_of(x, backward, residual, p)
+
+    monkeypatch.setattr(launch, "form_of", form_of)
+    x, residual = (torch.randn(4, 8, 5, 5, device=device) for _ in range(2))
+    y, stats, bits = launch.forward(x, None, None, residual, None, 0.1, 1e-5, "relu", 0.0, True)
+    launch.backward(torch.randn_like(y), x, None, bits, stats, "relu", 0.0, None)
+    assert asked == [True, True]

@@ -77,7 +77,8 @@ def backward(
     p: Plan | Residence | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dx, dgamma, dbeta and, where a type is given for it, the residual's gradient."""
-    g, strides, r, q, launches = form_of(x, True, residual_dtype is not None, p)
+    # Bits tell of a residual as well, though its gradient may not be wanted.
+    g, strides, r, q, launches = form_of(x, True, bits is not None or residual_dtype is not None, p)
     dx = x.new_empty_strided(x.shape, strides)
     dresidual = None if residual_dtype is None else x.new_empty_strided(x.shape, strides, dtype=residual_dtype)
     dgamma = x.new_empty(g.channels, dtype=torch.float32)
