@@ -1,5 +1,6 @@
 """The layers' shortest way: the same as the general one where it is taken, nothing moved where it is not."""
 
+import copy
 import gc
 from contextlib import nullcontext
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from oracle import assert_near, expect
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from batchnorm import layers, ops
 from batchnorm.ops import Activation, Running, cpu
@@ -151,6 +153,43 @@ def test_what_was_remembered_does_not_outlive_a_change(change):
     torch.testing.assert_close(layer.running_mean, before[0] + 0.1 * (x.mean(0) - before[0]))
     torch.testing.assert_close(layer.running_var, before[1] + 0.1 * (x.var(0) - before[1]))
     assert layer.num_batches_tracked == before[2] + 1
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("length", [2, 8])
+def test_a_parameter_cut_after_the_first_batch_is_refused(name, length):
+    layer, x = layers.BatchNorm1d(4), torch.randn(8, 4)
+    layer(x)
+    getattr(layer, name).data = torch.ones(length)
+    with pytest.raises(ValueError, match="has shape"):
+        layer(x)
+
+
+CHECKPOINTED = {
+    "small": lambda: torch.randn(8, 4, 5, 5),
+    "images, statistics by sums": lambda: torch.randn(8, 4, 64, 400),
+    "rows, statistics by sums": lambda: torch.randn(10, 16, 32, 32).contiguous(memory_format=LAST),
+    "bfloat16": lambda: torch.randn(8, 4, 5, 5).bfloat16(),
+    "far from zero: another way after this one": lambda: torch.randn(8, 4, 5, 5) + 1e4,
+    "large and far from zero": lambda: torch.randn(8, 4, 64, 400) + 1e4,
+    "NaN": lambda: torch.full((8, 4, 5, 5), float("nan")),
+}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("activation", ["identity", "relu"])
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_computed_again_in_a_checkpoint(name, activation, reentrant):
+    """What is saved is the same the second time, and nothing moves twice."""
+    x, plain = CHECKPOINTED[name]().requires_grad_(), layers.BatchNorm2d(4 if "rows" not in name else 16)
+    plain.activation = Activation(activation)
+    layer, dy = copy.deepcopy(plain), torch.randn_like(x)
+    expected = torch.autograd.grad(plain(x), [x, plain.weight], dy)
+    checkpoint(layer, x, use_reentrant=reentrant).backward(dy)
+    for found, want in zip((x.grad, layer.weight.grad), expected, strict=True):
+        torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+    for found, want in zip(layer.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(found, want, rtol=0, atol=0)
 
 
 def test_nothing_is_remembered_of_what_is_gone():

@@ -33,7 +33,7 @@ def is_observed(x: Tensor) -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Say whether this is an ordinary forward pass on the CPU: no compiler, transform, tracer or recomputation."""
+    """Say whether this is an ordinary forward pass on the CPU: no compiler, transform or tracer."""
     # All questions of this file in one expression, by short names: layers ask them in every call.
     return (
         not torch.compiler.is_compiling()
@@ -43,7 +43,6 @@ def is_plain(x: Tensor) -> bool:
         and forward_ad._current_level < 0
         and _modes() == 0
         and _tracing_state() is None
-        and _graph_task() == -1
     )
 
 
@@ -64,4 +63,3 @@ _interpreter = torch._C._functorch.peek_interpreter_stack
 _modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _tracing_state = torch._C._get_tracing_state
-_graph_task = torch._C._current_graph_task_id

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..activation import Activation
-from ..context import is_plain
+from ..context import is_plain, is_recomputation
 from ..running import Kept
 from ..saving import is_active, remember
 from . import native, nonlinear, sums
@@ -44,7 +44,8 @@ def normalize_batch_(
         return None
     # Nearly every call is like the last one with the same running averages.
     memory = _memories.get(id(mean))
-    form = x.shape, x.stride(), x.dtype, id(gamma), id(beta), activation
+    gamma_shape, beta_shape = None if gamma is None else gamma.shape, None if beta is None else beta.shape
+    form = x.shape, x.stride(), x.dtype, gamma_shape, beta_shape, activation
     addresses = mean.data_ptr(), var.data_ptr(), num_batches.data_ptr()
     if memory is None or memory.form != form or memory.addresses != addresses:
         if not _fits(x, gamma, beta, running):
@@ -55,10 +56,14 @@ def normalize_batch_(
         memory = _remember(form, addresses, running, layout, nonlinear.for_fresh(activation, x.numel(), x.dtype))
     _, _, means, variances, count, layout, activate, _ = memory
     factor = momentum if momentum is not None else 1 / (count[0] + 1)
+    moved = 1
+    if is_recomputation():
+        # The same way again, for checkpointing counts what a pass saves; the averages have moved already.
+        mean, var, moved = mean.clone(), var.clone(), 0
     if layout is not None:
-        y = _by_sums(x, gamma, beta, running, factor, eps, layout, activate is not None)
+        y = _by_sums(x, gamma, beta, mean, var, factor, eps, layout, activate is not None)
         if y is not None:
-            count[0] += 1
+            count[0] += moved
         return y
     before = bytes(means), bytes(variances)
     y, mu, invstd = _kernel(x, gamma, beta, mean, var, True, factor, eps)
@@ -71,7 +76,7 @@ def normalize_batch_(
     if not (mu.dot(mu).item() * invstd.dot(invstd).item() + finite <= LIMIT or _norm2(mu * invstd) + finite <= LIMIT):
         means[:], variances[:] = (memoryview(old).cast("f") for old in before)
         return None
-    count[0] += 1
+    count[0] += moved
     if is_active():
         remember(y, _again(eps, activate), x, gamma, beta)
     return y
@@ -81,7 +86,8 @@ def _by_sums(
     x: Tensor,
     gamma: Tensor | None,
     beta: Tensor | None,
-    running: Kept,
+    running_mean: Tensor,
+    running_var: Tensor,
     factor: float,
     eps: float,
     layout: Layout,
@@ -91,8 +97,8 @@ def _by_sums(
     if found is None:
         return None
     y: Tensor = sums.KnownStatistics.apply(x, gamma, beta, found, eps, relu)  # type: ignore[no-untyped-call]
-    running[0].lerp_(found.mean, factor)
-    running[1].lerp_(found.unbiased_var, factor)
+    running_mean.lerp_(found.mean, factor)
+    running_var.lerp_(found.unbiased_var, factor)
     if is_active():
 
         def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
