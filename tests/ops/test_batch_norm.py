@@ -225,6 +225,15 @@ def test_mask_equals_the_same_values_without_padding():
     assert (x.grad.movedim(1, 2)[~mask] == 0).all()
 
 
+def test_given_statistics_have_gradients():
+    x, mean, var = draw(6, 3, 4), draw(3).requires_grad_(), (torch.rand(3) + 0.5).requires_grad_()
+    dy = torch.randn_like(x)
+    found = torch.autograd.grad(ops.normalize(x, mean, var, eps=EPS), [mean, var], dy)
+    scale = (var + EPS).rsqrt()[:, None]
+    expected = torch.autograd.grad((x - mean[:, None]) * scale, [mean, var], dy)
+    torch.testing.assert_close(found, expected)
+
+
 def test_normalize_by_given_statistics():
     x = draw(4, 3, 5).requires_grad_()
     mean, var = torch.randn(3), torch.rand(3)

@@ -77,6 +77,15 @@ def test_gradients(added, dtype, device):
         assert (a.double() - b).norm() <= (1e-5 if dtype == torch.float32 else 2e-2) * b.norm()
 
 
+def test_a_wider_residual_leaves_the_type_alone(device):
+    x, residual = (torch.randn(4, 3, 5, device=device, requires_grad=True) for _ in range(2))
+    given_ = statistics(3, device)
+    y = given.normalize(x, *given_, EPS, Activation("relu"), residual.double())
+    check(y, x, given_, Activation("relu"), residual, torch.float32)
+    y.sum().backward()
+    assert residual.grad.dtype == torch.float32
+
+
 @pytest.mark.gpu
 def test_layers_in_evaluation_take_it():
     import batchnorm as bn

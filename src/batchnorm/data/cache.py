@@ -37,7 +37,7 @@ class DeviceCache:
     def fill(cls, source: ImageSource, size: int, workers: int, device: torch.device) -> DeviceCache:
         """Decode the whole source."""
         n, side = len(source.labels), cached_side(source, size)
-        _check_room(n * side * side * 3, device)
+        check_room(n * side * side * 3, device)
         images = torch.empty(n, side, side, 3, dtype=torch.uint8, device=device)
         labels = torch.empty(n, dtype=torch.int64, device=device)
         row_of, sizes = np.full(n, -1), np.zeros((n, 2), dtype=np.int64)
@@ -120,7 +120,8 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _check_room(wanted: int, device: torch.device) -> None:
+def check_room(wanted: int, device: torch.device) -> None:
+    """Refuse more bytes than a GPU has free."""
     if device.type != "cuda":
         return
     free, _ = torch.cuda.mem_get_info(device)

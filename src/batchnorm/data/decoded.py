@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import warnings
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from ..extras import require
-from .cache import DeviceCache, cached_side
+from .cache import DeviceCache, cached_side, check_room
 from .reader import CorruptFile
-from .source import open_source
+from .source import ImageSource, open_source
 
 
 def open_decoded(
@@ -21,29 +24,53 @@ def open_decoded(
 ) -> DeviceCache:
     """Return the decoded images of a split, from the file in ``folder`` where one of the same data is there.
 
-    A file is of the same data where names, sizes and times of the image files, or of the shards, are the same. Those
-    of other data are left alone.
+    A file is of the same data where classes, labels, and names, sizes and times of the image files, or of the shards,
+    are the same. Those of other data are left alone. The file is a shortcut only: one that cannot be read is written
+    anew, and one that cannot be written is done without, with a warning.
 
     Beyond the paper: the input pipeline.
     """
-    source, where = open_source(data, split), torch.device(device)
+    error = require("safetensors", "train").SafetensorError
+    data, where = data.expanduser(), torch.device(device)
+    source = open_source(data, split)
     side = cached_side(source, size)
-    path = folder / f"{split}-{side}px-{_state_of(data, split)}.safetensors"
-    if path.is_file():
+    path = folder / f"{split}-{side}px-{_state_of(source, data, split)}.safetensors"
+    with contextlib.suppress(OSError, error):
         return _load(path, where)
     cache = DeviceCache.fill(source, size, workers, where)
-    _save(cache, path)
+    try:
+        _save(cache, path)
+    except (OSError, error) as why:
+        warnings.warn(f"the decoded images cannot be kept in {folder}: {why}", stacklevel=2)
     return cache
 
 
-def _state_of(data: Path, split: str) -> str:
-    shards = sorted(data.glob(f"{split}-*.tar"))
-    digest = hashlib.sha256()
-    for path in shards or sorted(data.joinpath(split).rglob("*")):
-        if path.is_file():
-            stat = path.stat()
-            digest.update(f"{path.relative_to(data)} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+def discard_decoded(folder: Path) -> None:
+    """Remove what :func:`open_decoded` left in a folder, and the folder itself where nothing else is in it.
+
+    Beyond the paper: the input pipeline.
+    """
+    for path in folder.glob("*-*px-*.safetensors"):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _state_of(source: ImageSource, data: Path, split: str) -> str:
+    digest = hashlib.sha256(json.dumps(source.classes).encode())
+    digest.update(source.labels.tobytes())
+    shards = [str(path) for path in sorted(data.glob(f"{split}-*.tar"))]
+    for path in shards or (source.name(example) for example in range(len(source.labels))):
+        digest.update(os.fsencode(f"{path.removeprefix(str(data))} {_state_of_file(path)}\n"))
     return digest.hexdigest()[:16]
+
+
+def _state_of_file(path: str) -> str:
+    try:
+        stat = os.stat(path)
+    except OSError:  # a link to nowhere is a corrupt image
+        return "absent"
+    return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
 def _save(cache: DeviceCache, path: Path) -> None:
@@ -54,12 +81,16 @@ def _save(cache: DeviceCache, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")
     host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    require("safetensors.torch", "train").save_file(host, temporary, {"corrupt": corrupt})
-    temporary.replace(path)  # whole or absent
+    try:
+        require("safetensors.torch", "train").save_file(host, temporary, {"corrupt": corrupt})
+        temporary.replace(path)  # whole or absent
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _load(path: Path, device: torch.device) -> DeviceCache:
     with require("safetensors", "train").safe_open(path, framework="pt", device=str(device)) as file:
+        check_room(prod(file.get_slice("images").get_shape()), device)
         images, labels = file.get_tensor("images"), file.get_tensor("labels")
         row_of, sizes = (np.asarray(file.get_tensor(name).cpu()) for name in ("row_of", "sizes"))
         corrupt = [CorruptFile(**entry) for entry in json.loads(file.metadata()["corrupt"])]

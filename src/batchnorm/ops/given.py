@@ -65,4 +65,4 @@ def _differentiable(
         return composite.normalize(x, mean, var, gamma, beta, eps, activation, residual)
     gamma, beta = (None if v is None else v.float() for v in (gamma, beta))
     y = F.batch_norm(x, mean.float(), var.float(), gamma, beta, training=False, eps=eps)
-    return activation(y if residual is None else y + residual)
+    return activation(y if residual is None else y + residual.to(y.dtype))

@@ -95,7 +95,8 @@ def normalize(
     dtype = statistics_dtype(x)
     mean, var = mean.to(dtype), var.to(dtype)
     gamma, beta = (None if v is None else v.to(dtype) for v in (gamma, beta))
-    if not bool((mean.square() <= native.CONDITION**2 * (var + eps)).all()):
+    wanted = mean.requires_grad or var.requires_grad  # the kernel takes them for constants
+    if wanted or not bool((mean.square() <= native.CONDITION**2 * (var + eps)).all()):
         return composite.normalize(x, mean, var, gamma, beta, eps, activation, residual)
     y = F.batch_norm(x, mean, var, gamma, beta, training=False, eps=eps)
     if residual is not None:

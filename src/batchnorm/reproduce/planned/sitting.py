@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from ...data.decoded import open_decoded
+from ...data.decoded import discard_decoded, open_decoded
 from .sharing import CONTROL, shared_gpu
 from .side_by_side import Job, run_side_by_side
 from .training import Machine, Training
@@ -91,7 +90,8 @@ class Sitting:
             raise failure
         if not complete:
             raise KeyboardInterrupt
-        shutil.rmtree(self.out / "decoded", ignore_errors=True)  # for runs to come, and none will
+        if self.data is not None:  # not where figures are made while another sitting trains
+            discard_decoded(self.out / "decoded")  # for runs to come, and none will
         return published
 
     def _side_by_side(self, waiting: Sequence[Job]) -> bool:
