@@ -219,6 +219,71 @@ def test_who_listens_to_a_unit_hears_its_layers():
     assert heard == ["conv"]
 
 
+@pytest.mark.parametrize("layer", ["conv", "activation"])
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_who_listens_to_gradients_hears_them(layer, register):
+    unit = Unit(OrderedDict(conv=nn.Conv2d(3, 4, 3, padding=1), activation=nn.ReLU()))
+    unit.rearrange, x, heard = True, torch.randn(2, 3, 5, 5, requires_grad=True), []
+    getattr(getattr(unit, layer), register)(lambda *_: heard.append(layer))
+    unit(x).sum().backward()
+    assert heard == [layer]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"padding": 2, "dilation": 2}, {"padding": 1, "groups": 2}, {"padding": 1, "padding_mode": "reflect"}],
+    ids=str,
+)
+def test_a_changed_convolution_stays_changed_in_a_rearranged_unit(options):
+    unit = Unit(OrderedDict(conv=nn.Conv2d(4, 6, 3, **options), activation=nn.ReLU()))
+    x = torch.randn(2, 4, 9, 9)
+    expected, unit.rearrange = unit(x), True
+    torch.testing.assert_close(unit(x), expected)
+
+
+def test_what_was_appended_to_a_unit_is_called():
+    net = inception(size=32, classes=5, norm=None, seed=1, width=0.125).eval()
+    x, module = torch.randn(2, 3, 32, 32), net.inception_3a
+    for unit in (net.reduce2, module.one, module.pool.project):
+        unit.append(nn.Tanh())
+    expected = net(x)
+    for m in net.modules():
+        if isinstance(m, Unit | InceptionModule):
+            m.rearrange = True
+    torch.testing.assert_close(net(x), expected)
+
+
+def test_who_listens_to_a_branch_hears_it():
+    net = inception(size=32, classes=5, seed=1, width=0.125).eval()
+    x, module, heard = torch.randn(2, 3, 32, 32), net.inception_3a, []
+    expected, module.rearrange = net(x), True
+    torch.testing.assert_close(net(x), expected)
+    module.one.register_forward_hook(lambda *_: heard.append("one"))
+    module.double33.reduce.conv.register_forward_hook(lambda *_: heard.append("reduce"))
+    torch.testing.assert_close(net(x), expected)
+    assert heard == ["one", "reduce"]
+
+
+@pytest.mark.parametrize("norm", ["batch", None])
+@pytest.mark.parametrize("rearrange", [None, True])
+def test_recorded_in_training(norm, rearrange):
+    net = inception(size=32, classes=5, norm=norm, seed=1, width=0.125)
+    for m in net.modules():
+        if isinstance(m, Unit | SeparableConv2d | InceptionModule):
+            m.rearrange = rearrange
+    recorded, x = torch.fx.symbolic_trace(net), torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(recorded.eval()(x), net.eval()(x))
+
+
+def test_local_response_normalization_is_trained_after_inference():
+    norm, x = LocalResponseNorm(3, alpha=0.3), torch.randn(2, 11, 4, 5)  # eleven channels: seen here first
+    with torch.inference_mode():
+        expected = norm.convolved(x)
+    y = norm.convolved(x.requires_grad_())
+    y.sum().backward()
+    torch.testing.assert_close(y, expected)
+
+
 def test_initialization():
     kaiming, xavier = (inception(init=init, seed=3) for init in ("kaiming", "xavier"))
     conv = "inception_4c.double33.conv1.conv.weight"  # 128 -> 160, 3x3

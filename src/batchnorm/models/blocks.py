@@ -13,6 +13,7 @@ from functools import cache
 from typing import Literal, NamedTuple, TypeVar, cast
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -72,23 +73,34 @@ class Unit(nn.Sequential):
         """Convolve, normalize, apply the nonlinearity."""
         if not self._is_plain() or not _rearranged(self, x):
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
-        conv = self.conv
-        return self.finish(F.conv2d(x, conv.weight, None, conv.stride, conv.padding))
+        # Torch's own way from a module to the function: dilation, groups and kinds of padding may have been changed.
+        return self.finish(self.conv._conv_forward(x, self.conv.weight, None))
 
     def finish(self, product: Tensor) -> Tensor:
         """Do what follows the convolution, whose bias, if it has one, is not added yet."""
-        bias, last = self.conv.bias, self[1]
-        if bias is None:
-            return last(product)  # type: ignore[no-any-return]
-        if self._is_plain() and not torch.compiler.is_compiling() and takes(product):
-            return bias_act(product, bias, _NONLINEARITIES[type(last)])
-        return last(product + bias.to(product.dtype)[:, None, None])  # type: ignore[no-any-return]
+        bias = self.conv.bias
+        if bias is not None:
+            if self._is_plain() and not torch.compiler.is_compiling() and takes(product):
+                return bias_act(product, bias, _NONLINEARITIES[type(self[1])])
+            product = product + bias.to(product.dtype)[:, None, None]
+        _, *rest = self
+        for module in rest:
+            product = module(product)
+        return product
+
+    def joins(self) -> bool:
+        """Say whether the convolution may be computed together with others: it is torch's, and nobody listens to it."""
+        conv = self[0]
+        plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.stride == (1, 1)
+        return plain and not _is_listened_to(self, conv)
 
     def _is_plain(self) -> bool:
         """Say whether a biased convolution and a nonlinearity are all there is, and nobody listens in between."""
-        conv, last = self[0], self[1]
+        if len(self) != 2:
+            return False
+        conv, last = self
         known = type(conv) is nn.Conv2d and conv.bias is not None and type(last) in _NONLINEARITIES
-        return known and not any(m._forward_hooks or m._forward_pre_hooks for m in (conv, last))
+        return known and not _is_listened_to(conv, last)
 
 
 # (inputs, outputs, kernel, stride, height of the output map, row) -> unit
@@ -207,15 +219,20 @@ class InceptionModule(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the concatenated branches."""
         if _rearranged(self, x):
-            return self._joined(x)
+            heads = self._heads()
+            if all(head.joins() for head in heads.values()):
+                return self._joined(x, heads)
         branches = [branch for branch in (self.one, self.three, self.double33, self.pool) if branch is not None]
         return torch.cat([branch(x) for branch in branches], 1)
 
-    def _joined(self, x: Tensor) -> Tensor:
+    def _heads(self) -> dict[str, Unit]:
+        """Return the units whose 1x1 convolutions read the module's input, or may."""
         heads = {"one": self.one, "three": self.three[0], "double": self.double33[0]}
         if self.projects_first:
             heads["project"] = self.pool[1]
-        units = {name: cast(Unit, head) for name, head in heads.items() if head is not None}
+        return {name: cast(Unit, head) for name, head in heads.items() if head is not None}
+
+    def _joined(self, x: Tensor, units: dict[str, Unit]) -> Tensor:
         convolutions = [unit.conv for unit in units.values()]
         wide = F.conv2d(x, torch.cat([conv.weight for conv in convolutions]))
         parts = dict(zip(units, wide.split([conv.out_channels for conv in convolutions], 1), strict=True))
@@ -254,5 +271,11 @@ def _side_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-def _rearranged(module: Unit | SeparableConv2d | InceptionModule, x: Tensor) -> bool:
+def _rearranged(module: Unit | SeparableConv2d | InceptionModule, x: Tensor | torch.fx.Proxy) -> bool:
+    if isinstance(x, torch.fx.Proxy):  # what torch.fx records is the network as drawn
+        return False
     return module.training and x.is_cuda if module.rearrange is None else module.rearrange
+
+
+def _is_listened_to(*modules: nn.Module) -> bool:
+    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)

@@ -43,7 +43,8 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 @cache
 def _neighbours(channels: int, size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the kernel that adds up ``size`` channels around each, times a factor."""
-    c = torch.arange(channels)
-    distance = c[None, :] - c[:, None]
-    near = (distance >= -(size // 2)) & (distance <= (size - 1) // 2)
-    return (factor * near).to(device, dtype)[:, :, None, None]
+    with torch.inference_mode(False):  # kept for training as well
+        c = torch.arange(channels)
+        distance = c[None, :] - c[:, None]
+        near = (distance >= -(size // 2)) & (distance <= (size - 1) // 2)
+        return (factor * near).to(device, dtype)[:, :, None, None]
