@@ -209,6 +209,25 @@ def test_a_plan_that_is_none(tmp_path, text, says):
         read_plan(path)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("horizon = 3", "horizon = nan", "a run has a length"),
+        ("horizon = 3", "horizon = 3\nrate = 0.1", "group figures: rate is none of"),
+        ("log_every", "log_evry", "train: log_evry is none of"),
+        ("checkpoint_every = 1000", "checkpoint_every = 0", "checkpoint_every=0, but it counts"),
+        ('name = "plain"', 'name = "../plain"', "cannot be the name of a run"),
+        ("rate = 1e9", "decay = 1.0", "decay=1.0, but the rate falls"),
+    ],
+)
+def test_a_plan_that_would_run_otherwise_than_it_reads(tmp_path, old, new, says):
+    assert old in PLAN
+    path = tmp_path / "plan.toml"
+    path.write_text(PLAN.replace(old, new, 1))
+    with pytest.raises(ValueError, match=says):
+        read_plan(path)
+
+
 def test_an_unknown_name(data, plan, tmp_path):
     with pytest.raises(ValueError, match="no run named nobody; it has plain"):
         run(data, plan, tmp_path, only=("nobody",))

@@ -39,7 +39,8 @@ def _max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
     (n, c, h, w), (oh, ow) = x.shape, y.shape[2:]
     t = Tiling(x, (row, c), n * oh * ow)
     numbers = (n * oh * ow, c // t.align, h, w, oh, ow, row // t.align, c // t.align)
-    max_forward[(t.programs,)](x, y, where, *numbers, stride, *t.constants)
+    with torch.cuda.device_of(x):  # Triton launches on the current one
+        max_forward[(t.programs,)](x, y, where, *numbers, stride, *t.constants)
     return y, where
 
 
@@ -76,7 +77,8 @@ def _average_pool(x: Tensor, backward: bool) -> Tensor:
     y = _fake_average_pool(x, backward)
     n, c, h, w = x.shape
     t = Tiling(x, (row, c), n * h * w)
-    average[(t.programs,)](x, y, n * h * w, c // t.align, h, w, row // t.align, backward, *t.constants)
+    with torch.cuda.device_of(x):
+        average[(t.programs,)](x, y, n * h * w, c // t.align, h, w, row // t.align, backward, *t.constants)
     return y
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -13,6 +14,7 @@ from typing import Any
 from ...train import RECIPES, Recipe
 
 OWN = ("name", "recipe", "evaluate_every", "horizon", "end_rate")
+EVERYWHERE = ("log_every", "checkpoint_every", "evaluate_batch")
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ def read_plan(path: Traversable, groups: Sequence[str]) -> Plan:
     try:
         content = tomllib.loads(text)
         everywhere, training = content.get("recipe", {}), content["train"]
+        _check_table("train", training, (*OWN[2:], *EVERYWHERE))
         runs = [
             _planned(group["name"], {**training, **group, **run}, run, everywhere)
             for group in _known(content["group"], groups)
@@ -97,14 +100,27 @@ def _known(found: Sequence[dict[str, Any]], groups: Sequence[str]) -> Sequence[d
     for group in found:
         if group["name"] not in groups:
             raise ValueError(f"group {group['name']!r} is none of {', '.join(groups)}")
+        _check_table(f"group {group['name']}", group, ("name", "runs", *OWN[2:]))
     return found
+
+
+def _check_table(where: str, table: dict[str, Any], known: Sequence[str]) -> None:
+    """Refuse keys that nothing would read, and intervals that are none."""
+    for key, value in table.items():
+        if key not in known:
+            raise ValueError(f"{where}: {key} is none of {', '.join(known)}; what a recipe has is set for each run")
+        if key in ("evaluate_every", *EVERYWHERE) and not (type(value) is int and value > 0):
+            raise ValueError(f"{where}: {key}={value!r}, but it counts steps or images")
 
 
 def _planned(group: str, settings: dict[str, Any], run: dict[str, Any], everywhere: dict[str, Any]) -> PlannedRun:
     name, horizon, end_rate = run["name"], settings["horizon"], settings["end_rate"]
     if run["recipe"] not in RECIPES:
         raise ValueError(f"{name}: there is no recipe {run['recipe']!r}")
-    if not 0 < end_rate < 1 or horizon <= 0:
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise ValueError(f"{name!r} cannot be the name of a run: its files are called so")
+    _check_table(name, {key: run[key] for key in OWN if key in run}, OWN)
+    if not 0 < end_rate < 1 or not 0 < horizon < math.inf:
         raise ValueError(
             f"{name}: horizon={horizon} and end_rate={end_rate}, but a run has a length and a rate that falls"
         )
@@ -112,6 +128,8 @@ def _planned(group: str, settings: dict[str, Any], run: dict[str, Any], everywhe
     if {"epochs", "decay_epochs"} & {*changed, *everywhere}:
         raise ValueError(f"{name}: epochs and decay_epochs follow from horizon and end_rate")
     values = {**asdict(RECIPES[run["recipe"]]), **everywhere, **changed, "name": name, "epochs": float(horizon)}
+    if not 0 < values["decay"] < 1:
+        raise ValueError(f"{name}: decay={values['decay']}, but the rate falls")
     values["decay_epochs"] = horizon * math.log(values["decay"]) / math.log(end_rate)
     if "end_rate" in run:
         changed["decay_epochs"] = values["decay_epochs"]
