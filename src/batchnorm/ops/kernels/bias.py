@@ -10,6 +10,14 @@ import triton.language as tl
 
 
 @triton.jit
+def place(C, V: tl.constexpr):
+    """Return this program's number among those of its channels, and its channels [V]."""
+    slices = (C + V - 1) // V
+    part = tl.program_id(0) // slices
+    return part, (tl.program_id(0) - part * slices) * V + tl.arange(0, V)
+
+
+@triton.jit
 def tile_of(first, last, C, channel, P: tl.constexpr):
     """Return the pixels first to first + P, [P, 1], and which values of the tile exist, [P, V]."""
     pixel = first + tl.arange(0, P)
@@ -23,9 +31,7 @@ def forward(
 ):  # fmt: skip
     """Write g(x + b), one tile a program."""
     C = C * A
-    slices = (C + V - 1) // V
-    block = tl.program_id(0) // slices
-    channel = (tl.program_id(0) - block * slices) * V + tl.arange(0, V)
+    block, channel = place(C, V)
     pixel, here = tile_of(block * P, count, C, channel, P)
     value = tl.load(x + pixel * (x_stride * A) + channel[None, :], mask=here).to(tl.float32)
     value += tl.load(bias + channel, mask=channel < C).to(tl.float32)[None, :]
@@ -40,9 +46,7 @@ def backward(
 ):  # fmt: skip
     """Write dx = g'(x + b) dy, and its sums over the pixels of so many tiles: the bias's gradient, in parts."""
     C = C * A
-    slices = (C + V - 1) // V
-    part = tl.program_id(0) // slices
-    channel = (tl.program_id(0) - part * slices) * V + tl.arange(0, V)
+    part, channel = place(C, V)
     total = tl.zeros([P, V], tl.float32)
     for tile in range(tiles):
         pixel, here = tile_of((part * tiles + tile) * P, count, C, channel, P)

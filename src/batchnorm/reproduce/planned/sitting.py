@@ -109,6 +109,7 @@ def _decode(waiting: Sequence[Job]) -> None:
     wanted = {(job.machine, job.files.run.recipe.size) for job in waiting if isinstance(job, Training)}
     for machine, size in wanted:
         if machine.decoded is not None and len(waiting) > 1:
+            print(f"decoding the images of {machine.data} for all runs", flush=True)
             for split in ("train", "val"):
                 cores = os.cpu_count() or 1
                 open_decoded(machine.data, split, size, folder=machine.decoded, workers=cores, device="cpu")
