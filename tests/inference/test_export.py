@@ -41,6 +41,14 @@ def test_no_batch_normalization_is_in_the_file(tmp_path):
     assert not any("Normalization" in op for op in operators)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_data_set_that_the_example_is_a_slice_of_is_not_in_the_file(tmp_path, name):
+    net = scramble_(nn.Sequential(nn.Flatten(), nn.Linear(48, 4), bn.BatchNorm1d(4))).eval()
+    images = torch.randn(20_000, 3, 4, 4)
+    done = bn.export(net, images[:4], tmp_path / name)
+    assert done.path.stat().st_size < images.nbytes / 20
+
+
 def test_fixed_batch(tmp_path):
     done = bn.export(scramble_(Residual()).eval(), torch.randn(3, 3, 8, 8), tmp_path / "net.pt2", dynamic_batch=False)
     assert done.batch_sizes == (3,)

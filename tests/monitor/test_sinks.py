@@ -7,7 +7,7 @@ import torch
 
 from batchnorm.extras import MissingExtraError
 from batchnorm.models import perceptron
-from batchnorm.monitor import JSONLines, Monitor, TensorBoard
+from batchnorm.monitor import JSONLines, Monitor, Record, TensorBoard
 
 
 def test_json_lines_hold_what_memory_holds(tmp_path):
@@ -59,3 +59,12 @@ def test_a_missing_tensorboard_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtraError, match=r"pip install 'batchnorm\[train\]'"):
         TensorBoard(tmp_path)
+
+
+def test_a_run_that_starts_again_replaces_its_records(tmp_path):
+    path = tmp_path / "not there yet" / "m.jsonl"
+    for steps in ((0, 10, 20), (0, 10), (5, 15)):
+        with JSONLines(path) as sink:
+            for step in steps:
+                sink.write(Record(step))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 5, 15]

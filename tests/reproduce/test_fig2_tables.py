@@ -119,6 +119,12 @@ def test_a_fourteenth_of_the_steps(results, reached, verdict):
     assert judged(results, "BN-x5 reaches").verdict == verdict
 
 
+def test_a_baseline_at_chance_decides_nothing(results):
+    results.add("inception-seed0", {1000: 0.011, 2000: 0.012}).add("bn-x5-seed0", {100: 0.4})
+    found = judged(results, "BN-x5 reaches Inception's best")
+    assert (found.verdict, found.found) == ("not resolved", "Inception's best is chance")
+
+
 @pytest.mark.parametrize(
     ("x5", "x30", "verdict"),
     [

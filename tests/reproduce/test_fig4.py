@@ -219,7 +219,7 @@ def test_other_weights_are_evaluated_again(data, plan, sitting, tmp_path):
 def test_a_run_that_has_not_ended_says_so(data, plan, sitting, tmp_path):
     taken = shutil.copytree(sitting / "runs/five", tmp_path / "five")
     shutil.rmtree(taken / "final")
-    with pytest.raises(RuntimeError, match="has no final network: its training has not ended"):
+    with pytest.raises(ValueError, match="has no final network: its training has not ended"):
         run(data, plan, tmp_path / "out", runs=(taken,))
 
 

@@ -12,6 +12,12 @@ import pytest
 from batchnorm.cli import main
 
 
+def test_describe_says_what_small_images_do_without(capsys):
+    for size, note in ((32, "left out and the first convolution has stride 1"), (64, "the first max pool is left out")):
+        assert main(["describe", "inception", "--size", str(size)]) == 0
+        assert note in capsys.readouterr().out
+
+
 def test_describe(capsys):
     assert main(["describe", "inception"]) == 0
     out = capsys.readouterr().out

@@ -13,6 +13,7 @@ from training import assert_same_outcome, outcome, small, start, train_small
 
 from batchnorm.train import Recipe
 from batchnorm.train.checkpoint import load_latest
+from batchnorm.train.command import _summary
 from batchnorm.train.metrics import read
 
 
@@ -209,3 +210,23 @@ def test_a_thousand_real_jpegs(tmp_path):
     )
     assert (result.examples, result.classes, result.corrupt, result.steps) == (1000, 1000, 0, 4)
     assert outcome(tmp_path / "run")[0] == 4
+
+
+def test_a_run_does_not_go_on_with_other_data(data, tmp_path):
+    run = tmp_path / "run"
+    train_small(data, run, small(epochs=1))
+    other = shutil.copytree(data, tmp_path / "other")
+    next(path for path in sorted(other.joinpath("train").rglob("*")) if path.is_file()).unlink()
+    with pytest.raises(ValueError, match=r"is a run on other data, .*: choose another --out"):
+        train_small(other, run, small(epochs=2))
+    assert train_small(data, run, small(epochs=2)).steps > 0
+
+
+def test_files_that_cannot_be_read_are_listed(data, tmp_path):
+    broken = shutil.copytree(data, tmp_path / "broken")
+    for split in ("train", "val"):
+        (next(path for path in sorted(broken.joinpath(split).iterdir())) / "broken.png").write_bytes(b"no image")
+    result = train_small(broken, tmp_path / "run", small(epochs=1))
+    assert result.corrupt == 2
+    assert all("broken.png" in file for file in result.corrupt_files)
+    assert "2 file(s) could not be read and were skipped:\n  " in _summary(result, tmp_path)

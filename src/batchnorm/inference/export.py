@@ -84,7 +84,8 @@ def export(
             stacklevel=2,
         )
     folded = fold(net, example, tolerance=tolerance)
-    example = calling.to_device(example, calling.device_of(folded))
+    # Copied: a program is saved with the memory its example lies in, which may be a whole data set's.
+    example = calling.to_device(example, calling.device_of(folded), copy=True)
     if dynamic_batch and _batch_size(example) == 1:
         example = _repeated(example)  # exporters take a dimension of 1 for fixed
     limit = tolerance_for(folded) if tolerance is None else tolerance

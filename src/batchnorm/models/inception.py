@@ -156,6 +156,20 @@ def early_strides(size: int) -> tuple[int, int]:
     return (1, 1)
 
 
+def early_strides_note(size: int) -> str | None:
+    """Say which early strides images of ``size`` px do without; None where they have all.
+
+    >>> early_strides_note(64)
+    'at 64 px the first max pool is left out'
+
+    Beyond the paper: images other than 224 px.
+    """
+    stem, pool = early_strides(size)
+    if (stem, pool) == (2, 2):
+        return None
+    return f"at {size} px the first max pool is left out" + (" and the first convolution has stride 1" * (stem == 1))
+
+
 def initialize_(
     net: nn.Module, init: Literal["kaiming", "xavier"], scale: float = 1.0, seed: int | None = None
 ) -> None:

@@ -59,7 +59,8 @@ class Memory:
 class JSONLines:
     """Append one line of JSON a record: ``{"step": 100, "percentiles": {"sigmoid1": {"z": [...], "x": [...]}}}``.
 
-    ``x`` is left out where it is ``z``. Numbers have five significant digits.
+    ``x`` is left out where it is ``z``. Numbers have five significant digits. A run that goes on, or starts again, in
+    the same file replaces the records from its first step on.
 
     >>> import tempfile, pathlib
     >>> path = pathlib.Path(tempfile.mkdtemp(), "metrics.jsonl")
@@ -72,12 +73,27 @@ class JSONLines:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+", encoding="utf-8")
+        self._begun = False
 
     def write(self, record: Record) -> None:
         """Append one line."""
+        if not self._begun:
+            self._begun = True
+            self._cut(record.step)
         self._file.write(json.dumps(as_json(record)) + "\n")
         self._file.flush()
+
+    def _cut(self, step: int) -> None:
+        """Remove the lines of this step and later ones, which an earlier run has left."""
+        self._file.seek(0)
+        lines = self._file.readlines()
+        kept = [line for line in lines if json.loads(line)["step"] < step]
+        if len(kept) < len(lines):
+            self._file.truncate(0)
+            self._file.writelines(kept)
 
     def close(self) -> None:
         """Close the file."""

@@ -13,6 +13,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from ..models import describe as describe_network
 from ..models.claims import claims
+from ..models.inception import early_strides_note
 from .loop import train as train_recipe
 from .recipe import RECIPES, Recipe
 from .run import Options, Result, Stopped
@@ -111,6 +112,9 @@ def describe(
     description = describe_network(chosen.network(classes), size)
     console = Console()
     console.print(str(description), highlight=False, soft_wrap=True)
+    note = early_strides_note(size)
+    if note:
+        console.print(note, highlight=False, soft_wrap=True)
     if (classes, size) == (1000, 224):
         table = Table("the paper says", "computed here")
         for claim in claims(description):
@@ -142,4 +146,7 @@ def _summary(result: Result, out: Path) -> str:
     if result.best_top1 is not None:
         lines.append(f"best by running averages: {result.best_top1:.2%} at step {result.best_step:,}")
     lines += [f"steps to {float(k):.1%}: {v if v is None else f'{v:,}'}" for k, v in result.steps_to.items()]
+    if result.corrupt:
+        listed = "".join(f"\n  {file}" for file in result.corrupt_files[:5])
+        lines.append(f"{result.corrupt} file(s) could not be read and were skipped:{listed}")
     return "\n".join([*lines, f"in {out}"])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data import Augment, ImageBatches, Normalize, open_images, seed_at
+from ..data.identity import describe_data
 from ..evaluate import Accuracy, count_correct
 from ..monitor import Monitor
 from . import checkpoint
@@ -62,7 +63,7 @@ class _Run:
         # Only now that there is a network and something to train it on: a mistyped --data or --size must not leave a
         # folder that looks like a run, and refuses the right one.
         if here.main:
-            claim_folder(self.folder, recipe)
+            claim_folder(self.folder, recipe, describe_data(options.data))
         here.wait()
         if cuda:
             self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -236,6 +237,7 @@ class _Run:
             accuracy = self._accuracy(net, self.validation)
             if self.options.score_training:
                 on_training = self._accuracy(net, self.batches.centred(self.options.evaluate_batch))
+        corrupt = [*self.batches.corrupt, *self.validation.corrupt]
         result = Result(
             self.recipe.name,
             self.step,
@@ -245,7 +247,8 @@ class _Run:
             top1=None if accuracy is None else accuracy.top1,
             top5=None if accuracy is None else accuracy.top5,
             train_top1=None if on_training is None else on_training.top1,
-            corrupt=len(self.batches.corrupt),
+            corrupt=len(corrupt),
+            corrupt_files=tuple(f"{file.name} ({file.reason})" for file in corrupt[:20]),
             hardware=hardware(self.ranks),
         )
         if self.report is not None:

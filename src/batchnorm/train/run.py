@@ -100,6 +100,8 @@ class Result:
     """the same network by running averages, at the last step"""
     steps_to: dict[str, int | None] = field(default_factory=dict)
     corrupt: int = 0
+    corrupt_files: tuple[str, ...] = ()
+    """the first of those that could not be read, of both splits"""
     hardware: dict[str, Any] = field(default_factory=dict)
 
 
@@ -146,13 +148,13 @@ def stop_signal() -> Iterator[StopSignal]:
             signal.signal(number, handler)
 
 
-def claim_folder(out: Path, recipe: Recipe) -> None:
-    """Write the resolved recipe into the run's folder, or check that it is the one already there.
+def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) -> None:
+    """Write the resolved recipe and what the data are into the run's folder, or check that they are those there.
 
     A longer or shorter run may go on: ``epochs`` may differ.
 
     Raises:
-        ValueError: where the folder belongs to another recipe; it names the fields.
+        ValueError: where the folder belongs to another recipe, whose fields it names, or to other data.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp()); claim_folder(folder, Recipe()); claim_folder(folder, Recipe(epochs=3))
@@ -172,6 +174,13 @@ def claim_folder(out: Path, recipe: Recipe) -> None:
             raise ValueError(
                 f"{path} is of another run: {'; '.join(other)}; choose another --out, or remove that folder"
             )
+    known = out / "data.json"
+    if data is not None and known.exists():
+        before = json.loads(known.read_text())
+        if before != data:
+            raise ValueError(f"{out} is a run on other data, {before} and not {data}: choose another --out")
+    elif data is not None:
+        write_atomically(known, json.dumps(data).encode())
     write_atomically(path, recipe.to_json().encode())
 
 

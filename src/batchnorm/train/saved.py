@@ -55,6 +55,15 @@ class SavedRun(NamedTuple):
         example = torch.randn(2, 3, self.recipe.size, self.recipe.size, generator=torch.Generator().manual_seed(0))
         return fold(net.eval(), example)
 
+    def check_ended(self) -> None:
+        """Check that there is a network to load.
+
+        Raises:
+            ValueError: where the run has not ended or has diverged.
+        """
+        if self.weights is None:
+            raise ValueError(f"{self.folder} has no final network: {self._why()}")
+
     def _why(self) -> str:
         result = self.folder / "result.json"
         if result.exists() and json.loads(result.read_text()).get("diverged"):

@@ -83,6 +83,8 @@ def fewer_steps(
     Paper: Fig. 3
     """
     claim = f"{name} reaches Inception's best in {claim}"
+    if inception and network and all(_top(run.points) <= _chance(run) for run in inception.runs):
+        return Verdict(claim, paper, UNRESOLVED, "Inception's best is chance")
     pairs = [times_fewer(a, b) for a, b in product(inception.curves, network.curves)]
     found = ""
     if pairs:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...data.identity import check_same_data, describe_data
 from ..planned.files import RunFiles, read_all
-from ..planned.identity import check_same_data, describe_data
 from ..planned.plan import Plan
 from ..planned.sitting import Sitting
 from ..planned.training import Training

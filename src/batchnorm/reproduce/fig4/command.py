@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...data.identity import check_same_data, describe_data
 from ...train.opened import open_runs
 from ..planned.files import RunFiles, read_all
-from ..planned.identity import check_same_data, describe_data
 from ..planned.plan import Plan
 from ..planned.sitting import Sitting
 from .member import TakenMember, TrainedMember
@@ -84,6 +84,7 @@ def _taken(options: Fig4, plan: Plan, path: Path) -> Sequence[TrainedMember | Ta
     data, machine = describe_data(path), options.machine(path)
     jobs = []
     for known, saved in open_runs(options.runs).items():
+        saved.check_ended()
         name = known.strip("/").replace("/", "-")  # a path, where folders of the same name were given
         files = MemberFiles(name, options.result_files)
         jobs.append(TakenMember(saved, files, machine, data, plan.evaluate_batch, options.out / "runs" / name))

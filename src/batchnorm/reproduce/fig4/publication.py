@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...data.identity import check_same_data
 from ...results import write_atomically, write_json
-from ..planned.identity import check_same_data
 from .member_files import MemberFiles
 from .table import figure4, markdown
 

@@ -10,10 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...data.identity import check_same_data
 from ...results import environment, write_atomically
 from ...train import Recipe, Result
 from ...train import metrics as lines
-from .identity import check_same_data
 from .plan import Plan, PlannedRun, differing
 
 COLUMNS = ("step", "val_top1", "val_top5", "train_loss", "train_top1")
