@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from training import environment, striped_folder
@@ -279,3 +281,11 @@ def test_it_needs_neither_tyro_nor_rich(plan, sitting, tmp_path):
     words = ["--plan", str(plan), "--results", str(sitting / "results"), "--out", str(tmp_path)]
     subprocess.run([sys.executable, "-c", code, *words], check=True, env=environment(), capture_output=True)
     assert (tmp_path / "fig2.md").exists()
+
+
+def test_the_plan_in_the_documentation_is_one(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "fig2.md").read_text()
+    (plan,) = [block for block in re.findall(r"```\n(.*?)```", text, flags=re.DOTALL) if "[train]" in block]
+    path = tmp_path / "plan.toml"
+    path.write_text(plan)
+    assert [run.recipe.epochs for run in read_plan(path).runs] == [10, 10]

@@ -116,7 +116,7 @@ def _check_table(where: str, table: dict[str, Any], known: Sequence[str]) -> Non
 def _planned(group: str, settings: dict[str, Any], run: dict[str, Any], everywhere: dict[str, Any]) -> PlannedRun:
     name, horizon, end_rate = run["name"], settings["horizon"], settings["end_rate"]
     if run["recipe"] not in RECIPES:
-        raise ValueError(f"{name}: there is no recipe {run['recipe']!r}")
+        raise ValueError(f"{name}: there is no recipe {run['recipe']!r}; there are {', '.join(RECIPES)}")
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise ValueError(f"{name!r} cannot be the name of a run: its files are called so")
     _check_table(name, {key: run[key] for key in OWN if key in run}, OWN)
