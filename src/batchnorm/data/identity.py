@@ -19,17 +19,19 @@ def check_same_data(data: dict[str, dict[str, Any]]) -> None:
     Raises:
         ValueError: naming two that are not.
 
-    >>> check_same_data({"a": {"sha256": "1", "train": 3}, "b": {"sha256": "2", "train": 3}})
+    >>> check_same_data({"a": {"train": 3}, "b": {"train": 4}})
     Traceback (most recent call last):
         ...
-    ValueError: a and b are of different data: {'sha256': '1', 'train': 3} and {'sha256': '2', 'train': 3}
+    ValueError: a and b are of different data: {'train': 3} and {'train': 4}; keep them in folders of their own
 
     Beyond the paper: results are not mixed.
     """
     (first, expected), *rest = data.items() if data else [("", {})]
     for name, found in rest:
         if found != expected:
-            raise ValueError(f"{first} and {name} are of different data: {expected} and {found}")
+            raise ValueError(
+                f"{first} and {name} are of different data: {expected} and {found}; keep them in folders of their own"
+            )
 
 
 def describe_data(path: Path) -> dict[str, Any]:

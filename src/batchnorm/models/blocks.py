@@ -17,6 +17,7 @@ import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..graph.kinds import has_hooks
 from ..ops.bias import bias_act
 from ..ops.channels_last import takes
 from .pools import AvgPool2d, MaxPool2d
@@ -92,7 +93,7 @@ class Unit(nn.Sequential):
         """Say whether the convolution may be computed together with others: it is torch's, and nobody listens to it."""
         conv = self[0]
         plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.stride == (1, 1)
-        return plain and not _is_listened_to(self, conv)
+        return plain and not (has_hooks(self) or has_hooks(conv))
 
     def _is_plain(self) -> bool:
         """Say whether a biased convolution and a nonlinearity are all there is, and nobody listens in between."""
@@ -100,7 +101,7 @@ class Unit(nn.Sequential):
             return False
         conv, last = self
         known = type(conv) is nn.Conv2d and conv.bias is not None and type(last) in _NONLINEARITIES
-        return known and not _is_listened_to(conv, last)
+        return known and not (has_hooks(conv) or has_hooks(last))
 
 
 # (inputs, outputs, kernel, stride, height of the output map, row) -> unit
@@ -275,7 +276,3 @@ def _rearranged(module: Unit | SeparableConv2d | InceptionModule, x: Tensor | to
     if isinstance(x, torch.fx.Proxy):  # what torch.fx records is the network as drawn
         return False
     return module.training and x.is_cuda if module.rearrange is None else module.rearrange
-
-
-def _is_listened_to(*modules: nn.Module) -> bool:
-    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)

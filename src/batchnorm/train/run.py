@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..data.identity import check_same_data
 from ..data.prefetch import WORKERS
 from ..results import write_atomically
 from . import metrics
@@ -176,9 +177,7 @@ def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) 
             )
     known = out / "data.json"
     if data is not None and known.exists():
-        before = json.loads(known.read_text())
-        if before != data:
-            raise ValueError(f"{out} is a run on other data, {before} and not {data}: choose another --out")
+        check_same_data({f"the run in {out}": json.loads(known.read_text()), "the data given": data})
     elif data is not None:
         write_atomically(known, json.dumps(data).encode())
     write_atomically(path, recipe.to_json().encode())

@@ -32,8 +32,7 @@ def shared_gpu(processes: int) -> Iterator[bool]:
     before = dict(os.environ)
     # A kernel whose programs wait for each other could wait for ever for room that other processes took (ops/plan.py).
     os.environ.setdefault("BATCHNORM_LAUNCHES_AT_ONCE", "0")
-    # On all multiprocessors, one process's wide kernels hold up the small ones of all others: on an H200, 8 and 13
-    # training processes took 1.5 times the steps together with a quarter of it for each (docs/decisions.md).
+    # On all multiprocessors, one process's wide kernels hold up the small ones of all others (docs/decisions.md).
     os.environ.setdefault(SHARE, str(max(25, 200 // processes)))
     folder = None
     try:
