@@ -228,10 +228,12 @@ struct Walk {
 
     __device__ __forceinline__ i64 of_dy(const Shape& s, int i) const { return offset(s, i, s.dy_stride, s.y_plane); }
 
-    // One bit per element: rows of C bits, or channels of units * V, rounded up to bytes.
+    // One bit per element, as bits.py says: rows of C bits, or channels of units * V, rounded up to bytes; or like y.
     __device__ __forceinline__ i64 of_bits(const Shape& s, int i) const {
 #if LAST
         return (i64)(first + i * step) * ((s.C + 7) / 8) + (slice * SV + column) * V / 8;
+#elif WOVEN
+        return of_y(s, i) >> (V == 8 ? 4 : 5);
 #else
         return (i64)slice * (((i64)s.units * V + 7) / 8) + (i64)(first + i * step) * V / 8;
 #endif
