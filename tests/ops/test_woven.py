@@ -179,6 +179,39 @@ def test_compiles_as_one_graph(chosen, dynamic):
         torch.testing.assert_close(a, b)
 
 
+def recorded(ran, name, run):
+    def call(*args):
+        ran[name] = run(*args)
+        return ran[name]
+
+    return call
+
+
+KINDS = ["plain", "bfloat16 gamma", "float32 residual", "misaligned x", "misaligned residual", "no residual"]
+
+
+@pytest.mark.parametrize("activation", ["relu", "identity", "silu"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_explain_says_what_runs(chosen, monkeypatch, kind, activation):
+    x, gamma, beta, residual = (t.detach() for t in leaves(chosen))
+    gamma = gamma.bfloat16() if kind == "bfloat16 gamma" else gamma
+    x = misaligned(x) if kind == "misaligned x" else x
+    residual = misaligned(residual) if kind == "misaligned residual" else residual
+    residual = residual.float() if kind == "float32 residual" else residual
+    given = (x, gamma, beta, None if kind == "no residual" else residual)
+    names = ("forward", "backward")
+    paths = launch.paths(*given, activation)
+    ran = {}
+    for name in names:
+        monkeypatch.setattr(resident, name, recorded(ran, name, getattr(resident, name)))
+    for t in given:
+        if t is not None:
+            t.requires_grad_()
+    y, _ = fused.batch_norm(*given[:3], EPS, Activation(activation), given[3])
+    y.backward(torch.randn_like(y))
+    assert ran == {name: True for name, path in zip(names, paths, strict=True) if path == "resident"}
+
+
 def test_double_backward(chosen):
     x, gamma, beta, residual = leaves(chosen, torch.float32)
     y, _ = fused.batch_norm(x, gamma, beta, EPS, RELU, residual)

@@ -49,5 +49,5 @@ def rearrange(bits: Tensor, x: Tensor, woven: bool) -> Tensor:
     each = unpack(bits, x).to(torch.uint8)
     lines = each.flatten(1) if woven else each.transpose(0, 1).flatten(1)
     eights = pad(lines, (0, -lines.shape[1] % 8)).unflatten(1, (-1, 8))
-    packed = (eights << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
+    packed: Tensor = (eights << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
     return packed if woven else packed.flatten()

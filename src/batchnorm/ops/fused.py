@@ -18,7 +18,6 @@ from .activation import Activation
 from .bits import empty_bits, unpack
 from .composite import per_channel
 from .context import is_forward_mode, is_recomputation, is_unseen
-from .forms import form_of
 from .geometry import empty_dense, geometry_of
 from .moments import Moments, batch_moments
 from .running import Running
@@ -41,12 +40,14 @@ def refusal(x: Tensor) -> str | None:
     return None
 
 
-def describe(x: Tensor, residual: Tensor | None) -> str:
+def describe(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, activation: Activation
+) -> str:
     """Say how the kernels take ``x``."""
     if torch.compiler.is_compiling():
         return "a CUDA tensor"
-    forward, backward = (form_of(x, b, residual is not None) for b in (False, True))
-    return f"fused kernels, forward {forward.path}, backward {backward.path} ({plan.MEANING})"
+    forward, backward = launch.paths(x, gamma, beta, residual, activation.name)
+    return f"fused kernels, forward {forward}, backward {backward} ({plan.MEANING})"
 
 
 def batch_norm(

@@ -34,8 +34,7 @@ def forward(
     g, strides, r, q, launches = form_of(x, False, residual is not None, p)
     y = x.new_empty_strided(x.shape, strides)
     stats = x.new_empty((STATS, g.channels), dtype=torch.float32)
-    smooth = residual is not None and not keep_bits and activation != "identity"
-    if smooth or not _are_resident(x, gamma, beta, residual):
+    if _is_smooth(activation, residual) or not _are_resident(x, gamma, beta, residual):
         r = None
     woven = r is not None and r.plane > 0
     gamma = None if gamma is None else gamma.contiguous()
@@ -60,6 +59,22 @@ def weaves_bits(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: 
     """Say in which order :func:`forward` returns bits, which torch.compile has to know before it runs."""
     woven = resident.weaves(g, x.element_size(), True) and _are_resident(x, gamma, beta, residual)
     return woven and resident.runs_on(x.device)
+
+
+def paths(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, activation: str
+) -> tuple[str, str]:
+    """Return what ``ops.explain`` calls a forward and a backward pass, the gradient being like x."""
+    forward, backward = (form_of(x, b, residual is not None) for b in (False, True))
+    if _is_smooth(activation, residual) or not resident.takes(x):
+        return forward.plan.path, backward.plan.path
+    typed, r = _are_resident(x, gamma, beta, residual), backward.residence
+    # Backward, a residual matters where there is its gradient to write and bits to read, in the order of this path.
+    fits = activation == "identity" or (_of_one_type(x, residual) and (typed or r is None or not r.plane))
+    return (
+        forward.path if typed and resident.takes(residual) else forward.plan.path,
+        backward.path if residual is None or fits else backward.plan.path,
+    )
 
 
 def normalize(x: Tensor, residual: Tensor | None, stats: Tensor, activation: str, slope: float) -> Tensor:
@@ -121,6 +136,11 @@ def _check_devices(x: Tensor, *others: Tensor | None) -> None:
     for t in others:
         if t is not None and t.get_device() != device:
             raise ValueError(f"the input is on {x.device}, a parameter, statistic or residual on {t.device}; move it")
+
+
+def _is_smooth(activation: str, residual: Tensor | None) -> bool:
+    """Say whether the gradient needs the residual itself, which kernels/resident.cu does not read there."""
+    return residual is not None and activation not in ("identity", "relu", "leaky_relu")
 
 
 def _of_one_type(x: Tensor, *others: Tensor | None) -> bool:
