@@ -67,6 +67,7 @@ CASES = [
     ((8, 5, 16, 8), "first", torch.float16, ("silu",), False, 2, 1),
     ((8, 5, 4, 8, 8), "first", torch.float32, ("leaky_relu", 0.1), True, 2, 1),
     ((8, 5, 64), "first", torch.float32, None, True, 1, 1),
+    ((6, 3, 14, 14), "first", torch.float32, ("relu",), True, 2, 1),  # a byte with bits of two examples
     ((9, 16, 7, 7), "first", torch.bfloat16, ("relu",), False, 1, 1),  # vectors with values of two channels
     ((9, 16, 3, 3), "first", torch.float16, ("relu",), False, 3, None),
     ((9, 8, 3, 5), "first", torch.float32, ("silu",), False, 2, 1),

@@ -96,12 +96,14 @@ def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processor
     v = WIDTH // itemsize
     if weaves(g, itemsize, residual):
         find = _of_woven
+    elif residual and (g.channels if g.nhwc else g.rows) % 8:
+        return None  # bits come in bytes
     elif g.nhwc:
-        if g.channels % (8 if residual else v) or g.stride % v:  # bits come in bytes
+        if g.channels % v or g.stride % v:
             return None
         find = _of_rows
     else:
-        if g.width % (8 if residual else v) or g.width < 2 * v or g.stride % v or g.plane % v:
+        if g.width % v or g.width < 2 * v or g.stride % v or g.plane % v:
             return None
         find = _of_planes
     found = find(g, itemsize, backward, residual, processors, 2 if backward else 1)
