@@ -88,14 +88,17 @@ def test_matches_the_oracle(device, shape, layout, dtype, activation, has_residu
     compare(x, got, e, residual)
 
 
-@pytest.mark.parametrize(
-    ("shape", "layout"), [((8, 64, 6, 6), "last"), ((8, 6, 16, 16), "first"), ((33, 16, 7, 7), "first")]
-)
-def test_the_residual_may_be_kept_too(device, shape, layout):
+KEPT = [((8, 64, 6, 6), "last"), ((8, 6, 16, 16), "first"), ((33, 16, 7, 7), "first")]
+
+
+@pytest.mark.parametrize("groups", [None, 1])  # 1: one slice after the other
+@pytest.mark.parametrize(("shape", "layout"), KEPT)
+def test_the_residual_may_be_kept_too(device, shape, layout, groups):
     x = arranged(shape, layout, torch.bfloat16, device)
     residual = arranged(shape, layout, torch.bfloat16, device, 0.0)
-    r = planned(x, 3, kept=7)._replace(added=True)
+    r = planned(x, 3, kept=7)
     assert r.fits(geometry_of(x), 2)
+    r = r._replace(added=True, groups=groups or r.groups)
     got, e = run(x, r, ("relu",), residual)
     compare(x, got, e, residual)
 

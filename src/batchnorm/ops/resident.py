@@ -47,11 +47,11 @@ class Residence(NamedTuple):
         return "resident"
 
     def fits(self, g: Geometry, itemsize: int) -> bool:
-        """Whether all slices are worked on at once and nothing is read again."""
+        """Whether nothing is read again."""
         v = WIDTH // itemsize
         units = g.rows if g.nhwc else g.rows // g.width if self.plane else g.rows // v
         block = self.threads // self.lanes if g.nhwc or self.plane else self.threads
-        return self.groups == self.slices and up(units, block * self.parts) <= self.kept
+        return up(units, block * self.parts) <= self.kept
 
     @property
     def kept_parts(self) -> int:

@@ -580,12 +580,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         }
         commit();
     }
-    if (ADDED) {
-#pragma unroll
-        for (int k = 0; k < K; ++k)
-            if (k < walk.n) copy_async(slot_of(1, k), residual + walk.of_y(s, k), policy);
+    // After x, so that the statistics do not wait for it.
+    auto copy_added = [&](const Walk& walk) {
+#pragma unroll 1
+        for (int k = 0; k < walk.n; ++k) copy_async(slot_of(1, k), residual + walk.of_y(s, k), policy);
         commit();
-    }
+    };
+    if (ADDED) copy_added(walk);
     for (; slice < s.slices; slice += groups) {
         const float count = (float)((i64)s.units * EACH_UNIT);
         const int channel = slice * W + threadIdx.x;  // of the first W threads
@@ -736,6 +737,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             }
             commit();
         }
+        if (ADDED) copy_added(next);
         if (running.mean && count > 1 && part == 0 && threadIdx.x < MOVERS * 32)
             averages.finish(running, words + 1, before, s.C, all, s.slices * MOVERS);
         walk = next;
