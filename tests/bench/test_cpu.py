@@ -1,4 +1,5 @@
 import json
+import platform
 
 import pytest
 
@@ -25,10 +26,31 @@ def test_writes_what_it_prints(tmp_path, monkeypatch, capsys):
         assert f"{row.ratio:.2f}" in shown
 
 
-def test_relu_is_compared_with_the_stronger_of_torchs_two_forms():
+def test_relu_is_compared_with_both_of_torchs_forms_and_judged_by_the_plain_one():
     row = cpu.measure(SMALL[0], "relu", "functions", rounds=3, seconds=0.0)
-    assert set(row.ratios) == {"relu", "relu in place"}
-    assert row.ratio == max(row.ratios.values())
+    assert list(row.ratios) == ["relu", "relu in place"]
+    assert row.ratio == row.ratios["relu"]
+
+
+def test_says_which_bars_are_reached(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cpu, "CASES", SMALL)
+    cpu.cpu(out=tmp_path / "cpu.json", rounds=1, seconds=0.0, levels=("layers",))
+    written = json.loads((tmp_path / "cpu.json").read_text())
+    assert [(bar["below"], bar["cases"]) for bar in written["bars"]] == [
+        (1.0, 2), (1.0, 2), (1.25, 4), (pytest.approx(1 / 3), 4), (None, 4),
+    ]  # fmt: skip
+    shown = capsys.readouterr().out
+    for bar in written["bars"]:
+        assert f"{bar['what']}: worst {bar['worst']:.3f}" in shown
+        judged = [row for row in written["rows"] if bar["what"].startswith("BN alone") and row["activation"] == "none"]
+        assert not judged or bar["met"] == sum(row["ratio"] < 1.25 for row in judged)
+
+
+def test_shows_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(cpu, "CASES", SMALL)
+    monkeypatch.setattr("batchnorm.progress.PATIENCE", 0.0)
+    cpu.cpu(out=None, rounds=1, seconds=0.0, levels=("layers",))
+    assert "cases timed: 2 of 8" in capsys.readouterr().err
 
 
 def test_bars():
@@ -36,3 +58,7 @@ def test_bars():
     assert few.bar("none") == few.bar("relu") == pytest.approx(1 / 3)
     assert one.bar("none") == many.bar("none") == 1.25  # one channel lies the same in both layouts
     assert many.bar("relu") == 1.0
+
+
+def test_memory_is_kept_where_the_allocator_can_be_told():
+    assert cpu.keep_freed_memory() is (platform.libc_ver()[0] == "glibc")

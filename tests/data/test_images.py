@@ -1,6 +1,7 @@
 """Image batches as a whole: exact epochs and resumption, workers, ranks, the cache, and files that cannot be read."""
 
 import multiprocessing
+import os
 import subprocess
 import sys
 
@@ -345,3 +346,24 @@ def test_training_images_as_evaluation_sees_them(pictures, cache):
     training = open_images(pictures, size=8, batch_size=5, train=True, cache=cache)
     expected = open_images(pictures, size=8, batch_size=4, train=False, cache=cache)
     assert_same(training.centred(4).epoch(0), expected.epoch(0))
+
+
+@pytest.mark.parametrize("layout", ["folder", "shards"])
+def test_decoded_images_are_kept_for_the_next_time(layout, tmp_path):
+    data = image_folder(tmp_path / "data", SIZES)
+    (data / "train" / "class0" / "broken.jpg").parent.mkdir(exist_ok=True)
+    (data / "train" / "class0" / "broken.jpg").write_bytes(b"no image")
+    data = sharded(data, tmp_path / "shards", per_shard=7) if layout == "shards" else data
+    options = {"size": 4, "batch_size": 5, "train": True, "cache": "device", "decoded": tmp_path / "decoded"}
+    first, second = (open_images(data, **options) for _ in range(2))
+    (file,) = options["decoded"].iterdir()
+    written = file.stat().st_mtime_ns
+    assert first.corrupt == second.corrupt
+    assert len(second.corrupt) == 1
+    assert_same(first.epoch(1), second.epoch(1))
+    assert_same(second.epoch(0), open_images(data, **{**options, "decoded": None}).epoch(0))
+    changed = next(path for path in sorted(data.rglob("*")) if path.suffix in (".tar", ".jpg", ".png", ".webp"))
+    os.utime(changed, (1, 1))  # other images may be in it now
+    open_images(data, **options)
+    assert len(list(options["decoded"].iterdir())) == 2
+    assert file.stat().st_mtime_ns == written

@@ -7,13 +7,13 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from batchnorm.ops.kernels import pool
+from batchnorm.ops.kernels import bias, given, pool
 from batchnorm.ops.kernels.backward import backward
 from batchnorm.ops.kernels.forward import forward
 
 NUMBERS = (
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane", "width"),
-    *("dy_stride", "count", "H", "W", "out_H", "out_W"),
+    *("dy_stride", "count", "H", "W", "out_H", "out_W", "tiles", "inner"),
 )
 POINTERS = {"bits": "u8", "where": "u8", "batches": "i64", "skipped": "i64", "words": "i32"}
 TYPED = ("x", "y", "residual", "dy", "dx", "dresidual")  # the rest is float32
@@ -54,6 +54,13 @@ def main():
         count += 1
     for kernel in (pool.max_forward, pool.max_backward_1, pool.max_backward_2, pool.average):
         build(kernel, LAST, {"P": 16, "V": 64, "A": 16, "STRIDE": 2, "BACKWARD": True}, "bf16", 1, ())
+        count += 1
+    for kernel in (bias.forward, bias.backward):
+        for sigmoid in (False, True):
+            build(kernel, LAST, {"P": 16, "V": 64, "A": 16, "SIGMOID": sigmoid}, "bf16", 1, ())
+            count += 1
+    for absent in ((), ("residual", "gamma", "beta")):
+        build(given.normalize, LAST, {"BLOCK": 2048}, "bf16", 1, absent)
         count += 1
     again = ("bits", "gamma", "beta", "running_mean", "running_var", "batches", "skipped")
     for form, absent in ((LAST, again), (FIRST, (*again, "residual"))):

@@ -30,7 +30,7 @@ def choose(monkeypatch, name):
     monkeypatch.setattr(native, "ROWS", elements)
     monkeypatch.setattr(native, "IMAGE_ELEMENTS", elements)
     monkeypatch.setattr(layout, "ROWS", block)
-    layout._period.cache_clear()
+    layout._wide.cache_clear()
 
 
 def draw(*shape, dtype=torch.float32, mean=0.0, std=1.0, format=torch.contiguous_format):

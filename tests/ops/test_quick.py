@@ -26,7 +26,7 @@ def copy_of(running):
 
 
 def run(x, running, momentum=0.1, activation=IDENTITY, gamma=None, beta=None):
-    return cpu.normalize_batch_(x, gamma, beta, running[:3], momentum, EPS, activation)
+    return cpu.normalize_batch_(x, gamma, beta, running, momentum, EPS, activation)
 
 
 TAKEN = {

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -337,6 +338,21 @@ def test_an_exception_leaves_nothing_on():
     with pytest.raises(ZeroDivisionError), bn.recompute():
         raise ZeroDivisionError
     assert kept(chain(4), torch.randn(SMALL), less=False) > 7.9
+
+
+def test_is_active_in_this_thread_and_no_longer():
+    def fail():
+        with bn.recompute():
+            raise KeyError
+
+    assert not saving.is_active()
+    with bn.recompute(), bn.recompute(), ThreadPoolExecutor(1) as other:
+        assert saving.is_active()
+        assert not other.submit(saving.is_active).result()
+    with pytest.raises(KeyError):
+        fail()
+    assert not saving.is_active()
+    assert saving._active == 0
 
 
 def test_nested_in_itself(counted):

@@ -22,6 +22,7 @@ size = 32
 width = 0.04
 batch_size = 8
 [train]
+end_rate = 0.02
 log_every = 1
 evaluate_every = 3
 checkpoint_every = 1000
@@ -73,7 +74,7 @@ def test_what_a_run_leaves(sitting):
     result = read(sitting, "normalized")
     assert [row[0] for row in result["curve"]] == [3, 6, 9, 12]
     assert result["recipe"]["epochs"] == 3
-    assert result["recipe"]["decay_epochs"] == pytest.approx(8 * 3 / 775)
+    assert 0.96 ** (3 / result["recipe"]["decay_epochs"]) == pytest.approx(0.02)
     assert (result["data"]["train"], result["data"]["val"], result["data"]["classes"]) == (30, 12, 3)
     assert (result["result"]["steps"], result["result"]["diverged"]) == (12, False)
     assert 0 <= result["result"]["top1"] <= 1
@@ -181,6 +182,8 @@ def test_a_run_that_fails_says_why(data, tmp_path):
         ('name = "figure"', "group 'figure' is none of"),
         ('recipe = "bn-x7"', "no recipe 'bn-x7'"),
         ("rates = 1e9", "no field rates"),
+        ("end_rate = 1.5", "a rate that falls"),
+        ("decay_epochs = 3", "follow from horizon and end_rate"),
         ('name = "plain", recipe = "bn-baseline"', "two runs are called plain"),
     ],
 )
@@ -191,6 +194,8 @@ def test_a_plan_that_is_none(tmp_path, text, says):
         "name": 'name = "figures"',
         "recipe": 'recipe = "inception"',
         "rates": "rate = 1e9",
+        "end_rate": "end_rate = 0.02",
+        "decay_epochs": "rate = 1e9",
     }[key]
     if "two runs" in says:
         old = 'name = "normalized", recipe = "bn-baseline"'
@@ -222,16 +227,23 @@ def test_the_committed_plan_is_complete():
         assert (recipe.size, recipe.batch_size, recipe.width) == (64, 32, 1.0)
         if run.group == "figures":
             assert recipe.rate == RECIPES[run.variant].rate
+        if run.name != "ablation-decay":
+            assert recipe.decay ** (recipe.epochs / recipe.decay_epochs) == pytest.approx(0.01)
 
 
 def test_the_ablation_takes_back_one_modification_each():
-    runs = [run for run in read_plan().runs if run.group == "ablation" and set(run.changed) != {"seed"}]
-    x5 = next(run.recipe for run in read_plan().runs if run.variant == "bn-x5")
+    group = [run for run in read_plan().runs if run.group == "ablation"]
+    seeds = [run for run in group if set(run.changed) == {"seed"}]
+    assert len({run.recipe.seed for run in seeds}) == 3
+    runs, x5 = group[3:], seeds[0].recipe
     base = next(run.recipe for run in read_plan().runs if run.variant == "bn-baseline")
     fields = ("rate", "dropout", "weight_decay", "decay_epochs", "local_response", "shuffle", "photometric")
     assert [list(run.changed) for run in runs] == [[field] for field in fields]
     for run, field in zip(runs, fields, strict=True):
-        assert getattr(run.recipe, field) == pytest.approx(getattr(base, field)) if field != "shuffle" else "fixed"
+        taken_back = 6 * x5.decay_epochs if field == "decay_epochs" else getattr(base, field)
+        assert getattr(run.recipe, field) == (
+            taken_back if isinstance(taken_back, str) else pytest.approx(taken_back, rel=1e-3)
+        )
         assert getattr(run.recipe, field) != getattr(x5, field)
         assert run.recipe.epochs == x5.epochs
 

@@ -7,7 +7,7 @@ import pytest
 
 from batchnorm.reproduce.fig2.claims import verdicts
 from batchnorm.reproduce.fig2.companions import ablation, dropout, rates
-from batchnorm.reproduce.fig2.curves import all_seeds_of, seeds_of, tuned_baseline
+from batchnorm.reproduce.fig2.curves import seeds_of, tuned_baseline, unchanged_seeds_of
 from batchnorm.reproduce.fig2.plan import read_plan
 from batchnorm.reproduce.fig2.publication import publish
 from batchnorm.reproduce.fig2.tables import failures, figure3, sections
@@ -224,20 +224,20 @@ def test_less_dropout(results, without, verdict):
     drop(results, "bn-baseline", {0: without, 5: 0.3, 10: 0.3, 40: 0.5})
     assert judged(results, claim).verdict == "not yet run"  # the noise is not known
     for seed, accuracy in enumerate((0.49, 0.50, 0.51)):
-        results.add(f"bn-x5-seed{seed}", final=accuracy)
+        results.add(f"ablation-seed{seed}", final=accuracy)
     # 4.30 * 0.01 * sqrt(4 / 3) = 4.97 points
     assert judged(results, claim).verdict == verdict
     assert "(noise 5.0%)" in judged(results, claim).found
 
 
 def test_ablation(results):
-    results.add("bn-x5-seed0", final=0.49).add("bn-x5-seed1", final=0.51)
-    results.add("bn-x5-but-rate", final=0.40)
+    results.add("ablation-seed0", final=0.49).add("ablation-seed1", final=0.51)
+    results.add("ablation-rate", final=0.40)
     # Two seeds: 12.71 * 0.01414 * sqrt(3 / 2) = 22 points.
     assert ablation(results.read()).rows[1] == ["increase learning rate", "40.0%", "+10.00 points", "not resolved"]
-    results.add("bn-x5-seed2", final=0.50)
-    results.add("bn-x5-but-shuffle", final=0.46).add("bn-x5-but-photometric", final=0.56)
-    results.add("bn-x5-but-dropout", {400: 0.01}, diverged=True)
+    results.add("ablation-seed2", final=0.50)
+    results.add("ablation-shuffle", final=0.46).add("ablation-photometric", final=0.56)
+    results.add("ablation-dropout", {400: 0.01}, diverged=True)
     found = ablation(results.read())
     assert "BN-x5 itself: 50.00% over 3 seeds; one more run would lie within 4.97 points" in found.text
     assert found.rows[1:] == [
@@ -249,14 +249,14 @@ def test_ablation(results):
 
 
 def test_ablation_without_seeds(results):
-    results.add("bn-x5-but-rate", final=0.40)
+    results.add("ablation-rate", final=0.40)
     assert ablation(results.read()).rows[1][2:] == ["-", "not resolved: BN-x5 needs more seeds"]
 
 
 def test_seeds_of_one_network(results):
-    results.add("bn-x5-seed0", {400: 0.3}).add("bn-x5-seed2", {400: 0.4}).add("bn-x5-but-rate", {400: 0.2})
+    results.add("bn-x5-seed0", {400: 0.3}).add("ablation-seed2", {400: 0.4}).add("ablation-rate", {400: 0.2})
     found = results.read()
-    assert [one.run.name for one in all_seeds_of(found, "bn-x5").runs] == ["bn-x5-seed0", "bn-x5-seed2"]
+    assert [one.run.name for one in unchanged_seeds_of(found, "ablation", "bn-x5").runs] == ["ablation-seed2"]
     assert [one.run.name for one in seeds_of(found, "figures", "bn-x5").runs] == ["bn-x5-seed0"]
 
 

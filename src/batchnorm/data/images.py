@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .cache import DeviceCache
 from .crops import CROP_AREA
+from .decoded import open_decoded
 from .order import Order, Shuffle
 from .prefetch import Prefetcher
 from .reader import BatchReader, CentreCrop, CorruptFile, Crop, RandomCrop, Request
@@ -136,6 +137,7 @@ def open_images(
     world_size: int = 1,
     workers: int = 0,
     cache: Literal["none", "device"] = "none",
+    decoded: Path | None = None,
     device: torch.device | str = "cpu",
     max_corrupt: int | None = None,
     crop_area: tuple[float, float] = CROP_AREA,
@@ -160,6 +162,7 @@ def open_images(
         workers: processes that decode ahead; 0 decodes in this one.
         cache: ``"device"`` decodes everything once and keeps it on the device; see
             :class:`batchnorm.data.cache.DeviceCache` for what differs.
+        decoded: with ``cache="device"``, a folder to keep the decoded images in for the next time.
         device: where batches go.
         max_corrupt: files that may be unreadable, by default 10 and a thousandth of all.
         crop_area: the range of the random crops' share of the image.
@@ -186,7 +189,9 @@ def open_images(
     order = Order(source.shard_sizes, batch_size, train, shuffle, seed, rank, world_size)
     crop: Crop = RandomCrop(seed, crop_area) if train else CentreCrop(size)
     load: Prefetcher | DeviceCache
-    if cache == "device":
+    if cache == "device" and decoded is not None:
+        load = open_decoded(Path(path).expanduser(), split, size, folder=decoded, workers=workers, device=where)
+    elif cache == "device":
         load = DeviceCache.fill(source, size, workers, where)
     else:
         load = Prefetcher(BatchReader(source, crop, size), workers, where)

@@ -129,27 +129,26 @@ class BatchNorm(TorchBatchNorm):
 
     def _quick(self, input: Tensor, residual: Tensor | None) -> Tensor | None:
         """Train with nothing to refuse and no policy to apply, as most do; None where something is special."""
-        # From the dictionaries: nn.Module.__getattr__ is Python, and would be asked six times.
-        p, b = self._parameters, self._buffers
-        mean, var = b.get("running_mean"), b.get("running_var")
-        batches, skipped = b.get("num_batches_tracked"), b.get("num_batches_skipped")
-        if (
+        if not (
             self.training
             and self.track_running_stats
             and self.statistics is None
             and not self._frozen & STATISTICS
-            and mean is not None
-            and var is not None
-            and batches is not None
-            and skipped is not None
-            and "weight" in p  # where not, something computes it: torch.nn.utils.parametrize
-            and "bias" in p
             and input.dim() in self._input_dims
-            and input.shape[1] == self.num_features
         ):
-            running = ops.Running(mean, var, batches, skipped)
-            return quick_(input, p["weight"], p["bias"], running, self.momentum, self.eps, self.activation, residual)
-        return None
+            return None
+        # From the dictionaries: nn.Module.__getattr__ is Python, and would be asked six times.
+        p, b = self._parameters, self._buffers
+        try:
+            weight, bias = p["weight"], p["bias"]  # where not, something computes it: torch.nn.utils.parametrize
+            mean, var = b["running_mean"], b["running_var"]
+            batches, skipped = b["num_batches_tracked"], b["num_batches_skipped"]
+        except KeyError:
+            return None
+        if mean is None or var is None or batches is None or skipped is None:
+            return None
+        running = (mean, var, batches, skipped)
+        return quick_(input, weight, bias, running, self.momentum, self.eps, self.activation, residual)
 
     def _as_leaf(self, proxy: Any, extra: dict[str, Any]) -> Any:
         """Stay one node under torch.fx, which takes modules of torch.nn as leaves but not others."""

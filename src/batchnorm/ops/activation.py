@@ -37,6 +37,8 @@ class Activation(NamedTuple):
 
 
 IDENTITY = Activation()
+# Functions are called with a name, every time.
+_NAMED = {name: Activation(name) for name in NAMES}
 
 
 def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
@@ -52,6 +54,8 @@ def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
     """
     if spec is None:
         return IDENTITY
+    if type(spec) is str and spec in _NAMED:
+        return _NAMED[spec]
     if type(spec) is Activation and spec.name in NAMES:
         return spec
     if isinstance(spec, nn.Module):

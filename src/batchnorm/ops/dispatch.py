@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import composite, cpu, fused
+from . import composite, cpu, fused, given
 from .activation import Activation, as_activation
 from .context import is_forward_mode, is_observed, is_transformed
 from .moments import Moments
-from .running import Running, update_
+from .running import Kept, Running, update_
 
 
 class Choice(NamedTuple):
@@ -131,7 +131,7 @@ def quick_(
     x: Tensor,
     gamma: Tensor | None,
     beta: Tensor | None,
-    running: Running,
+    running: Kept,
     momentum: float | None,
     eps: float,
     activation: Activation,
@@ -140,7 +140,7 @@ def quick_(
     """Return y by the shortest way and move the running averages; None, and nothing moved, where another way is due."""
     if x.is_cuda:
         return fused.normalize_batch_(x, gamma, beta, running, momentum, eps, activation, residual)
-    return cpu.normalize_batch_(x, gamma, beta, running[:3], momentum, eps, activation) if residual is None else None
+    return cpu.normalize_batch_(x, gamma, beta, running, momentum, eps, activation) if residual is None else None
 
 
 def normalize(
@@ -168,8 +168,11 @@ def normalize(
     call = Call(x, gamma, beta, feature_dims, activation, residual, mask)
     arguments = (call.gamma, call.beta, eps, call.activation, call.residual)
     mean, var = call.features_flat(mean), call.features_flat(var)
-    if choose(call).path == "cpu":
+    path = choose(call).path
+    if path == "cpu":
         y = cpu.normalize(call.x, mean, var, *arguments)
+    elif path == "cuda" and not torch.compiler.is_compiling():
+        y = given.normalize(call.x, mean, var, *arguments)
     else:
         y = composite.normalize(call.x, mean, var, *arguments, call.mask)
     return call.restore(y)

@@ -20,7 +20,7 @@ from .composite import per_channel
 from .context import is_forward_mode, is_recomputation, is_unseen
 from .geometry import empty_dense, geometry_of
 from .moments import Moments, batch_moments
-from .running import Running
+from .running import Kept, Running
 from .saving import remember
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,7 +81,7 @@ def normalize_batch_(
     x: Tensor,
     gamma: Tensor | None,
     beta: Tensor | None,
-    running: Running,
+    running: Kept,
     momentum: float | None,
     eps: float,
     activation: Activation,
@@ -97,6 +97,7 @@ def normalize_batch_(
         and not is_forward_mode()
         and running[0].dtype is torch.float32
         and running[1].dtype is torch.float32
+        and running[0].shape == channels
         and (gamma is None or gamma.shape == channels)
         and (beta is None or beta.shape == channels)
         and (residual is None or residual.shape == x.shape)

@@ -31,6 +31,10 @@ class Running(NamedTuple):
     num_skipped: Tensor
 
 
+# A Running, or its tensors as they are: to make a named tuple takes Python longer than a tuple.
+Kept = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
 def update_(running: Running, moments: Moments, momentum: float | None, *, plain: bool = False) -> None:
     """Move the running averages towards a batch's moments: r <- r + momentum * (moment - r).
 

@@ -53,10 +53,12 @@ def recompute() -> Iterator[None]:
         return
     outer = _local.registry
     registry = _local.registry = outer or Registry()
+    _count(1)
     try:
         with saved_tensors_hooks(registry.pack, Kept.read), nullcontext() if outer else _Concatenations():
             yield
     finally:
+        _count(-1)
         _local.registry = outer
 
 
@@ -70,7 +72,8 @@ def remember(y: Tensor, again: Callable[..., Tensor], *sources: Tensor | None) -
 
 def is_active() -> bool:
     """Say whether this thread is inside :func:`recompute`."""
-    return _local.registry is not None
+    # Layers ask in every call, and nearly always nobody is.
+    return _active > 0 and _local.registry is not None
 
 
 class Recipe:
@@ -215,6 +218,14 @@ class _Local(threading.local):
 
 
 _local = _Local()
+_active = 0  # contexts open in any thread
+_lock = threading.Lock()
+
+
+def _count(step: int) -> None:
+    global _active
+    with _lock:
+        _active += step
 
 
 def _address(t: Tensor) -> int:

@@ -132,7 +132,7 @@ FIGURES = [
 
 def _cpu(r: Result) -> str:
     def worst(test: Callable[[Result], bool]) -> str:
-        ratios = [row["ratio"] for row in r["rows"] if row["level"] == "layers" and test(row)]
+        ratios = [max(row["ratios"].values()) for row in r["rows"] if row["level"] == "layers" and test(row)]
         return f"{statistics.geometric_mean(ratios):.2f} (worst {max(ratios):.2f}, n = {len(ratios)})"
 
     few = worst(lambda row: row["case"]["layout"] == "channels_last" and 1 < row["case"]["shape"][1] < 8)

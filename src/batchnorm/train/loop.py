@@ -281,5 +281,6 @@ class _Run:
             world_size=self.ranks.world_size,
             workers=options.workers,
             cache=options.cache,
+            decoded=options.decoded,
             device=self.ranks.device,
         )

@@ -45,6 +45,8 @@ class Options:
     """processes that decode images, for each rank; 0 decodes in this one"""
     cache: Literal["none", "device"] = "none"
     """device keeps the decoded images on the device, for sets that fit"""
+    decoded: Path | None = None
+    """with cache device, folder to keep the decoded images in, for the next run on the same data"""
     log_every: int = 100
     """steps between lines of metrics.jsonl"""
     evaluate_every: int = 0

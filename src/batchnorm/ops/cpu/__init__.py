@@ -7,7 +7,8 @@ what surrounds it: calls of operators, and of Python where the backward pass is 
 
 native.py    torch's kernel and its derivative, for small batches, for channels_last with channels enough, and for half
              precision. The activation is applied in place.
-quick.py     the same for layers in training, with as little around the kernel as there can be.
+quick.py     the same for layers in training, with as little around the kernel as there can be;
+sums.py      there, large batches whose statistics torch computes slowly or without the digits.
 function.py  everything else: statistics by sums that run at the speed of memory, the transform, the activation in
              place, torch's kernel for the backward pass where it knows the layout.
 layout.py    what those passes are for planes, for rows, and for rows made of several positions where channels are few.

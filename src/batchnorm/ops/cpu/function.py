@@ -115,7 +115,7 @@ def _fast_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tens
         at = y
         if ctx.needs == "z":
             at = _transform(layout, wide, ctx.scale, beta, residual, ctx.mean, torch.empty_like(wide))
-        g = nonlinear.backward(ctx.activation, _stored_like(dy, wide), None if at is None else at.to(wide.dtype))
+        g = nonlinear.backward(ctx.activation, stored_like(dy, wide), None if at is None else at.to(wide.dtype))
         if needs[0] and dmean is None and dvar is None and layout.has_kernel(x):
             gamma = None if gamma is None else gamma.to(wide.dtype)
             return *layout.kernel(g, wide, gamma, ctx.mean, ctx.invstd), g
@@ -155,7 +155,7 @@ def _coefficients(
     return b, c
 
 
-def _stored_like(t: Tensor, x: Tensor) -> Tensor:
+def stored_like(t: Tensor, x: Tensor) -> Tensor:
     """Return ``t`` in the type and strides of ``x``."""
     return t if t.dtype == x.dtype and t.stride() == x.stride() else torch.empty_like(x).copy_(t)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,16 +35,19 @@ def apply_(activation: Activation, z: Tensor) -> Tensor:
     return z
 
 
-def apply_to_fresh(activation: Activation, z: Tensor) -> Tensor:
-    """Return g(z) as autograd's: ``z`` is an output that nobody has seen and that its own derivative does not need."""
-    name, elements = activation.name, z.numel()
-    if name == "relu":
-        if elements <= SMALL:
-            return z.relu()
-        if elements < LARGE_HALF or z.dtype.itemsize > 2:
-            return z.relu_()
-        return HalfRelu.apply(z)  # type: ignore[no-any-return, no-untyped-call]
-    return activation(z)
+def for_fresh(activation: Activation, elements: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    """Return what makes g(z) of an output z that nobody has seen and that its own derivative does not need."""
+    if activation.name == "identity":
+        return None
+    if activation.name != "relu":
+        return activation.__call__
+    if elements <= SMALL:
+        return Tensor.relu
+    return Tensor.relu_ if elements < LARGE_HALF or dtype.itemsize > 2 else _half_relu
+
+
+def _half_relu(z: Tensor) -> Tensor:
+    return HalfRelu.apply(z)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class HalfRelu(torch.autograd.Function):

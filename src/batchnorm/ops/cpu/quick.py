@@ -3,7 +3,8 @@
 On a small batch what stands around torch's kernel costs more than the kernel: every further function, of torch, numpy
 or Python, is code that the backward pass has pushed out of the cache. So this is one call of the kernel, which moves
 the running averages as well, and one look at the statistics it returns. Where they forbid it the averages are put back
-and the caller takes another way. No moments are returned: to make tensors of them would take as long again.
+and the caller takes another way. Large batches have their statistics from sums.py, looked at before anything moves. No
+moments are returned: to make tensors of them would take as long again.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from ..activation import Activation
 from ..context import is_plain
+from ..running import Kept
 from ..saving import is_active, remember
-from . import native, nonlinear
+from . import native, nonlinear, sums
+from .layout import Layout
 
 _f32 = torch.float32
 _kernel = torch.native_batch_norm
@@ -30,36 +33,38 @@ def normalize_batch_(
     x: Tensor,
     gamma: Tensor | None,
     beta: Tensor | None,
-    kept: tuple[Tensor, Tensor, Tensor],
+    running: Kept,
     momentum: float | None,
     eps: float,
     activation: Activation,
 ) -> Tensor | None:
     """Return y and move the running mean, variance and count; None, and nothing moved, where another way is due."""
-    mean, var, num_batches = kept
-    if not (
-        is_plain(x)
-        and mean.dtype is _f32
-        and var.dtype is _f32
-        and (gamma is None or gamma.dtype is _f32)
-        and (beta is None or beta.dtype is _f32)
-    ):
+    mean, var, num_batches, _ = running
+    if not (is_plain(x) and (gamma is None or gamma.dtype is _f32) and (beta is None or beta.dtype is _f32)):
         return None
     # Nearly every call is like the last one with the same running averages.
-    form = x.shape, x.stride(), x.dtype, id(gamma), id(beta)
-    addresses = mean.data_ptr(), var.data_ptr(), num_batches.data_ptr()
     memory = _memories.get(id(mean))
+    form = x.shape, x.stride(), x.dtype, id(gamma), id(beta), activation
+    addresses = mean.data_ptr(), var.data_ptr(), num_batches.data_ptr()
     if memory is None or memory.form != form or memory.addresses != addresses:
-        if not _fits(x, gamma, beta, kept):
+        if not _fits(x, gamma, beta, running):
             return None
-        memory = _remember(form, addresses, kept)
-    _, _, means, variances, count, _ = memory
-    before = bytes(means), bytes(variances)
+        layout = sums.fast_layout(x, activation)
+        if layout is None and not native.is_fast(x):
+            return None
+        memory = _remember(form, addresses, running, layout, nonlinear.for_fresh(activation, x.numel(), x.dtype))
+    _, _, means, variances, count, layout, activate, _ = memory
     factor = momentum if momentum is not None else 1 / (count[0] + 1)
+    if layout is not None:
+        y = _by_sums(x, gamma, beta, running, factor, eps, layout, activate is not None)
+        if y is not None:
+            count[0] += 1
+        return y
+    before = bytes(means), bytes(variances)
     y, mu, invstd = _kernel(x, gamma, beta, mean, var, True, factor, eps)
-    if activation.name != "identity":
+    if activate is not None:
         # Before the look at the statistics: now the output is in the cache and torch's threads are awake.
-        y = nonlinear.apply_to_fresh(activation, y)
+        y = activate(y)
     # Times zero: NaN where a variance is infinite, for the inverse of its root is 0 and inf * 0 is NaN.
     finite = var.dot(invstd).item() * 0.0
     # No |mean / std| is larger than the product of the norms. Only where that is too large, look closer.
@@ -68,16 +73,41 @@ def normalize_batch_(
         return None
     count[0] += 1
     if is_active():
-        remember(y, _again(eps, activation), x, gamma, beta)
+        remember(y, _again(eps, activate), x, gamma, beta)
     return y
 
 
-def _again(eps: float, activation: Activation) -> Callable[..., Tensor]:
+def _by_sums(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    running: Kept,
+    factor: float,
+    eps: float,
+    layout: Layout,
+    relu: bool,
+) -> Tensor | None:
+    found = sums.statistics(x, layout, eps)
+    if found is None:
+        return None
+    y: Tensor = sums.KnownStatistics.apply(x, gamma, beta, found, eps, relu)  # type: ignore[no-untyped-call]
+    running[0].lerp_(found.mean, factor)
+    running[1].lerp_(found.unbiased_var, factor)
+    if is_active():
+
+        def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
+            return sums.normalized(x, gamma, beta, found.mean, found.var, eps, relu)
+
+        remember(y, again, x, gamma, beta)
+    return y
+
+
+def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
         # Without averages in float32 the kernel would round the statistics to half precision.
         mean, var = torch.zeros(2, x.shape[1]).unbind()
         y, _, _ = _kernel(x, gamma, beta, mean, var, True, 0.0, eps)
-        return nonlinear.apply_to_fresh(activation, y)
+        return y if activate is None else activate(y)
 
     return again
 
@@ -86,26 +116,32 @@ def _norm2(v: Tensor) -> float:
     return v.dot(v).item()
 
 
-def _fits(x: Tensor, gamma: Tensor | None, beta: Tensor | None, kept: tuple[Tensor, Tensor, Tensor]) -> bool:
-    """Say whether the kernel takes these shapes and types and is fast on them."""
-    mean, var, _ = kept
+def _fits(x: Tensor, gamma: Tensor | None, beta: Tensor | None, running: Kept) -> bool:
+    """Say whether torch's kernels take these shapes and types."""
+    mean, var, num_batches, _ = running
     return (
-        x.dtype in (_f32, torch.bfloat16, torch.float16)
+        mean.dtype is _f32
+        and var.dtype is _f32
+        and x.dtype in (_f32, torch.bfloat16, torch.float16)
         and x.dim() > 1
         and all(v is None or v.shape == x.shape[1:2] for v in (gamma, beta, mean, var))
-        and all(v.is_cpu for v in kept)
-        and native.is_fast(x)
+        and all(v.is_cpu for v in (mean, var, num_batches))
     )
 
 
 class _Memory(NamedTuple):
-    """What the last call found out: that its form fits, and the running averages' memory as Python sees it."""
+    """What the last call found out: that its form fits, and the running averages' memory as Python sees it.
+
+    The views keep that memory alive: an average found at the same address is the same one, of the same type.
+    """
 
     form: tuple[object, ...]
     addresses: tuple[int, int, int]
     mean: memoryview
     var: memoryview
     num_batches: memoryview
+    layout: Layout | None  # where statistics are by sums.py
+    activate: Callable[[Tensor], Tensor] | None
     lifetime: weakref.ref[Tensor]
 
 
@@ -114,12 +150,17 @@ _memories: dict[int, _Memory] = {}
 
 
 def _remember(
-    form: tuple[object, ...], addresses: tuple[int, int, int], kept: tuple[Tensor, Tensor, Tensor]
+    form: tuple[object, ...],
+    addresses: tuple[int, int, int],
+    running: Kept,
+    layout: Layout | None,
+    activate: Callable[[Tensor], Tensor] | None,
 ) -> _Memory:
-    mean, var, num_batches = kept
+    mean, var, num_batches, _ = running
     key = id(mean)
     lifetime = weakref.ref(mean, lambda _: _memories.pop(key, None))
-    _memories[key] = memory = _Memory(form, addresses, _view(mean), _view(var), _view(num_batches), lifetime)
+    views = _view(mean), _view(var), _view(num_batches)
+    _memories[key] = memory = _Memory(form, addresses, *views, layout, activate, lifetime)
     return memory
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...train.metrics import steps_to
 from ..planned.files import Finished
 from ..planned.plan import Plan
-from .curves import Curve, Seeds, all_seeds_of, at, best, noise, seeds_of, times_fewer
+from .curves import Curve, Seeds, at, best, noise, seeds_of, times_fewer, unchanged_seeds_of
 
 CONFIRMED, REFUTED, UNRESOLVED, NOT_RUN = "confirmed", "refuted", "not resolved", "not yet run"
 # A network trains when it is right ten times as often as by chance; it stays at chance when no validation lies four
@@ -191,7 +191,7 @@ def less_dropout(finished: Mapping[str, Finished]) -> Verdict:
     """
     claim, paper = "with BN, dropout can be removed or reduced", '"either removed or reduced in strength"'
     runs = {one.run.recipe.dropout: one for one in seeds_of(finished, "dropout", "bn-baseline").runs}
-    spread = noise(all_seeds_of(finished, "bn-x5").final)
+    spread = noise(unchanged_seeds_of(finished, "ablation", "bn-x5").final)
     accuracies = {share: one.result["top1"] or 0.0 for share, one in runs.items()}
     if len(accuracies) < 2 or spread is None:
         return Verdict(claim, paper, NOT_RUN, "")

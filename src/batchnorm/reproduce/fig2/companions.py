@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ..planned.files import Finished
 from .claims import rates_that_train
-from .curves import Seeds, all_seeds_of, noise, seeds_of, times_fewer
+from .curves import Seeds, noise, seeds_of, times_fewer, unchanged_seeds_of
 from .section import Section, show_accuracy, show_times
 
 # Section 4.2.1, in its order: the field of the recipe, and what taking it back means.
@@ -75,7 +75,7 @@ def ablation(finished: Mapping[str, Finished]) -> Section:
 
     Paper: Sec. 4.2.1
     """
-    seeds = all_seeds_of(finished, "bn-x5").final
+    seeds = unchanged_seeds_of(finished, "ablation", "bn-x5").final
     spread = noise(seeds)
     rows = [["modification", "BN-x5 without it", "the modification gives", ""]]
     for one in seeds_of(finished, "ablation", "bn-x5").runs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ...train.metrics import steps_to
@@ -65,15 +65,12 @@ def seeds_of(finished: Mapping[str, Finished], group: str, variant: str, **chang
     )
 
 
-def all_seeds_of(finished: Mapping[str, Finished], variant: str) -> Seeds:
-    """Return the runs of a variant, of any group, in which nothing but the seed is changed.
+def unchanged_seeds_of(finished: Mapping[str, Finished], group: str, variant: str) -> Seeds:
+    """Return the runs of a group in which nothing of a variant but the seed is changed.
 
     Beyond the paper: more than one seed.
     """
-    runs = [one for one in finished.values() if one.run.variant == variant and set(one.run.changed) <= {"seed"}]
-    # Groups may have different lengths.
-    same = {replace(one.run.recipe, name="", seed=0) for one in runs[:1]}
-    return Seeds(tuple(one for one in runs if replace(one.run.recipe, name="", seed=0) in same))
+    return Seeds(tuple(one for one in seeds_of(finished, group, variant).runs if set(one.run.changed) <= {"seed"}))
 
 
 def tuned_baseline(finished: Mapping[str, Finished]) -> tuple[str, Seeds] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -11,13 +12,12 @@ from typing import Any
 
 from ...train import RECIPES, Recipe
 
-PAPER_EPOCHS = RECIPES["inception"].epochs
-OWN = ("name", "recipe", "evaluate_every")
+OWN = ("name", "recipe", "evaluate_every", "horizon", "end_rate")
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Say what one run is: a recipe of the paper's, in compressed time, and what is changed in it.
+    """Say what one run is: a recipe of the paper's, of another length, and what is changed in it.
 
     Paper: Sec. 4.2
     """
@@ -60,8 +60,8 @@ class Plan:
 def read_plan(path: Traversable, groups: Sequence[str]) -> Plan:
     """Read a plan, a TOML file.
 
-    Recipes are in the paper's time, what the plan changes in them too: ``epochs`` and ``decay_epochs`` are multiplied
-    by horizon / 775 of their group.
+    A run lasts ``horizon`` epochs, and its rate falls to the share ``end_rate`` of the initial one: its own numbers,
+    its group's, or those of the table ``train``.
 
     Args:
         path: the file.
@@ -78,7 +78,7 @@ def read_plan(path: Traversable, groups: Sequence[str]) -> Plan:
         content = tomllib.loads(text)
         everywhere, training = content.get("recipe", {}), content["train"]
         runs = [
-            _planned(group, run, everywhere, training["evaluate_every"])
+            _planned(group["name"], {**training, **group, **run}, run, everywhere)
             for group in _known(content["group"], groups)
             for run in group["runs"]
         ]
@@ -100,21 +100,23 @@ def _known(found: Sequence[dict[str, Any]], groups: Sequence[str]) -> Sequence[d
     return found
 
 
-def _planned(group: dict[str, Any], run: dict[str, Any], everywhere: dict[str, Any], evaluate_every: int) -> PlannedRun:
+def _planned(group: str, settings: dict[str, Any], run: dict[str, Any], everywhere: dict[str, Any]) -> PlannedRun:
+    name, horizon, end_rate = run["name"], settings["horizon"], settings["end_rate"]
     if run["recipe"] not in RECIPES:
-        raise ValueError(f"{run['name']}: there is no recipe {run['recipe']!r}")
-    base, compressed = RECIPES[run["recipe"]], group["horizon"] / PAPER_EPOCHS
+        raise ValueError(f"{name}: there is no recipe {run['recipe']!r}")
+    if not 0 < end_rate < 1 or horizon <= 0:
+        raise ValueError(
+            f"{name}: horizon={horizon} and end_rate={end_rate}, but a run has a length and a rate that falls"
+        )
     changed = {key: value for key, value in run.items() if key not in OWN}
-    values = {**asdict(base), **everywhere, **changed, "name": run["name"]}
-    values |= {key: values[key] * compressed for key in ("epochs", "decay_epochs")}
-    return PlannedRun(
-        run["name"],
-        group["name"],
-        run["recipe"],
-        changed,
-        Recipe.from_json(json.dumps(values)),
-        run.get("evaluate_every", evaluate_every),
-    )
+    if {"epochs", "decay_epochs"} & {*changed, *everywhere}:
+        raise ValueError(f"{name}: epochs and decay_epochs follow from horizon and end_rate")
+    values = {**asdict(RECIPES[run["recipe"]]), **everywhere, **changed, "name": name, "epochs": float(horizon)}
+    values["decay_epochs"] = horizon * math.log(values["decay"]) / math.log(end_rate)
+    if "end_rate" in run:
+        changed["decay_epochs"] = values["decay_epochs"]
+    recipe = Recipe.from_json(json.dumps(values))
+    return PlannedRun(name, group, run["recipe"], changed, recipe, settings["evaluate_every"])
 
 
 def differing(there: Recipe, here: Recipe) -> list[str]:

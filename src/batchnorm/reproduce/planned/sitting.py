@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Literal
 
 import torch
 
+from ...data.decoded import open_decoded
 from .sharing import CONTROL, shared_gpu
 from .side_by_side import Job, run_side_by_side
-from .training import Machine
+from .training import Machine, Training
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Sitting:
     def machine(self, data: Path) -> Machine:
         """Say on what each run runs."""
         threads = max(1, (os.cpu_count() or 1) // self.jobs)
-        return Machine(data, self.device, self.precision, self.cache, self.workers, threads, self.commit)
+        decoded = self.out / "decoded" if self.cache == "device" else None
+        return Machine(data, self.device, self.precision, self.cache, self.workers, threads, self.commit, decoded)
 
     def carry_out(self, waiting: Sequence[Job], publish: Callable[[], Path]) -> Path:
         """Do the jobs side by side, make of the results what there is to be made, and return the path of that.
@@ -88,11 +91,24 @@ class Sitting:
             raise failure
         if not complete:
             raise KeyboardInterrupt
+        shutil.rmtree(self.out / "decoded", ignore_errors=True)  # for runs to come, and none will
         return published
 
     def _side_by_side(self, waiting: Sequence[Job]) -> bool:
         on_gpu = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+        if self.jobs > 1:
+            _decode(waiting)
         with shared_gpu(min(self.jobs, len(waiting)) if on_gpu else 1) as shared:
             if on_gpu and len(waiting) > 1 and self.jobs > 1 and not shared:
                 print(f"{CONTROL} is not to be had: the runs get the GPU in turns, and gain little by being together")
             return run_side_by_side(waiting, jobs=self.jobs, minutes=self.minutes)
+
+
+def _decode(waiting: Sequence[Job]) -> None:
+    """Decode the images that several runs will want, once and with all cores."""
+    wanted = {(job.machine, job.files.run.recipe.size) for job in waiting if isinstance(job, Training)}
+    for machine, size in wanted:
+        if machine.decoded is not None and len(waiting) > 1:
+            for split in ("train", "val"):
+                cores = os.cpu_count() or 1
+                open_decoded(machine.data, split, size, folder=machine.decoded, workers=cores, device="cpu")

@@ -27,6 +27,7 @@ class Machine:
     workers: int = 2
     threads: int = 1
     commit: str | None = None
+    decoded: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Training:
             precision=self.machine.precision,
             workers=self.machine.workers,
             cache=self.machine.cache,
+            decoded=self.machine.decoded,
             log_every=self.plan.log_every,
             evaluate_every=self.files.run.evaluate_every,
             checkpoint_every=self.plan.checkpoint_every,

@@ -1,0 +1,89 @@
+"""Normalization by given statistics in one kernel, and with gradients, against plain operations in float64."""
+
+import pytest
+import torch
+
+from batchnorm.ops import Activation, given
+from batchnorm.ops.composite import normalize as plain
+
+EPS = 1e-3
+SHAPES = [(1, 1), (5, 3), (4, 7, 6), (2, 8, 4, 4), (3, 5, 7, 3), (2, 70, 9, 9), (2, 3, 2, 5, 4)]
+ROUNDING = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-2, 1e-2), torch.float16: (2e-3, 2e-3)}
+pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
+
+
+def drawn(shape, layout, dtype, device):
+    x = (torch.randn(shape, device=device) * 2 + 3).to(dtype)
+    if layout == "sliced":
+        return torch.cat([x, x, x], 1)[:, shape[1] : 2 * shape[1]]
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if layout == "last" else x
+
+
+def statistics(channels, device):
+    mean, gamma, beta = (torch.randn(channels, device=device) for _ in range(3))
+    return mean, torch.rand(channels, device=device) + 0.1, gamma, beta
+
+
+def check(y, x, given_, activation, residual, dtype):
+    mean, var, gamma, beta, r = (None if t is None else t.detach().double() for t in (*given_, residual))
+    expected = plain(x.detach().double(), mean, var, gamma, beta, EPS, activation, r)
+    assert (y.dtype, y.shape) == (dtype, x.shape)
+    rtol, atol = ROUNDING[dtype]
+    torch.testing.assert_close(y.detach().double(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("layout", ["first", "last", "sliced"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_pass(shape, layout, dtype, device):
+    x, residual = (drawn(shape, layout, dtype, device) for _ in range(2))
+    given_ = statistics(shape[1], device)
+    for activation, added in (
+        (Activation(), None),
+        (Activation("relu"), residual),
+        (Activation("leaky_relu", 0.2), None),
+    ):
+        check(given.normalize(x, *given_, EPS, activation, added), x, given_, activation, added, dtype)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "tanh", "silu"])
+def test_smooth_nonlinearities_and_no_parameters(name, device):
+    x, (mean, var, *_) = drawn((3, 6, 5), "first", torch.float32, device), statistics(6, device)
+    given_, activation = (mean, var, None, None), Activation(name)
+    check(given.normalize(x, *given_, EPS, activation, None), x, given_, activation, None, torch.float32)
+
+
+def test_means_far_from_zero(device):
+    x = torch.randn(64, 4, 3, device=device) + 1e6
+    given_ = (x.double().mean((0, 2)).float(), torch.ones(4, device=device), None, None)
+    check(given.normalize(x, *given_, EPS, Activation(), None), x, given_, Activation(), None, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("added", [False, True])
+def test_gradients(added, dtype, device):
+    x, residual = (drawn((4, 6, 5, 5), "last", dtype, device).requires_grad_() for _ in range(2))
+    mean, var, gamma, beta = statistics(6, device)
+    leaves = [x, gamma.requires_grad_(), beta.requires_grad_(), *([residual] if added else [])]
+    y = given.normalize(x, mean, var, gamma, beta, EPS, Activation("relu"), residual if added else None)
+    check(y, x, (mean, var, gamma, beta), Activation("relu"), residual if added else None, dtype)
+    dy = torch.randn_like(y)
+    got = torch.autograd.grad(y, leaves, dy)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    expected = plain(
+        wide[0], mean.double(), var.double(), *wide[1:3], EPS, Activation("relu"), wide[3] if added else None
+    )
+    for a, b in zip(got, torch.autograd.grad(expected, wide, dy.double()), strict=True):
+        assert (a.double() - b).norm() <= (1e-5 if dtype == torch.float32 else 2e-2) * b.norm()
+
+
+@pytest.mark.gpu
+def test_layers_in_evaluation_take_it():
+    import batchnorm as bn
+
+    layer, x = bn.BatchNorm2d(6, activation="relu").cuda().eval(), torch.randn(4, 6, 5, 5, device="cuda")
+    layer.running_mean.normal_()
+    expected = torch.nn.functional.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps).relu()
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), expected)
