@@ -65,15 +65,16 @@ def paths(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, activation: str
 ) -> tuple[str, str]:
     """Return what ``ops.explain`` calls a forward and a backward pass, the gradient being like x."""
-    forward, backward = (form_of(x, b, residual is not None) for b in (False, True))
+    added = residual is not None and activation != "identity"  # else its gradient is dy
+    forward, backward = form_of(x, False, residual is not None), form_of(x, True, added)
     if _is_smooth(activation, residual) or not resident.takes(x):
         return forward.plan.path, backward.plan.path
     typed, r = _are_resident(x, gamma, beta, residual), backward.residence
-    # Backward, a residual matters where there is its gradient to write and bits to read, in the order of this path.
-    fits = activation == "identity" or (_of_one_type(x, residual) and (typed or r is None or not r.plane))
+    # The residual's gradient has its type, and other kernels keep bits in another order than woven ones.
+    fits = _of_one_type(x, residual) and (typed or r is None or not r.plane)
     return (
         forward.path if typed and resident.takes(residual) else forward.plan.path,
-        backward.path if residual is None or fits else backward.plan.path,
+        backward.path if fits or not added else backward.plan.path,
     )
 
 
