@@ -161,11 +161,12 @@ def test_it_goes_on_where_it_was_stopped(data, plan, sitting, tmp_path):
     command = [sys.executable, "-m", "batchnorm.reproduce.fig4", *words, "--jobs", "2", "--only", *TWO]
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     runs = [tmp_path / "runs" / name / "metrics.jsonl" for name in TWO]
-    while process.poll() is None and not all(path.exists() and path.read_text().count("\n") > 1 for path in runs):
+    while process.poll() is None and not any(path.exists() and path.read_text().count("\n") > 1 for path in runs):
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait() == 130
-    assert set(read(tmp_path)["missing"]) == {*TWO, "ten", "far"}
+    code, missing = process.wait(), set(read(tmp_path)["missing"])
+    assert missing >= {"ten", "far"}
+    assert code == 130 or not missing & set(TWO)  # a quick one may have come to its end
     run(data, plan, tmp_path, only=TWO)  # as many threads each as before: the same bits
     assert read(tmp_path)["rows"] == read(sitting)["rows"]
     for name in TWO:

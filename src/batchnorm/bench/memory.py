@@ -140,6 +140,7 @@ def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
         found = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
         del result
         return found
+    gc.collect()  # lest what others left is freed meanwhile, and counts
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = call()
