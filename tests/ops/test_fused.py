@@ -5,7 +5,7 @@ import torch
 from oracle import assert_near, expect
 from torch.utils.checkpoint import checkpoint
 
-from batchnorm.ops import Activation, Running, composite, fused, geometry, launch
+from batchnorm.ops import Activation, Running, composite, fused, launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 EPS = 1e-5
@@ -172,11 +172,3 @@ def test_what_the_kernels_refuse(x, reason):
 def test_launching_what_is_refused_says_so():
     with pytest.raises(ValueError, match="strides"):
         launch.forward(torch.randn(5, 4).t(), None, None, None, None, 0.1, EPS, "relu", 0.0, False)
-
-
-def test_bits_unpack_in_both_layouts():
-    for x in (draw(3, 10, 3, 3), draw(3, 3, 3, 10).movedim(-1, 1)):
-        residual = torch.randn_like(x)
-        y, _, bits = launch.forward(x, None, None, residual, None, 0.1, EPS, "relu", 0.0, True)
-        assert torch.equal(fused.unpack(bits, x), y > 0)
-        assert bits.numel() == launch.bytes_of_bits(geometry.geometry_of(x))

@@ -3,12 +3,9 @@
 Outputs start as NaN, so that an unwritten value fails.
 """
 
-import shutil
-
 import pytest
 import torch
-from emulate import compiler
-from kernels import arranged, compare, kept, run
+from kernels import arranged, compare, kept, planned, run
 from oracle import assert_near
 
 from batchnorm.bench.layers import all_layers
@@ -52,29 +49,9 @@ def test_division_by_multiplication(divisor):
         assert (n * m >> 32) >> s == n // divisor
 
 
-@pytest.fixture(scope="module")
-def emulation(tmp_path_factory):
-    return compiler(tmp_path_factory.mktemp("emulated"))
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, emulation, monkeypatch):
-    if request.param == "cpu":
-        if shutil.which("g++") is None:
-            pytest.skip("no g++ to compile the emulated kernel with")
-        resident._kernel.cache_clear()
-        monkeypatch.setattr(nvrtc, "load", emulation)
-    yield request.param
-    resident._kernel.cache_clear()
-
-
-def planned(x, parts, each=1, lanes=4, threads=128, kept=2):
-    """A small plan: few vectors are kept, so that a small tensor has some that are read again."""
-    g = geometry_of(x)
-    if not g.nhwc:
-        lanes = 1 if g.width % (resident.WIDTH // x.element_size()) == 0 else resident.woven_lanes(g, x.element_size())
-    r = resident.make(g, x.element_size(), 2, 132, threads, each, lanes, parts)
-    return r._replace(kept=kept)
+@pytest.fixture
+def device(resident_device):
+    return resident_device
 
 
 CASES = [
@@ -90,10 +67,15 @@ CASES = [
     ((8, 5, 16, 8), "first", torch.float16, ("silu",), False, 2, 1),
     ((8, 5, 4, 8, 8), "first", torch.float32, ("leaky_relu", 0.1), True, 2, 1),
     ((8, 5, 64), "first", torch.float32, None, True, 1, 1),
+    ((6, 3, 14, 14), "first", torch.float32, ("relu",), True, 2, 1),  # a byte with bits of two examples
     ((9, 16, 7, 7), "first", torch.bfloat16, ("relu",), False, 1, 1),  # vectors with values of two channels
     ((9, 16, 3, 3), "first", torch.float16, ("relu",), False, 3, None),
     ((9, 8, 3, 5), "first", torch.float32, ("silu",), False, 2, 1),
     ((20, 6, 14, 2), "first", torch.bfloat16, None, False, 2, 2),
+    ((9, 16, 7, 7), "first", torch.bfloat16, ("relu",), True, 1, 1),
+    ((41, 4, 14, 14), "first", torch.float16, ("leaky_relu", 0.1), True, 3, 1),
+    ((9, 16, 3, 3), "first", torch.bfloat16, None, True, 2, None),
+    ((9, 16, 7, 3), "first", torch.float32, ("relu",), True, 2, 1),  # two vectors share a byte
 ]
 
 
@@ -106,12 +88,17 @@ def test_matches_the_oracle(device, shape, layout, dtype, activation, has_residu
     compare(x, got, e, residual)
 
 
-@pytest.mark.parametrize(("shape", "layout"), [((8, 64, 6, 6), "last"), ((8, 6, 16, 16), "first")])
-def test_the_residual_may_be_kept_too(device, shape, layout):
+KEPT = [((8, 64, 6, 6), "last"), ((8, 6, 16, 16), "first"), ((33, 16, 7, 7), "first")]
+
+
+@pytest.mark.parametrize("groups", [None, 1])  # 1: one slice after the other
+@pytest.mark.parametrize(("shape", "layout"), KEPT)
+def test_the_residual_may_be_kept_too(device, shape, layout, groups):
     x = arranged(shape, layout, torch.bfloat16, device)
     residual = arranged(shape, layout, torch.bfloat16, device, 0.0)
-    r = planned(x, 3, kept=7)._replace(added=True)
+    r = planned(x, 3, kept=7)
     assert r.fits(geometry_of(x), 2)
+    r = r._replace(added=True, groups=groups or r.groups)
     got, e = run(x, r, ("relu",), residual)
     compare(x, got, e, residual)
 

@@ -197,7 +197,9 @@ def explain(
     """
     call = Call(x, gamma, beta, feature_dims, activation, residual, mask)
     path, reason = choose(call)
-    return Choice(path, reason if path != "cuda" else fused.describe(call.x, call.residual))
+    if path == "cuda":
+        reason = fused.describe(call.x, call.gamma, call.beta, call.residual, call.activation)
+    return Choice(path, reason)
 
 
 class Call:

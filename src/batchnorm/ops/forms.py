@@ -94,7 +94,7 @@ def _find_form(
     g = _geometry(shape, stride)
     given = (g, itemsize, backward, residual, processors(device))
     r = p if isinstance(p, Residence) else None
-    if p is None and device.type == "cuda" and resident.runs_on(device):
+    if p is None and resident.runs_on(device):
         r = resident.choose(*given)
     q = p if isinstance(p, Plan) else plan.choose(*given)
     return Form(g, dense_strides(g, shape), r, q, _launches(g, q, backward, device))

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from . import launch, plan
 from .activation import Activation
+from .bits import empty_bits, unpack
 from .composite import per_channel
 from .context import is_forward_mode, is_recomputation, is_unseen
-from .forms import form_of
 from .geometry import empty_dense, geometry_of
 from .moments import Moments, batch_moments
 from .running import Kept, Running
@@ -40,12 +40,14 @@ def refusal(x: Tensor) -> str | None:
     return None
 
 
-def describe(x: Tensor, residual: Tensor | None) -> str:
+def describe(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, activation: Activation
+) -> str:
     """Say how the kernels take ``x``."""
     if torch.compiler.is_compiling():
         return "a CUDA tensor"
-    forward, backward = (form_of(x, b, residual is not None) for b in (False, True))
-    return f"fused kernels, forward {forward.path}, backward {backward.path} ({plan.MEANING})"
+    forward, backward = launch.paths(x, gamma, beta, residual, activation.name)
+    return f"fused kernels, forward {forward}, backward {backward} ({plan.MEANING})"
 
 
 def batch_norm(
@@ -154,12 +156,14 @@ def _fused_(
     return launch.forward(x, gamma, beta, residual, running, momentum, eps, activation, slope, keep_bits)
 
 
-def _fake_fused(x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def _fake_fused(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
     g = geometry_of(x)
     assert g is not None
-    keep_bits = args[-1]
+    keep_bits = rest[-1]
     stats = x.new_empty((launch.STATS, x.shape[1]), dtype=torch.float32)
-    bits = x.new_empty(launch.bytes_of_bits(g), dtype=torch.uint8) if keep_bits else None
+    bits = empty_bits(x, g, launch.weaves_bits(x, gamma, beta, residual, g)) if keep_bits else None
     return empty_dense(x, g, x.dtype), stats, bits
 
 
@@ -263,18 +267,6 @@ def _moments_backward(dstats: Tensor, x: Tensor) -> Tensor:
     moments, centred = batch_moments(x, dims)
     dmean, dvar = per_channel(dstats[0], x), per_channel(dstats[1], x)
     return ((dmean + 2 * dvar * centred) / moments.count).to(x.dtype)
-
-
-def unpack(bits: Tensor, x: Tensor) -> Tensor:
-    """Return the bits that a forward pass kept as a bool tensor of x's shape."""
-    g = geometry_of(x)
-    assert g is not None
-    lines, length = (g.rows, g.channels) if g.nhwc else (g.channels, g.rows)
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    flat = (bits.reshape(lines, -1, 1) >> shifts & 1).reshape(lines, -1)[:, :length].bool()
-    if g.nhwc:
-        return flat.reshape(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, 1)
-    return flat.reshape(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1)
 
 
 def _differentiable(run: Any) -> Any:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import plan, resident
 from .activation import NAMES
+from .bits import empty_bits, is_woven, rearrange
 from .forms import form_of, processors
 from .geometry import Geometry, as_dense, geometry_of
 from .plan import Plan
@@ -33,23 +34,48 @@ def forward(
     g, strides, r, q, launches = form_of(x, False, residual is not None, p)
     y = x.new_empty_strided(x.shape, strides)
     stats = x.new_empty((STATS, g.channels), dtype=torch.float32)
-    bits = x.new_empty(bytes_of_bits(g), dtype=torch.uint8) if keep_bits else None
+    if _is_smooth(activation, residual) or not _are_resident(x, gamma, beta, residual):
+        r = None
+    woven = r is not None and r.plane > 0
     gamma = None if gamma is None else gamma.contiguous()
     beta = None if beta is None else beta.contiguous()
     residual = None if residual is None else as_dense(residual, strides)
-    if r is not None:
-        smooth = residual is not None and not keep_bits and activation != "identity"
-        if not smooth and _of_one_type(x, residual) and _are_float32(gamma, beta) and resident.takes(x, residual):
-            partial, words = _room(x, (2 + 2 * r.kept_parts) * g.channels, r)
-            tensors = (x, y, residual, bits, gamma, beta, stats, partial, words)
-            if resident.forward(tensors, running, momentum, eps, activation, slope, g, r):
-                return y, stats, bits
+    if r is not None and resident.takes(x, residual):
+        bits = empty_bits(x, g, woven) if keep_bits else None
+        partial, words = _room(x, (2 + 2 * r.kept_parts) * g.channels, r)
+        tensors = (x, y, residual, bits, gamma, beta, stats, partial, words)
+        if resident.forward(tensors, running, momentum, eps, activation, slope, g, r):
+            return y, stats, bits
+    bits = empty_bits(x, g, False) if keep_bits else None
     partial, words = _room(x, (2 + 3 * q.kept_parts) * g.channels, q)
     tensors = (x, y, residual, bits, gamma, beta, stats, partial, words, *(running or (None, None, None, None)))
     scalars = (float(eps), float(momentum or 0.0), float(slope))
     for launch in launches:
         launch(tensors, scalars, (NAMES.index(activation), momentum is None))
-    return y, stats, bits
+    return y, stats, None if bits is None else rearrange(bits, x, woven)
+
+
+def weaves_bits(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, g: Geometry) -> bool:
+    """Say in which order :func:`forward` returns bits, which torch.compile has to know before it runs."""
+    woven = resident.weaves(g, x.element_size(), True) and _are_resident(x, gamma, beta, residual)
+    return woven and resident.runs_on(x.device)
+
+
+def paths(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, activation: str
+) -> tuple[str, str]:
+    """Return what ``ops.explain`` calls a forward and a backward pass, the gradient being like x."""
+    added = residual is not None and activation != "identity"  # else its gradient is dy
+    forward, backward = form_of(x, False, residual is not None), form_of(x, True, added)
+    if _is_smooth(activation, residual) or not resident.takes(x):
+        return forward.plan.path, backward.plan.path
+    typed, r = _are_resident(x, gamma, beta, residual), backward.residence
+    # The residual's gradient has its type, and other kernels keep bits in another order than woven ones.
+    fits = _of_one_type(x, residual) and (typed or r is None or not r.plane)
+    return (
+        forward.path if typed and resident.takes(residual) else forward.plan.path,
+        backward.path if fits or not added else backward.plan.path,
+    )
 
 
 def normalize(x: Tensor, residual: Tensor | None, stats: Tensor, activation: str, slope: float) -> Tensor:
@@ -78,22 +104,23 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dx, dgamma, dbeta and, where a type is given for it, the residual's gradient."""
     # Bits tell of a residual as well, though its gradient may not be wanted.
-    g, strides, r, q, launches = form_of(x, True, bits is not None or residual_dtype is not None, p)
+    added = bits is not None or residual_dtype is not None
+    g, strides, r, q, launches = form_of(x, True, added, p)
     dx = x.new_empty_strided(x.shape, strides)
     dresidual = None if residual_dtype is None else x.new_empty_strided(x.shape, strides, dtype=residual_dtype)
     dgamma = x.new_empty(g.channels, dtype=torch.float32)
     dbeta = x.new_empty(g.channels, dtype=torch.float32)
-    if r is not None:
+    if r is not None and (bits is None or is_woven(bits) == (r.plane > 0)):
         dy_, dy_stride = _rows_of(dy, g, strides, resident.WIDTH // x.element_size())
         if residual is None and _of_one_type(x, dy_, dresidual) and resident.takes(x, dy_):
             partial, words = _room(x, 2 * r.kept_parts * g.channels, r)
             tensors = (dy_, x, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
-            added = bits is not None or dresidual is not None
             if resident.backward(tensors, dy_stride, activation, slope, added, g, r):
                 return dx, dgamma, dbeta, dresidual
     partial, words = _room(x, 2 * q.kept_parts * g.channels, q)
     residual = None if residual is None else as_dense(residual, strides)
     dy, dy_stride = _rows_of(dy, g, strides, q.align)
+    bits = None if bits is None else rearrange(bits, x, False)
     given = (dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
     for launch in launches:
         launch(given, (float(slope), dy_stride // q.align), (NAMES.index(activation),))
@@ -113,12 +140,18 @@ def _check_devices(x: Tensor, *others: Tensor | None) -> None:
             raise ValueError(f"the input is on {x.device}, a parameter, statistic or residual on {t.device}; move it")
 
 
+def _is_smooth(activation: str, residual: Tensor | None) -> bool:
+    """Say whether the gradient needs the residual itself, which kernels/resident.cu does not read there."""
+    return residual is not None and activation not in ("identity", "relu", "leaky_relu")
+
+
 def _of_one_type(x: Tensor, *others: Tensor | None) -> bool:
     return all(t is None or t.dtype == x.dtype for t in others)
 
 
-def _are_float32(*parameters: Tensor | None) -> bool:
-    return all(t is None or t.dtype == torch.float32 for t in parameters)
+def _are_resident(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None) -> bool:
+    """Say whether tensors have the types that kernels/resident.cu takes."""
+    return _of_one_type(x, residual) and all(t is None or t.dtype == torch.float32 for t in (gamma, beta))
 
 
 def _rows_of(dy: Tensor, g: Geometry, strides: tuple[int, ...], align: int) -> tuple[Tensor, int]:
@@ -131,11 +164,6 @@ def _rows_of(dy: Tensor, g: Geometry, strides: tuple[int, ...], align: int) -> t
         if own is not None and own.nhwc and own.stride % align == 0 and not own.wide:
             return dy, own.stride
     return as_dense(dy, strides), g.channels if g.nhwc else g.channels * g.width
-
-
-def bytes_of_bits(g: Geometry) -> int:
-    """Return how many bytes hold a bit per element: rows, or channels, rounded up to whole bytes."""
-    return g.rows * plan.up(g.channels, 8) if g.nhwc else g.channels * plan.up(g.rows, 8)
 
 
 class _Words:

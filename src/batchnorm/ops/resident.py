@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDTH = 16  # bytes of a vector
 SHARED = 232_448  # bytes of shared memory that the programs on a multiprocessor may have together
 CACHE = 40_000_000  # bytes that outlive a pass through the L2 cache
+WOVEN = 6  # megabytes from which on vectors with values of two channels pay
 BATCHES = 8  # of 4 vectors: how many copies a thread waits for one after the other
 
 
@@ -47,11 +47,11 @@ class Residence(NamedTuple):
         return "resident"
 
     def fits(self, g: Geometry, itemsize: int) -> bool:
-        """Whether all slices are worked on at once and nothing is read again."""
+        """Whether nothing is read again."""
         v = WIDTH // itemsize
         units = g.rows if g.nhwc else g.rows // g.width if self.plane else g.rows // v
         block = self.threads // self.lanes if g.nhwc or self.plane else self.threads
-        return self.groups == self.slices and up(units, block * self.parts) <= self.kept
+        return up(units, block * self.parts) <= self.kept
 
     @property
     def kept_parts(self) -> int:
@@ -94,11 +94,18 @@ def make(
 def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Residence | None:
     """Choose for a device with so many multiprocessors; None where other kernels are faster or this one cannot."""
     v = WIDTH // itemsize
-    if residual and (g.channels if g.nhwc else g.width) % 8:
+    if weaves(g, itemsize, residual):
+        find = _of_woven
+    elif residual and (g.channels if g.nhwc else g.rows) % 8:
         return None  # bits come in bytes
-    if (g.nhwc and g.channels % v) or g.stride % v or (not g.nhwc and g.width < 2 * v):
-        return None
-    find = _of_rows if g.nhwc else _of_planes
+    elif g.nhwc:
+        if g.channels % v or g.stride % v:
+            return None
+        find = _of_rows
+    else:
+        if g.width % v or g.width < 2 * v or g.stride % v or g.plane % v:
+            return None
+        find = _of_planes
     found = find(g, itemsize, backward, residual, processors, 2 if backward else 1)
     if found is None or backward or not residual:
         return found
@@ -110,15 +117,7 @@ def _of_planes(
     g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
 ) -> Residence | None:
     """Choose for a channels-first tensor."""
-    v = WIDTH // itemsize
     megabytes = g.rows * g.channels * itemsize / 1e6
-    if g.width % v or g.plane % v:
-        lanes = woven_lanes(g, itemsize)
-        if megabytes < 6 or lanes is None:
-            return None
-        slices = g.channels * g.width // (lanes * v)
-        threads, each = (512, 1) if slices <= processors else (256, 2)
-        return make(g, itemsize, tensors, processors, threads, each, lanes, max(1, processors * each // slices))
     if megabytes < 10 or (backward and megabytes > 300):
         return None
     channel = g.rows * itemsize
@@ -126,6 +125,17 @@ def _of_planes(
         return make(g, itemsize, tensors, processors, 256, 2, 1, max(1, 2 * processors // g.channels))
     parts = processors // g.channels if g.channels <= processors else up(channel, 200 * 1024) if channel > 2**20 else 1
     return make(g, itemsize, tensors, processors, 512, 1, 1, parts)
+
+
+def _of_woven(
+    g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
+) -> Residence | None:
+    """Choose for a channels-first tensor whose channels are no whole vectors."""
+    lanes = woven_lanes(g, itemsize, residual)
+    assert lanes is not None
+    slices = g.channels * g.width * itemsize // (lanes * WIDTH)
+    threads, each = (512, 1) if slices <= processors else (256, 2)
+    return make(g, itemsize, tensors, processors, threads, each, lanes, max(1, processors * each // slices))
 
 
 def _of_rows(
@@ -144,25 +154,37 @@ def _of_rows(
     return make(g, itemsize, tensors, processors, 512, 1, lanes, processors // slices)
 
 
-def woven_lanes(g: Geometry, itemsize: int) -> int | None:
+def weaves(g: Geometry, itemsize: int, residual: bool) -> bool:
+    """Say whether a tensor is one for vectors with values of two channels."""
+    v = WIDTH // itemsize
+    large = g.rows * g.channels * itemsize >= WOVEN * 1e6
+    return large and g.width >= 2 * v and g.stride % v == 0 and woven_lanes(g, itemsize, residual) is not None
+
+
+def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
     """Return how many vectors of an example have whole channels, where a channel's are not whole; None where none do.
 
+    With a residual their bits are whole bytes too.
+
     >>> from .geometry import geometry_of
-    >>> woven_lanes(geometry_of(torch.empty(2, 64, 7, 7)), 2)  # 8 channels of 49 are 49 vectors of 8
+    >>> woven_lanes(geometry_of(torch.empty(2, 64, 7, 7)), 2, False)  # 8 channels of 49 are 49 vectors of 8
     49
     """
     v = WIDTH // itemsize
-    channels = v // gcd(g.width, v)
-    if g.width < v or g.plane != g.width or g.channels % channels:
+    if g.nhwc or g.width % v == 0 or g.width < v or g.plane != g.width:
         return None
+    values = 8 if residual else v
+    channels = next(n for n in (1, 2, 4, 8) if n * g.width % values == 0)
     lanes = channels * g.width // v
-    return lanes if lanes <= 128 else None
+    return lanes if g.channels % channels == 0 and lanes <= 128 else None
 
 
 @cache
 def runs_on(device: torch.device) -> bool:
     """Say whether the kernel runs on a device: it needs Hopper's shared memory, the run-time compiler and all room."""
     alone = 0 < AT_ONCE <= 2  # of two streams one waits until the other's programs are done
+    if device.type != "cuda":
+        return False
     return alone and torch.cuda.get_device_capability(device)[0] >= 9 and nvrtc.unavailable() is None
 
 

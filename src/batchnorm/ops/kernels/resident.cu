@@ -228,10 +228,12 @@ struct Walk {
 
     __device__ __forceinline__ i64 of_dy(const Shape& s, int i) const { return offset(s, i, s.dy_stride, s.y_plane); }
 
-    // One bit per element: rows of C bits, or channels of units * V, rounded up to bytes.
+    // One bit per element, as bits.py says: rows of C bits, or channels of units * V, rounded up to bytes; or like y.
     __device__ __forceinline__ i64 of_bits(const Shape& s, int i) const {
 #if LAST
         return (i64)(first + i * step) * ((s.C + 7) / 8) + (slice * SV + column) * V / 8;
+#elif WOVEN
+        return of_y(s, i) >> (V == 8 ? 4 : 5);
 #else
         return (i64)slice * (((i64)s.units * V + 7) / 8) + (i64)(first + i * step) * V / 8;
 #endif
@@ -578,12 +580,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         }
         commit();
     }
-    if (ADDED) {
-#pragma unroll
-        for (int k = 0; k < K; ++k)
-            if (k < walk.n) copy_async(slot_of(1, k), residual + walk.of_y(s, k), policy);
+    // After x, so that the statistics do not wait for it.
+    auto copy_added = [&](const Walk& walk) {
+#pragma unroll 1
+        for (int k = 0; k < walk.n; ++k) copy_async(slot_of(1, k), residual + walk.of_y(s, k), policy);
         commit();
-    }
+    };
+    if (ADDED) copy_added(walk);
     for (; slice < s.slices; slice += groups) {
         const float count = (float)((i64)s.units * EACH_UNIT);
         const int channel = slice * W + threadIdx.x;  // of the first W threads
@@ -734,6 +737,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             }
             commit();
         }
+        if (ADDED) copy_added(next);
         if (running.mean && count > 1 && part == 0 && threadIdx.x < MOVERS * 32)
             averages.finish(running, words + 1, before, s.C, all, s.slices * MOVERS);
         walk = next;

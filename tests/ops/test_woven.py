@@ -1,0 +1,222 @@
+"""A residual where vectors have values of two channels (7 x 7, 14 x 14): which order bits have, and who can read them.
+
+Outputs start as NaN, so that an unwritten value fails.
+"""
+
+import pytest
+import torch
+from kernels import EPS, Way, arranged, compare, planned, run
+from oracle import assert_near, expect
+
+from batchnorm.bench.layers import all_layers
+from batchnorm.ops import Activation, Running, forms, fused, launch, nvrtc, plan, resident
+from batchnorm.ops.bits import is_woven, unpack
+from batchnorm.ops.geometry import geometry_of
+
+pytestmark = [
+    pytest.mark.usefixtures("unwritten_is_nan"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+]
+RELU = Activation("relu")
+SHAPE = (9, 16, 7, 7)
+
+
+@pytest.fixture
+def device(resident_device):
+    return resident_device
+
+
+def drawn(device, shape=SHAPE, dtype=torch.bfloat16):
+    return arranged(shape, "first", dtype, device), arranged(shape, "first", dtype, device, 0.0)
+
+
+def misaligned(t):
+    """The same values, dense, from an address that is no multiple of 16 bytes."""
+    return torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape)
+
+
+def forward(x, residual, p, activation=RELU):
+    return launch.forward(x, None, None, residual, None, 0.1, EPS, *activation, True, p)
+
+
+def check_backward(x, residual, bits, stats, p, dy=None, wanted=torch.bfloat16):
+    dy = torch.randn_like(x) if dy is None else dy
+    ones = torch.ones(x.shape[1], device=x.device)
+    e = expect(x, ones, ones * 0, EPS, dy, RELU, residual)
+    dx, dgamma, dbeta, dr = launch.backward(dy, x, None, bits, stats, *RELU, wanted, p)
+    assert_near(dx, e.dx, x.dtype, "dx", top=e.dx_terms)
+    assert_near(dgamma, e.dgamma, torch.float32, "dgamma", top=e.sum_terms)
+    assert_near(dbeta, e.dbeta, torch.float32, "dbeta", top=e.sum_terms)
+    assert dr is None if wanted is None else torch.equal(dr == 0, (dy == 0) | ~unpack(bits, x))
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_what_is_woven_is_known_from_the_tensor_alone(itemsize):
+    found = 0
+    for layer in all_layers():
+        g = geometry_of(torch.empty(layer.shape, device="meta"))
+        for residual in (False, True):
+            expected = resident.weaves(g, itemsize, residual)
+            found += expected and residual
+            for backward in (False, True):
+                r = resident.choose(g, itemsize, backward, residual, 132)
+                assert (r is not None and r.plane > 0) == expected
+    assert found
+
+
+def test_bits_lie_as_y_does(device):
+    x, residual = drawn(device)
+    y, _, bits = forward(x, residual, planned(x, 2))
+    assert is_woven(bits)
+    assert torch.equal(unpack(bits, x), y > 0)
+    assert bits.numel() * 8 == x.numel()
+
+
+@pytest.mark.parametrize(
+    "view", ["sliced", "misaligned x", "misaligned residual", "transposed residual", "float32 residual"]
+)
+def test_tensors_of_all_kinds(device, view):
+    x, residual = drawn(device)
+    if view == "sliced":
+        x = torch.cat([x + 1, x, x - 1], 1)[:, 16:32]
+    elif view == "misaligned x":
+        x = misaligned(x)
+    elif view == "misaligned residual":
+        residual = misaligned(residual)
+    elif view == "transposed residual":
+        residual = residual.transpose(2, 3).contiguous().transpose(2, 3)
+    else:
+        residual = residual.float()
+    got, e = run(x, planned(x, 2), ("relu",), residual)
+    compare(x, got, e, residual)
+
+
+@pytest.mark.parametrize("activation", [("sigmoid",), ("tanh",), ("silu",)])
+def test_activations_whose_gradient_needs_the_residual(device, activation):
+    x, residual = drawn(device)
+    got, e = run(x, planned(x, 2), activation, residual)
+    compare(x, got, e, residual)
+
+
+@pytest.mark.parametrize("kind", ["float32", "misaligned", "transposed", "not asked for"])
+def test_gradients_of_all_kinds(device, kind):
+    x, residual = drawn(device)
+    dy = torch.randn_like(x)
+    if kind == "float32":
+        dy = dy.float()
+    elif kind == "misaligned":
+        dy = misaligned(dy)
+    elif kind == "transposed":
+        dy = dy.transpose(2, 3).contiguous().transpose(2, 3)
+    p = planned(x, 2)
+    _, stats, bits = forward(x, residual, p)
+    check_backward(x, residual, bits, stats, p, dy, None if kind == "not asked for" else torch.bfloat16)
+
+
+@pytest.mark.parametrize("wanted", [torch.bfloat16, None])
+@pytest.mark.parametrize("first", ["resident", "other"])
+def test_one_pass_by_other_kernels(device, first, wanted):
+    x, residual = drawn(device)
+    ways = [planned(x, 2), plan.make(geometry_of(x), 2, *Way("stream"), 4)]
+    ways = ways if first == "resident" else ways[::-1]
+    _, stats, bits = forward(x, residual, ways[0])
+    assert is_woven(bits) == (first == "resident")
+    check_backward(x, residual, bits, stats, ways[1], wanted=wanted)
+
+
+def test_launches_that_the_device_refuses(device, monkeypatch):
+    class Refusing:
+        def __call__(self, programs, arguments, stream):
+            raise nvrtc.Refused("CUDA: too many blocks in cooperative launch")
+
+    x, residual = drawn(device)
+    p = planned(x, 2)
+    monkeypatch.setattr(resident, "_kernel", lambda *_: Refusing())
+    y, stats, bits = forward(x, residual, p)
+    assert is_woven(bits)  # as torch.compile was told
+    assert torch.equal(unpack(bits, x), y > 0)
+    check_backward(x, residual, bits, stats, p)
+
+
+@pytest.fixture
+def chosen(device, monkeypatch):
+    """Let small tensors and the CPU take the kernel of their own accord."""
+    monkeypatch.setattr(resident, "WOVEN", 0)
+    monkeypatch.setattr(resident, "runs_on", lambda _: True)
+    caches = (forms._form, resident.choose)
+    for one in caches:
+        one.cache_clear()
+    yield device
+    for one in caches:
+        one.cache_clear()
+
+
+def leaves(device, dtype=torch.bfloat16):
+    x, residual = (t.requires_grad_() for t in drawn(device, dtype=dtype))
+    gamma, beta = (torch.randn(SHAPE[1], device=device, requires_grad=True) for _ in range(2))
+    return x, gamma, beta, residual
+
+
+def test_what_the_compiler_is_told(chosen):
+    x, gamma, beta, residual = leaves(chosen)
+    for given in ((gamma, beta, residual), (gamma.bfloat16(), beta, residual), (None, None, residual.float())):
+        args = (x.detach(), *(None if t is None else t.detach() for t in given), EPS, "relu", 0.0, True)
+        bits = torch.ops.batchnorm.fused(*args)[2]
+        assert is_woven(bits) == (given[0] is gamma)
+        torch.library.opcheck(torch.ops.batchnorm.fused.default, args, test_utils=("test_faketensor",))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_as_one_graph(chosen, dynamic):
+    def call(x, gamma, beta, residual):
+        running = Running(*(torch.zeros(SHAPE[1], device=chosen) for _ in range(2)), *counts)
+        return fused.batch_norm_(x, gamma, beta, running, 0.1, EPS, RELU, residual)[0] * 2
+
+    given = leaves(chosen)
+    counts = [torch.zeros((), dtype=torch.long, device=chosen) for _ in range(2)]
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for a, b in zip(*(torch.autograd.grad(f(*given).sum(), given) for f in (call, compiled)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def recorded(ran, name, run):
+    def call(*args):
+        ran[name] = run(*args)
+        return ran[name]
+
+    return call
+
+
+KINDS = ["plain", "bfloat16 gamma", "float32 residual", "misaligned x", "misaligned residual", "no residual"]
+
+
+@pytest.mark.parametrize("activation", ["relu", "identity", "silu"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_explain_says_what_runs(chosen, monkeypatch, kind, activation):
+    x, gamma, beta, residual = (t.detach() for t in leaves(chosen))
+    gamma = gamma.bfloat16() if kind == "bfloat16 gamma" else gamma
+    x = misaligned(x) if kind == "misaligned x" else x
+    residual = misaligned(residual) if kind == "misaligned residual" else residual
+    residual = residual.float() if kind == "float32 residual" else residual
+    given = (x, gamma, beta, None if kind == "no residual" else residual)
+    names = ("forward", "backward")
+    paths = launch.paths(*given, activation)
+    ran = {}
+    for name in names:
+        monkeypatch.setattr(resident, name, recorded(ran, name, getattr(resident, name)))
+    for t in given:
+        if t is not None:
+            t.requires_grad_()
+    y, _ = fused.batch_norm(*given[:3], EPS, Activation(activation), given[3])
+    y.backward(torch.randn_like(y))
+    assert ran == {name: True for name, path in zip(names, paths, strict=True) if path == "resident"}
+
+
+def test_double_backward(chosen):
+    x, gamma, beta, residual = leaves(chosen, torch.float32)
+    y, _ = fused.batch_norm(x, gamma, beta, EPS, RELU, residual)
+    dy = torch.randn_like(y)
+    plain = torch.autograd.grad(y, (x, residual), dy, retain_graph=True)
+    twice = torch.autograd.grad(y, (x, residual), dy, create_graph=True)
+    torch.testing.assert_close(plain, twice, rtol=1e-4, atol=1e-4)
+    assert torch.isfinite(torch.autograd.grad(twice[0].square().sum(), x)[0]).all()
