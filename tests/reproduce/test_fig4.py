@@ -279,6 +279,11 @@ def test_steps_are_paired_over_images(tmp_path):
     mean = torch.stack([m.predictions(144)[0] for m in members]).mean(0).argmax(1).numpy() != labels
     assert figure.steps[1].after == pytest.approx(mean.mean())
     assert [s.verdict for s in figure.steps[:2]] == ["confirmed", "confirmed"]
+    best = wrong[144].mean(1).argmin()
+    against_best = figure.steps[2]
+    assert f"the best of them, {'abc'[best]}," in against_best.name
+    assert (against_best.before, against_best.after) == pytest.approx((wrong[144][best].mean(), mean.mean()))
+    assert against_best.standard_error == pytest.approx((wrong[144][best] - mean).std(ddof=1) / 300**0.5)
 
 
 def test_verdicts():

@@ -1,6 +1,6 @@
-"""README's tables of results, written from the files under results/ and never by hand.
+"""The tables of results in README and docs, written from the files under results/ and never by hand.
 
-python -m batchnorm.report.summary          rewrites README.md between its two markers
+python -m batchnorm.report.summary          rewrites README.md and docs/ between their two markers
 """
 
 from __future__ import annotations
@@ -231,13 +231,65 @@ def _where(result: Result) -> str:
     return f"{machine}, torch {env['torch']}" + (f", {seeds} seeds" if seeds else "")
 
 
-def rewrite(readme: Path, results: Path) -> str:
-    """Return the text of ``readme`` with the tables between its markers renewed."""
-    before, _, rest = readme.read_text().partition(MARKERS[0])
+def figures(results: Path) -> str:
+    """Return README's Figures 3 and 4 as Markdown, with their pictures; nothing of what is not yet run.
+
+    Paper: Figs. 2, 3, 4
+    """
+    blocks = []
+    if (results / "fig2.json").exists():
+        fig2 = json.loads((results / "fig2.json").read_text())
+        part, seeds = fig2["figure 3"], max(n["seeds"] for n in fig2["networks"].values())
+        caption = f"Figures 2 and 3: {fig2['data']['classes']} classes, {_where(fig2)}, up to {seeds} seeds"
+        blocks += ["![Figure 2: validation accuracy against training steps](results/fig2.png)"]
+        blocks += [f"{caption}. {part['text']}", _table(part["rows"])]
+    if (results / "fig4.json").exists():
+        fig4 = json.loads((results / "fig4.json").read_text())
+        rows = [["network", "crops", "networks", "top-1 error", "top-5 error"]]
+        ours = [
+            {**row, "model": f"here: {row['model']}"} for row in fig4["rows"] if row["model"] not in fig4["members"]
+        ]
+        shown = [*(row for row in fig4["paper"] if row["model"].startswith("BN-Inception")), *ours]
+        rows += [[r["model"], r["crops"], r["models"], *(_error(r[k]) for k in ("top1", "top5"))] for r in shown]
+        blocks += [
+            f"Figure 4: {fig4['data']['classes']} classes, {_where(fig4)}.",
+            _table(rows),
+        ]
+        blocks += ["\n".join(f"- {step['says']}" for step in fig4["steps"])]
+    return "\n\n".join(blocks)
+
+
+def _error(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"
+
+
+def _table(rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+def pages(root: Path) -> dict[Path, str]:
+    """Return the text of every page of a project that has markers, renewed between them."""
+    results = root / "results"
+    contents = {"README.md": f"{tables(results)}\n\n{figures(results)}"}
+    for name in ("fig2", "fig4"):
+        table = results / name / f"{name}.md"
+        contents[f"docs/{name}.md"] = _beneath(table.read_text()) if table.exists() else "Not yet run."
+    return {root / page: _between_markers((root / page).read_text(), text) for page, text in contents.items()}
+
+
+def _beneath(text: str) -> str:
+    """Return a page as a part of another: without its title, and with its headings a level lower."""
+    lines = [line for line in text.splitlines() if not line.startswith("# ")]
+    return "\n".join(f"#{line}" if line.startswith("#") else line for line in lines).strip()
+
+
+def _between_markers(page: str, text: str) -> str:
+    before, _, rest = page.partition(MARKERS[0])
     _, _, after = rest.partition(MARKERS[1])
-    return f"{before}{MARKERS[0]}\n{tables(results)}\n{MARKERS[1]}{after}"
+    return f"{before}{MARKERS[0]}\n{text}\n{MARKERS[1]}{after}"
 
 
 if __name__ == "__main__":
-    page = Path(sys.argv[1] if len(sys.argv) > 1 else "README.md")
-    page.write_text(rewrite(page, page.parent / "results"))
+    for path, page in pages(Path(sys.argv[1] if len(sys.argv) > 1 else ".")).items():
+        path.write_text(page)

@@ -42,12 +42,20 @@ def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
 
 
 def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
-    """Draw all steps, and beside them those of the short runs alone."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+    """Draw all steps, and beside them the first quarter, or less where a network ran for less."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
     for axis in axes:
         _curves(axis, finished)
-    short = [seeds_of(finished, "figures", name).curve[-1:] for name in LINES]
-    axes[1].set_xlim(0, min((curve[0][0] for curve in short if curve), default=None))
+    target = best(seeds_of(finished, "figures", "inception").curve)
+    if target is not None:
+        axes[0].annotate(f"Inception's best, {target[1]:.1%}", (1, target[1]), (-2, 3), ha="right", fontsize=7,
+                         xycoords=("axes fraction", "data"), textcoords="offset points", color="#6b6a64")  # fmt: skip
+    curves = [c for name in LINES for c in seeds_of(finished, "figures", name).curves if c]
+    if curves:
+        ends = [curve[-1][0] for curve in curves]
+        first = min(*ends, max(ends) / 4)
+        highest = max((value for curve in curves for step, value in curve if step <= first), default=1.0)
+        axes[1].set(xlim=(0, first), ylim=(0, 1.05 * highest))
     axes[1].set_title("the first steps")
     axes[0].set(ylabel="validation accuracy", xlim=(0, None), ylim=(0, None))
     axes[0].legend(loc="lower right")
@@ -59,8 +67,6 @@ def _curves(axis: Any, finished: Mapping[str, Finished]) -> None:
     target = best(seeds_of(finished, "figures", "inception").curve)
     if target is not None:
         axis.axhline(target[1], color="#8b8a84", lw=0.5)
-        axis.annotate(f"Inception's best, {target[1]:.1%}", (1, target[1]), (-2, 3), xycoords=("axes fraction", "data"),
-                      textcoords="offset points", ha="right", fontsize=7, color="#6b6a64")  # fmt: skip
     for variant, (tint, style, name) in LINES.items():
         network = seeds_of(finished, "figures", variant)
         if not network.curve:
@@ -73,7 +79,7 @@ def _curves(axis: Any, finished: Mapping[str, Finished]) -> None:
             axis.plot(reached, dict(network.curve)[reached], "o", ms=4, color=tint)
     axis.set_xlabel("training steps")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}K" if value else "0")
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
 
 
 def _rates(finished: Mapping[str, Finished], plt: Any) -> Any:
@@ -86,6 +92,6 @@ def _rates(finished: Mapping[str, Finished], plt: Any) -> Any:
         diverged = [one.run.recipe.rate for one in runs if one.diverged]
         axis.plot(diverged, [0.0] * len(diverged), "x", color=colour(batch_norm), clip_on=False)
     axis.set(xscale="log", xlabel="learning rate", ylabel="validation accuracy (x diverged)", ylim=(0, None))
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
     axis.legend()
     return figure

@@ -18,7 +18,7 @@ from .claims import verdicts
 from .curves import best, end_slope, seeds_of, times_fewer, tuned_baseline
 from .picture import LINES, pictures
 from .section import markdown
-from .tables import PAPER, sections
+from .tables import PAPER, figure3, sections
 
 TITLE = "Figures 2 and 3: Inception and its batch-normalized variants"
 
@@ -73,6 +73,7 @@ def summary(plan: Plan, finished: Mapping[str, Finished]) -> dict[str, Any]:
         "networks": networks,
         "best-tuned baseline": tuned[0] if tuned else None,
         "end slope": end_slope(inception.curve) if inception.curve else None,
+        "figure 3": figure3(finished)._asdict(),
         "verdicts": [verdict._asdict() for verdict in verdicts(plan, finished)],
         "not yet run": [run.name for run in plan.runs if run.name not in finished],
     }

@@ -9,7 +9,7 @@ from typing import Any
 from ...data.identity import check_same_data
 from ...results import write_atomically, write_json
 from .member_files import MemberFiles
-from .table import figure4, markdown
+from .table import CONTEXT, PAPER, figure4, markdown
 
 KEPT = ("recipe", "weights", "crops", "environment")
 
@@ -37,8 +37,9 @@ def publish(members: Sequence[MemberFiles], out: Path) -> Path:
         "missing": missing,
     }
     if figure is not None:
-        steps = [{**step._asdict(), "verdict": step.verdict} for step in figure.steps]
+        steps = [{**step._asdict(), "verdict": step.verdict, "says": str(step)} for step in figure.steps]
         contents |= {"rows": [row._asdict() for row in figure.rows], "steps": steps}
+        contents |= {"paper": [row._asdict() for row in (*PAPER, *CONTEXT)]}
         contents |= {"disagreement": figure.disagreement, "ensemble": figure.together}
     write_json(out / "fig4.json", contents)
     table = out / "fig4.md"
