@@ -37,7 +37,7 @@ def test_says_which_bars_are_reached(tmp_path, monkeypatch, capsys):
     cpu.cpu(out=tmp_path / "cpu.json", rounds=1, seconds=0.0, levels=("layers",))
     written = json.loads((tmp_path / "cpu.json").read_text())
     assert [(bar["below"], bar["cases"]) for bar in written["bars"]] == [
-        (1.0, 2), (1.0, 2), (1.25, 4), (pytest.approx(1 / 3), 4), (None, 4),
+        (1.0, 1), (1.0, 2), (None, 1), (1.25, 4), (pytest.approx(1 / 3), 4), (None, 4),
     ]  # fmt: skip
     shown = capsys.readouterr().out
     for bar in written["bars"]:
@@ -62,3 +62,19 @@ def test_bars():
 
 def test_memory_is_kept_where_the_allocator_can_be_told():
     assert cpu.keep_freed_memory() is (platform.libc_ver()[0] == "glibc")
+
+
+def test_images_are_judged_and_other_shapes_shown():
+    def row(shape, ratio):
+        case = {"name": "", "shape": shape, "layout": cpu.CONTIGUOUS, "dtype": "float32"}
+        return {
+            "level": "layers",
+            "activation": "relu",
+            "case": case,
+            "ratios": {"relu": ratio, "relu in place": ratio},
+        }
+
+    image, vector = (8, 64, 7, 7), (8, 64)
+    first, other = cpu.bars([row(image, 0.9), row(image, 1.1), row(vector, 1.2)])[:2]
+    assert (first.worst, first.met, first.cases, first.reached) == (1.1, 1, 2, False)
+    assert (other.worst, other.met, other.cases, other.reached) == (1.2, 0, 1, None)

