@@ -37,7 +37,7 @@ def test_says_which_bars_are_reached(tmp_path, monkeypatch, capsys):
     cpu.cpu(out=tmp_path / "cpu.json", rounds=1, seconds=0.0, levels=("layers",))
     written = json.loads((tmp_path / "cpu.json").read_text())
     assert [(bar["below"], bar["cases"]) for bar in written["bars"]] == [
-        (1.0, 1), (1.0, 2), (None, 1), (1.25, 4), (pytest.approx(1 / 3), 4), (None, 4),
+        (1.0, 1), (1.0, 1), (None, 2), (1.25, 4), (pytest.approx(1 / 3), 4), (None, 4),
     ]  # fmt: skip
     shown = capsys.readouterr().out
     for bar in written["bars"]:

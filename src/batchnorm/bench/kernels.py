@@ -3,12 +3,14 @@
     python -m batchnorm.bench.kernels --out results/kernels.json
 
 Every layer, BN+ReLU and BN+add+ReLU, both layouts: forward and backward pass of each contender inside a CUDA graph,
-with data that is not in the cache. A path whose results are wrong is not timed.
+with data that is not in the cache. A path whose results are wrong is not timed. What the result file holds already, of
+the same kernels on the same machine, is not measured again: the work spreads over as many sittings as it needs.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import platform
@@ -16,19 +18,22 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from ..results import write_atomically
 from .graphs import Stopwatch, buffers, copy_bandwidth
 from .kernels_bars import bars, ratio
 from .layers import Layer, all_layers, short_list
-from .precompile import precompile
+from .precompile import compilers
 
 EPS = 1e-5
 # ||ours - expected|| / ||expected|| that a check allows: a few roundings of the type.
@@ -146,9 +151,7 @@ def measure(
     choice = ops.explain(sets.x[0], p.gamma, p.beta, activation="relu", residual=sets.residual[0])
     row: dict[str, Any] = {
         **layer._asdict(),
-        "layout": "NHWC" if channels_last else "NCHW",
-        "dtype": str(dtype).removeprefix("torch."),
-        "op": "BN+add+ReLU" if residual else "BN+ReLU",
+        **dict(zip(("layout", "dtype", "op"), _names(channels_last, dtype, residual), strict=True)),
         "megabytes": sets.bytes / 1e6,
         "limit_us": [t * 1e6 for t in limits],
         "path": choice.reason if choice.path == "cuda" else choice.path,
@@ -171,10 +174,14 @@ def measure(
 def compile_all(layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool, autotune: bool) -> None:
     """Run every contender once on one layer, for the sake of the compilers' caches."""
     sets, p = Sets(layer, channels_last, dtype, residual, 1), Parameters(layer.channels)
-    for call in contenders(p, autotune).values():
-        torch._dynamo.reset()
-        call(sets.x[0], sets.residual[0]).backward(sets.dy[0])
+    # Which of its kernels is the fastest the compiler finds out again where nothing else runs on the device.
+    with torch._inductor.config.patch(autotune_local_cache=False):
+        for call in contenders(p, autotune).values():
+            torch._dynamo.reset()
+            call(sets.x[0], sets.residual[0]).backward(sets.dy[0])
     torch.cuda.synchronize()
+    del sets, p
+    torch.cuda.empty_cache()  # for the other processes
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -208,26 +215,62 @@ def line(row: dict[str, Any]) -> str:
     return text + (f" | {row['refused']} {row['errors']}" if "refused" in row else "")
 
 
-def hardware(commit: str | None) -> dict[str, Any]:
-    """Return what a reader needs to know to repeat the measurement."""
-    commit = commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+def hardware() -> dict[str, Any]:
+    """Return what a reader needs to know to repeat the measurement, and what must agree between two sittings."""
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": version("triton"),
         "python": platform.python_version(),
-        "commit": commit or None,
-        "date": time.strftime("%Y-%m-%d"),
         "method": "median of 11 CUDA-graph replays over inputs of more than 180 MB, outputs kept; forward and backward",
     }
 
 
+def provenance(commit: str | None) -> dict[str, Any]:
+    """Return what every row says of its origin: commit, date, and a digest of the kernels and what launches them."""
+    commit = commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    folder = Path(ops.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".cu")):
+        digest.update(path.read_bytes())
+    return {"commit": commit or None, "date": time.strftime("%Y-%m-%d"), "kernels": digest.hexdigest()[:12]}
+
+
+Given = tuple[Layer, bool, torch.dtype, bool]  # channels_last? residual?
+Key = tuple[Any, ...]
+
+
+def key_of(layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool) -> Key:
+    """Return what a row is known by."""
+    return (*layer, *_names(channels_last, dtype, residual))
+
+
+def earlier_rows(path: Path, machine: dict[str, Any], kernels: str) -> dict[Key, dict[str, Any]]:
+    """Return the rows of earlier sittings that are of the same kernels.
+
+    Raises:
+        ValueError: where they are of another machine or software.
+    """
+    if not path.exists():
+        return {}
+    report = json.loads(path.read_text())
+    if report["hardware"] != machine:
+        raise ValueError(f"{path} is of {report['hardware']}, and this is {machine}: give another --out")
+    names = (*Layer._fields, "layout", "dtype", "op")
+    return {tuple(row[name] for name in names): row for row in report["rows"] if row["kernels"] == kernels}
+
+
+def _names(channels_last: bool, dtype: torch.dtype, residual: bool) -> tuple[str, str, str]:
+    layout, op = "NHWC" if channels_last else "NCHW", "BN+add+ReLU" if residual else "BN+ReLU"
+    return layout, str(dtype).removeprefix("torch."), op
+
+
 def write(report: dict[str, Any], path: Path) -> None:
     """Write the report so far."""
-    report["summary"] = summary(report["rows"])
-    report["bars"] = [{**bar._asdict(), "reached": bar.reached} for bar in bars(report["rows"])]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1))
+    rows = list(report["rows"].values())
+    judged = [{**bar._asdict(), "reached": bar.reached} for bar in bars(rows)]
+    report = {**report, "rows": rows, "summary": summary(rows), "bars": judged}
+    write_atomically(path, json.dumps(report, indent=1).encode())
 
 
 def kernels(
@@ -256,30 +299,42 @@ def kernels(
     if not torch.cuda.is_available():
         raise ValueError("the benchmark of the CUDA kernels needs a CUDA device, and torch finds none")
     begin = time.monotonic()
-    given = [
+    given: list[Given] = [
         (layer, channels_last, getattr(torch, dtype), residual)
         for dtype in dtypes
         for residual in (False, True)
         for layer in (all_layers() if layers == "all" else short_list())
         for channels_last in (True, False)
     ]
-    if jobs:
-        for problem in precompile(compile_all, [(*g, autotune) for g in given], jobs):
-            print(problem)
-        print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
+    machine, origin = hardware(), provenance(commit)
+    rows = earlier_rows(out, machine, origin["kernels"])
+    wanted = "compile-max" if autotune else "compile"
+
+    def not_measured() -> list[Given]:
+        return [g for g in given if (row := rows.get(key_of(*g))) is None or wanted not in row["us"]]
+
+    waiting = not_measured()
+    print(f"{len(given) - len(waiting)} layers are measured already, {len(waiting)} are not", flush=True)
     watch = Stopwatch()
-    report: dict[str, Any] = {"hardware": hardware(commit), "bandwidth": copy_bandwidth(watch), "rows": []}
-    report["unmeasured"] = len(given)
-    for row_of in given:
-        if time.monotonic() - begin > seconds:
-            break
-        row = measure(watch, report["bandwidth"], *row_of, autotune=autotune)
-        print(line(row), flush=True)
-        report["rows"].append(row)
-        report["unmeasured"] -= 1
-        write(report, out)
-    for bar in bars(report["rows"]):
+    report: dict[str, Any] = {"hardware": machine, "bandwidth": copy_bandwidth(watch), "rows": rows}
+    with compilers(jobs) if jobs else nullcontext() as compile_:
+        for start in range(0, len(waiting), part := 2 * jobs or 1):
+            if compile_ is not None:
+                for problem in compile_(compile_all, [(*g, autotune) for g in waiting[start : start + part]]):
+                    print(problem)
+            for one in waiting[start : start + part]:
+                if time.monotonic() - begin > seconds:
+                    break
+                row = {**measure(watch, report["bandwidth"], *one, autotune=autotune), **origin}
+                print(f"{time.monotonic() - begin:4.0f} s {line(row)}", flush=True)
+                rows[key_of(*one)] = row
+                write(report, out)
+            if time.monotonic() - begin > seconds:
+                break
+    for bar in bars(rows.values()):
         print(bar.line())
+    if left := len(not_measured()):
+        print(f"{left} layers are not measured yet: the same command goes on")
 
 
 def main() -> None:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any
 
+Work = Callable[..., None]
 
-def precompile(work: Callable[..., None], jobs: Sequence[tuple[Any, ...]], processes: int) -> list[str]:
-    """Call ``work(*job)`` for every job in other processes, and return what went wrong."""
+
+@contextmanager
+def compilers(processes: int) -> Iterator[Callable[[Work, Sequence[tuple[Any, ...]]], list[str]]]:
+    """Give a function that calls ``work(*job)`` for every job in other processes and returns what went wrong."""
     # Each process compiles by itself: the compiler's own pool in every one of them would be too many.
     before = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS")
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     try:
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-            futures = {pool.submit(work, *job): job for job in jobs}
-            return [f"{futures[f]}: {f.exception()!r}" for f in as_completed(futures) if f.exception() is not None]
+
+            def run(work: Work, jobs: Sequence[tuple[Any, ...]]) -> list[str]:
+                futures = {pool.submit(work, *job): job for job in jobs}
+                return [f"{futures[f]}: {f.exception()!r}" for f in as_completed(futures) if f.exception() is not None]
+
+            yield run
     finally:
         if before is None:
             del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
