@@ -160,6 +160,12 @@ def test_the_sigmoid_with_bn(results, accuracy, verdict):
     assert judged(results.add("bn-x5-sigmoid", {100: accuracy}), "BN-x5-Sigmoid").verdict == verdict
 
 
+def test_ten_times_chance_is_not_asked_of_few_classes(results, monkeypatch):
+    monkeypatch.setitem(DATA, "classes", 10)  # chance 0.1; half of the way to 1 is 0.55
+    assert judged(results.add("bn-x5-sigmoid", {100: 0.56}), "BN-x5-Sigmoid").verdict == "confirmed"
+    assert judged(results.add("bn-x5-sigmoid", {100: 0.54}), "BN-x5-Sigmoid").verdict == "refuted"
+
+
 @pytest.mark.parametrize(("accuracy", "verdict"), [(0.0139, "confirmed"), (0.0141, "refuted")])
 def test_the_sigmoid_without_bn(results, accuracy, verdict):
     # Chance is 1%; its standard error over 10,000 images is 0.0995%, and four of them are asked for.

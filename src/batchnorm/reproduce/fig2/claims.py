@@ -13,8 +13,8 @@ from ..planned.plan import Plan
 from .curves import Curve, Seeds, at, best, noise, seeds_of, times_fewer, unchanged_seeds_of
 
 CONFIRMED, REFUTED, UNRESOLVED, NOT_RUN = "confirmed", "refuted", "not resolved", "not yet run"
-# A network trains when it is right ten times as often as by chance; it stays at chance when no validation lies four
-# standard errors above it.
+# A network trains when it is right ten times as often as by chance, or, with few classes, half as often as it can be more
+# than by chance; it stays at chance when no validation lies four standard errors above it.
 TRAINS, ERRORS = 10, 4
 
 
@@ -123,11 +123,11 @@ def ends_higher(x5: Seeds, x30: Seeds) -> Verdict:
 
 
 def trains(name: str, network: Seeds) -> Verdict:
-    """Judge whether a network trains: ten times chance.
+    """Judge whether a network trains.
 
     Paper: Sec. 4.2.2, BN-x5-Sigmoid
     """
-    holds = [_top(run.points) > TRAINS / run.data["classes"] for run in network.runs]
+    holds = [_top(run.points) > _trained(run) for run in network.runs]
     found = f"best accuracy {_top(network.curve):.1%}" if holds else ""
     return Verdict(f"{name} trains", "69.8%", decide(holds), found)
 
@@ -201,6 +201,11 @@ def less_dropout(finished: Mapping[str, Finished]) -> Verdict:
     gain = max(accuracy for share, accuracy in accuracies.items() if share < most) - accuracies[most]
     found = f"validation accuracy {', '.join(f'{a:.1%} at {s:.0%}' for s, a in sorted(accuracies.items()))}"
     return Verdict(claim, paper, decide([gain >= -spread]), f"{found} (noise {spread:.1%})")
+
+
+def _trained(run: Finished) -> float:
+    chance = 1.0 / int(run.data["classes"])
+    return min(TRAINS * chance, (1 + chance) / 2)
 
 
 def _chance(run: Finished) -> float:
