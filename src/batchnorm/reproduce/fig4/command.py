@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +52,6 @@ def fig4(options: Fig4) -> Path:
     options.check()
     plan = read_plan(options.plan)
     if options.data is None:
-        read_all(plan, options.result_files, options.out)  # refuses those of another plan
         return publish([MemberFiles(name, options.result_files) for name in _known(options, plan)], options.out)
     jobs = _taken(options, plan, options.data) if options.runs else _planned(options, plan, options.data)
     waiting = [job for job in jobs if not job.finished() and (not options.only or job.name in options.only)]
@@ -60,9 +60,13 @@ def fig4(options: Fig4) -> Path:
 
 def _known(options: Fig4, plan: Plan) -> list[str]:
     """Return the members that the files are of: the plan's, or those that were taken instead."""
-    planned = [run.name for run in plan.runs]
-    there = sorted(path.stem for path in options.result_files.glob("*.json"))
-    return planned if not there or set(there) & set(planned) else there
+    there = {path.stem: json.loads(path.read_text()) for path in sorted(options.result_files.glob("*.json"))}
+    if not any(
+        "result" in content for content in there.values()
+    ):  # how its training went, which a taken run leaves out
+        return list(there)
+    read_all(plan, options.result_files, options.out)  # refuses those of another plan
+    return [run.name for run in plan.runs]
 
 
 def _check(options: Fig4) -> None:
