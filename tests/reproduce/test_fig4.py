@@ -195,7 +195,7 @@ def test_finished_runs_are_taken(data, plan, sitting, tmp_path):
     assert ours["rows"] == theirs["rows"]
     assert ours["missing"] == {}
     fig4(Fig4(out=tmp_path, plan=plan))  # of the files alone: those that were taken, not the plan's
-    assert read(tmp_path)["rows"] == theirs["rows"]
+    assert sorted(map(str, read(tmp_path)["rows"])) == sorted(map(str, theirs["rows"]))
     before = (tmp_path / "results/five.json").stat().st_mtime_ns
     run(data, plan, tmp_path, runs=runs)
     assert (tmp_path / "results/five.json").stat().st_mtime_ns == before
