@@ -187,7 +187,10 @@ def recorded(ran, name, run):
     return call
 
 
-KINDS = ["plain", "bfloat16 gamma", "float32 residual", "misaligned x", "misaligned residual", "no residual"]
+KINDS = [
+    *("plain", "bfloat16 gamma", "float32 residual", "misaligned x", "misaligned residual", "misaligned and sliced"),
+    "no residual",
+]
 
 
 @pytest.mark.parametrize("activation", ["relu", "identity", "silu"])
@@ -197,6 +200,8 @@ def test_explain_says_what_runs(chosen, monkeypatch, kind, activation):
     gamma = gamma.bfloat16() if kind == "bfloat16 gamma" else gamma
     x = misaligned(x) if kind == "misaligned x" else x
     residual = misaligned(residual) if kind == "misaligned residual" else residual
+    if kind == "misaligned and sliced":  # copied, and aligned then
+        residual = misaligned(torch.cat([residual, residual], 1))[:, :16]
     residual = residual.float() if kind == "float32 residual" else residual
     given = (x, gamma, beta, None if kind == "no residual" else residual)
     names = ("forward", "backward")
