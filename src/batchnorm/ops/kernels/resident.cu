@@ -430,11 +430,14 @@ __device__ __forceinline__ float activate(float z, float slope) {
 #endif
 }
 
+// Whether the gradient of a relu or leaky_relu is 1; a relu lets NaN through, as torch's does.
+__device__ __forceinline__ bool is_above(float z) { return ACT == RELU ? !(z <= 0) : z > 0; }
+
 __device__ __forceinline__ float activate_backward(float dy, float z, float slope) {
 #if ACT == RELU
-    return z > 0 ? dy : 0;
+    return is_above(z) ? dy : 0;
 #elif ACT == LEAKY_RELU
-    return z > 0 ? dy : dy * slope;
+    return is_above(z) ? dy : dy * slope;
 #elif ACT == SIGMOID
     float s = 1 / (1 + expf(-z));
     return dy * s * (1 - s);
@@ -695,7 +698,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             for (int k = 0; k < V; ++k) {
                 float z = fmaf(f[k] - near[k], scales[k], offsets[k]);
                 if (RESIDUAL) z += g[k];
-                if (RESIDUAL && z > 0) above |= 1u << k;
+                if (RESIDUAL && is_above(z)) above |= 1u << k;
                 f[k] = activate(z, slope);
             }
             put(y + walk.of_y(s, i), narrow(f), s);
