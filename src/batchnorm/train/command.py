@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import OmitArgPrefixes, arg
 
+from ..data.sizes import small_images_note
 from ..models import describe as describe_network
 from ..models.claims import claims
 from ..models.inception import early_strides_note
@@ -83,6 +84,9 @@ def train(
     """
     chosen = resolve(RECIPES[recipe], overrides)
     silent = os.environ.get("RANK", "0") != "0"  # one of torchrun's processes speaks for all
+    note = None if silent else small_images_note(options.data, chosen.size)
+    if note is not None:
+        print(note)
     try:
         result = train_recipe(chosen, options)
     except Stopped as stopped:
