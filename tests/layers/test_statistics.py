@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import batchnorm as bn
 
@@ -94,3 +95,14 @@ def test_wrong_values():
         bn.Renorm(0.5)
     with pytest.raises(ValueError, match="running statistics"):
         bn.BatchNorm1d(3, statistics=bn.Renorm(), track_running_stats=False)(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_renorm_is_not_recomputed_with_averages_that_have_moved(reentrant):
+    layer, x = bn.BatchNorm1d(3, statistics=bn.Renorm()), torch.randn(8, 3, requires_grad=True)
+    y = checkpoint(layer, x, use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match=r"leave it out of torch\.utils\.checkpoint"):
+        y.square().sum().backward()
+    plain = bn.BatchNorm1d(3, statistics=bn.Renorm(1, 0))  # depends on no average
+    checkpoint(plain, x, use_reentrant=reentrant).square().sum().backward()
+    assert plain.num_batches_tracked == 1

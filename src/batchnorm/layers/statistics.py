@@ -11,6 +11,7 @@ from torch import Tensor, distributed
 from .. import collectives, ops
 from ..ops import Moments, Running
 from ..ops.composite import finish, per_channel, scale_and_shift
+from ..ops.context import is_recomputation
 from ..ops.dispatch import Call
 from ..ops.moments import batch_moments
 
@@ -126,6 +127,11 @@ class Renorm:
         """Normalize by the batch's statistics, corrected by the running ones."""
         if running is None:
             raise ValueError("Renorm needs running statistics; make the layer with track_running_stats=True")
+        if (self.r_max, self.d_max) != (1, 0) and not torch.compiler.is_compiling() and is_recomputation():
+            raise RuntimeError(
+                "a Renorm layer cannot be recomputed in the backward pass: the running statistics that its output"
+                " depends on have moved since; leave it out of torch.utils.checkpoint"
+            )
         call = Call(x, None, None, **options)
         x_hat, moments = ops.batch_norm(x, None, None, eps, feature_dims=options["feature_dims"], mask=options["mask"])
         sigma = torch.sqrt(running.var + eps)
