@@ -11,6 +11,7 @@ import pytest
 
 from batchnorm.cli import main
 from batchnorm.data.sizes import small_images_note
+from batchnorm.data.source import open_source
 
 
 def test_describe_says_what_small_images_do_without(capsys):
@@ -39,9 +40,10 @@ def test_train_with_overrides(data, tmp_path, capsys):
 
 
 def test_images_that_would_be_enlarged_are_told(data):
-    assert small_images_note(data, 32) is None  # they have 36 px
+    source = open_source(data, "train")
+    assert small_images_note(source, 32) is None  # they have 36 px
     assert (
-        small_images_note(data, 64)
+        small_images_note(source, 64)
         == "most images are smaller than 64 px and are enlarged; --size 36 takes them as they are"
     )
 

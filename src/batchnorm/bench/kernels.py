@@ -15,7 +15,6 @@ import json
 import math
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -29,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..results import write_atomically
+from ..results import environment, write_atomically
 from .graphs import Stopwatch, buffers, copy_bandwidth
 from .kernels_bars import bars, ratio
 from .layers import Layer, all_layers, short_list
@@ -228,12 +227,15 @@ def hardware() -> dict[str, Any]:
 
 def provenance(commit: str | None) -> dict[str, Any]:
     """Return what every row says of its origin: commit, date, and a digest of the kernels and what launches them."""
-    commit = commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     folder = Path(ops.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".cu")):
         digest.update(path.read_bytes())
-    return {"commit": commit or None, "date": time.strftime("%Y-%m-%d"), "kernels": digest.hexdigest()[:12]}
+    return {
+        "commit": environment(commit)["commit"],
+        "date": time.strftime("%Y-%m-%d"),
+        "kernels": digest.hexdigest()[:12],
+    }
 
 
 Given = tuple[Layer, bool, torch.dtype, bool]  # channels_last? residual?

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from io import BytesIO
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from ..extras import require
-from .source import open_source
+from .source import ImageSource
 
 LOOKS = 32  # images to look at
 
 
-def small_images_note(path: Path, size: int) -> str | None:
-    """Say that training images are smaller than those a network takes, where most of those looked at are.
-
-    Raises:
-        FileNotFoundError: where there are no images.
+def small_images_note(source: ImageSource, size: int) -> str | None:
+    """Say that images are smaller than those a network takes, where most of those looked at are.
 
     Beyond the paper: a --size that was forgotten.
     """
-    source = open_source(path, "train")
     sides = []
     for example in np.unique(np.linspace(0, len(source.labels) - 1, LOOKS).astype(int)).tolist():
         try:

@@ -58,16 +58,14 @@ def open_source(path: str | Path, split: str) -> ImageSource:
     )
 
 
-def check_complete(path: str | Path, split: str) -> None:
-    """Check that every class has images in a split.
+def check_complete(source: ImageSource, path: str | Path, split: str) -> None:
+    """Check that every class has images in a split, opened from ``path``.
 
     Raises:
-        FileNotFoundError: where there is no such split.
         ValueError: naming classes that have none.
 
     Beyond the paper: errors over fewer classes would not compare.
     """
-    source = open_source(path, split)
     examples = np.bincount(source.labels, minlength=len(source.classes))
     empty = [name for name, n in zip(source.classes, examples.tolist(), strict=True) if not n]
     if empty:

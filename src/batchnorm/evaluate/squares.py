@@ -153,8 +153,8 @@ def open_squares(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: a network takes at least one crop at a time")
-    check_complete(path, split)
     source = open_source(path, split)
+    check_complete(source, path, split)
     images = max(1, round(batch_size / crops.per_square))
     order = Order(source.shard_sizes, images * world_size, False, "epoch", 0, rank, world_size)
     return SquareBatches(source, crops, order, workers, torch.device(device))

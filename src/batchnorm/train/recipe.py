@@ -107,6 +107,27 @@ class Recipe:
                     layer.statistics = Sync()
         return net
 
+    @property
+    def network_fields(self) -> dict[str, Any]:
+        """What of the recipe its network computes with, as JSON has it.
+
+        >>> BN_X30.network_fields["activation"]
+        'relu'
+        """
+        names = [
+            "batch_norm",
+            "activation",
+            "local_response",
+            "per_activation",
+            "stem",
+            "projection",
+            "width",
+            "eps",
+            "size",
+        ]
+        values = json.loads(self.to_json())
+        return {name: values[name] for name in names}
+
     def to_json(self) -> str:
         """Return the recipe as JSON."""
         return json.dumps(asdict(self), indent=2)

@@ -70,7 +70,7 @@ class SavedRun(NamedTuple):
 
     def _check_recipe(self, trained: Mapping[str, Any]) -> None:
         """Check what weights alone do not show: an activation, say, has none."""
-        now = network_fields(self.recipe)
+        now = self.recipe.network_fields
         for name, value in trained.items():
             if now[name] != value:
                 raise ValueError(
@@ -83,18 +83,6 @@ class SavedRun(NamedTuple):
         if result.exists() and json.loads(result.read_text()).get("diverged"):
             return "it diverged in training, so leave it out"
         return "its training has not ended; start its command again and it goes on"
-
-
-def network_fields(recipe: Recipe) -> dict[str, Any]:
-    """Return what of a recipe the network computes with, fit for JSON.
-
-    >>> network_fields(Recipe())["activation"]
-    'relu'
-
-    Beyond the paper: evaluating a run.
-    """
-    names = "batch_norm", "activation", "local_response", "per_activation", "stem", "projection", "width", "eps", "size"
-    return {name: json.loads(json.dumps(getattr(recipe, name))) for name in names}
 
 
 def open_run(folder: Path) -> SavedRun:

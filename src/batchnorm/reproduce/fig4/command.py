@@ -84,7 +84,7 @@ def _check(options: Fig4) -> None:
 def _planned(options: Fig4, plan: Plan, path: Path) -> Sequence[TrainedMember | TakenMember]:
     finished = read_all(plan, options.result_files, options.out)
     for split in ("train", "val"):
-        check_complete(path, split)
+        check_complete(open_source(path, split), path, split)
     data = describe_data(path)
     check_same_data({"the data given": data, **{name: one.data for name, one in finished.items()}})
     plan.chosen((), options.only)  # refuses names that it does not have
@@ -96,11 +96,11 @@ def _planned(options: Fig4, plan: Plan, path: Path) -> Sequence[TrainedMember | 
 
 def _taken(options: Fig4, plan: Plan, path: Path) -> Sequence[TrainedMember | TakenMember]:
     data, machine = describe_data(path, ("val",)), options.machine(path)
-    check_complete(path, "val")
-    classes = open_source(path, "val").classes
+    source = open_source(path, "val")
+    check_complete(source, path, "val")
     jobs = []
     for known, saved in open_runs(options.runs).items():
-        saved.check(classes)
+        saved.check(source.classes)
         name = known.strip("/").replace("/", "-")  # a path, where folders of the same name were given
         files = MemberFiles(name, options.result_files)
         jobs.append(TakenMember(saved, files, machine, data, plan.evaluate_batch, options.out / "runs" / name))
