@@ -241,7 +241,7 @@ def test_the_committed_plan_is_complete():
     runs = read_plan().runs
     by_group = {group: [run for run in runs if run.group == group] for group in ("figures", "rates", "dropout")}
     variants = [run.variant for run in by_group["figures"]]
-    assert [variants.count(name) for name in ("inception", "bn-baseline", "bn-x5", "bn-x30")] == [2, 2, 2, 2]
+    assert [variants.count(name) for name in ("inception", "bn-baseline", "bn-x5", "bn-x30")] == [3, 2, 2, 2]
     for failure in ("inception-x5", "inception-sigmoid"):
         inits = {run.recipe.init for run in by_group["figures"] if run.variant == failure}
         assert inits == {"kaiming", "xavier"}
@@ -252,10 +252,11 @@ def test_the_committed_plan_is_complete():
     for run in runs:
         recipe = run.recipe
         assert (recipe.size, recipe.batch_size, recipe.width) == (64, 32, 1.0)
-        if run.group == "figures":
+        if run.group == "figures" and run.name != "inception-x10":
             assert recipe.rate == RECIPES[run.variant].rate
         if run.name != "ablation-decay":
-            assert recipe.decay ** (recipe.epochs / recipe.decay_epochs) == pytest.approx(0.01)
+            left = 0.003 if run.group == "figures" else 0.01
+            assert recipe.decay ** (recipe.epochs / recipe.decay_epochs) == pytest.approx(left)
 
 
 def test_the_ablation_takes_back_one_modification_each():
