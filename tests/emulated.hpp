@@ -145,6 +145,7 @@ inline Vec load_slot(u32 slot) { return load(memory + slot); }
 inline void store(char* to, const Vec& v) { std::memcpy(to, &v, 16); }
 inline void store_through(char* to, const Vec& v) { store(to, v); }
 inline void fetch(const char*) {}
+inline void pause(i64) {}
 inline u32 peek(const u32* word) {
     u32 now = __atomic_load_n(word, __ATOMIC_ACQUIRE);
     std::this_thread::yield();
