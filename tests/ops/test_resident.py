@@ -117,9 +117,12 @@ def test_two_programs_of_a_multiprocessor_may_take_turns(device, shape, layout, 
     x = arranged(shape, layout, torch.bfloat16, device)
     residual = arranged(shape, layout, torch.bfloat16, device, 0.0) if has_residual else None
     r = planned(x, parts, each=2)
-    assert resident.in_turns(r._replace(groups=5), 1).groups == 4
-    r = resident.in_turns(r._replace(groups=2), 1)
-    assert r.later > 0 and r.slices > r.groups
+    g = geometry_of(x)
+    assert resident.in_turns(r._replace(groups=5), g, 2, 1).groups == 4
+    assert resident.in_turns(r._replace(groups=1), g, 2, 1) == r._replace(groups=1)
+    r = resident.in_turns(r._replace(groups=2), g, 2, 1)
+    assert r.later > 0
+    assert r.slices > r.groups
     running = kept(x.shape[1], device)
     got, e = run(x, r, ("relu",), residual, running=running)
     compare(x, got, e, residual)

@@ -48,12 +48,16 @@ class Residence(NamedTuple):
         """What ``ops.explain`` calls it."""
         return "resident"
 
-    def fits(self, g: Geometry, itemsize: int) -> bool:
-        """Whether nothing is read again."""
+    def vectors(self, g: Geometry, itemsize: int) -> int:
+        """Return how many vectors of a tensor a thread has in a slice."""
         v = WIDTH // itemsize
         units = g.rows if g.nhwc else g.rows // g.width if self.plane else g.rows // v
         block = self.threads // self.lanes if g.nhwc or self.plane else self.threads
-        return up(units, block * self.parts) <= self.kept
+        return up(units, block * self.parts)
+
+    def fits(self, g: Geometry, itemsize: int) -> bool:
+        """Whether nothing is read again."""
+        return self.vectors(g, itemsize) <= self.kept
 
     @property
     def kept_parts(self) -> int:
@@ -92,15 +96,15 @@ def make(
     return Residence(threads, each, lanes, plane, kept, parts, slices, min(slices, processors * each // parts))
 
 
-def in_turns(r: Residence, tensors: int) -> Residence:
+def in_turns(r: Residence, g: Geometry, itemsize: int, tensors: int) -> Residence:
     """Let the two programs of a multiprocessor take turns: the second begins when the first has its data.
 
-    They are of different groups, for which the number of these has to be even.
+    They are of different groups, for which the number of these has to be even; where there is but one, nothing changes.
     """
-    assert r.each == 2
-    groups = r.groups // 2 * 2
-    later = r.kept * r.threads * WIDTH * tensors // PACE if groups else 0
-    return r._replace(groups=groups or r.groups, later=later)
+    if r.groups < 2:
+        return r
+    vectors = min(r.vectors(g, itemsize), r.kept)
+    return r._replace(groups=r.groups // 2 * 2, later=vectors * r.threads * WIDTH * tensors // PACE)
 
 
 @cache
