@@ -234,6 +234,13 @@ def test_given_statistics_have_gradients():
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("channels", [1, 5])
+def test_given_statistics_of_another_shape_are_refused(channels):
+    for mean, var in ((channels, 3), (3, channels)):
+        with pytest.raises(ValueError, match="the features of an input"):
+            ops.normalize(torch.randn(4, 3, 2), torch.zeros(mean), torch.ones(var))
+
+
 def test_normalize_by_given_statistics():
     x = draw(4, 3, 5).requires_grad_()
     mean, var = torch.randn(3), torch.rand(3)

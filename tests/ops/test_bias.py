@@ -58,6 +58,15 @@ def test_second_derivatives(activation, device):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
 
 
+def test_hooks_that_lose_the_layout_of_what_is_saved(device):
+    x, dy = (draw((2, 16, 5, 6), torch.float32, device, False) for _ in range(2))
+    x, bias = x.requires_grad_(), torch.randn(16, device=device, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        y = bias_act(x, bias, "relu")
+    expected = torch.autograd.grad((x + bias[:, None, None]).relu(), (x, bias), dy)
+    torch.testing.assert_close(torch.autograd.grad(y, (x, bias), dy), expected)
+
+
 def test_what_is_not_a_number_stays_it(device):
     x = torch.zeros(1, 8, 2, 2, device=device).contiguous(memory_format=torch.channels_last)
     x[0, 0, 0, 0], x[0, 1, 0, 0] = float("nan"), float("inf")

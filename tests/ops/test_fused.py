@@ -1,11 +1,13 @@
 """The registered operators: gradients, double gradients, what is saved, torch.compile, checkpointing, fallbacks."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from oracle import assert_near, expect
 from torch.utils.checkpoint import checkpoint
 
-from batchnorm.ops import Activation, Running, composite, fused, launch
+from batchnorm.ops import Activation, Choice, Running, composite, dispatch, fused, launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 EPS = 1e-5
@@ -103,6 +105,57 @@ def test_saved_for_backward(activation, bytes_per_value):
     assert any(t.data_ptr() == x.data_ptr() for t in large)
     rest = [t for t in large if t.data_ptr() != x.data_ptr()]
     assert sum(t.numel() * t.element_size() for t in rest) == x.numel() * bytes_per_value
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_hooks_that_lose_the_layout_of_what_is_saved(create_graph):
+    x, gamma, beta, residual = leaves(shape=(3, 16, 4, 5))
+    x = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+    dy, results = torch.randn_like(x), []
+    for context in (nullcontext(), torch.autograd.graph.save_on_cpu(pin_memory=True)):
+        with context:
+            y, _ = fused.batch_norm(x, gamma, beta, EPS, Activation("relu"), residual)
+        results.append(torch.autograd.grad(y, (x, gamma, beta, residual), dy, create_graph=create_graph))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu"])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("where", ["x", "residual"])
+def test_what_is_no_number_has_the_gradients_of_plain_operations(activation, has_residual, where):
+    given = x, gamma, beta, residual = leaves(has_residual)
+    with torch.no_grad():
+        (x if where == "x" or residual is None else residual)[1, 3, 0, 2] = float("nan")
+    dy, wanted, results = torch.randn_like(x), [t for t in given if t is not None], []
+    for y, _ in (
+        fused.batch_norm(x, gamma, beta, EPS, Activation(activation), residual),
+        plain(x, gamma, beta, activation, residual),
+    ):
+        results.append((y, *torch.autograd.grad(y, wanted, dy)))
+    torch.testing.assert_close(*results, equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["views", "int32 counts", "float64", "another length"])
+def test_running_averages_that_kernels_cannot_move(monkeypatch, kind):
+    monkeypatch.setattr(dispatch, "choose", lambda call: Choice("cuda", "interpreted"))
+    x = draw(8, 6) + 5
+    running = fresh(6)
+    if kind == "views":
+        running = Running(*(torch.stack([t, t], 1)[:, 0] for t in running[:2]), *running[2:])
+    elif kind == "int32 counts":
+        running = Running(*running[:2], *(t.int() for t in running[2:]))
+    elif kind == "float64":
+        running = Running(*(t.double() for t in running[:2]), *running[2:])
+    else:
+        running = Running(*(t[:5] for t in running[:2]), *running[2:])
+    assert fused.normalize_batch_(x, None, None, running, 0.1, EPS, Activation(), None) is None
+    if kind == "another length":
+        with pytest.raises(RuntimeError, match="size"):
+            dispatch.batch_norm_(x, None, None, running)
+        return
+    dispatch.batch_norm_(x, None, None, running, momentum=1.0)
+    torch.testing.assert_close(running.mean, x.mean(0).to(running.mean.dtype))
+    assert int(running.num_batches) == 1
 
 
 @pytest.mark.parametrize("has_residual", [False, True])

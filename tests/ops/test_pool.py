@@ -51,6 +51,15 @@ def test_the_largest_of_each_window(shape, sliced, dtype, device):
         check(lambda v, s=stride: pool.max_pool(v, s), lambda v, s=stride: F.max_pool2d(v, 3, s, 1), x, sliced)
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_hooks_that_lose_the_layout_of_what_is_saved(stride, device):
+    x = values((2, 16, 6, 7), torch.float32, device, False).requires_grad_()
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        y = pool.max_pool(x, stride)
+    (expected,) = torch.autograd.grad(F.max_pool2d(x, 3, stride, 1).square().sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], expected)
+
+
 def second_derivative(pooled, x):
     (dx,) = torch.autograd.grad(pooled(x).pow(3).sum(), x, create_graph=True)
     return torch.autograd.grad(dx.square().sum(), x)[0].cpu().float()

@@ -3,6 +3,8 @@
 Outputs start as NaN, so that an unwritten value fails.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from kernels import arranged, compare, kept, planned, run
@@ -34,6 +36,16 @@ def test_all_programs_of_a_plan_run_at_the_same_time(itemsize, processors):
                     assert 0 < kept_bytes * r.each < resident.SHARED
                     assert r.kept <= 4 * resident.BATCHES
     assert found > 200
+
+
+@pytest.mark.parametrize("shape", [(64, 192, 512, 512), (512, 64, 56, 56), (3, 2048, 7, 7), (4096, 1000, 14, 14)])
+@pytest.mark.parametrize("processors", [4, 16, 132])  # 16: a part of a device
+def test_there_are_programs_however_large_a_channel_is(shape, processors):
+    for form in (torch.channels_last, torch.contiguous_format):
+        g = geometry_of(torch.empty(shape, device="meta", memory_format=form))
+        for backward, residual in product((False, True), repeat=2):
+            r = resident.choose(g, 2, backward, residual, processors)
+            assert r is None or 1 <= r.groups * r.parts <= processors * r.each
 
 
 def test_tensors_that_vectors_do_not_fit_are_left_to_the_others():

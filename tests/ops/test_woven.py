@@ -187,7 +187,10 @@ def recorded(ran, name, run):
     return call
 
 
-KINDS = ["plain", "bfloat16 gamma", "float32 residual", "misaligned x", "misaligned residual", "no residual"]
+KINDS = [
+    *("plain", "bfloat16 gamma", "float32 residual", "misaligned x", "misaligned residual", "misaligned and sliced"),
+    "no residual",
+]
 
 
 @pytest.mark.parametrize("activation", ["relu", "identity", "silu"])
@@ -197,6 +200,8 @@ def test_explain_says_what_runs(chosen, monkeypatch, kind, activation):
     gamma = gamma.bfloat16() if kind == "bfloat16 gamma" else gamma
     x = misaligned(x) if kind == "misaligned x" else x
     residual = misaligned(residual) if kind == "misaligned residual" else residual
+    if kind == "misaligned and sliced":  # copied, and aligned then
+        residual = misaligned(torch.cat([residual, residual], 1))[:, :16]
     residual = residual.float() if kind == "float32 residual" else residual
     given = (x, gamma, beta, None if kind == "no residual" else residual)
     names = ("forward", "backward")
@@ -220,3 +225,27 @@ def test_double_backward(chosen):
     twice = torch.autograd.grad(y, (x, residual), dy, create_graph=True)
     torch.testing.assert_close(plain, twice, rtol=1e-4, atol=1e-4)
     assert torch.isfinite(torch.autograd.grad(twice[0].square().sum(), x)[0]).all()
+
+
+def test_a_relu_lets_through_what_is_no_number(device):
+    x, residual = drawn(device)
+    residual[1, 2, 3, 4] = float("nan")
+    dy = torch.randn_like(x)
+    for p in (planned(x, 2), plan.make(geometry_of(x), 2, *Way("stream"), 4)):
+        y, stats, bits = forward(x, residual, p)
+        assert torch.equal(unpack(bits, x), (y > 0) | y.isnan())
+        dr = launch.backward(dy, x, None, bits, stats, *RELU, torch.bfloat16, p)[3]
+        assert dr[1, 2, 3, 4] == dy[1, 2, 3, 4]
+
+
+def test_hooks_that_lose_the_layout_of_what_is_saved(chosen):
+    def as_rows(t):
+        return t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+
+    given, results = leaves(chosen), []
+    dy = torch.randn(SHAPE, device=chosen, dtype=torch.bfloat16)
+    for pack in (lambda t: t, as_rows):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y, _ = fused.batch_norm(*given[:3], EPS, RELU, given[3])
+        results.append(torch.autograd.grad(y, given, dy))
+    torch.testing.assert_close(*results, rtol=0, atol=0)

@@ -122,7 +122,9 @@ def test_figures_are_made_of_the_files_alone(plan, sitting, tmp_path, capsys):
 
 def test_a_folder_of_results_that_is_not_there(tmp_path, capsys):
     assert main(["--results", str(tmp_path / "no"), "--out", str(tmp_path / "out")]) == 1
-    assert "no is not a folder: give that of the runs' result files, or --data to train" in capsys.readouterr().err
+    assert "no holds no result files: give --data DIR to train, or --results DIR" in capsys.readouterr().err
+    assert main(["--out", str(tmp_path / "out")]) == 1  # nor anything else to make figures of
+    assert "out/results holds no result files" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -149,15 +149,21 @@ def test_bn_x30_early(results, x5, x30, verdict):
 )
 def test_bn_x30_in_the_end(results, x30, verdict):
     results.add("bn-x5-seed0", {100: 0.5}).add("bn-x5-seed1", {100: 0.49})
-    assert judged(results, "BN-x30 ends higher").verdict == "not yet run"
+    assert judged(results, "BN-x30's best").verdict == "not yet run"
     for seed, accuracy in enumerate(x30):
         results.add(f"bn-x30-seed{seed}", {100: accuracy, 200: accuracy - 0.01})
-    assert judged(results, "BN-x30 ends higher").verdict == verdict
+    assert judged(results, "BN-x30's best").verdict == verdict
 
 
 @pytest.mark.parametrize(("accuracy", "verdict"), [(0.3, "confirmed"), (0.09, "refuted")])
 def test_the_sigmoid_with_bn(results, accuracy, verdict):
     assert judged(results.add("bn-x5-sigmoid", {100: accuracy}), "BN-x5-Sigmoid").verdict == verdict
+
+
+def test_ten_times_chance_is_not_asked_of_few_classes(results, monkeypatch):
+    monkeypatch.setitem(DATA, "classes", 10)  # chance 0.1; half of the way to 1 is 0.55
+    assert judged(results.add("bn-x5-sigmoid", {100: 0.56}), "BN-x5-Sigmoid").verdict == "confirmed"
+    assert judged(results.add("bn-x5-sigmoid", {100: 0.54}), "BN-x5-Sigmoid").verdict == "refuted"
 
 
 @pytest.mark.parametrize(("accuracy", "verdict"), [(0.0139, "confirmed"), (0.0141, "refuted")])
@@ -233,7 +239,7 @@ def test_less_dropout(results, without, verdict):
         results.add(f"ablation-seed{seed}", final=accuracy)
     # 4.30 * 0.01 * sqrt(4 / 3) = 4.97 points
     assert judged(results, claim).verdict == verdict
-    assert "(noise 5.0%)" in judged(results, claim).found
+    assert "(noise of BN-x5's seeds: 5.0%)" in judged(results, claim).found
 
 
 def test_ablation(results):

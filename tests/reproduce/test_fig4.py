@@ -141,7 +141,11 @@ def test_result_files_without_probabilities_do_not_count(plan, sitting, tmp_path
     fig4(Fig4(out=tmp_path / "out", results=tmp_path / "results", plan=plan))
     result = read(tmp_path / "out")
     assert set(result["members"]) == {"apart"}
-    assert result["missing"]["five"] == "five.npz is not beside its result file"
+    said = result["missing"]["five"]
+    errors = [one["top1_error"] for one in read(tmp_path, "five")["crops"].values()]
+    assert said.startswith(
+        f"top-1 error {errors[0]:.2%} with 1 crop(s), {errors[1]:.2%} with 144 crop(s), but five.npz is"
+    )
 
 
 def test_a_later_sitting_goes_on_from_the_files_alone(data, plan, sitting, tmp_path):
@@ -190,6 +194,8 @@ def test_finished_runs_are_taken(data, plan, sitting, tmp_path):
     ours, theirs = read(tmp_path), read(sitting)
     assert ours["rows"] == theirs["rows"]
     assert ours["missing"] == {}
+    fig4(Fig4(out=tmp_path, plan=plan))  # of the files alone: those that were taken, not the plan's
+    assert sorted(map(str, read(tmp_path)["rows"])) == sorted(map(str, theirs["rows"]))
     before = (tmp_path / "results/five.json").stat().st_mtime_ns
     run(data, plan, tmp_path, runs=runs)
     assert (tmp_path / "results/five.json").stat().st_mtime_ns == before
@@ -229,6 +235,11 @@ def test_runs_and_data_that_do_not_fit(plan, data, sitting, tmp_path, capsys):
     assert "--runs without --data: give the images" in capsys.readouterr().err
     assert main([*words, "--data", str(data), "--only", "five"]) == 1
     assert "give one of the two" in capsys.readouterr().err
+    other = striped_folder(tmp_path / "other")
+    for split in ("train", "val"):
+        shutil.rmtree(other / split / "class2")
+    assert main([*words, "--data", str(other)]) == 1
+    assert "was trained on 3 classes, the data has 2" in capsys.readouterr().err
     assert main(["--runs", str(tmp_path), "--data", str(data), "--out", str(tmp_path / "out")]) == 1
     assert "is not the folder of a run" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

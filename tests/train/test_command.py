@@ -37,6 +37,14 @@ def test_train_with_overrides(data, tmp_path, capsys):
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 3
 
 
+def test_a_run_that_diverges_is_told_by_the_exit_status(data, tmp_path, capsys):
+    words = "--width 0.04 --size 32 --batch-size 10 --epochs 3 --rate 1e30 --log-every 1 --workers 0 --device cpu"
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--recipe", "inception", "--data", str(data), "--out", str(tmp_path), *words.split()])
+    assert ended.value.code == 1
+    assert "diverged by step" in capsys.readouterr().out
+
+
 def test_help_says_what_each_recipe_has(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..ops.forms import form_of
+from ..ops import launch
 from ..results import write_result
 from .kernels import Parameters, Sets
 from .layers import Layer, short_list
@@ -140,12 +140,13 @@ def watched(least: float) -> None:
 
 def _watch(layer: Layer, channels_last: bool, residual: bool) -> None:
     sets, p = Sets(layer, channels_last, torch.bfloat16, residual, 2), Parameters(layer.channels)
+    found = launch.paths(sets.x[0], p.gamma, p.beta, sets.residual[0], "relu")
+    paths = dict(zip(("forward", "backward"), found, strict=True))
 
     def announced(direction: str) -> None:
-        path = form_of(sets.x[0], direction == "backward", residual).path
         op = "BN+add+ReLU" if residual else "BN+ReLU"
         key = (layer.network, layer.batch, layer.channels, layer.size)
-        one = Pass(key, "NHWC" if channels_last else "NCHW", op, direction, path, sets.bytes)
+        one = Pass(key, "NHWC" if channels_last else "NCHW", op, direction, paths[direction], sets.bytes)
         print(f"{READY}{json.dumps(one._asdict())}", flush=True)
 
     p.ours(sets.x[1], sets.residual[1]).backward(sets.dy[1])  # compiled, and memory allocated

@@ -142,7 +142,7 @@ def measure(
     channels_last: bool,
     dtype: torch.dtype,
     residual: bool,
-    **which: Any,
+    autotune: bool,
 ) -> dict[str, Any]:
     """Check and time every contender on one layer."""
     torch._dynamo.reset()
@@ -157,7 +157,7 @@ def measure(
         "path": choice.reason if choice.path == "cuda" else choice.path,
         "us": {},
     }
-    for name, call in contenders(p, **which).items():
+    for name, call in contenders(p, autotune).items():
         errors = check(sets, p, call)
         if name == "batchnorm":
             row["errors"] = errors
@@ -165,7 +165,7 @@ def measure(
                 row["refused"] = "the check failed: not timed"
                 continue
         row["us"][name] = [t * 1e6 for t in time_passes(watch, sets, p, call)]
-    if channels_last and dtype == torch.bfloat16 and which["autotune"]:
+    if channels_last and dtype == torch.bfloat16 and autotune:
         half = Sets(layer, True, torch.float16, residual)
         row["us"]["cudnn-fp16"] = [t * 1e6 for t in time_passes(watch, half, p, p.eager)]
     return row
@@ -325,7 +325,7 @@ def kernels(
             for one in waiting[start : start + part]:
                 if time.monotonic() - begin > seconds:
                     break
-                row = {**measure(watch, report["bandwidth"], *one, autotune=autotune), **origin}
+                row = {**measure(watch, report["bandwidth"], *one, autotune), **origin}
                 print(f"{time.monotonic() - begin:4.0f} s {line(row)}", flush=True)
                 rows[key_of(*one)] = row
                 write(report, out)

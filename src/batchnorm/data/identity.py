@@ -22,16 +22,18 @@ def check_same_data(data: dict[str, dict[str, Any]]) -> None:
     >>> check_same_data({"a": {"train": 3}, "b": {"train": 4}})
     Traceback (most recent call last):
         ...
-    ValueError: a and b are of different data: {'train': 3} and {'train': 4}; keep them in folders of their own
+    ValueError: a and b are of different data (train 3 and 4); keep them in folders of their own
 
     Beyond the paper: results are not mixed.
     """
     (first, expected), *rest = data.items() if data else [("", {})]
     for name, found in rest:
         if found != expected:
-            raise ValueError(
-                f"{first} and {name} are of different data: {expected} and {found}; keep them in folders of their own"
+            keys = dict.fromkeys((*expected, *found))
+            what = ", ".join(
+                f"{k} {expected.get(k)} and {found.get(k)}" for k in keys if expected.get(k) != found.get(k)
             )
+            raise ValueError(f"{first} and {name} are of different data ({what}); keep them in folders of their own")
 
 
 def describe_data(path: Path) -> dict[str, Any]:

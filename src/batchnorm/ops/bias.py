@@ -50,6 +50,7 @@ class _BiasAct(torch.autograd.Function):
 
         n, c, h, w = y.shape
         dy, row = readable(dy)
+        y = y.contiguous(memory_format=torch.channels_last)  # hooks such as save_on_cpu's may lose the layout
         dx, pixels = empty(y, tuple(y.shape)), n * h * w
         t = Tiling(y, (row, c), pixels)
         tiles = max(1, t.programs // PARTS)

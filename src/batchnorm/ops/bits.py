@@ -1,4 +1,4 @@
-"""One bit per element, kept for the backward pass where a residual was added: whether z > 0.
+"""One bit per element, kept for the backward pass where a residual was added: z > 0, by is_above of kernels/tile.py.
 
 Bits lie in one of two orders, and the tensor's dimensions tell which: one dimension, rows (channels last) or channels
 (channels first), each rounded up to whole bytes; or two, an example's bits each, in the order of a dense x. The second

@@ -91,7 +91,7 @@ def batch_norm_(
     """
     call = Call(x, gamma, beta, feature_dims, activation, residual, mask)
     path = choose(call).path
-    if path == "cuda" and feature_dims == 1 and running.mean.dtype == running.var.dtype == torch.float32:
+    if path == "cuda" and feature_dims == 1 and fused.moves(running, x):
         return fused.batch_norm_(x, gamma, beta, running, momentum, eps, call.activation, residual)
     y, moments = _batch_norm(call, eps, path, constant_moments=True)
     moments = Moments(*(v.detach() for v in moments))
@@ -166,6 +166,8 @@ def normalize(
     Paper: Alg. 2, l. 11
     """
     call = Call(x, gamma, beta, feature_dims, activation, residual, mask)
+    call.check("mean", mean)
+    call.check("var", var)
     arguments = (call.gamma, call.beta, eps, call.activation, call.residual)
     mean, var = call.features_flat(mean), call.features_flat(var)
     path = choose(call).path
@@ -223,12 +225,8 @@ class Call:
             )
         self.features = x.shape[1 : 1 + feature_dims]
         self.shape = x.shape
-        for name, p in (("gamma", gamma), ("beta", beta)):
-            if p is not None and p.shape != self.features:
-                raise ValueError(
-                    f"{name} has shape {tuple(p.shape)}, the features of an input {tuple(x.shape)} are"
-                    f" {tuple(self.features)}"
-                )
+        self.check("gamma", gamma)
+        self.check("beta", beta)
         if residual is not None and residual.shape != x.shape:
             raise ValueError(f"the residual has shape {tuple(residual.shape)}, the input {tuple(x.shape)}")
         # Per activation on a channels_last input: the features flattened in memory order need no copy.
@@ -247,6 +245,14 @@ class Call:
                     f" not {mask.dtype} of shape {tuple(mask.shape)}"
                 )
             self.mask = mask.unsqueeze(1)
+
+    def check(self, name: str, p: Tensor | None) -> None:
+        """Refuse what has not the features' shape."""
+        if p is not None and p.shape != self.features:
+            raise ValueError(
+                f"{name} has shape {tuple(p.shape)}, the features of an input {tuple(self.shape)} are"
+                f" {tuple(self.features)}"
+            )
 
     @property
     def reduced_dims(self) -> list[int]:

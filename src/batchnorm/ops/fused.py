@@ -18,7 +18,7 @@ from .activation import Activation
 from .bits import empty_bits, unpack
 from .composite import per_channel
 from .context import is_forward_mode, is_recomputation, is_unseen
-from .geometry import empty_dense, geometry_of
+from .geometry import as_dense, empty_dense, geometry_of
 from .moments import Moments, batch_moments
 from .running import Kept, Running
 from .saving import remember
@@ -38,6 +38,22 @@ def refusal(x: Tensor) -> str | None:
     if geometry_of(x) is None:
         return "the strides are neither channels last nor channels first, so the fused kernels cannot take them"
     return None
+
+
+def moves(running: Kept, x: Tensor) -> bool:
+    """Say whether the kernels can move these averages: dense, float32, one per channel of ``x``, with 64-bit counts."""
+    mean, var, batches, skipped = running
+    channels = x.shape[1:2]
+    return (
+        mean.dtype is torch.float32
+        and var.dtype is torch.float32
+        and mean.shape == channels
+        and var.shape == channels
+        and mean.is_contiguous()
+        and var.is_contiguous()
+        and batches.dtype is torch.int64
+        and skipped.dtype is torch.int64
+    )
 
 
 def describe(
@@ -70,7 +86,7 @@ def batch_norm_(
     activation: Activation,
     residual: Tensor | None,
 ) -> tuple[Tensor, Moments]:
-    """Do the same and move the running averages, which are float32, inside the kernels."""
+    """Do the same and move the running averages, where :func:`moves` says so, inside the kernels."""
     call = _direct_ if is_unseen(x, gamma, beta, residual, *running) else torch.ops.batchnorm.fused_
     y, stats, _ = call(x, gamma, beta, residual, *running, momentum, eps, *activation, False)
     _remember(y, x, residual, stats, activation)
@@ -95,9 +111,7 @@ def normalize_batch_(
     if not (
         is_unseen(x, gamma, beta, residual, *running)
         and not is_forward_mode()
-        and running[0].dtype is torch.float32
-        and running[1].dtype is torch.float32
-        and running[0].shape == channels
+        and moves(running, x)
         and (gamma is None or gamma.shape == channels)
         and (beta is None or beta.shape == channels)
         and (residual is None or residual.shape == x.shape)
@@ -201,12 +215,16 @@ class _Fused(torch.autograd.Function):
             kept = (None, bits)
         ctx.save_for_backward(x, gamma, beta, *kept, stats)
         ctx.options = (eps, activation, slope, None if residual is None else residual.dtype)
+        ctx.strides = (x.stride(), y.stride())
         return y, stats, bits
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dstats: Tensor | None, _: None) -> tuple[Any, ...]:
         x, gamma, beta, residual, bits, stats = ctx.saved_tensors
         eps, activation, slope, residual_dtype = ctx.options
+        if x.stride() != ctx.strides[0]:
+            # Hooks such as save_on_cpu's may lose the layout, in which the bits lie.
+            x = as_dense(x, ctx.strides[1])
         wants_residual = ctx.needs_input_grad[4] and residual_dtype is not None
         dx = dgamma = dbeta = dresidual = None
         if torch.is_grad_enabled() and dy is not None:

@@ -88,11 +88,14 @@ def empty_dense(x: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(x.shape, dense_strides(geometry, tuple(x.shape)), dtype=dtype, device=x.device)
 
 
+def is_dense(t: Tensor, strides: tuple[int, ...]) -> bool:
+    """Say whether ``t`` lies in memory as these strides of a dense tensor say."""
+    return t.stride() == strides or all(n == 1 or s == d for n, s, d in zip(t.shape, t.stride(), strides, strict=True))
+
+
 def as_dense(t: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return ``t``, copied where it does not lie in memory as these strides of a dense tensor say."""
-    if t.stride() == strides or all(n == 1 or s == d for n, s, d in zip(t.shape, t.stride(), strides, strict=True)):
-        return t
-    return t.new_empty_strided(t.shape, strides).copy_(t)
+    """Return ``t``, copied where it does not lie in memory so."""
+    return t if is_dense(t, strides) else t.new_empty_strided(t.shape, strides).copy_(t)
 
 
 def vector(geometry: Geometry, itemsize: int) -> int:

@@ -9,7 +9,7 @@ from . import plan, resident
 from .activation import NAMES
 from .bits import empty_bits, is_woven, rearrange
 from .forms import form_of, processors
-from .geometry import Geometry, as_dense, geometry_of
+from .geometry import Geometry, as_dense, geometry_of, is_dense
 from .plan import Plan
 from .resident import Residence
 
@@ -64,7 +64,7 @@ def weaves_bits(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: 
 def paths(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, activation: str
 ) -> tuple[str, str]:
-    """Return what ``ops.explain`` calls a forward and a backward pass, the gradient being like x."""
+    """Return what ``ops.explain`` calls a forward and a backward pass, dy like x and the residual's gradient wanted."""
     added = residual is not None and activation != "identity"  # else its gradient is dy
     forward, backward = form_of(x, False, residual is not None), form_of(x, True, added)
     if _is_smooth(activation, residual) or not resident.takes(x):
@@ -72,8 +72,9 @@ def paths(
     typed, r = _are_resident(x, gamma, beta, residual), backward.residence
     # The residual's gradient has its type, and other kernels keep bits in another order than woven ones.
     fits = _of_one_type(x, residual) and (typed or r is None or not r.plane)
+    aligned = residual is None or resident.takes(residual) or not is_dense(residual, forward.strides)  # else a copy is
     return (
-        forward.path if typed and resident.takes(residual) else forward.plan.path,
+        forward.path if typed and aligned else forward.plan.path,
         backward.path if fits or not added else backward.plan.path,
     )
 
@@ -110,9 +111,9 @@ def backward(
     dresidual = None if residual_dtype is None else x.new_empty_strided(x.shape, strides, dtype=residual_dtype)
     dgamma = x.new_empty(g.channels, dtype=torch.float32)
     dbeta = x.new_empty(g.channels, dtype=torch.float32)
-    if r is not None and (bits is None or is_woven(bits) == (r.plane > 0)):
+    if r is not None and residual is None and (bits is None or is_woven(bits) == (r.plane > 0)):
         dy_, dy_stride = _rows_of(dy, g, strides, resident.WIDTH // x.element_size())
-        if residual is None and _of_one_type(x, dy_, dresidual) and resident.takes(x, dy_):
+        if _of_one_type(x, dy_, dresidual) and resident.takes(x, dy_):
             partial, words = _room(x, 2 * r.kept_parts * g.channels, r)
             tensors = (dy_, x, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
             if resident.backward(tensors, dy_stride, activation, slope, added, g, r):

@@ -54,6 +54,7 @@ def _max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, widt
     from .kernels.pool import max_backward_1, max_backward_2
 
     dy, row = readable(dy)
+    where = where.contiguous(memory_format=torch.channels_last)  # hooks such as save_on_cpu's may lose the layout
     dx = _fake_max_pool_backward(dy, where, stride, height, width)
     n, c, oh, ow = dy.shape
     t = Tiling(dy, (row, c), n * oh * ow)

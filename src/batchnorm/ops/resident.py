@@ -141,7 +141,7 @@ def _of_planes(
     if channel <= 128 * 1024:
         return make(g, itemsize, tensors, processors, 256, 2, 1, max(1, 2 * processors // g.channels))
     parts = processors // g.channels if g.channels <= processors else up(channel, 200 * 1024) if channel > 2**20 else 1
-    return make(g, itemsize, tensors, processors, 512, 1, 1, parts)
+    return make(g, itemsize, tensors, processors, 512, 1, 1, min(parts, processors))
 
 
 def _of_woven(

@@ -76,9 +76,9 @@ def _figure(k: int, run: Run) -> str:
         return ""
     final = run.summary.get("accuracy")
     value = run.accuracy[-1][1]
-    how = "test accuracy"
+    how = "validation accuracy" if "val_top1" in run.curves else "test accuracy"
     if isinstance(final, dict) and "folded" in final:
-        value, how = final["folded"], "test accuracy of the folded network"
+        value, how = final["folded"], f"{how} of the folded network"
     name = f'<i style="background:var(--run{k % 6})"></i>{escape(run.name)}'
     return f'<div class="figure"><span>{name}</span><b>{value:.2%}</b><span>{how}</span></div>'
 
@@ -100,7 +100,7 @@ def _tables(runs: Sequence[Run], sections: Sequence[Section]) -> str:
     config = _config(runs)
     parts = [
         *sections,
-        ("At the end", "Test accuracy with each kind of statistics (Algorithm 2).", _final(runs)),
+        ("At the end", "Accuracy with each kind of statistics (Algorithm 2).", _final(runs)),
         ("Configuration", "Bold where the runs differ.", config),
     ]
     return "\n".join(

@@ -240,7 +240,8 @@ def figures(results: Path) -> str:
     if (results / "fig2.json").exists():
         fig2 = json.loads((results / "fig2.json").read_text())
         part, seeds = fig2["figure 3"], max(n["seeds"] for n in fig2["networks"].values())
-        caption = f"Figures 2 and 3: {fig2['data']['classes']} classes, {_where(fig2)}, up to {seeds} seeds"
+        caption = f"Figures 2 and 3: {_images(fig2)} at {fig2['size']} px, {fig2['epochs']:g} epochs, {_where(fig2)}"
+        caption += f", up to {seeds} seeds"
         blocks += ["![Figure 2: validation accuracy against training steps](results/fig2.png)"]
         blocks += [f"{caption}. {part['text']}", _table(part["rows"])]
     if (results / "fig4.json").exists():
@@ -251,12 +252,18 @@ def figures(results: Path) -> str:
         ]
         shown = [*(row for row in fig4["paper"] if row["model"].startswith("BN-Inception")), *ours]
         rows += [[r["model"], r["crops"], r["models"], *(_error(r[k]) for k in ("top1", "top5"))] for r in shown]
+        recipe = next(iter(fig4["members"].values()))["recipe"]
         blocks += [
-            f"Figure 4: {fig4['data']['classes']} classes, {_where(fig4)}.",
+            f"Figure 4: {_images(fig4)} at {recipe['size']} px, {recipe['epochs']:g} epochs, {_where(fig4)}.",
             _table(rows),
         ]
         blocks += ["\n".join(f"- {step['says']}" for step in fig4["steps"])]
     return "\n\n".join(blocks)
+
+
+def _images(result: Result) -> str:
+    data = result["data"]
+    return f"{data['train']:,} images of {data['classes']} classes"
 
 
 def _error(value: float | None) -> str:

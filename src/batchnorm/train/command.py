@@ -73,7 +73,8 @@ def train(
     """Train the paper's network, or a variant of it, on images of your own.
 
     Start the same command again after an interruption: it goes on from the last checkpoint. Under torchrun
-    (torchrun --nproc-per-node 8 -m batchnorm train ...) the batch is spread over the GPUs.
+    (torchrun --nproc-per-node 8 -m batchnorm train ...) the batch is spread over the GPUs. The exit status is 0 where
+    the run has ended, 1 where it diverged, 130 where it was stopped.
 
     Args:
         recipe: which of the paper's runs.
@@ -87,6 +88,8 @@ def train(
     except Stopped as stopped:
         raise KeyboardInterrupt(str(stopped)) from stopped
     Console(quiet=silent).print(_summary(result, options.folder(chosen)))
+    if result.diverged:
+        raise SystemExit(1)
 
 
 def describe(

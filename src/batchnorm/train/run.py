@@ -63,7 +63,7 @@ class Options:
     targets: tuple[float, ...] = ()
     """report the first steps that reach these validation accuracies, such as 0.722"""
     max_steps: int | None = None
-    """stop for good after so many steps, before the recipe's epochs are over"""
+    """end after so many steps, before the recipe's epochs are over; a larger number goes on from there"""
     monitor_every: int = 0
     """steps between records of the inputs' percentiles at every nonlinearity (Fig. 1 b, c); 0 is never"""
     tensorboard: bool = False

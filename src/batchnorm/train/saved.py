@@ -45,24 +45,27 @@ class SavedRun(NamedTuple):
             ValueError: where the run has not ended or has diverged, its files are damaged, its weights are of another
                 architecture than its recipe, or its classes are not the data's.
         """
-        saved = checkpoint.load_latest(self.folder / "final")
-        if saved is None:
-            raise ValueError(f"{self.folder} has no final network: {self._why()}")
-        check_classes(self.folder, saved.state["classes"], classes)
+        saved = self._final(classes)
         net = self.recipe.network(len(classes))
         _load_weights(net, saved.model, self.folder)
         # Any image will do: the network's path does not depend on it. Noise, so that no activation is at rest.
         example = torch.randn(2, 3, self.recipe.size, self.recipe.size, generator=torch.Generator().manual_seed(0))
         return fold(net.eval(), example)
 
-    def check_ended(self) -> None:
-        """Check that there is a network to load.
+    def check_ended(self, classes: Sequence[str]) -> None:
+        """Check that there is a network to load, of these classes.
 
         Raises:
-            ValueError: where the run has not ended or has diverged.
+            ValueError: where the run has not ended or has diverged, its files are damaged, or its classes are others.
         """
-        if self.weights is None:
+        self._final(classes)
+
+    def _final(self, classes: Sequence[str]) -> checkpoint.Checkpoint:
+        saved = checkpoint.load_latest(self.folder / "final")
+        if saved is None:
             raise ValueError(f"{self.folder} has no final network: {self._why()}")
+        check_classes(self.folder, saved.state["classes"], classes)
+        return saved
 
     def _why(self) -> str:
         result = self.folder / "result.json"

@@ -450,11 +450,14 @@ __device__ __forceinline__ float activate(float z, float slope) {
 #endif
 }
 
+// Whether the gradient of a relu or leaky_relu is 1; a relu lets NaN through, as torch's does.
+__device__ __forceinline__ bool is_above(float z) { return ACT == RELU ? !(z <= 0) : z > 0; }
+
 __device__ __forceinline__ float activate_backward(float dy, float z, float slope) {
 #if ACT == RELU
-    return z > 0 ? dy : 0;
+    return is_above(z) ? dy : 0;
 #elif ACT == LEAKY_RELU
-    return z > 0 ? dy : dy * slope;
+    return is_above(z) ? dy : dy * slope;
 #elif ACT == SIGMOID
     float s = 1 / (1 + expf(-z));
     return dy * s * (1 - s);
@@ -485,12 +488,12 @@ struct Running {
 };
 
 // The first W threads move one channel each. The warp that finishes the last channels of all counts the batch, and puts
-// everything back where a channel was bad: `all`, which it gets from finish, is not needed before the end.
+// everything back where a channel was bad: `all`, which it gets from go, is not needed before the end.
 struct Move {
     float old_mean, old_var, factor;
 
-    __device__ __forceinline__ void prepare(const Running& r, int channel, bool here) {
-        if (!r.mean || !here) return;
+    __device__ __forceinline__ void prepare(const Running& r, int channel) {
+        if (!r.mean) return;
         old_mean = r.mean[channel];
         old_var = r.var[channel];
         factor = r.cumulative ? 1.0f / (float)(*r.batches + 1) : r.momentum;
@@ -528,7 +531,7 @@ struct Move {
 #define MOVERS ((W + 31) / 32)  // warps that move averages
 
 // Sums are shifted by a value near the mean, the same in all parts: the mean of a few units that lie far apart. The first
-// SAMPLES * SV (channels last) or SAMPLES threads read them.
+// SAMPLES * SV threads (of rows) or SAMPLES (of a channel) read them.
 #if LAST
 #define SAMPLES (2 * WARPS < BLOCK ? 2 * WARPS : BLOCK)
 #elif WOVEN
@@ -655,7 +658,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             // Early, before the wait.
             if (gamma) g = gamma[channel];
             if (beta) b = beta[channel];
-            if (part == 0) averages.prepare(running, channel, here);
+            if (part == 0) averages.prepare(running, channel);
             base = shared_base[threadIdx.x];
         }
         if (RESIDUAL && !ADDED && streamed == 0)
@@ -714,7 +717,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             for (int k = 0; k < V; ++k) {
                 float z = fmaf(f[k] - near[k], scales[k], offsets[k]);
                 if (RESIDUAL) z += g[k];
-                if (RESIDUAL && z > 0) above |= 1u << k;
+                if (RESIDUAL && is_above(z)) above |= 1u << k;
                 f[k] = activate(z, slope);
             }
             put(y + walk.of_y(s, i), narrow(f), s);

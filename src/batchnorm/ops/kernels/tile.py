@@ -191,12 +191,21 @@ def activate(z, slope, ACT: tl.constexpr):
 
 
 @triton.jit
+def is_above(z, ACT: tl.constexpr):
+    """Say where the gradient of a relu or leaky_relu is 1; a relu lets NaN through, as torch's does."""
+    if ACT == RELU:
+        return ~(z <= 0)
+    else:
+        return z > 0
+
+
+@triton.jit
 def activate_backward(dy, z, slope, ACT: tl.constexpr):
     """Return g'(z) * dy."""
     if ACT == RELU:
-        return tl.where(z > 0, dy, 0.0)
+        return tl.where(is_above(z, ACT), dy, 0.0)
     elif ACT == LEAKY_RELU:
-        return tl.where(z > 0, dy, dy * slope)
+        return tl.where(is_above(z, ACT), dy, dy * slope)
     elif ACT == SIGMOID:
         s = sigmoid(z)
         return dy * s * (1.0 - s)

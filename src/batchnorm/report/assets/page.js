@@ -51,7 +51,9 @@ function curves() {
   box.replaceChildren();
   if (innerWidth < 620) legend(box);
   const series = data.runs.map((run, k) => ({ name: run.name, colour: colour(k), ...(run.curves[key] || { steps: [], values: [] }) }));
-  const range = accuracy ? [Number(el("from").value), 1] : null;
+  const from = Number(el("from").value);
+  const highest = Math.max(from, ...series.flatMap((one) => [...one.values].filter(Number.isFinite)));
+  const range = accuracy ? [from, Math.min(1, Math.ceil(10.5 * highest) / 10)] : null;
   chart(panel(box), { series, yLabel: title(key), yRange: range, format: accuracy ? percent : number, height: 320 });
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ..planned.files import Finished
 from .claims import rates_that_train
@@ -67,7 +68,23 @@ def dropout(finished: Mapping[str, Finished]) -> Section:
         cells = (show_accuracy(column.get(share), key) for column in columns for key in ("train_top1", "top1"))
         rows.append([f"{share:.0%}", *cells])
     text = "Accuracy of the folded network at the end, on the centre squares of both sets, one seed."
+    repeated = _repeated(finished)
+    if repeated is not None:
+        text += (
+            f" The runs at 40% are also in the table of rates, with the same seed: two runs of one recipe differ by up"
+            f" to {100 * repeated:.1f} points, for the order of sums on a GPU is not always the same."
+        )
     return Section("Dropout (Section 3.4)", text, rows)
+
+
+def _repeated(finished: Mapping[str, Finished]) -> float | None:
+    """Return by how much runs of the same recipe in two groups differ at the end; None where there are none."""
+    ends: dict[object, list[float]] = {}
+    for one in finished.values():
+        if one.run.group in ("rates", "dropout") and one.result["top1"] is not None:
+            ends.setdefault(replace(one.run.recipe, name=""), []).append(one.result["top1"])
+    gaps = [max(values) - min(values) for values in ends.values() if len(values) > 1]
+    return max(gaps, default=None)
 
 
 def ablation(finished: Mapping[str, Finished]) -> Section:
@@ -85,7 +102,9 @@ def ablation(finished: Mapping[str, Finished]) -> Section:
     text = "Accuracy of the folded network at the end."
     if seeds:
         text += f" BN-x5 itself: {statistics.fmean(seeds):.2%} over {len(seeds)} seeds"
-        text += "." if spread is None else f"; one more run would lie within {100 * spread:.2f} points of it (95%)."
+        if spread is not None:
+            text += f"; one more run would lie within {100 * spread:.2f} points of it (95%, each of seven comparisons)"
+        text += "."
     return Section("The seven modifications (Section 4.2.1)", text, rows)
 
 

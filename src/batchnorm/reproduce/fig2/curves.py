@@ -12,6 +12,8 @@ from ...train.metrics import steps_to
 from ..planned.files import Finished
 
 Curve = list[tuple[int, float]]
+# A baseline that rises by less than this over its last quarter has levelled off.
+LEVEL = 0.01
 # Student's t, two-sided 95%, by degrees of freedom.
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 

@@ -83,15 +83,21 @@ def _curves(axis: Any, finished: Mapping[str, Finished]) -> None:
 
 
 def _rates(finished: Mapping[str, Finished], plt: Any) -> Any:
-    figure, axis = plt.subplots(figsize=(4, 2.8))
+    figure, axis = plt.subplots(figsize=(4.4, 2.8))
+    crossed = False
     for batch_norm, variant in ((False, "inception"), (True, "bn-baseline")):
         runs = sorted(seeds_of(finished, "rates", variant).runs, key=lambda one: one.run.recipe.rate)
         points = [(one.run.recipe.rate, one.result["top1"] or 0.0) for one in runs]
         if points:
             axis.plot(*zip(*points, strict=True), "o-", ms=3, color=colour(batch_norm), label=label(batch_norm))
         diverged = [one.run.recipe.rate for one in runs if one.diverged]
+        crossed |= bool(diverged)
         axis.plot(diverged, [0.0] * len(diverged), "x", color=colour(batch_norm), clip_on=False)
-    axis.set(xscale="log", xlabel="learning rate", ylabel="validation accuracy (x diverged)", ylim=(0, None))
+    rates = sorted({one.run.recipe.rate for one in finished.values() if one.run.group == "rates"})
+    axis.set(xscale="log", xlabel="learning rate (x: diverged)" if crossed else "learning rate")
+    axis.set(ylabel="validation accuracy", ylim=(0, None))
+    axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axis.minorticks_off()
     axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
     axis.legend()
     return figure

@@ -70,6 +70,8 @@ def summary(plan: Plan, finished: Mapping[str, Finished]) -> dict[str, Any]:
     return {
         "data": first.data if first else None,
         "environment": first.environment if first else None,
+        "size": first.run.recipe.size if first else None,
+        "epochs": first.run.recipe.epochs if first else None,
         "networks": networks,
         "best-tuned baseline": tuned[0] if tuned else None,
         "end slope": end_slope(inception.curve) if inception.curve else None,

@@ -10,7 +10,7 @@ from ..planned.files import Finished
 from ..planned.plan import Plan
 from .claims import Verdict, verdicts
 from .companions import ablation, dropout, rates
-from .curves import Seeds, best, end_slope, seeds_of, times_fewer, tuned_baseline
+from .curves import LEVEL, Seeds, best, end_slope, seeds_of, times_fewer, tuned_baseline
 from .section import Section, show_accuracy, show_steps, show_times
 
 Rows = list[list[str]]
@@ -55,7 +55,7 @@ def figure3(finished: Mapping[str, Finished]) -> Section:
     target = "the baseline's best" if top is None else f"{top[1]:.1%}"
     rows = [[
         "network", "seeds", f"steps to {target}", "paper, to 72.2%", "times fewer", "paper", "maximum accuracy",
-        "paper", "steps to it", "folded, at the end", "times fewer than best-tuned",
+        "paper", "steps to it", "folded, at the end", "times fewer than the best unnormalized",
     ]]  # fmt: skip
     for variant, paper in PAPER.items():
         network = seeds_of(finished, "figures", variant)
@@ -86,10 +86,10 @@ def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
     parts = ["Validation accuracy at 1 from a single crop, of the mean over seeds; each seed's own in brackets."]
     slope = end_slope(inception.curve) if inception.curve else None
     if slope is not None:
-        verdict = "less than 1, it has levelled off" if slope < 0.01 else "1 or more, the runs are too short"
+        verdict = "less than 1, it has levelled off" if slope < LEVEL else "1 or more, the runs are too short"
         parts.append(f"Over its last quarter Inception rises by {100 * slope:.2f} points ({verdict}).")
     if tuned is not None and (top := best(tuned[1].curve)) is not None:
-        parts.append(f"The best-tuned baseline of this length is {tuned[0]}: {top[1]:.1%} at step {top[0]:,}.")
+        parts.append(f"The best unnormalized run of this length is {tuned[0]}: {top[1]:.1%} at step {top[0]:,}.")
     return " ".join(parts)
 
 
@@ -127,7 +127,8 @@ def ran(finished: Mapping[str, Finished]) -> Section:
         pace = "-" if one.steps_per_second is None else f"{one.steps_per_second:g}"
         cells = [f"{one.result['steps']:,}", f"{one.seconds:.0f}", pace, machine, env["torch"], env["commit"] or "-"]
         rows.append([name, *cells])
-    return Section("The runs", "", rows)
+    text = "Steps/s are those of training alone; seconds count the start, validation and the end as well."
+    return Section("The runs", text, rows)
 
 
 def _spread(values: Sequence[str]) -> str:

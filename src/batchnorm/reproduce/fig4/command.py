@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...data.identity import check_same_data, describe_data
+from ...data.source import open_source
 from ...train.opened import open_runs
 from ..planned.files import RunFiles, read_all
 from ..planned.plan import Plan
@@ -46,15 +48,25 @@ def fig4(options: Fig4) -> Path:
 
     Paper: Sec. 4.2.3; Fig. 4
     """
-    options.check()
     _check(options)
+    options.check()
     plan = read_plan(options.plan)
     if options.data is None:
-        read_all(plan, options.result_files, options.out)  # refuses those of another plan
-        return publish([MemberFiles(run.name, options.result_files) for run in plan.runs], options.out)
+        return publish([MemberFiles(name, options.result_files) for name in _known(options, plan)], options.out)
     jobs = _taken(options, plan, options.data) if options.runs else _planned(options, plan, options.data)
     waiting = [job for job in jobs if not job.finished() and (not options.only or job.name in options.only)]
     return options.carry_out(waiting, lambda: publish([job.member for job in jobs], options.out))
+
+
+def _known(options: Fig4, plan: Plan) -> list[str]:
+    """Return the members that the files are of: the plan's, or those that were taken instead."""
+    there = {path.stem: json.loads(path.read_text()) for path in sorted(options.result_files.glob("*.json"))}
+    if not any(
+        "result" in content for content in there.values()
+    ):  # how its training went, which a taken run leaves out
+        return list(there)
+    read_all(plan, options.result_files, options.out)  # refuses those of another plan
+    return [run.name for run in plan.runs]
 
 
 def _check(options: Fig4) -> None:
@@ -82,9 +94,10 @@ def _planned(options: Fig4, plan: Plan, path: Path) -> Sequence[TrainedMember | 
 
 def _taken(options: Fig4, plan: Plan, path: Path) -> Sequence[TrainedMember | TakenMember]:
     data, machine = describe_data(path), options.machine(path)
+    classes = open_source(path, "val").classes
     jobs = []
     for known, saved in open_runs(options.runs).items():
-        saved.check_ended()
+        saved.check_ended(classes)
         name = known.strip("/").replace("/", "-")  # a path, where folders of the same name were given
         files = MemberFiles(name, options.result_files)
         jobs.append(TakenMember(saved, files, machine, data, plan.evaluate_batch, options.out / "runs" / name))

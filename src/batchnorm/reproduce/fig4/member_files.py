@@ -46,7 +46,15 @@ class MemberFiles(NamedTuple):
             return "not yet run"
         if not self.read()["crops"]:
             return "diverged in training"
-        return None if self.probabilities.is_file() else f"{self.probabilities.name} is not beside its result file"
+        if self.probabilities.is_file():
+            return None
+        alone = ", ".join(
+            f"{one['top1_error']:.2%} with {crops} crop(s)" for crops, one in self.read()["crops"].items()
+        )
+        return (
+            f"top-1 error {alone}, but {self.probabilities.name} is not there, of which ensembles are made: it is left"
+            " out; --data makes it again"
+        )
 
     def finished(self) -> bool:
         """Say whether there is nothing left to do."""

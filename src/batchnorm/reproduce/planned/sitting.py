@@ -62,9 +62,9 @@ class Sitting:
         """
         if self.jobs < 1:
             raise ValueError(f"jobs={self.jobs}: at least one run trains at a time")
-        if self.data is None and self.results is not None and not self.results.is_dir():
+        if self.data is None and not any(self.result_files.glob("*.json")):
             raise FileNotFoundError(
-                f"{self.results} is not a folder: give that of the runs' result files, or --data to train"
+                f"{self.result_files} holds no result files: give --data DIR to train, or --results DIR"
             )
 
     def machine(self, data: Path) -> Machine:
