@@ -146,6 +146,8 @@ inline void store(char* to, const Vec& v) { std::memcpy(to, &v, 16); }
 inline void store_through(char* to, const Vec& v) { store(to, v); }
 inline void fetch(const char*) {}
 inline void pause(i64) {}
+inline float exponential(float v) { return std::exp2(v * 1.4426950408889634f); }
+inline float quotient(float a, float b) { return a / b; }
 inline u32 peek(const u32* word) {
     u32 now = __atomic_load_n(word, __ATOMIC_ACQUIRE);
     std::this_thread::yield();

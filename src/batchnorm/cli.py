@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 import tyro
 
-from .errors import sentence
+from .errors import JobsFailedError, sentence
 from .extras import MissingExtraError
 
 # word(s) -> (module:function, what it does). Modules are imported only when their word is used.
@@ -50,7 +50,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0, 2 for wrong usage, 130 after Ctrl-C."""
+    """Run the command line and return its exit status: 0, 1 where a job failed, 2 for wrong usage, 130 after Ctrl-C."""
     words = sys.argv[1:] if arguments is None else arguments
     if words == ["--version"]:
         print(f"batchnorm {version('batchnorm')}")
@@ -68,6 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
         # What a user can put right gets one sentence; anything else keeps its traceback.
         print(f"batchnorm {command}: {sentence(error)}", file=sys.stderr)
         return 2
+    except JobsFailedError as error:
+        print(f"batchnorm {command}: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

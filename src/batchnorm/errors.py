@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 
+class JobsFailedError(RuntimeError):
+    """Say which of several jobs failed, and how: the message holds the ends of their logs.
+
+    Beyond the paper: the command line.
+    """
+
+
 def sentence(error: Exception) -> str:
     """Say what went wrong: an error's message, or for one of the operating system which file and what about it.
 

@@ -1,6 +1,7 @@
 """The exported file computes what the network's evaluation mode computes, for any batch size."""
 
 import copy
+import sys
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ from networks import ZOO, Residual, scramble_
 from torch import nn
 
 import batchnorm as bn
+from batchnorm.extras import MissingExtraError
 
 FORMATS = ["net.onnx", "net.pt2"]
 
@@ -109,3 +111,11 @@ def test_the_argument_is_left_alone(tmp_path):
         bn.export(net, torch.randn(2, 3, 8, 8), tmp_path / "net.pt2")
     assert net.training
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_missing_extra_is_not_blamed_on_the_network(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
+    with pytest.raises(MissingExtraError, match=r"^onnxscript is not installed; run: pip install"):
+        bn.export(net, torch.randn(2, 4), tmp_path / "net.onnx")
+    assert not list(tmp_path.iterdir())

@@ -89,3 +89,22 @@ def test_repr_says_so():
     layer = bn.BatchNorm1d(3)
     bn.freeze_(layer)
     assert repr(layer).endswith("frozen=statistics+weight+bias)")
+
+
+def test_a_state_dict_replaces_how_much_is_frozen():
+    here, there, taught = (bn.BatchNorm1d(3) for _ in range(3))
+    bn.freeze_(here)
+    bn.freeze_(there, affine=False)
+    here.load_state_dict(there.state_dict())
+    assert here.frozen_statistics
+    assert here.weight.requires_grad
+    assert here.bias.requires_grad
+    # A parameter that never trained does not begin to.
+    taught.weight.requires_grad_(False)
+    taught.load_state_dict(there.state_dict())
+    assert not taught.weight.requires_grad
+    bn.freeze_(there)
+    here.load_state_dict(there.state_dict())
+    assert not here.weight.requires_grad
+    bn.unfreeze_(here)
+    assert here.weight.requires_grad

@@ -176,6 +176,28 @@ def test_any_shape_stride_type_and_value(arrangement, dtype, activation, with_re
     check(x, activation, with_residual, eps=eps, scale=10.0)
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 1024, 1024), (1, 2, 64, 128, 128), (1, 2, 1_500_000)])
+@pytest.mark.parametrize(("mean", "bound"), [(1e6, 1e-4), (1e4, 1e-4), (0.0, 1e-5)])
+def test_planes_of_a_million_values(shape, mean, bound):
+    x = draw(*shape, mean=mean).requires_grad_()
+    dy = torch.randn_like(x)
+    want = expect(x, torch.ones(2), torch.zeros(2), 1e-5, dy)
+    y, moments = ops.batch_norm(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert float((y.detach() - want.y).abs().max()) < bound
+    assert float((dx - want.dx).abs().max()) < bound
+    torch.testing.assert_close(moments.var.double(), want.var, rtol=2e-5, atol=0)
+
+
+def test_running_averages_of_other_channels_are_refused():
+    zero = torch.tensor(0)
+    for channels in (1, 4):
+        running = ops.Running(torch.zeros(3), torch.ones(3), zero, zero.clone())
+        with pytest.raises(ValueError, match=rf"running mean of shape \(3,\) for features of shape \({channels},\)"):
+            ops.batch_norm_(torch.randn(5, channels), None, None, running)
+        assert running.mean.eq(0).all()
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "2d", "3d", "strided"])
 @pytest.mark.parametrize(("mean", "bound"), [(1e6, 1e-3), (1e4, 1e-4)])
 def test_mean_far_from_zero(layout, mean, bound):

@@ -89,7 +89,7 @@ LEFT = {
     "empty": lambda: torch.randn(0, 3),
     "float64": lambda: torch.randn(8, 3).double(),
     "no batch dimension": lambda: torch.randn(3),
-    "few channels in channels_last": lambda: torch.randn(4, 3, 5, 5).contiguous(memory_format=LAST),
+    "few channels in channels_last": lambda: torch.randn(32, 3, 20, 20).contiguous(memory_format=LAST),
 }
 
 

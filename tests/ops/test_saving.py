@@ -14,8 +14,9 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import batchnorm as bn
+from batchnorm import ops
 from batchnorm.bench.memory import peak
-from batchnorm.ops import Activation, Running, fused, saving
+from batchnorm.ops import Activation, Running, fused, launch, saving
 
 CPU = torch.device("cpu")
 INTERPRETED = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -465,6 +466,21 @@ def test_fused_kernels_compute_the_same_bits_again(layout, has_residual, activat
     (loss + other).backward()
     torch.testing.assert_close(running.mean, moved, rtol=0, atol=0)
     assert running.num_batches == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(64, 256, 28, 28), (64, 512, 14, 14)], ids=["planes", "woven"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
+@pytest.mark.parametrize("activation", ["identity", "relu", "leaky_relu", "sigmoid", "tanh", "silu"])
+def test_large_tensors_have_the_same_bits_again(shape, layout, activation):
+    # One kernel computes them first, another one again.
+    x = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) + 3).contiguous(memory_format=layout)
+    residual = torch.randn_like(x) if activation in ("relu", "leaky_relu") else None
+    gamma, beta = torch.randn(shape[1], device="cuda"), torch.randn(shape[1], device="cuda")
+    assert "forward resident" in ops.explain(x, gamma, beta, activation=activation, residual=residual).reason
+    y, stats, _ = launch.forward(x, gamma, beta, residual, None, 0.1, 1e-5, activation, 0.1, False)
+    again = launch.normalize(x, residual, stats, activation, 0.1)
+    torch.testing.assert_close(again, y, rtol=0, atol=0)
 
 
 @pytest.mark.gpu

@@ -56,6 +56,36 @@ def test_jacobians(a):
     torch.testing.assert_close(jac(a * w), jac(w) / a)
 
 
+@pytest.mark.parametrize("eps", [1e-5, 1e-3, 0.1])
+@pytest.mark.parametrize("a", [0.01, 0.5, 3.0, 100.0])
+def test_jacobians_with_eps(a, eps):
+    # sqrt(a^2 Var + eps) = a sqrt(Var + eps / a^2): the layer with aW is the layer with W and another eps, exactly.
+    u, w, dy = problem()
+    du, dw = torch.func.vjp(lambda u, w: layer(u, w, eps / a**2), u, w)[1](dy)
+    du_a, dw_a = torch.func.vjp(lambda u, w: layer(u, w, eps), u, a * w)[1](dy)
+    torch.testing.assert_close(du_a, du)
+    torch.testing.assert_close(dw_a, dw / a)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-3, 0.1])
+@pytest.mark.parametrize("a", [0.01, 0.5, 3.0, 100.0])
+def test_jacobians_with_eps_within_their_bound(a, eps):
+    # dy_i/dx_j = (delta_ij - 1/m) / s - v_i v_j / (m s^3) with v = x - mu and s = sqrt(var + eps): of the two terms one
+    # differs by the factor c of the outputs, the other by its third power.
+    u, w, _ = problem()
+    x, m = u @ w.T, len(u)
+    v, var = x - x.mean(0), x.var(0, correction=0)
+    c = torch.sqrt((var + eps) / (var + eps / a**2))
+    s = torch.sqrt(var + eps)
+    first = (torch.eye(m, dtype=f64) - 1 / m)[..., None].abs() / s
+    second = (v[:, None] * v[None]).abs() / (m * s**3)
+    bound = (c - 1).abs() * first + (c**3 - 1).abs() * second  # (i, j, feature)
+    du, du_a = (torch.func.jacrev(lambda u, k=k: layer(u, k * w, eps))(u) for k in (1.0, a))  # (i, feature, j, input)
+    assert ((du_a - du).abs() <= torch.einsum("ijf,fk->ifjk", bound, w.abs()) + 1e-12).all()
+    dw, dw_a = (torch.func.jacrev(lambda w: layer(u, w, eps))(k * w) for k in (1.0, a))  # (i, feature, feature, input)
+    assert ((a * dw_a - dw).abs() <= torch.einsum("ijf,jk->ifk", bound, u.abs())[:, :, None] + 1e-12).all()
+
+
 def test_a_negative_scale_flips_the_sign():
     u, w, _ = problem()
     torch.testing.assert_close(layer(u, -2 * w, 0.0), -layer(u, w, 0.0))

@@ -23,10 +23,10 @@ def results(tmp_path):
     """A folder, and how to put results into it and read them."""
 
     class Results:
-        folder = tmp_path / "results"
+        folder, plan = tmp_path / "results", PLAN
 
         def add(self, name, curve=(), final=None, training=None, diverged=False, steps=None):
-            run = next(run for run in PLAN.runs if run.name == name)
+            run = next(run for run in self.plan.runs if run.name == name)
             curve = [[step, accuracy, accuracy, None, None] for step, accuracy in dict(curve).items()]
             if final is None and curve and not diverged:
                 final = curve[-1][1]
@@ -47,7 +47,7 @@ def results(tmp_path):
             return self
 
         def read(self):
-            return read_all(PLAN, self.folder, tmp_path)
+            return read_all(self.plan, self.folder, tmp_path)
 
     return Results()
 
@@ -82,6 +82,35 @@ def test_figure3(results):
     ]  # fmt: skip
     assert len(rows) == 3
     assert tuned_baseline(results.read())[0] == "inception-x5, kaiming"
+
+
+TUNED = """
+[train]
+end_rate = 0.01
+log_every = 1
+evaluate_every = 1
+checkpoint_every = 1
+evaluate_batch = 1
+[[group]]
+name = "figures"
+horizon = 1
+runs = [
+  { name = "plain", recipe = "inception" },
+  { name = "faster", recipe = "inception", rate = 0.015, seed = 1 },
+]
+"""
+
+
+def test_a_baseline_with_a_rate_of_its_own_is_not_the_papers(results, tmp_path):
+    (tmp_path / "plan.toml").write_text(TUNED)
+    results.plan = read_plan(tmp_path / "plan.toml")
+    results.add("plain", {100: 0.3}).add("faster", {100: 0.5})
+    (row,) = figure3(results.read()).rows[1:]
+    assert row[:2] == ["inception", "1"]
+    assert row[6] == "30.0%"
+    name, runs = tuned_baseline(results.read())
+    assert name == "inception, rate 0.015"
+    assert runs.curve == [(100, 0.5)]
 
 
 def test_the_slope_of_the_end_is_stated(results):

@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from training import environment, striped_folder, train_small
 
 from batchnorm.evaluate import Predictions
@@ -141,11 +142,8 @@ def test_result_files_without_probabilities_do_not_count(plan, sitting, tmp_path
     fig4(Fig4(out=tmp_path / "out", results=tmp_path / "results", plan=plan))
     result = read(tmp_path / "out")
     assert set(result["members"]) == {"apart"}
-    said = result["missing"]["five"]
-    errors = [one["top1_error"] for one in read(tmp_path, "five")["crops"].values()]
-    assert said.startswith(
-        f"top-1 error {errors[0]:.2%} with 1 crop(s), {errors[1]:.2%} with 144 crop(s), but five.npz is"
-    )
+    assert result["missing"]["five"].startswith("five.npz, of which ensembles are made, is not there: left out")
+    assert [row["model"] for row in result["rows"][:4]] == ["five", "five", "apart", "apart"]  # alone all the same
 
 
 def test_a_later_sitting_goes_on_from_the_files_alone(data, plan, sitting, tmp_path):
@@ -243,6 +241,36 @@ def test_runs_and_data_that_do_not_fit(plan, data, sitting, tmp_path, capsys):
     assert main(["--runs", str(tmp_path), "--data", str(data), "--out", str(tmp_path / "out")]) == 1
     assert "is not the folder of a run" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_what_does_not_fit_is_told_before_any_work(plan, data, sitting, tmp_path, capsys):
+    empty = shutil.copytree(data, tmp_path / "empty")
+    for path in (empty / "val/class1").iterdir():
+        path.unlink()
+    words = ["--plan", str(plan), "--out", str(tmp_path / "out")]
+    for more in ([], ["--runs", str(sitting / "runs/five")]):
+        assert main([*words, "--data", str(empty), *more]) == 1
+        assert "has no images of 1 of its 3 classes in its split 'val' (class1)" in capsys.readouterr().err
+    other = shutil.copytree(sitting / "runs/five", tmp_path / "other")
+    for before, after, says in (("0.04", "0.08", "another architecture"), ('"relu"', '"sigmoid"', "activation relu")):
+        recipe = (sitting / "runs/five/recipe.json").read_text()
+        (other / "recipe.json").write_text(recipe.replace(before, after))
+        assert main([*words, "--data", str(data), "--runs", str(other)]) == 1
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_images_that_were_not_evaluated_as_they_are_are_told(plan, data, sitting, tmp_path):
+    tiny = tmp_path / "tiny"
+    for label in range(3):
+        (tiny / f"val/class{label}").mkdir(parents=True)
+        Image.new("RGB", (9, 7)).save(tiny / f"val/class{label}/0.png")
+    (tiny / "val/class0/junk.png").write_bytes(b"no image")
+    run(tiny, plan, tmp_path / "out", runs=(sitting / "runs/five",))  # which need no images to train on
+    table = (tmp_path / "out/fig4.md").read_text()
+    assert "- 3 images are smaller than the crop and were enlarged" in table
+    assert "- 1 files could not be read and were left out: " in table
+    assert "junk.png" in table
 
 
 def test_other_plans_and_other_data_are_refused(data, plan, sitting, tmp_path):

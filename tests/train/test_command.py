@@ -10,6 +10,7 @@ from threading import Thread
 import pytest
 
 from batchnorm.cli import main
+from batchnorm.data.sizes import small_images_note
 
 
 def test_describe_says_what_small_images_do_without(capsys):
@@ -35,6 +36,14 @@ def test_train_with_overrides(data, tmp_path, capsys):
     assert (recipe["rate"], recipe["dropout"], recipe["per_activation"]) == (0.045, 0.1, ["5a", "5b"])
     assert "after 3 steps" in capsys.readouterr().out
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 3
+
+
+def test_images_that_would_be_enlarged_are_told(data):
+    assert small_images_note(data, 32) is None  # they have 36 px
+    assert (
+        small_images_note(data, 64)
+        == "most images are smaller than 64 px and are enlarged; --size 36 takes them as they are"
+    )
 
 
 def test_a_run_that_diverges_is_told_by_the_exit_status(data, tmp_path, capsys):

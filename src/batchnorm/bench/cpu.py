@@ -46,7 +46,7 @@ class Case:
 
     def bar(self, activation: str) -> float:
         """Return what the ratio has to stay below."""
-        return bar_of(self.layout, self.shape[1], activation)
+        return bar_of(self.layout, self.shape, activation)
 
     def input(self) -> Tensor:
         """Draw an input that wants a gradient."""
@@ -92,6 +92,10 @@ def _images() -> list[Case]:
 
 CASES = [
     *_images(),
+    Case("small colour images", (32, 3, 32, 32), LAST),
+    Case("tiny colour images", (16, 3, 16, 16), LAST),
+    Case("small images", (8, 32, 16, 16)),
+    Case("small images", (8, 32, 16, 16), LAST),
     Case("fully connected, MNIST", (60, 100)),
     Case("fully connected", (256, 512)),
     Case("sequences", (32, 64, 128)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def check_same_data(data: dict[str, dict[str, Any]]) -> None:
             raise ValueError(f"{first} and {name} are of different data ({what}); keep them in folders of their own")
 
 
-def describe_data(path: Path) -> dict[str, Any]:
+def describe_data(path: Path, splits: Sequence[str] = ("train", "val")) -> dict[str, Any]:
     """Say how many images and classes there are, and tell the set from others by a hash over labels and some images.
 
     Raises:
@@ -44,14 +44,14 @@ def describe_data(path: Path) -> dict[str, Any]:
 
     Beyond the paper: results are not mixed.
     """
-    sources = {split: open_source(path, split) for split in ("train", "val")}
+    sources = {split: open_source(path, split) for split in splits}
     digest = hashlib.sha256()
     for source in sources.values():
         for part in _telling(source):
             digest.update(part)
     return {
         **{split: len(source.labels) for split, source in sources.items()},
-        "classes": len(sources["train"].classes),
+        "classes": len(sources[splits[0]].classes),
         "sha256": digest.hexdigest()[:16],
     }
 

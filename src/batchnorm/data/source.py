@@ -56,3 +56,22 @@ def open_source(path: str | Path, split: str) -> ImageSource:
     raise FileNotFoundError(
         f"{root} has neither {split}/CLASS/*.jpg nor {split}-*.tar; it holds: {', '.join(found) or 'nothing'}"
     )
+
+
+def check_complete(path: str | Path, split: str) -> None:
+    """Check that every class has images in a split.
+
+    Raises:
+        FileNotFoundError: where there is no such split.
+        ValueError: naming classes that have none.
+
+    Beyond the paper: errors over fewer classes would not compare.
+    """
+    source = open_source(path, split)
+    examples = np.bincount(source.labels, minlength=len(source.classes))
+    empty = [name for name, n in zip(source.classes, examples.tolist(), strict=True) if not n]
+    if empty:
+        raise ValueError(
+            f"{path} has no images of {len(empty)} of its {len(source.classes)} classes in its split {split!r}"
+            f" ({', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}): add some, or take these classes out"
+        )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import calling
 from ..exchange import outputs, relative_error, tolerance_for
-from ..extras import require
+from ..extras import MissingExtraError, require
 from ..sites import Report
 from .fold import fold
 
@@ -97,6 +97,8 @@ def export(
             with torch.no_grad(), warnings.catch_warnings(), _without_gossip():
                 warnings.simplefilter("ignore")  # torch's exporters warn about their own insides
                 write(folded, example, draft, dynamic_batch)
+        except MissingExtraError:
+            raise
         except Exception as failure:
             hint = "; try dynamic_batch=False" if dynamic_batch else ""
             raise ValueError(f"the exporter cannot express this network{hint}: {failure}") from failure

@@ -261,10 +261,11 @@ class BatchNorm(TorchBatchNorm):
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._keep_statistics_wide()  # load_state_dict(assign=True) may bring half-precision tensors
         if frozen is not None:
-            self._frozen = int(frozen)
+            before, self._frozen = self._frozen, int(frozen)
             for bit, parameter in ((WEIGHT, self.weight), (BIAS, self.bias)):
-                if self._frozen & bit and parameter is not None:
-                    parameter.requires_grad_(False)
+                # What was frozen here and is not there trains again; what did not train for other reasons does not.
+                if parameter is not None and (before | self._frozen) & bit:
+                    parameter.requires_grad_(not self._frozen & bit)
 
 
 def _is_symbolic(value: object) -> bool:

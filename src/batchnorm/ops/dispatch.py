@@ -90,6 +90,12 @@ def batch_norm_(
     Paper: Alg. 1; Sec. 3.1, moving averages
     """
     call = Call(x, gamma, beta, feature_dims, activation, residual, mask)
+    features = x.shape[1 : 1 + feature_dims]
+    for name, average in (("mean", running.mean), ("variance", running.var)):
+        if average.shape != features:
+            raise ValueError(
+                f"a running {name} of shape {tuple(average.shape)} for features of shape {tuple(features)}"
+            )
     path = choose(call).path
     if path == "cuda" and feature_dims == 1 and fused.moves(running, x):
         return fused.batch_norm_(x, gamma, beta, running, momentum, eps, call.activation, residual)

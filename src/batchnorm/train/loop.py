@@ -18,6 +18,7 @@ from .finish import folded_network, population_network
 from .recipe import Recipe
 from .report import Reporter
 from .run import Options, Result, Stopped, StopSignal, claim_folder, compare, hardware, stop_signal, write_result
+from .saved import network_fields
 from .schedule import exponential_rate
 from .step import TrainStep, make_optimizer
 
@@ -266,7 +267,7 @@ class _Run:
             self.net, self.batches, self.augment, epoch=epoch, seed=seed, count=count, bf16=self.bf16
         )
         if self.ranks.main:
-            state = {"classes": list(self.batches.classes)}
+            state = {"classes": list(self.batches.classes), "network": network_fields(self.recipe)}
             checkpoint.save(self.folder / "final", self.step, final.state_dict(), state)
         return folded_network(final, self.recipe.size)
 

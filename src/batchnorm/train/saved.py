@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,33 +45,56 @@ class SavedRun(NamedTuple):
             ValueError: where the run has not ended or has diverged, its files are damaged, its weights are of another
                 architecture than its recipe, or its classes are not the data's.
         """
-        saved = self._final(classes)
-        net = self.recipe.network(len(classes))
-        _load_weights(net, saved.model, self.folder)
+        net = self._network(classes)
         # Any image will do: the network's path does not depend on it. Noise, so that no activation is at rest.
         example = torch.randn(2, 3, self.recipe.size, self.recipe.size, generator=torch.Generator().manual_seed(0))
         return fold(net.eval(), example)
 
-    def check_ended(self, classes: Sequence[str]) -> None:
-        """Check that there is a network to load, of these classes.
+    def check(self, classes: Sequence[str]) -> None:
+        """Check that :meth:`load` will not refuse.
 
         Raises:
-            ValueError: where the run has not ended or has diverged, its files are damaged, or its classes are others.
+            ValueError: where it would.
         """
-        self._final(classes)
+        self._network(classes)
 
-    def _final(self, classes: Sequence[str]) -> checkpoint.Checkpoint:
+    def _network(self, classes: Sequence[str]) -> nn.Module:
         saved = checkpoint.load_latest(self.folder / "final")
         if saved is None:
             raise ValueError(f"{self.folder} has no final network: {self._why()}")
         check_classes(self.folder, saved.state["classes"], classes)
-        return saved
+        net = self.recipe.network(len(classes))
+        _load_weights(net, saved.model, self.folder)
+        self._check_recipe(saved.state.get("network", {}))
+        return net
+
+    def _check_recipe(self, trained: Mapping[str, Any]) -> None:
+        """Check what weights alone do not show: an activation, say, has none."""
+        now = network_fields(self.recipe)
+        for name, value in trained.items():
+            if now[name] != value:
+                raise ValueError(
+                    f"the weights in {self.folder / 'final'} were trained with {name} {value}, and"
+                    f" {self.folder / 'recipe.json'} has {now[name]}: was the recipe edited or the folder mixed up?"
+                )
 
     def _why(self) -> str:
         result = self.folder / "result.json"
         if result.exists() and json.loads(result.read_text()).get("diverged"):
             return "it diverged in training, so leave it out"
         return "its training has not ended; start its command again and it goes on"
+
+
+def network_fields(recipe: Recipe) -> dict[str, Any]:
+    """Return what of a recipe the network computes with, fit for JSON.
+
+    >>> network_fields(Recipe())["activation"]
+    'relu'
+
+    Beyond the paper: evaluating a run.
+    """
+    names = "batch_norm", "activation", "local_response", "per_activation", "stem", "projection", "width", "eps", "size"
+    return {name: json.loads(json.dumps(getattr(recipe, name))) for name in names}
 
 
 def open_run(folder: Path) -> SavedRun:

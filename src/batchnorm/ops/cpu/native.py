@@ -17,6 +17,8 @@ CONDITION = 100.0
 # Up to here, per thread that has a channel to work on, one call of a slow kernel beats several calls of fast ones:
 # torch's loop over (N, C, L) is not vectorized.
 IMAGE_ELEMENTS = 200_000
+# The same for few channels that lie side by side.
+FEW_ELEMENTS = 32_000
 
 
 def is_fast(x: Tensor) -> bool:
@@ -30,7 +32,7 @@ def is_fast(x: Tensor) -> bool:
     if x.is_contiguous():
         if elements > shape[0] * channels:
             return half or elements <= IMAGE_ELEMENTS * min(channels, torch.get_num_threads())
-    elif channels < VECTOR or not x.movedim(1, -1).is_contiguous():
+    elif not x.movedim(1, -1).is_contiguous() or (channels < VECTOR and (elements > FEW_ELEMENTS or x.dim() == 3)):
         return False
     # The kernel for channels that lie side by side is the fastest at any size, but it adds up the rows one after the
     # other in float32: where there are many they go in blocks.

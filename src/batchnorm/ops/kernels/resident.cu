@@ -81,6 +81,19 @@ __device__ __forceinline__ u32 to_bfloats(float a, float b) {
     return w;
 }
 
+// As Triton has them, so that tile.py's activations give the same bits.
+__device__ __forceinline__ float exponential(float v) {
+    float e;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(v * 1.4426950408889634f));
+    return e;
+}
+
+__device__ __forceinline__ float quotient(float a, float b) {
+    float q;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(q) : "f"(a), "f"(b));
+    return q;
+}
+
 __device__ __forceinline__ u64 evict_first() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -434,17 +447,21 @@ __device__ __forceinline__ void add_parts(const float2* partial, const Shape& s,
 #endif
 }
 
+__device__ __forceinline__ float sigmoid(float z) { return quotient(1, 1 + exponential(-z)); }
+
+__device__ __forceinline__ float tanh_of(float z) { return fmaf(2, sigmoid(2 * z), -1); }
+
 __device__ __forceinline__ float activate(float z, float slope) {
 #if ACT == RELU
     return z < 0 ? 0 : z;  // NaN stays
 #elif ACT == LEAKY_RELU
     return z < 0 ? z * slope : z;
 #elif ACT == SIGMOID
-    return 1 / (1 + expf(-z));
+    return sigmoid(z);
 #elif ACT == TANH
-    return 2 / (1 + expf(-2 * z)) - 1;
+    return tanh_of(z);
 #elif ACT == SILU
-    return z / (1 + expf(-z));
+    return z * sigmoid(z);
 #else
     return z;
 #endif
@@ -459,13 +476,13 @@ __device__ __forceinline__ float activate_backward(float dy, float z, float slop
 #elif ACT == LEAKY_RELU
     return is_above(z) ? dy : dy * slope;
 #elif ACT == SIGMOID
-    float s = 1 / (1 + expf(-z));
+    float s = sigmoid(z);
     return dy * s * (1 - s);
 #elif ACT == TANH
-    float s = 2 / (1 + expf(-2 * z)) - 1;
+    float s = tanh_of(z);
     return dy * (1 - s * s);
 #elif ACT == SILU
-    float s = 1 / (1 + expf(-z));
+    float s = sigmoid(z);
     return dy * s * (1 + z * (1 - s));
 #else
     return dy;

@@ -10,7 +10,19 @@ from typing import NamedTuple
 from ...train.metrics import steps_to
 from ..planned.files import Finished
 from ..planned.plan import Plan
-from .curves import LEVEL, Curve, Seeds, at, best, end_slope, noise, seeds_of, times_fewer, unchanged_seeds_of
+from .curves import (
+    LEVEL,
+    Curve,
+    Seeds,
+    at,
+    best,
+    end_slope,
+    network_of,
+    noise,
+    seeds_of,
+    times_fewer,
+    unchanged_seeds_of,
+)
 
 CONFIRMED, REFUTED, UNRESOLVED, NOT_RUN = "confirmed", "refuted", "not resolved", "not yet run"
 # A network trains when it is right ten times as often as by chance, or, with few classes, half of the way from chance
@@ -39,7 +51,7 @@ def verdicts(plan: Plan, finished: Mapping[str, Finished]) -> list[Verdict]:
     Paper: Sec. 3.3, 3.4, 4.2.2
     """
     inception, baseline, x5, x30, sigmoid = (
-        seeds_of(finished, "figures", name) for name in ("inception", "bn-baseline", "bn-x5", "bn-x30", "bn-x5-sigmoid")
+        network_of(finished, name) for name in ("inception", "bn-baseline", "bn-x5", "bn-x30", "bn-x5-sigmoid")
     )
     found = [
         fewer_steps(

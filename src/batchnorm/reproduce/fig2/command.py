@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...data.identity import check_same_data, describe_data
+from ...data.source import check_complete
 from ..planned.files import RunFiles, read_all
 from ..planned.plan import Plan
 from ..planned.sitting import Sitting
@@ -53,6 +54,8 @@ def fig2(options: Fig2) -> Path:
 
 def _missing(path: Path, options: Fig2, plan: Plan) -> list[Training]:
     finished = read_all(plan, options.result_files, options.out)
+    for split in ("train", "val"):
+        check_complete(path, split)
     data = describe_data(path)
     check_same_data({"the data given": data, **{name: one.data for name, one in finished.items()}})
     return [

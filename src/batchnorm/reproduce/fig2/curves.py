@@ -75,19 +75,32 @@ def unchanged_seeds_of(finished: Mapping[str, Finished], group: str, variant: st
     return Seeds(tuple(one for one in seeds_of(finished, group, variant).runs if set(one.run.changed) <= {"seed"}))
 
 
+def network_of(finished: Mapping[str, Finished], variant: str) -> Seeds:
+    """Return the runs of Figure 2 of one of the paper's networks as it is.
+
+    Paper: Fig. 2
+    """
+    return unchanged_seeds_of(finished, "figures", variant)
+
+
 def tuned_baseline(finished: Mapping[str, Finished]) -> tuple[str, Seeds] | None:
     """Return the unnormalized network of Figure 2's length with the highest accuracy, and its name.
 
     Beyond the paper: a baseline at a rate of its own.
     """
-    candidates = {"inception": seeds_of(finished, "figures", "inception")}
-    for init in ("kaiming", "xavier"):
-        candidates[f"inception-x5, {init}"] = seeds_of(finished, "figures", "inception-x5", init=init)
-    tops = {name: top for name, seeds in candidates.items() if (top := best(seeds.curve)) is not None}
+    candidates: dict[str, list[Finished]] = {}
+    for one in finished.values():
+        recipe = one.run.recipe
+        if one.run.group == "figures" and not recipe.batch_norm and recipe.activation == "relu":
+            changed = {key: getattr(recipe, key) for key in one.run.changed if key != "seed"}
+            told = (value if isinstance(value, str) else f"{key} {value:g}" for key, value in changed.items())
+            candidates.setdefault(", ".join((one.run.variant, *told)), []).append(one)
+    networks = {name: Seeds(tuple(runs)) for name, runs in candidates.items()}
+    tops = {name: top for name, seeds in networks.items() if (top := best(seeds.curve)) is not None}
     if not tops:
         return None
     name = max(tops, key=lambda name: tops[name][1])
-    return name, candidates[name]
+    return name, networks[name]
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:

@@ -10,7 +10,7 @@ from typing import Any
 from ...train.metrics import steps_to
 from ..planned.files import Finished
 from ..publish import colour, label, picture
-from .curves import best, seeds_of
+from .curves import best, network_of, seeds_of
 
 # Colour and line of each network, its name in the paper.
 LINES = {
@@ -46,11 +46,11 @@ def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
     for axis in axes:
         _curves(axis, finished)
-    target = best(seeds_of(finished, "figures", "inception").curve)
+    target = best(network_of(finished, "inception").curve)
     if target is not None:
         axes[0].annotate(f"Inception's best, {target[1]:.1%}", (1, target[1]), (-2, 3), ha="right", fontsize=7,
                          xycoords=("axes fraction", "data"), textcoords="offset points", color="#6b6a64")  # fmt: skip
-    curves = [c for name in LINES for c in seeds_of(finished, "figures", name).curves if c]
+    curves = [c for name in LINES for c in network_of(finished, name).curves if c]
     if curves:
         ends = [curve[-1][0] for curve in curves]
         first = min(*ends, max(ends) / 4)
@@ -64,11 +64,11 @@ def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
 
 def _curves(axis: Any, finished: Mapping[str, Finished]) -> None:
     """Draw the mean over seeds, each seed as a thin line, and where each network reaches Inception's best."""
-    target = best(seeds_of(finished, "figures", "inception").curve)
+    target = best(network_of(finished, "inception").curve)
     if target is not None:
         axis.axhline(target[1], color="#8b8a84", lw=0.5)
     for variant, (tint, style, name) in LINES.items():
-        network = seeds_of(finished, "figures", variant)
+        network = network_of(finished, variant)
         if not network.curve:
             continue
         for curve in network.curves if len(network.runs) > 1 else ():

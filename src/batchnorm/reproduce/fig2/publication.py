@@ -15,7 +15,7 @@ from ...results import write_atomically, write_json
 from ..planned.files import Finished
 from ..planned.plan import Plan
 from .claims import verdicts
-from .curves import best, end_slope, seeds_of, times_fewer, tuned_baseline
+from .curves import best, end_slope, network_of, times_fewer, tuned_baseline
 from .picture import LINES, pictures
 from .section import markdown
 from .tables import PAPER, figure3, sections
@@ -51,10 +51,10 @@ def summary(plan: Plan, finished: Mapping[str, Finished]) -> dict[str, Any]:
 
     Paper: Figs. 2, 3
     """
-    inception, tuned = seeds_of(finished, "figures", "inception"), tuned_baseline(finished)
+    inception, tuned = network_of(finished, "inception"), tuned_baseline(finished)
     networks: dict[str, Any] = {}
     for variant in PAPER:
-        network = seeds_of(finished, "figures", variant)
+        network = network_of(finished, variant)
         if network:
             top = best(network.curve)
             networks[variant] = {
@@ -85,7 +85,7 @@ def _as_runs(finished: Mapping[str, Finished]) -> list[Run]:
     """Return the networks of Figure 2, each the mean over its seeds, as the page takes them."""
     runs = []
     for variant, (_, _, name) in LINES.items():
-        network = seeds_of(finished, "figures", variant)
+        network = network_of(finished, variant)
         if network.curve:
             first = network.runs[0]
             config = {**asdict(first.run.recipe), "name": variant, "seed": f"{len(network.runs)} seeds"}

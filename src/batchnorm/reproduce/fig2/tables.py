@@ -10,7 +10,7 @@ from ..planned.files import Finished
 from ..planned.plan import Plan
 from .claims import Verdict, verdicts
 from .companions import ablation, dropout, rates
-from .curves import LEVEL, Seeds, best, end_slope, seeds_of, times_fewer, tuned_baseline
+from .curves import LEVEL, Seeds, best, end_slope, network_of, seeds_of, times_fewer, tuned_baseline
 from .section import Section, show_accuracy, show_steps, show_times
 
 Rows = list[list[str]]
@@ -50,7 +50,7 @@ def figure3(finished: Mapping[str, Finished]) -> Section:
 
     Paper: Fig. 3
     """
-    inception, tuned = seeds_of(finished, "figures", "inception"), tuned_baseline(finished)
+    inception, tuned = network_of(finished, "inception"), tuned_baseline(finished)
     top = best(inception.curve)
     target = "the baseline's best" if top is None else f"{top[1]:.1%}"
     rows = [[
@@ -58,7 +58,7 @@ def figure3(finished: Mapping[str, Finished]) -> Section:
         "paper", "steps to it", "folded, at the end", "times fewer than the best unnormalized",
     ]]  # fmt: skip
     for variant, paper in PAPER.items():
-        network = seeds_of(finished, "figures", variant)
+        network = network_of(finished, variant)
         if network:
             rows.append([variant, *_row(network, inception, tuned[1] if tuned else inception, paper)])
     return Section("Figure 3", _figure3_text(inception, tuned), rows)

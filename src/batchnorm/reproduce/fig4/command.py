@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...data.identity import check_same_data, describe_data
-from ...data.source import open_source
+from ...data.source import check_complete, open_source
 from ...train.opened import open_runs
 from ..planned.files import RunFiles, read_all
 from ..planned.plan import Plan
@@ -83,6 +83,8 @@ def _check(options: Fig4) -> None:
 
 def _planned(options: Fig4, plan: Plan, path: Path) -> Sequence[TrainedMember | TakenMember]:
     finished = read_all(plan, options.result_files, options.out)
+    for split in ("train", "val"):
+        check_complete(path, split)
     data = describe_data(path)
     check_same_data({"the data given": data, **{name: one.data for name, one in finished.items()}})
     plan.chosen((), options.only)  # refuses names that it does not have
@@ -93,11 +95,12 @@ def _planned(options: Fig4, plan: Plan, path: Path) -> Sequence[TrainedMember | 
 
 
 def _taken(options: Fig4, plan: Plan, path: Path) -> Sequence[TrainedMember | TakenMember]:
-    data, machine = describe_data(path), options.machine(path)
+    data, machine = describe_data(path, ("val",)), options.machine(path)
+    check_complete(path, "val")
     classes = open_source(path, "val").classes
     jobs = []
     for known, saved in open_runs(options.runs).items():
-        saved.check_ended(classes)
+        saved.check(classes)
         name = known.strip("/").replace("/", "-")  # a path, where folders of the same name were given
         files = MemberFiles(name, options.result_files)
         jobs.append(TakenMember(saved, files, machine, data, plan.evaluate_batch, options.out / "runs" / name))

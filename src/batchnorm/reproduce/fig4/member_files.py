@@ -48,13 +48,7 @@ class MemberFiles(NamedTuple):
             return "diverged in training"
         if self.probabilities.is_file():
             return None
-        alone = ", ".join(
-            f"{one['top1_error']:.2%} with {crops} crop(s)" for crops, one in self.read()["crops"].items()
-        )
-        return (
-            f"top-1 error {alone}, but {self.probabilities.name} is not there, of which ensembles are made: it is left"
-            " out; --data makes it again"
-        )
+        return f"{self.probabilities.name}, of which ensembles are made, is not there: left out; --data makes it"
 
     def finished(self) -> bool:
         """Say whether there is nothing left to do."""

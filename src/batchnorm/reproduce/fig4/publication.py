@@ -9,7 +9,7 @@ from typing import Any
 from ...data.identity import check_same_data
 from ...results import write_atomically, write_json
 from .member_files import MemberFiles
-from .table import CONTEXT, PAPER, figure4, markdown
+from .table import CONTEXT, PAPER, alone, figure4, markdown, notes
 
 KEPT = ("recipe", "weights", "crops", "environment")
 
@@ -23,13 +23,16 @@ def publish(members: Sequence[MemberFiles], out: Path) -> Path:
     Paper: Fig. 4
     """
     missing = {files.name: why for files in members if (why := files.missing()) is not None}
+    told = {files.name: files.read() for files in members if files.result.is_file()}
     found = [files for files in members if files.name not in missing]
-    results = {files.name: files.read() for files in found}
-    check_same_data({name: result["data"] for name, result in results.items()})
-    first = next(iter(results.values()), None)
-    figure = figure4(found, first["recipe"]["size"]) if first else None
-    images = f"{first['crops']['1']['examples']:,} images, {len(found)} network(s)" if first else ""
-    text = markdown(figure, images, missing)
+    results = {files.name: told[files.name] for files in found}
+    check_same_data({name: result["data"] for name, result in told.items()})
+    first = next(iter(told.values()), None)
+    figure = figure4(found, told[found[0].name]["recipe"]["size"]) if found else None
+    examples = next((one["examples"] for result in told.values() for one in result["crops"].values()), 0)
+    images = f"{examples:,} images, {len(found) or len(told)} network(s)"
+    rows, remarks = alone(told), notes(told)
+    text = markdown(figure, rows, images, missing, remarks)
     contents: dict[str, Any] = {
         "data": first["data"] if first else None,
         "environment": first["environment"] if first else None,
@@ -38,7 +41,7 @@ def publish(members: Sequence[MemberFiles], out: Path) -> Path:
     }
     if figure is not None:
         steps = [{**step._asdict(), "verdict": step.verdict, "says": str(step)} for step in figure.steps]
-        contents |= {"rows": [row._asdict() for row in figure.rows], "steps": steps}
+        contents |= {"rows": [row._asdict() for row in (*rows, *figure.rows)], "steps": steps}
         contents |= {"paper": [row._asdict() for row in (*PAPER, *CONTEXT)]}
         contents |= {"disagreement": figure.disagreement, "ensemble": figure.together}
     write_json(out / "fig4.json", contents)

@@ -95,11 +95,7 @@ def figure4(members: Sequence[MemberFiles], size: int) -> Figure4:
     wrong: dict[tuple[int, str], Tensor] = {}
     ensembles = {crops: _combine(members, crops, wrong) for crops in CROPS}
     count, many = str(len(members)), max(CROPS)
-    rows = [
-        Row(m.name, str(size), str(c), "1", *_errors(ensembles[c].members[k].alone))
-        for k, m in enumerate(members)
-        for c in CROPS
-    ]
+    rows = []
     for c, name in zip(CROPS, ("single crop", "multicrop"), strict=True):
         top1, top5 = (wrong[c, error].mean().item() for error in TOP)
         rows.append(Row(f"{name}, mean over networks", str(size), str(c), "1", top1, top5))
@@ -163,29 +159,64 @@ def _errors(found: Score) -> tuple[float, float]:
     return found.top1_error, found.top5_error
 
 
-def markdown(figure: Figure4 | None, images: str, missing: Mapping[str, str]) -> str:
+def alone(results: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """Return the rows of single networks, of their result files.
+
+    Paper: Fig. 4
+    """
+    return [
+        Row(name, str(result["recipe"]["size"]), crops, "1", one["top1_error"], one["top5_error"])
+        for name, result in results.items()
+        for crops, one in result["crops"].items()
+    ]
+
+
+def notes(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Say which images were not evaluated as they are.
+
+    Beyond the paper: images as they come.
+    """
+    first = next((one for result in results.values() for one in result["crops"].values()), None)
+    if first is None:
+        return []
+    found = []
+    if first["enlarged"]:
+        found.append(f"{first['enlarged']:,} images are smaller than the crop and were enlarged")
+    if first["corrupt"]:
+        listed = ", ".join(first["corrupt"][:5])
+        found.append(f"{len(first['corrupt'])} files could not be read and were left out: {listed}")
+    return found
+
+
+def markdown(
+    figure: Figure4 | None, rows: Sequence[Row], images: str, missing: Mapping[str, str], remarks: Sequence[str] = ()
+) -> str:
     """Write the figure as Markdown.
 
     Args:
-        figure: what was measured, if anything.
+        figure: what the members amount to, if there are any.
+        rows: of single networks.
         images: on what.
         missing: why a member is missing, by its name.
+        remarks: what else there is to say.
 
-    >>> print(markdown(None, "", {"bn-x30-dropout-5": "not yet run"}).splitlines()[-1])
+    >>> print(markdown(None, [], "", {"bn-x30-dropout-5": "not yet run"}).splitlines()[-1])
     - bn-x30-dropout-5: not yet run
 
     Paper: Fig. 4
     """
     lines = ["| model | resolution | crops | models | top-1 error | top-5 error |", "|---|---|---|---|---|---|"]
     lines += [_line(row) for row in PAPER] + [_line(row) for row in CONTEXT]
+    if rows:
+        lines += [f"| **measured here: {images}** | | | | | |", *map(_line, rows)]
     if figure is not None:
-        lines += [f"| **measured here: {images}** | | | | | |", *(_line(row) for row in figure.rows), ""]
-        lines += [f"- {step}" for step in figure.steps]
+        lines += [*map(_line, figure.rows), "", *(f"- {step}" for step in figure.steps)]
         lines += [
             f"- two networks disagree on {share:.2%} of the images ({crops} {'crop' if crops == '1' else 'crops'})"
             for crops, share in figure.disagreement.items()
             if share is not None
         ]
+    lines += ["", *(f"- {remark}" for remark in remarks)] if remarks else []
     if missing:
         lines += ["", *(f"- {name}: {why}" for name, why in missing.items())]
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ...errors import sentence
+from ...errors import JobsFailedError, sentence
 from .sitting import Sitting
 
 Options = TypeVar("Options", bound=Sitting)
@@ -44,7 +44,7 @@ def call(function: Callable[[Options], object], options: Options) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
-    except (OSError, ValueError) as error:
+    except (JobsFailedError, OSError, ValueError) as error:
         print(f"{function.__name__}: {sentence(error)}", file=sys.stderr)
         return 1
     return 0

@@ -15,6 +15,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Protocol
 
+from ...errors import JobsFailedError
 from ...train import Stopped
 from ...train.run import stop_signal
 from .watch import Watch
@@ -58,7 +59,7 @@ def run_side_by_side(waiting: Sequence[Job], *, jobs: int, minutes: float | None
     Ctrl-C, SIGTERM and the time limit let every job save its state and stop; the same command goes on from there.
 
     Raises:
-        RuntimeError: naming the jobs that failed, once the others are through, with the ends of their logs.
+        JobsFailedError: naming the jobs that failed, once the others are through, with the ends of their logs.
 
     Beyond the paper: one GPU has room for several.
     """
@@ -90,7 +91,7 @@ def run_side_by_side(waiting: Sequence[Job], *, jobs: int, minutes: float | None
             watch.look()
             time.sleep(POLL)
     if failed:
-        raise RuntimeError("\n".join(f"{name} failed: {why}" for name, why in failed.items()))
+        raise JobsFailedError("\n".join(f"{name} failed: {why}" for name, why in failed.items()))
     return not unfinished
 
 
