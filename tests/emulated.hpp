@@ -145,7 +145,6 @@ inline Vec load_slot(u32 slot) { return load(memory + slot); }
 inline void store(char* to, const Vec& v) { std::memcpy(to, &v, 16); }
 inline void store_through(char* to, const Vec& v) { store(to, v); }
 inline void fetch(const char*) {}
-inline void pause(i64) {}
 inline float exponential(float v) { return std::exp2(v * 1.4426950408889634f); }
 inline float quotient(float a, float b) { return a / b; }
 inline u32 peek(const u32* word) {

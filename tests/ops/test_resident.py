@@ -115,35 +115,6 @@ def test_the_residual_may_be_kept_too(device, shape, layout, groups):
     compare(x, got, e, residual)
 
 
-TURNS = [
-    ((8, 160, 6, 6), "last", 3),
-    ((8, 6, 16, 16), "first", 2),
-    ((8, 7, 16, 16), "first", 1),
-    ((9, 40, 7, 7), "first", 2),
-]
-
-
-@pytest.mark.parametrize("has_residual", [False, True])
-@pytest.mark.parametrize(("shape", "layout", "parts"), TURNS)
-def test_two_programs_of_a_multiprocessor_may_take_turns(device, shape, layout, parts, has_residual):
-    x = arranged(shape, layout, torch.bfloat16, device)
-    residual = arranged(shape, layout, torch.bfloat16, device, 0.0) if has_residual else None
-    r = planned(x, parts, each=2)
-    g = geometry_of(x)
-    assert resident.in_turns(r._replace(groups=5), g, 2, 1).groups == 4
-    assert resident.in_turns(r._replace(groups=1), g, 2, 1) == r._replace(groups=1)
-    r = resident.in_turns(r._replace(groups=2), g, 2, 1)
-    assert r.later > 0
-    assert r.slices > r.groups
-    running = kept(x.shape[1], device)
-    got, e = run(x, r, ("relu",), residual, running=running)
-    compare(x, got, e, residual)
-    m = x.numel() // x.shape[1]
-    assert_near(running[0], 0.45 + 0.1 * e.mean, torch.float32, "running mean")
-    assert_near(running[1], 1.8 + 0.1 * e.var * m / (m - 1), torch.float32, "running variance")
-    assert (running[2].item(), running[3].item()) == (1, 0)
-
-
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_mean_a_million_standard_deviations(device, layout):
     x = arranged((16, 16, 8, 8), layout, torch.float32, device, 0.0) / 2 + 1e6

@@ -22,7 +22,6 @@ WIDTH = 16  # bytes of a vector
 SHARED = 232_448  # bytes of shared memory that the programs on a multiprocessor may have together
 CACHE = 40_000_000  # bytes that outlive a pass through the L2 cache
 WOVEN = 6  # megabytes from which on vectors with values of two channels pay
-PACE = 18  # bytes that memory has for a multiprocessor in a cycle
 BATCHES = 8  # of 4 vectors: how many copies a thread waits for one after the other
 
 
@@ -41,23 +40,18 @@ class Residence(NamedTuple):
     slices: int
     groups: int  # slices worked on at a time
     added: bool = False  # whether the residual is kept too, all of it
-    later: int = 0  # cycles after which the second half of the programs begin; 0: all begin at once
 
     @property
     def path(self) -> str:
         """What ``ops.explain`` calls it."""
         return "resident"
 
-    def vectors(self, g: Geometry, itemsize: int) -> int:
-        """Return how many vectors of a tensor a thread has in a slice."""
+    def fits(self, g: Geometry, itemsize: int) -> bool:
+        """Whether nothing is read again."""
         v = WIDTH // itemsize
         units = g.rows if g.nhwc else g.rows // g.width if self.plane else g.rows // v
         block = self.threads // self.lanes if g.nhwc or self.plane else self.threads
-        return up(units, block * self.parts)
-
-    def fits(self, g: Geometry, itemsize: int) -> bool:
-        """Whether nothing is read again."""
-        return self.vectors(g, itemsize) <= self.kept
+        return up(units, block * self.parts) <= self.kept
 
     @property
     def kept_parts(self) -> int:
@@ -94,17 +88,6 @@ def make(
     parts = min(parts, blocks)
     kept = min(4 * BATCHES, (SHARED // each - 1024 - 4 * floats) // (threads * WIDTH * tensors))
     return Residence(threads, each, lanes, plane, kept, parts, slices, min(slices, processors * each // parts))
-
-
-def in_turns(r: Residence, g: Geometry, itemsize: int, tensors: int) -> Residence:
-    """Let the two programs of a multiprocessor take turns: the second begins when the first has its data.
-
-    They are of different groups, for which the number of these has to be even; where there is but one, nothing changes.
-    """
-    if r.groups < 2:
-        return r
-    vectors = min(r.vectors(g, itemsize), r.kept)
-    return r._replace(groups=r.groups // 2 * 2, later=vectors * r.threads * WIDTH * tensors // PACE)
 
 
 @cache
@@ -214,7 +197,7 @@ class _Shape(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int) for name in ("C", "units", "slices", "parts")),
         *((name, ctypes.c_longlong) for name in ("x_stride", "x_plane", "y_stride", "y_plane", "dy_stride")),
-        *((name, ctypes.c_uint) for name in ("width", "magic", "shift", "passing", "later")),
+        *((name, ctypes.c_uint) for name in ("width", "magic", "shift", "passing")),
     )
 
 
@@ -233,12 +216,12 @@ def _shape(g: Geometry, itemsize: int, r: Residence, dy_stride: int) -> _Shape:
     passing = g.rows * g.channels * itemsize > CACHE
     if g.nhwc:
         strides = g.stride * b, 0, g.channels * b, 0, dy_stride * b
-        return _Shape(g.channels, g.rows, r.slices, r.parts, *strides, 0, 0, 0, passing, r.later)
+        return _Shape(g.channels, g.rows, r.slices, r.parts, *strides, 0, 0, 0, passing)
     strides = g.stride * b, g.plane * b, g.channels * g.width * b, g.width * b, g.channels * g.width * b
     if r.plane:
-        return _Shape(g.channels, g.rows // g.width, r.slices, r.parts, *strides, 0, 0, 0, passing, r.later)
+        return _Shape(g.channels, g.rows // g.width, r.slices, r.parts, *strides, 0, 0, 0, passing)
     division = magic_of(g.width // v)
-    return _Shape(g.channels, g.rows // v, r.slices, r.parts, *strides, g.width // v, *division, passing, r.later)
+    return _Shape(g.channels, g.rows // v, r.slices, r.parts, *strides, g.width // v, *division, passing)
 
 
 @cache

@@ -141,10 +141,6 @@ __device__ __forceinline__ void store_through(char* to, const Vec& v) {
 // Have it brought into the L2 cache.
 __device__ __forceinline__ void fetch(const char* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
-__device__ __forceinline__ void pause(i64 cycles) {
-    for (i64 start = clock64(); clock64() - start < cycles;) __nanosleep(64);
-}
-
 __device__ __forceinline__ u32 peek(const u32* word) {
     u32 now;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
@@ -200,7 +196,6 @@ struct Shape {
     int width;  // vectors of a channel in one example
     u32 magic, shift;
     int passing;  // the tensor is larger than the cache
-    int later;  // cycles after which the second half of the programs begin; 0: all begin at once
 };
 
 // What will be read again soon stays in the cache; what is larger than it must not push out what is read again here.
@@ -210,21 +205,6 @@ __device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
     else
         store(to, v);
 }
-
-// Which slices a program has, and which part of them. Neighbouring programs have the same rows of neighbouring slices:
-// together they read long runs of memory. Where two programs share a multiprocessor, the second half of them may begin
-// later, with slices of their own: then one of the two copies while the other waits for those it meets.
-struct Place {
-    int groups, group, part;
-
-    __device__ __forceinline__ Place(const Shape& s) : groups(gridDim.x / s.parts) {
-        const int halves = s.later ? 2 : 1, programs = gridDim.x / halves, wide = groups / halves;
-        const int half = blockIdx.x / programs, at = blockIdx.x % programs;
-        group = half * wide + at % wide;
-        part = at / wide;
-        if (half) pause(s.later);
-    }
-};
 
 // The vectors of one thread: the i-th is at offset(i), for i < n. Parts take turns, block by block, so that all programs
 // together read through the tensor in order.
@@ -601,12 +581,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
     __shared__ float scratch[SCRATCH];
     __shared__ float shared_base[W], shared_scale[W], shared_offset[W];
     const u64 policy = evict_first();
-    const Place place(s);
-    const int groups = place.groups, part = place.part;
+    const int groups = gridDim.x / s.parts;
+    // Neighbouring programs have the same rows of neighbouring slices: together they read long runs of memory.
+    const int group = blockIdx.x % groups, part = blockIdx.x / groups;
     float* before = partial;
     partial += 2 * s.C;
 
-    int slice = place.group;
+    int slice = group;
     Walk walk(s, slice, part);
     int streamed = max(walk.n - K, 0);
     Vec samples = sample(x, s, walk);
@@ -795,10 +776,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
     __shared__ float scratch[SCRATCH];
     __shared__ float shared_k2[W], shared_k0[W];
     const u64 policy = evict_first();
-    const Place place(s);
-    const int groups = place.groups, part = place.part;
+    const int groups = gridDim.x / s.parts;
+    const int group = blockIdx.x % groups, part = blockIdx.x / groups;
 
-    int slice = place.group;
+    int slice = group;
     Walk walk(s, slice, part);
     int streamed = max(walk.n - K, 0);
     u32 signs[K];  // of what is kept
