@@ -15,6 +15,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __align__(n) alignas(n)
 #define __shared__ static thread_local
 
 struct Index {
@@ -24,6 +25,10 @@ struct float2 {
     float x, y;
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 using std::max;
 using std::min;
@@ -152,7 +157,10 @@ inline u32 peek(const u32* word) {
     std::this_thread::yield();
     return now;
 }
-inline u32 add_release(u32* word, u32 step) { return __atomic_fetch_add(word, step, __ATOMIC_ACQ_REL); }
+inline u32 glance(const u32* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
+inline void arrive(u32* word, u32 step) { __atomic_fetch_add(word, step, __ATOMIC_RELEASE); }
+inline void acquire() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
+inline u32 add_release(u32* word, u32 step) { return __atomic_fetch_add(word, step, __ATOMIC_RELEASE); }
 
 // ---- launches ----
 

@@ -115,6 +115,20 @@ def test_the_residual_may_be_kept_too(device, shape, layout, groups):
     compare(x, got, e, residual)
 
 
+MANY = [((40, 32, 16, 16), "last"), ((40, 3, 32, 16), "first"), ((500, 16, 7, 7), "first")]
+
+
+@pytest.mark.parametrize(("kept", "parts"), [(14, 3), (27, 4)])  # batches that come one after the other
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("shape", "layout"), MANY)
+def test_many_vectors_of_a_thread(device, shape, layout, residual, kept, parts):
+    x = arranged(shape, layout, torch.bfloat16, device)
+    added = arranged(shape, layout, torch.bfloat16, device, 0.0) if residual else None
+    r = planned(x, parts, threads=96, kept=kept)
+    got, e = run(x, r._replace(groups=min(r.groups, 2)), ("relu",), added)
+    compare(x, got, e, added)
+
+
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_mean_a_million_standard_deviations(device, layout):
     x = arranged((16, 16, 8, 8), layout, torch.float32, device, 0.0) / 2 + 1e6

@@ -56,11 +56,13 @@ def test_what_is_woven_is_known_from_the_tensor_alone(itemsize):
     for layer in all_layers():
         g = geometry_of(torch.empty(layer.shape, device="meta"))
         for residual in (False, True):
-            expected = resident.weaves(g, itemsize, residual)
-            found += expected and residual
             for backward in (False, True):
+                expected = resident.weaves(g, itemsize, backward, residual)
                 r = resident.choose(g, itemsize, backward, residual, 132)
                 assert (r is not None and r.plane > 0) == expected
+        both = {resident.weaves(g, itemsize, backward, True) for backward in (False, True)}
+        assert len(both) == 1  # a backward pass reads the bits that the forward pass wrote
+        found += both == {True}
     assert found
 
 
@@ -141,7 +143,7 @@ def test_launches_that_the_device_refuses(device, monkeypatch):
 @pytest.fixture
 def chosen(device, monkeypatch):
     """Let small tensors and the CPU take the kernel of their own accord."""
-    monkeypatch.setattr(resident, "WOVEN", 0)
+    monkeypatch.setattr(resident, "_megabytes", lambda *_: 100.0)
     monkeypatch.setattr(resident, "runs_on", lambda _: True)
     caches = (forms._form, resident.choose)
     for one in caches:

@@ -122,13 +122,13 @@ class Way(NamedTuple):
 @cache
 def choose(geometry: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Plan:
     """Choose for a device with so many multiprocessors."""
-    way = _way(geometry, itemsize, backward)
+    way = _way(geometry, itemsize, backward, residual)
     tensors = 2 if backward or residual else 1
     plan = None if way is None else once(geometry, itemsize, tensors, way, processors)
     return stream(geometry, itemsize, backward, processors) if plan is None else plan
 
 
-def _way(g: Geometry, itemsize: int, backward: bool) -> Way | None:
+def _way(g: Geometry, itemsize: int, backward: bool, residual: bool) -> Way | None:
     """Return how to hold a tensor of this size, or None where streaming is faster or all that is possible."""
     megabytes = g.rows * g.channels * itemsize / 1e6
     if g.nhwc:
@@ -137,12 +137,13 @@ def _way(g: Geometry, itemsize: int, backward: bool) -> Way | None:
         if megabytes < 10 and backward:
             return Way(8, 64, 32 // itemsize)
         return Way(4, 32, 64 // itemsize) if megabytes < 20 and not backward else None
-    scalar = vector(g, itemsize) == 1
-    of_channel = g.rows * itemsize / 1024
-    if megabytes < 60 or of_channel <= 512:
-        small = megabytes < 3 if backward else megabytes < 10 or scalar
+    values = vector(g, itemsize)
+    if residual and megabytes > 8 and values * itemsize == 16:
+        return None
+    if megabytes < 60 or g.rows * itemsize <= 512 * 1024:
+        small = megabytes < 3 if backward else megabytes < 10 or values == 1
         return Way(8, 64) if small else Way(4, 32)
-    return Way(8, 64) if not backward and of_channel <= 2048 else None
+    return None
 
 
 def once(g: Geometry, itemsize: int, tensors: int, way: Way, processors: int) -> Plan | None:

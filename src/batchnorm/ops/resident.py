@@ -14,14 +14,13 @@ from torch import Tensor
 
 from . import nvrtc
 from .activation import NAMES
-from .geometry import Geometry, magic_of
+from .geometry import Geometry, magic_of, vector
 from .plan import AT_ONCE, up
 
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDTH = 16  # bytes of a vector
 SHARED = 232_448  # bytes of shared memory that the programs on a multiprocessor may have together
 CACHE = 40_000_000  # bytes that outlive a pass through the L2 cache
-WOVEN = 6  # megabytes from which on vectors with values of two channels pay
 BATCHES = 8  # of 4 vectors: how many copies a thread waits for one after the other
 
 
@@ -94,7 +93,7 @@ def make(
 def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Residence | None:
     """Choose for a device with so many multiprocessors; None where other kernels are faster or this one cannot."""
     v = WIDTH // itemsize
-    if weaves(g, itemsize, residual):
+    if weaves(g, itemsize, backward, residual):
         find = _of_woven
     elif residual and (g.channels if g.nhwc else g.rows) % 8:
         return None  # bits come in bytes
@@ -113,18 +112,44 @@ def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processor
     return both._replace(added=True) if both is not None and both.fits(g, itemsize) else found
 
 
+def _megabytes(g: Geometry, itemsize: int) -> float:
+    return g.rows * g.channels * itemsize / 1e6
+
+
 def _of_planes(
     g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
 ) -> Residence | None:
     """Choose for a channels-first tensor."""
-    megabytes = g.rows * g.channels * itemsize / 1e6
-    if megabytes < 10 or (backward and megabytes > 300):
+    megabytes, channel = _megabytes(g, itemsize), g.rows * itemsize
+    at_once = processors < g.channels <= 2 * processors  # by two programs on a multiprocessor, one part each
+
+    def plan(threads: int, each: int, parts: int = 0) -> Residence:
+        """Plan for so many parts, or for as many as keep all programs at work."""
+        parts = parts or max(1, processors * each // g.channels)
+        return make(g, itemsize, tensors, processors, threads, each, 1, min(parts, processors * each))
+
+    if backward and residual:
+        if megabytes < 4 or (megabytes > 300 and 2 * g.channels <= processors):
+            return None
+        if at_once and (two := plan(256, 2)).fits(g, itemsize):
+            return two
+        room = plan(512, 1).kept * 512 * WIDTH
+        return plan(512, 1, max(up(channel, room), processors // g.channels))
+    if backward:
+        if megabytes < 6 or megabytes > 250:
+            return None
+        return plan(512, 2) if megabytes >= 20 else plan(512, 1) if g.channels <= processors else plan(256, 2)
+    if megabytes < (6 if residual else 16) or megabytes > (200 if residual else 250):
         return None
-    channel = g.rows * itemsize
-    if channel <= 128 * 1024:
-        return make(g, itemsize, tensors, processors, 256, 2, 1, max(1, 2 * processors // g.channels))
-    parts = processors // g.channels if g.channels <= processors else up(channel, 200 * 1024) if channel > 2**20 else 1
-    return make(g, itemsize, tensors, processors, 512, 1, 1, min(parts, processors))
+    if residual and at_once and channel > 128 * 1024:
+        return None
+    if not residual and (2 * g.channels <= processors or channel <= 128 * 1024):
+        return plan(384, 2) if megabytes <= 30 or channel <= 128 * 1024 else plan(512, 2)
+    if residual and channel <= 128 * 1024 and (megabytes >= 20 or g.channels > processors):
+        return plan(256, 2)
+    if at_once and channel <= 256 * 1024:
+        return plan(512, 2)
+    return plan(512, 1, up(channel, 200 * 1024) if g.channels > processors and channel > 2**20 else 0)
 
 
 def _of_woven(
@@ -134,31 +159,47 @@ def _of_woven(
     lanes = woven_lanes(g, itemsize, residual)
     assert lanes is not None
     slices = g.channels * g.width * itemsize // (lanes * WIDTH)
-    threads, each = (512, 1) if slices <= processors else (256, 2)
-    return make(g, itemsize, tensors, processors, threads, each, lanes, max(1, processors * each // slices))
+
+    def plan(threads: int, each: int) -> Residence:
+        parts = max(1, processors * each // slices)
+        return make(g, itemsize, tensors, processors, threads, each, lanes, parts)
+
+    if not backward and not residual and _megabytes(g, itemsize) >= 30:
+        return plan(384, 2)
+    one, two = plan(512, 1), plan(256, 2)
+    if one.parts == 1 and slices <= processors and one.fits(g, itemsize):
+        return one  # nobody waits for another
+    return one if backward and not two.fits(g, itemsize) else two
 
 
 def _of_rows(
     g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
 ) -> Residence | None:
     """Choose for a channels-last tensor."""
-    v = WIDTH // itemsize
-    megabytes = g.rows * g.channels * itemsize / 1e6
-    least = (0.0 if residual else 3.0) if backward else (3.0 if residual else 10.0)
-    vectors = g.channels // v
-    # Wide rows use all of memory's bursts; few threads should have nothing to do.
-    lanes = next((n for n in (8, 4, 2) if vectors / (up(vectors, n) * n) > 0.85), 8 if vectors > 4 else 4)
-    slices = up(vectors, lanes)
-    if megabytes < least or slices > processors or (backward and not residual and megabytes > 300):
+    megabytes, plain = _megabytes(g, itemsize), not backward and not residual
+    least = (1 if residual else 3) if backward else (3 if residual else 6)
+    if megabytes < least or megabytes > (250 if plain else 200):
         return None
-    return make(g, itemsize, tensors, processors, 512, 1, lanes, processors // slices)
+    # Wide rows use all of memory's bursts, of narrow ones fewer programs meet; few threads should have nothing to do.
+    narrow = megabytes < (30 if plain else 10 if backward and residual else 16)
+    vectors = g.channels * itemsize // WIDTH
+    widths = (4, 2) if narrow else (8, 4, 2)
+    lanes = next((n for n in widths if vectors / (up(vectors, n) * n) > 0.85), 8 if vectors > 4 and not narrow else 4)
+    threads, each = (512, 1) if not (plain and narrow) else (384, 2) if megabytes < 10 else (256, 2)
+    slices = up(vectors, lanes)
+    if slices > processors:
+        return None
+    return make(g, itemsize, tensors, processors, threads, each, lanes, processors * each // slices)
 
 
-def weaves(g: Geometry, itemsize: int, residual: bool) -> bool:
-    """Say whether a tensor is one for vectors with values of two channels."""
+def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
+    """Say whether a tensor is one for vectors with values of two channels; with a residual both passes agree."""
     v = WIDTH // itemsize
-    large = g.rows * g.channels * itemsize >= WOVEN * 1e6
-    return large and g.width >= 2 * v and g.stride % v == 0 and woven_lanes(g, itemsize, residual) is not None
+    if g.nhwc or g.width < 2 * v or g.stride % v or woven_lanes(g, itemsize, residual) is None:
+        return False
+    alone = vector(g, itemsize) == 1  # other kernels read value by value
+    least = (4 if alone else 6) if residual else (4 if alone else 10) if backward else (10 if alone else 30)
+    return _megabytes(g, itemsize) >= least
 
 
 def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:

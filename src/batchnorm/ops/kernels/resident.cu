@@ -21,6 +21,12 @@ typedef long long i64;
 
 #define BATCH 4
 #define BATCHES ((K + BATCH - 1) / BATCH)
+// So many batches of the first slice are on their way while one is added up: all at once would come in no order.
+#ifdef FORWARD
+#define AHEAD (BATCHES < 2 ? BATCHES : 2)
+#else
+#define AHEAD 1
+#endif
 #define WARPS (THREADS / 32)
 #if KIND == 2
 #define V 4
@@ -147,11 +153,24 @@ __device__ __forceinline__ u32 peek(const u32* word) {
     return now;
 }
 
+// The same with no order: what follows does not wait for it.
+__device__ __forceinline__ u32 glance(const u32* word) {
+    u32 now;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+    return now;
+}
+
+__device__ __forceinline__ void arrive(u32* word, u32 step) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(step) : "memory");
+}
+
 __device__ __forceinline__ u32 add_release(u32* word, u32 step) {
     u32 before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(step) : "memory");
+    asm volatile("atom.release.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(step) : "memory");
     return before;
 }
+
+__device__ __forceinline__ void acquire() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 #endif
 
@@ -273,12 +292,13 @@ __device__ __forceinline__ u32 load_bits(const unsigned char* from) {
 
 // ---- how programs meet: see meet.py ----
 
-__device__ __forceinline__ void meet(u32* word, int part, int parts) {
+// Which way the word lies is read long before: it cannot turn before this program has arrived.
+__device__ __forceinline__ u32 side_of(const u32* word) { return threadIdx.x == 0 ? glance(word) & 0x80000000u : 0; }
+
+__device__ __forceinline__ void meet(u32* word, u32 side, int part, int parts) {
     __syncthreads();
     if (threadIdx.x == 0) {
-        // Which way the word lies is read first: it cannot turn before this program has arrived.
-        u32 side = peek(word) & 0x80000000u;
-        add_release(word, part == 0 ? 0x80000000u - (parts - 1) : 1);
+        arrive(word, part == 0 ? 0x80000000u - (parts - 1) : 1);
         while ((peek(word) & 0x80000000u) == side) {
         }
     }
@@ -286,6 +306,15 @@ __device__ __forceinline__ void meet(u32* word, int part, int parts) {
 }
 
 // ---- sums ----
+
+__device__ __forceinline__ void put_four(float* to, float a, float b, float c, float d) {
+    *(float4*)to = make_float4(a, b, c, d);
+}
+
+__device__ __forceinline__ void put_values(float* to, const float (&f)[V]) {
+#pragma unroll
+    for (int k = 0; k < V; k += 4) put_four(to + k, f[k], f[k + 1], f[k + 2], f[k + 3]);
+}
 
 // Floats that the sums need room for.
 #define SCRATCH (LAST ? 2 * (WARPS * W > THREADS ? WARPS * W : THREADS) : WOVEN ? 4 * THREADS : 2 * WARPS)
@@ -305,8 +334,7 @@ __device__ __forceinline__ void totals(float (&s1)[V], float (&s2)[V], const Wal
         mine[2] += other ? s1[k] : 0;
         mine[3] += other ? s2[k] : 0;
     }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) scratch[threadIdx.x * 4 + k] = mine[k];
+    put_four(scratch + threadIdx.x * 4, mine[0], mine[1], mine[2], mine[3]);
     __syncthreads();
     float found[(W + WARPS - 1) / WARPS][2];
 #pragma unroll
@@ -347,11 +375,8 @@ __device__ __forceinline__ void totals(float (&s1)[V], float (&s2)[V], const Wal
             s2[k] += __shfl_xor_sync(~0u, s2[k], step);
         }
     if (lane < SV) {
-#pragma unroll
-        for (int k = 0; k < V; ++k) {
-            scratch[(warp * 2 + 0) * W + lane * V + k] = s1[k];
-            scratch[(warp * 2 + 1) * W + lane * V + k] = s2[k];
-        }
+        put_values(scratch + (warp * 2 + 0) * W + lane * V, s1);
+        put_values(scratch + (warp * 2 + 1) * W + lane * V, s2);
     }
     __syncthreads();
     a = b = 0;
@@ -514,6 +539,7 @@ struct Move {
     __device__ __forceinline__ void finish(const Running& r, u32* done, const float* before, int C, u32 all, u32 expected) {
         all = __shfl_sync(~0u, all, 0);
         if ((all & 0xffff) != expected) return;
+        acquire();
         if (all >> 16)
             for (int c = threadIdx.x % 32; c < C; c += 32) {
                 r.mean[c] = __ldcg(before + c);
@@ -552,9 +578,7 @@ __device__ __forceinline__ void mean_of_samples(const Vec& v, const Walk& walk, 
     totals(f, zeros, walk, scratch, sum, none);
     if (threadIdx.x < W) mean[threadIdx.x] = is_number(sum) ? sum / (SAMPLES * PLANE) : 0;
 #elif LAST
-    if (threadIdx.x < SAMPLES * SV)
-#pragma unroll
-        for (int k = 0; k < V; ++k) scratch[threadIdx.x * V + k] = f[k];
+    if (threadIdx.x < SAMPLES * SV) put_values(scratch + threadIdx.x * V, f);
     __syncthreads();
     if (threadIdx.x < W) {
         float sum = 0;
@@ -578,7 +602,7 @@ __device__ __forceinline__ void mean_of_samples(const Vec& v, const Walk& walk, 
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
     const char* x, char* y, const char* residual, unsigned char* bits, const float* gamma, const float* beta,
     float* stats, float* partial, u32* words, Running running, Shape s, float eps, float slope) {
-    __shared__ float scratch[SCRATCH];
+    __align__(16) __shared__ float scratch[SCRATCH];
     __shared__ float shared_base[W], shared_scale[W], shared_offset[W];
     const u64 policy = evict_first();
     const int groups = gridDim.x / s.parts;
@@ -591,27 +615,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
     Walk walk(s, slice, part);
     int streamed = max(walk.n - K, 0);
     Vec samples = sample(x, s, walk);
-#pragma unroll
-    for (int j = 0; j < BATCHES; ++j) {
+    auto copy_batch = [&](const Walk& walk, int streamed, int j) {
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            int i = streamed + j * BATCH + b;
-            if (j * BATCH + b < K && i < walk.n) copy_async(slot_of(0, j * BATCH + b), x + walk.of_x(s, i), policy);
+            int k = j * BATCH + b, i = streamed + k;
+            if (k < K && i < walk.n) copy_async(slot_of(0, k), x + walk.of_x(s, i), policy);
         }
         commit();
-    }
+    };
     // After x, so that the statistics do not wait for it.
     auto copy_added = [&](const Walk& walk) {
 #pragma unroll 1
         for (int k = 0; k < walk.n; ++k) copy_async(slot_of(1, k), residual + walk.of_y(s, k), policy);
         commit();
     };
-    if (ADDED) copy_added(walk);
-    for (; slice < s.slices; slice += groups) {
+#pragma unroll
+    for (int j = 0; j < AHEAD; ++j) copy_batch(walk, streamed, j);
+    for (bool first = true; slice < s.slices; slice += groups, first = false) {
         const float count = (float)((i64)s.units * EACH_UNIT);
         const int channel = slice * W + threadIdx.x;  // of the first W threads
         const bool here = threadIdx.x < W && channel < s.C;
+        const u32 side = s.parts > 1 ? side_of(words + 2 + slice) : 0;
 
+        // Early: nobody waits for these.
+        float g = 1, b = 0;
+        Move averages = {};
+        if (here) {
+            if (gamma) g = gamma[channel];
+            if (beta) b = beta[channel];
+            if (part == 0) averages.prepare(running, channel);
+        }
         mean_of_samples(samples, walk, scratch, shared_base);
         float near[V], s1[V], s2[V];
 #pragma unroll
@@ -640,7 +673,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         const int kept = walk.n - streamed;
 #define COUNT_BATCH(J)                                                                   \
     if (J < BATCHES) {                                                                   \
-        arrived<(BATCHES > J ? BATCHES - 1 - J : 0) + ADDED>();                          \
+        if (!first) {                                                                    \
+            arrived<(BATCHES > J ? BATCHES - 1 - J : 0) + ADDED>();                      \
+        } else {                                                                         \
+            if (ADDED && J + AHEAD == BATCHES)                                           \
+                copy_added(walk);                                                        \
+            else                                                                         \
+                copy_batch(walk, streamed, J + AHEAD);                                   \
+            arrived<AHEAD>();                                                            \
+        }                                                                                \
         _Pragma("unroll") for (int b = 0; b < BATCH; ++b) {                              \
             if (J * BATCH + b < kept) add(load_slot(slot_of(0, J * BATCH + b)));         \
         }                                                                                \
@@ -650,20 +691,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         float sum1, sum2;
         totals(s1, s2, walk, scratch, sum1, sum2);
 
-        float base = 0, low = 0, m2 = 0, g = 1, b = 0;
-        Move averages = {};
-        if (here) {
-            // Early, before the wait.
-            if (gamma) g = gamma[channel];
-            if (beta) b = beta[channel];
-            if (part == 0) averages.prepare(running, channel);
-            base = shared_base[threadIdx.x];
-        }
+        float base = here ? shared_base[threadIdx.x] : 0, low = 0, m2 = 0;
         if (RESIDUAL && !ADDED && streamed == 0)
             for (int i = 0; i < walk.n; ++i) fetch(residual + walk.of_y(s, i));
         if (s.parts > 1) {
             if (here) ((float2*)partial)[(i64)part * s.C + channel] = make_float2(sum1, sum2);
-            meet(words + 2 + slice, part, s.parts);
+            meet(words + 2 + slice, side, part, s.parts);
             add_parts((const float2*)partial, s, slice, scratch, sum1, sum2);
         }
         low = sum1 / count;
@@ -750,12 +783,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
 #pragma unroll
             for (int b = 0; b < BATCH; ++b)
                 if (j * BATCH + b < kept) normalize(load_slot(slot_of(0, j * BATCH + b)), r[b], streamed + j * BATCH + b);
-#pragma unroll
-            for (int b = 0; b < BATCH; ++b) {
-                int i = next_streamed + j * BATCH + b;
-                if (j * BATCH + b < K && i < next.n) copy_async(slot_of(0, j * BATCH + b), x + next.of_x(s, i), policy);
-            }
-            commit();
+            copy_batch(next, next_streamed, j);
         }
         if (ADDED) copy_added(next);
         if (running.mean && count > 1 && part == 0 && threadIdx.x < MOVERS * 32)
@@ -773,7 +801,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
     const char* dy, const char* x, const unsigned char* bits, const float* stats, char* dx, char* dresidual,
     float* dgamma, float* dbeta, float* partial, u32* words, Shape s, float slope) {
-    __shared__ float scratch[SCRATCH];
+    __align__(16) __shared__ float scratch[SCRATCH];
     __shared__ float shared_k2[W], shared_k0[W];
     const u64 policy = evict_first();
     const int groups = gridDim.x / s.parts;
@@ -783,23 +811,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
     Walk walk(s, slice, part);
     int streamed = max(walk.n - K, 0);
     u32 signs[K];  // of what is kept
-#pragma unroll
-    for (int j = 0; j < BATCHES; ++j) {
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            int i = streamed + j * BATCH + b;
-            if (j * BATCH + b < K && i < walk.n) {
-                copy_async(slot_of(0, j * BATCH + b), x + walk.of_x(s, i), policy);
-                copy_async(slot_of(1, j * BATCH + b), dy + walk.of_dy(s, i), policy);
-                if (SIGNS) signs[j * BATCH + b] = load_bits(bits + walk.of_bits(s, i));
-            }
+    auto copy_one = [&](const Walk& walk, int streamed, int k) {
+        int i = streamed + k;
+        if (k < K && i < walk.n) {
+            copy_async(slot_of(0, k), x + walk.of_x(s, i), policy);
+            copy_async(slot_of(1, k), dy + walk.of_dy(s, i), policy);
+            if (SIGNS) signs[k] = load_bits(bits + walk.of_bits(s, i));
         }
+    };
+    auto copy_batch = [&](const Walk& walk, int streamed, int j) {
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) copy_one(walk, streamed, j * BATCH + b);
         commit();
-    }
-    for (; slice < s.slices; slice += groups) {
+    };
+#pragma unroll
+    for (int j = 0; j < AHEAD; ++j) copy_batch(walk, streamed, j);
+    for (bool first = true; slice < s.slices; slice += groups, first = false) {
         const float count = (float)((i64)s.units * EACH_UNIT);
         const int channel = slice * W + threadIdx.x;
         const bool here = threadIdx.x < W && channel < s.C;
+        const u32 side = s.parts > 1 ? side_of(words + 2 + slice) : 0;
         float base[V], scale[V], offset[V], s1[V], s2[V];
 #pragma unroll
         for (int k = 0; k < V; ++k) {
@@ -809,6 +840,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
             scale[k] = exists ? stats[5 * s.C + c] : 0;
             offset[k] = exists ? stats[6 * s.C + c] : 0;
             s1[k] = s2[k] = 0;
+        }
+        float low = 0, invstd = 0, factor = 0;  // early: nobody waits for these
+        if (here) {
+            low = stats[4 * s.C + channel];
+            factor = stats[5 * s.C + channel];
+            invstd = stats[7 * s.C + channel];
         }
         // dz = g'(z) dy; f becomes x - base.
         auto dz_of = [&](const Vec& v, const Vec& g, u32 above, float (&f)[V], float (&dz)[V]) {
@@ -851,7 +888,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
         const int kept = walk.n - streamed;
 #define COUNT_BATCH(J)                                                                                       \
     if (J < BATCHES) {                                                                                       \
-        arrived<(BATCHES > J ? BATCHES - 1 - J : 0)>();                                                      \
+        if (!first) {                                                                                        \
+            arrived<(BATCHES > J ? BATCHES - 1 - J : 0)>();                                                  \
+        } else {                                                                                             \
+            copy_batch(walk, streamed, J + AHEAD);                                                           \
+            arrived<AHEAD>();                                                                                \
+        }                                                                                                    \
         _Pragma("unroll") for (int b = 0; b < BATCH; ++b) {                                                  \
             constexpr int first = J * BATCH;                                                                 \
             if (first + b < K && first + b < kept)                                                           \
@@ -863,16 +905,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
         COUNT_BATCH(4) COUNT_BATCH(5) COUNT_BATCH(6) COUNT_BATCH(7)
         float sum1, sum2;
         totals(s1, s2, walk, scratch, sum1, sum2);
-        float low = 0, invstd = 0, factor = 0;
-        if (here) {
-            // Early, before the wait.
-            low = stats[4 * s.C + channel];
-            factor = stats[5 * s.C + channel];
-            invstd = stats[7 * s.C + channel];
-        }
         if (s.parts > 1) {
             if (here) ((float2*)partial)[(i64)part * s.C + channel] = make_float2(sum1, sum2);
-            meet(words + 2 + slice, part, s.parts);
+            meet(words + 2 + slice, side, part, s.parts);
             add_parts((const float2*)partial, s, slice, scratch, sum1, sum2);
         }
         if (here) {
@@ -921,14 +956,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
         for (int j = 0; j < BATCHES; ++j) {
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) {
-                int k = j * BATCH + b, i = next_streamed + k;
+                int k = j * BATCH + b;
                 if (k < K && k < kept)
                     write(load_slot(slot_of(0, k)), load_slot(slot_of(1, k)), SIGNS ? signs[k] : 0, streamed + k);
-                if (k < K && i < next.n) {
-                    copy_async(slot_of(0, k), x + next.of_x(s, i), policy);
-                    copy_async(slot_of(1, k), dy + next.of_dy(s, i), policy);
-                    if (SIGNS) signs[k] = load_bits(bits + next.of_bits(s, i));
-                }
+                copy_one(next, next_streamed, k);
             }
             commit();
         }
