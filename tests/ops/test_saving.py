@@ -469,7 +469,7 @@ def test_fused_kernels_compute_the_same_bits_again(layout, has_residual, activat
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(64, 256, 28, 28), (64, 512, 14, 14)], ids=["planes", "woven"])
+@pytest.mark.parametrize("shape", [(64, 256, 28, 28), (256, 512, 14, 14)], ids=["planes", "woven"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
 @pytest.mark.parametrize("activation", ["identity", "relu", "leaky_relu", "sigmoid", "tanh", "silu"])
 def test_large_tensors_have_the_same_bits_again(shape, layout, activation):
