@@ -133,6 +133,8 @@ def test_the_slope_of_the_end_is_stated(results):
     assert "rises by 2.00 points (1 or more, the runs are too short)" in figure3(results.read()).text
     results.add("inception-seed0", {1000: 0.1, 3000: 0.4, 3500: 0.401, 4000: 0.402})
     assert "rises by 0.20 points (less than 1, it has levelled off)" in figure3(results.read()).text
+    results.add("inception-seed1", {1000: 0.1, 3000: 0.4, 3500: 0.403, 4000: 0.406})
+    assert "by 0.40 points (less than 1, it has levelled off; 0.20, 0.60 by seeds)" in figure3(results.read()).text
     results.add("inception-x10", {3000: 0.5, 3500: 0.52, 4000: 0.54})
     tuned = "inception, rate 0.015: 54.0% at step 4,000; over its last quarter it rises by 4.00 points."
     assert figure3(results.read()).text.endswith(tuned)

@@ -96,7 +96,9 @@ def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
     slope = end_slope(inception.curve) if inception.curve else None
     if slope is not None:
         verdict = "less than 1, it has levelled off" if slope < LEVEL else "1 or more, the runs are too short"
-        parts.append(f"Over its last quarter Inception rises by {100 * slope:.2f} points ({verdict}).")
+        own = [f"{100 * rise:.2f}" for curve in inception.curves if (rise := end_slope(curve)) is not None]
+        seeds = f"; {', '.join(own)} by seeds" if len(own) > 1 else ""
+        parts.append(f"Over its last quarter Inception rises by {100 * slope:.2f} points ({verdict}{seeds}).")
     if tuned is not None and (top := best(tuned[1].curve)) is not None:
         best_run = f"The best unnormalized run of this length is {tuned[0]}: {top[1]:.1%} at step {top[0]:,}"
         rise = end_slope(tuned[1].curve)
