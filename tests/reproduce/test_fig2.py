@@ -100,7 +100,7 @@ def test_what_a_sitting_publishes(sitting):
     assert "| other | figures |" in table
     assert "| inception | 1 |" in table
     assert "31.0M" in table
-    for name in ("fig2.png", "fig2.svg", "fig2-rates.png"):
+    for name in ("fig2.png", "fig2.svg", "fig2-unnormalized.png", "fig2-rates.png"):
         assert (sitting / name).stat().st_size > 1000
     assert "Figure 3" in (sitting / "report.html").read_text()
     verdicts = {verdict["claim"]: verdict["verdict"] for verdict in summary["verdicts"]}

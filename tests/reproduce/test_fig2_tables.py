@@ -10,7 +10,7 @@ from batchnorm.reproduce.fig2.companions import ablation, dropout, rates
 from batchnorm.reproduce.fig2.curves import seeds_of, tuned_baseline, unchanged_seeds_of
 from batchnorm.reproduce.fig2.plan import read_plan
 from batchnorm.reproduce.fig2.publication import publish
-from batchnorm.reproduce.fig2.tables import failures, figure3, sections
+from batchnorm.reproduce.fig2.tables import failures, figure3, on_the_way, sections
 from batchnorm.reproduce.planned.files import read_all
 
 PLAN = read_plan()
@@ -75,13 +75,27 @@ def test_figure3(results):
     # Best-tuned: 0.45 at 2000, which BN-Baseline's mean passes at 2000 with 0.46.
     assert rows[1] == [
         "bn-baseline", "2", "2,000 (1,000, 2,000)", "13.3M", "1.5", "2.3", "46.0% (45.0%, 47.0%)", "72.7%", "2,000",
-        "47.0%", "1.0",
+        "47.0%", "1.0 (1.0, 1.0)",
     ]  # fmt: skip
     assert rows[2] == [
         "bn-x5", "1", "never", "2.1M", "-", "14.8", "35.0%", "73.0%", "1,000", "35.0%", "-",
     ]  # fmt: skip
     assert len(rows) == 3
     assert tuned_baseline(results.read())[0] == "inception-x5, kaiming"
+
+
+def test_steps_on_the_way(results):
+    results.add("inception-seed0", {1000: 0.2, 2000: 0.3, 3000: 0.4, 4000: 0.39})
+    assert on_the_way(results.read()).rows == []
+    results.add("bn-baseline-seed0", {500: 0.05, 1000: 0.36}).add("bn-x5-seed0", {500: 0.4})
+    found = on_the_way(results.read())
+    assert found.text.startswith("Steps of the mean over seeds to 25%, 50%, 75%, 90% and all of Inception's best")
+    assert found.rows == [
+        ["network", "10.0%", "20.0%", "30.0%", "36.0%", "40.0%"],
+        ["inception", "1,000 (1.0)", "1,000 (1.0)", "2,000 (1.0)", "3,000 (1.0)", "3,000 (1.0)"],
+        ["bn-baseline", "1,000 (1.0)", "1,000 (1.0)", "1,000 (2.0)", "1,000 (3.0)", "never"],
+        ["bn-x5", "500 (2.0)", "500 (2.0)", "500 (4.0)", "500 (6.0)", "500 (6.0)"],
+    ]
 
 
 TUNED = """
@@ -119,6 +133,11 @@ def test_the_slope_of_the_end_is_stated(results):
     assert "rises by 2.00 points (1 or more, the runs are too short)" in figure3(results.read()).text
     results.add("inception-seed0", {1000: 0.1, 3000: 0.4, 3500: 0.401, 4000: 0.402})
     assert "rises by 0.20 points (less than 1, it has levelled off)" in figure3(results.read()).text
+    results.add("inception-seed1", {1000: 0.1, 3000: 0.4, 3500: 0.403, 4000: 0.406})
+    assert "by 0.40 points (less than 1, it has levelled off; 0.20, 0.60 by seeds)" in figure3(results.read()).text
+    results.add("inception-x10", {3000: 0.5, 3500: 0.52, 4000: 0.54})
+    tuned = "inception, rate 0.015: 54.0% at step 4,000; over its last quarter it rises by 4.00 points."
+    assert figure3(results.read()).text.endswith(tuned)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +190,15 @@ def test_bn_x30_early(results, x5, x30, verdict):
     assert judged(results, claim).verdict == "not yet run"
     results.add("inception-seed0", INCEPTION)
     assert judged(results, claim).verdict == verdict
+
+
+def test_how_long_bn_x30_trails(results):
+    results.add("inception-seed0", INCEPTION).add("bn-x5-seed0", {100: 0.1, 200: 0.2, 300: 0.3, 400: 0.4})
+    results.add("bn-x30-seed0", {100: 0.0, 200: 0.1, 300: 0.3, 400: 0.3})
+    told = "BN-x30's mean is the lower one at every validation to step 200"
+    assert judged(results, "BN-x30 trails BN-x5 early").found.endswith(told)
+    results.add("bn-x30-seed0", {100: 0.1, 200: 0.1})
+    assert "the lower one" not in judged(results, "BN-x30 trails BN-x5 early").found
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ def _fig2(r: Result) -> str:
         seeds = f" (seeds {', '.join(f'{top:.1%}' for top in n['maxima'])})" if n["seeds"] > 1 else ""
         fewer = n["times fewer steps"]
         steps = "never at Inception's best" if fewer is None else f"{fewer:.1f} times fewer steps"
+        if tuned := n["times fewer than best-tuned"]:
+            steps += f" ({tuned:.1f} against the best unnormalized)"
         return f"{name} {n['maximum']:.1%}{seeds}" + (f", {steps}" if name != "inception" else "")
 
     networks = "; ".join(one(name, n) for name, n in r["networks"].items() if n["maxima"])

@@ -15,6 +15,7 @@ from .curves import (
     Curve,
     Seeds,
     at,
+    behind_until,
     best,
     end_slope,
     network_of,
@@ -123,6 +124,9 @@ def slower_start(inception: Seeds, x5: Seeds, x30: Seeds) -> Verdict:
     early = [at(seeds.curve, seeds.runs[0].result["steps"] / 10) for seeds in (x5, x30)]
     if early[0] and early[1]:
         found += f"; a tenth of the way, at step {early[0][0]:,}, {early[0][1]:.1%} and {early[1][1]:.1%}"
+    behind = behind_until(x5.curve, x30.curve)
+    if behind is not None:
+        found += f"; BN-x30's mean is the lower one at every validation to step {behind:,}"
     return Verdict(claim, paper, verdict, found)
 
 

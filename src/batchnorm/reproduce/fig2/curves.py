@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from ...train.metrics import steps_to
@@ -83,19 +84,29 @@ def network_of(finished: Mapping[str, Finished], variant: str) -> Seeds:
     return unchanged_seeds_of(finished, "figures", variant)
 
 
+def unnormalized(finished: Mapping[str, Finished]) -> dict[str, Seeds]:
+    """Return Figure 2's networks without batch normalization by names that say what is changed in them.
+
+    Beyond the paper: baselines at rates of their own, and both initializations.
+    """
+    networks: dict[str, list[Finished]] = {}
+    for one in finished.values():
+        recipe = one.run.recipe
+        if one.run.group == "figures" and not recipe.batch_norm:
+            changed = {key: getattr(recipe, key) for key in one.run.changed if key != "seed"}
+            told = (value if isinstance(value, str) else f"{key} {value:g}" for key, value in changed.items())
+            networks.setdefault(", ".join((one.run.variant, *told)), []).append(one)
+    return {name: Seeds(tuple(runs)) for name, runs in networks.items()}
+
+
 def tuned_baseline(finished: Mapping[str, Finished]) -> tuple[str, Seeds] | None:
-    """Return the unnormalized network of Figure 2's length with the highest accuracy, and its name.
+    """Return the unnormalized network of Figure 2 with the highest accuracy, and its name.
 
     Beyond the paper: a baseline at a rate of its own.
     """
-    candidates: dict[str, list[Finished]] = {}
-    for one in finished.values():
-        recipe = one.run.recipe
-        if one.run.group == "figures" and not recipe.batch_norm and recipe.activation == "relu":
-            changed = {key: getattr(recipe, key) for key in one.run.changed if key != "seed"}
-            told = (value if isinstance(value, str) else f"{key} {value:g}" for key, value in changed.items())
-            candidates.setdefault(", ".join((one.run.variant, *told)), []).append(one)
-    networks = {name: Seeds(tuple(runs)) for name, runs in candidates.items()}
+    networks = {
+        k: seeds for k, seeds in unnormalized(finished).items() if seeds.runs[0].run.recipe.activation == "relu"
+    }
     tops = {name: top for name, seeds in networks.items() if (top := best(seeds.curve)) is not None}
     if not tops:
         return None
@@ -167,6 +178,19 @@ def at(curve: Curve, step: float) -> tuple[int, float] | None:
     Paper: Fig. 2
     """
     return next((point for point in curve if point[0] >= step), None)
+
+
+def behind_until(curve: Curve, other: Curve) -> int | None:
+    """Return the last step of the beginning at which the other curve is the lower one; None where it never is.
+
+    >>> behind_until([(1, 0.2), (2, 0.3), (3, 0.4)], [(1, 0.1), (2, 0.2), (3, 0.5)])
+    2
+
+    Paper: Sec. 4.2.2, "somewhat slower initially"
+    """
+    values = dict(other)
+    both = [(step, value) for step, value in curve if step in values]
+    return max((step for step, _ in takewhile(lambda point: values[point[0]] < point[1], both)), default=None)
 
 
 def noise(values: Sequence[float]) -> float | None:

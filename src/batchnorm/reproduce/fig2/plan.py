@@ -21,7 +21,7 @@ def read_plan(path: Path | None = None) -> Plan:
 
     >>> run = next(run for run in read_plan().runs if run.variant == "bn-x5")
     >>> round(run.recipe.decay ** (run.recipe.epochs / run.recipe.decay_epochs), 6)  # of the rate is left at the end
-    0.01
+    0.003
 
     Beyond the paper: declared before the runs.
     """

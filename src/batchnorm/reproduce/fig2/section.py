@@ -60,3 +60,12 @@ def show_steps(value: int | None) -> str:
 def show_times(value: float | None) -> str:
     """Return a ratio of steps."""
     return "-" if value is None else f"{value:.1f}"
+
+
+def show_name(name: str) -> str:
+    """Return a network's name as the paper writes it.
+
+    >>> show_name("inception, rate 0.015")
+    'Inception, rate 0.015'
+    """
+    return name[:1].upper() + name[1:]

@@ -23,6 +23,9 @@ PAPER = {
     "bn-x5-sigmoid": ("", "", "69.8%"),
 }
 
+# Of the baseline's best accuracy, looked at on the way to it.
+SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)
+
 
 def sections(plan: Plan, finished: Mapping[str, Finished]) -> list[Section]:
     """Return all tables; those of which nothing is finished are left out.
@@ -32,6 +35,7 @@ def sections(plan: Plan, finished: Mapping[str, Finished]) -> list[Section]:
     judged = verdicts(plan, finished)
     parts = [
         figure3(finished),
+        on_the_way(finished),
         Section("What the paper found", "", [list(Verdict._fields), *(list(v) for v in judged)]),
         failures(finished),
         rates(finished),
@@ -78,8 +82,13 @@ def _row(network: Seeds, inception: Seeds, tuned: Seeds, paper: tuple[str, str, 
         paper[2],
         "-" if own is None else f"{own[0]:,}",
         f"{statistics.fmean(network.final):.1%}" if network.final else "-",
-        show_times(times_fewer(tuned.curve, network.curve)),
+        _times_of_seeds(tuned, network),
     ]
+
+
+def _times_of_seeds(baseline: Seeds, network: Seeds) -> str:
+    mean, *seeds = (show_times(times_fewer(baseline.curve, curve)) for curve in (network.curve, *network.curves))
+    return mean + (_spread(seeds) if {*seeds} != {show_times(None)} else "")
 
 
 def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
@@ -87,10 +96,42 @@ def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
     slope = end_slope(inception.curve) if inception.curve else None
     if slope is not None:
         verdict = "less than 1, it has levelled off" if slope < LEVEL else "1 or more, the runs are too short"
-        parts.append(f"Over its last quarter Inception rises by {100 * slope:.2f} points ({verdict}).")
+        own = [f"{100 * rise:.2f}" for curve in inception.curves if (rise := end_slope(curve)) is not None]
+        seeds = f"; {', '.join(own)} by seeds" if len(own) > 1 else ""
+        parts.append(f"Over its last quarter Inception rises by {100 * slope:.2f} points ({verdict}{seeds}).")
     if tuned is not None and (top := best(tuned[1].curve)) is not None:
-        parts.append(f"The best unnormalized run of this length is {tuned[0]}: {top[1]:.1%} at step {top[0]:,}.")
+        best_run = f"The best unnormalized run of this length is {tuned[0]}: {top[1]:.1%} at step {top[0]:,}"
+        rise = end_slope(tuned[1].curve)
+        parts.append(
+            best_run + ("." if rise is None else f"; over its last quarter it rises by {100 * rise:.2f} points.")
+        )
     return " ".join(parts)
+
+
+def on_the_way(finished: Mapping[str, Finished]) -> Section:
+    """Tabulate steps to shares of the baseline's best accuracy, and how many times fewer than the baseline's.
+
+    Beyond the paper: how much of a ratio is the flat end of the baseline's curve.
+    """
+    inception = network_of(finished, "inception").curve
+    top = best(inception)
+    networks = {name: curve for name in PAPER if (curve := network_of(finished, name).curve)}
+    if top is None or len(networks) < 2:
+        return Section("On the way there", "", [])
+    targets = [round(share * top[1], 9) for share in SHARES]
+    rows = [["network", *(f"{target:.1%}" for target in targets)]]
+    baseline = [steps_to(inception, target) for target in targets]
+    for name, curve in networks.items():
+        reached = [steps_to(curve, target) for target in targets]
+        rows.append([name, *map(_steps_and_times, baseline, reached)])
+    shares = f"{', '.join(f'{share:.0%}' for share in SHARES[:-1])} and all"
+    text = f"Steps of the mean over seeds to {shares} of Inception's best, and how many times fewer than Inception's."
+    return Section("On the way there", text, rows)
+
+
+def _steps_and_times(baseline: int | None, reached: int | None) -> str:
+    times = f" ({baseline / reached:.1f})" if baseline and reached else ""
+    return f"{show_steps(reached)}{times}"
 
 
 def failures(finished: Mapping[str, Finished]) -> Section:
