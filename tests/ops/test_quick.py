@@ -37,6 +37,10 @@ TAKEN = {
     "sequence": lambda: torch.randn(4, 6, 9),
     "volume": lambda: torch.randn(2, 3, 4, 5, 6),
     "channels_last": lambda: torch.randn(4, 16, 7, 5).contiguous(memory_format=LAST),
+    "few channels in channels_last": lambda: torch.randn(20, 3, 12, 12).contiguous(memory_format=LAST),
+    "few channels in channels_last_3d": lambda: torch.randn(9, 4, 5, 8, 6).contiguous(
+        memory_format=torch.channels_last_3d
+    ),
     "wide, means of half a deviation: the sharper test": lambda: torch.randn(64, 512) + 0.5,
     "a mean of 60 deviations": lambda: torch.randn(64, 1) + 60,
     "zero variance in one feature": lambda: torch.cat([torch.full((8, 1), 0.5), torch.randn(8, 2)], 1),
@@ -89,7 +93,7 @@ LEFT = {
     "empty": lambda: torch.randn(0, 3),
     "float64": lambda: torch.randn(8, 3).double(),
     "no batch dimension": lambda: torch.randn(3),
-    "few channels in channels_last": lambda: torch.randn(32, 3, 20, 20).contiguous(memory_format=LAST),
+    "few channels in channels_last": lambda: torch.randn(32, 3, 50, 50).contiguous(memory_format=LAST),
 }
 
 

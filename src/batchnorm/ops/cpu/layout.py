@@ -96,8 +96,7 @@ class Matrix(Layout):
 
     def spread(self, v: Vector, x: Tensor) -> Tensor:
         """Repeat the number of each channel in its columns."""
-        columns = (self.period, self.channels, self.run)
-        return torch.from_numpy(np.broadcast_to(v.astype(_numpy_type(x))[None, :, None], columns).flatten())
+        return torch.from_numpy(v.astype(_numpy_type(x)).take(_owners(self.period, self.channels, self.run)))
 
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
         """Merge the moments of blocks of rows and of columns (Chan, Golub & LeVeque)."""
@@ -202,6 +201,16 @@ def layout_of(x: Tensor) -> Matrix | Planes | None:
 def _wide(m: int, channels: int) -> int:
     """Return how many of m positions make a row of at most WIDTH columns."""
     return next(k for k in range(max(1, WIDTH // channels), 0, -1) if m % k == 0)
+
+
+@lru_cache(maxsize=64)
+def _owners(period: int, channels: int, run: int) -> NDArray[np.intp]:
+    """Return which channel each column belongs to.
+
+    >>> _owners(2, 3, 1)
+    array([0, 1, 2, 0, 1, 2])
+    """
+    return np.tile(np.arange(channels).repeat(run), period)
 
 
 def _numpy_type(x: Tensor) -> type[np.float32] | type[np.float64]:

@@ -53,8 +53,9 @@ def normalize_batch_(
         layout = sums.fast_layout(x, activation)
         if layout is None and not native.is_fast(x):
             return None
-        memory = _remember(form, addresses, running, layout, nonlinear.for_fresh(activation, x.numel(), x.dtype))
-    _, _, means, variances, count, layout, activate, _ = memory
+        activate = nonlinear.for_fresh(activation, x.numel(), x.dtype)
+        memory = _remember(form, addresses, running, layout, native.together(x), activate)
+    _, _, means, variances, count, layout, together, activate, _ = memory
     factor = momentum if momentum is not None else 1 / (count[0] + 1)
     moved = 1
     if is_recomputation():
@@ -66,7 +67,10 @@ def normalize_batch_(
             count[0] += moved
         return y
     before = bytes(means), bytes(variances)
-    y, mu, invstd = _kernel(x, gamma, beta, mean, var, True, factor, eps)
+    if together is None:
+        y, mu, invstd = _kernel(x, gamma, beta, mean, var, True, factor, eps)
+    else:
+        y, mu, invstd = native.kernel(x, together, gamma, beta, mean, var, factor, eps)
     if activate is not None:
         # Before the look at the statistics: now the output is in the cache and torch's threads are awake.
         y = activate(y)
@@ -78,7 +82,7 @@ def normalize_batch_(
         return None
     count[0] += moved
     if is_active():
-        remember(y, _again(eps, activate), x, gamma, beta)
+        remember(y, _again(eps, together, activate), x, gamma, beta)
     return y
 
 
@@ -108,11 +112,13 @@ def _by_sums(
     return y
 
 
-def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[..., Tensor]:
+def _again(
+    eps: float, together: torch.memory_format | None, activate: Callable[[Tensor], Tensor] | None
+) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
         # Without averages in float32 the kernel would round the statistics to half precision.
         mean, var = torch.zeros(2, x.shape[1]).unbind()
-        y, _, _ = _kernel(x, gamma, beta, mean, var, True, 0.0, eps)
+        y, _, _ = native.kernel(x, together, gamma, beta, mean, var, 0.0, eps)
         return y if activate is None else activate(y)
 
     return again
@@ -147,6 +153,7 @@ class _Memory(NamedTuple):
     var: memoryview
     num_batches: memoryview
     layout: Layout | None  # where statistics are by sums.py
+    together: torch.memory_format | None  # where channels are put apart for the kernel
     activate: Callable[[Tensor], Tensor] | None
     lifetime: weakref.ref[Tensor]
 
@@ -160,13 +167,14 @@ def _remember(
     addresses: tuple[int, int, int],
     running: Kept,
     layout: Layout | None,
+    together: torch.memory_format | None,
     activate: Callable[[Tensor], Tensor] | None,
 ) -> _Memory:
     mean, var, num_batches, _ = running
     key = id(mean)
     lifetime = weakref.ref(mean, lambda _: _memories.pop(key, None))
     views = _view(mean), _view(var), _view(num_batches)
-    _memories[key] = memory = _Memory(form, addresses, *views, layout, activate, lifetime)
+    _memories[key] = memory = _Memory(form, addresses, *views, layout, together, activate, lifetime)
     return memory
 
 
