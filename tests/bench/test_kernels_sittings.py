@@ -1,14 +1,12 @@
 """The benchmark of the kernels goes on where an earlier sitting stopped."""
 
 import json
-import os
 
 import pytest
 import torch
 
 from batchnorm.bench.kernels import earlier_rows, key_of, provenance, write
 from batchnorm.bench.layers import all_layers, short_list
-from batchnorm.bench.precompile import compilers
 
 MACHINE = {"device": "some GPU", "torch": "2.11"}
 LAYER = short_list()[0]
@@ -57,12 +55,3 @@ def test_provenance_knows_the_kernels(monkeypatch, tmp_path):
 def test_layers_are_distinct():
     assert len(set(all_layers())) == len(all_layers()) == 66
     assert set(short_list()) <= set(all_layers())
-
-
-def test_compilers_go_on_after_a_failure_and_name_it(monkeypatch):
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    with compilers(1) as run:
-        assert run(int, [("1",), ("2",)]) == []
-        (problem,) = run(int, [("1",), ("x",)])
-    assert problem.startswith("('x',): ValueError(")
-    assert "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ

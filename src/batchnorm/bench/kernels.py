@@ -16,14 +16,14 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -32,7 +32,7 @@ from ..results import environment, write_atomically
 from .graphs import Stopwatch, buffers, copy_bandwidth
 from .kernels_bars import bars, ratio
 from .layers import Layer, all_layers, short_list
-from .precompile import compilers
+from .turns import Done, alone, workers
 
 EPS = 1e-5
 # ||ours - expected|| / ||expected|| that a check allows: a few roundings of the type.
@@ -135,51 +135,60 @@ def time_passes(watch: Stopwatch, sets: Sets, p: Parameters, call: Normalize) ->
 
 
 def measure(
-    watch: Stopwatch,
-    bandwidth: float,
-    layer: Layer,
-    channels_last: bool,
-    dtype: torch.dtype,
-    residual: bool,
-    autotune: bool,
+    bandwidth: float, layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool, autotune: bool
 ) -> dict[str, Any]:
     """Check and time every contender on one layer."""
     torch._dynamo.reset()
-    sets, p = Sets(layer, channels_last, dtype, residual), Parameters(layer.channels)
-    limits = sets.limit(bandwidth)
-    choice = ops.explain(sets.x[0], p.gamma, p.beta, activation="relu", residual=sets.residual[0])
+    p = Parameters(layer.channels)
+    calls = contenders(p, autotune)
+    compile_all(Sets(layer, channels_last, dtype, residual, 1), calls)
+    torch.cuda.empty_cache()  # for the other processes
     row: dict[str, Any] = {
         **layer._asdict(),
         **dict(zip(("layout", "dtype", "op"), _names(channels_last, dtype, residual), strict=True)),
-        "megabytes": sets.bytes / 1e6,
-        "limit_us": [t * 1e6 for t in limits],
-        "path": choice.reason if choice.path == "cuda" else choice.path,
-        "us": {},
     }
-    for name, call in contenders(p, autotune).items():
-        if name == "batchnorm":
-            row["errors"] = check(sets, p, call)
-            if not all(e <= ALLOWED[dtype] for e in row["errors"].values()):
-                row["refused"] = "the check failed: not timed"
-                continue
-        row["us"][name] = [t * 1e6 for t in time_passes(watch, sets, p, call)]
-    if channels_last and dtype == torch.bfloat16 and autotune:
-        half = Sets(layer, True, torch.float16, residual)
-        row["us"]["cudnn-fp16"] = [t * 1e6 for t in time_passes(watch, half, p, p.eager)]
+    with alone():
+        row |= time_all(bandwidth, Sets(layer, channels_last, dtype, residual), p, calls)
+        if channels_last and dtype == torch.bfloat16 and autotune:
+            half = Sets(layer, True, torch.float16, residual)
+            row["us"]["cudnn-fp16"] = [t * 1e6 for t in time_passes(stopwatch(), half, p, p.eager)]
+            del half
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
     return row
 
 
-def compile_all(layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool, autotune: bool) -> None:
-    """Run every contender once on one layer, for the sake of the compilers' caches."""
-    sets, p = Sets(layer, channels_last, dtype, residual, 1), Parameters(layer.channels)
-    # Which of its kernels is the fastest the compiler finds out again where nothing else runs on the device.
-    with torch._inductor.config.patch(autotune_local_cache=False):
-        for call in contenders(p, autotune).values():
-            torch._dynamo.reset()
+def compile_all(sets: Sets, calls: dict[str, Normalize]) -> None:
+    """Run every contender that compiles something once, forward and backward."""
+    for name, call in calls.items():
+        if name != "eager":
             call(sets.x[0], sets.residual[0]).backward(sets.dy[0])
     torch.cuda.synchronize()
-    del sets, p
-    torch.cuda.empty_cache()  # for the other processes
+
+
+def time_all(bandwidth: float, sets: Sets, p: Parameters, calls: dict[str, Normalize]) -> dict[str, Any]:
+    """Return a row's measured part."""
+    x = sets.x[0]
+    choice = ops.explain(x, p.gamma, p.beta, activation="relu", residual=sets.residual[0])
+    row: dict[str, Any] = {
+        "megabytes": sets.bytes / 1e6,
+        "limit_us": [t * 1e6 for t in sets.limit(bandwidth)],
+        "path": choice.reason if choice.path == "cuda" else choice.path,
+        "us": {},
+        "errors": check(sets, p, calls["batchnorm"]),
+    }
+    for name, call in calls.items():
+        if name == "batchnorm" and not all(e <= ALLOWED[x.dtype] for e in row["errors"].values()):
+            row["refused"] = "the check failed: not timed"
+            continue
+        row["us"][name] = [t * 1e6 for t in time_passes(stopwatch(), sets, p, call)]
+    return row
+
+
+@cache
+def stopwatch() -> Stopwatch:
+    """Return this process's."""
+    return Stopwatch()
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -291,7 +300,7 @@ def kernels(
         dtypes: of the activations.
         autotune: also time torch.compile's max-autotune mode, and cuDNN in fp16.
         seconds: start no layer after so many.
-        jobs: compile in so many processes first.
+        jobs: compile in so many processes, which measure one at a time.
         commit: what is measured, where the code is no git checkout.
 
     Raises:
@@ -316,26 +325,28 @@ def kernels(
 
     waiting = not_measured()
     print(f"{len(given) - len(waiting)} layers are measured already, {len(waiting)} are not", flush=True)
-    watch = Stopwatch()
-    report: dict[str, Any] = {"hardware": machine, "bandwidth": copy_bandwidth(watch), "rows": rows}
-    with compilers(jobs) if jobs else nullcontext() as compile_:
-        for start in range(0, len(waiting), part := 2 * jobs or 1):
-            if compile_ is not None:
-                for problem in compile_(compile_all, [(*g, autotune) for g in waiting[start : start + part]]):
-                    print(problem)
-            for one in waiting[start : start + part]:
-                if time.monotonic() - begin > seconds:
-                    break
-                row = {**measure(watch, report["bandwidth"], *one, autotune), **origin}
-                print(f"{time.monotonic() - begin:4.0f} s {line(row)}", flush=True)
-                rows[key_of(*one)] = row
-                write(report, out)
-            if time.monotonic() - begin > seconds:
-                break
+    report: dict[str, Any] = {"hardware": machine, "bandwidth": copy_bandwidth(stopwatch()), "rows": rows}
+    todo = [(report["bandwidth"], *g, autotune) for g in waiting]
+    with workers(jobs) if jobs else nullcontext(_one_by_one) as run:
+        for done in run(measure, todo, seconds):
+            if done.error is not None:
+                print(f"{done.job}: {done.error!r}", flush=True)
+                continue
+            row = {**done.result, **origin}
+            print(f"{time.monotonic() - begin:4.0f} s {line(row)}", flush=True)
+            rows[key_of(*done.job[1:5])] = row
+            write(report, out)
     for bar in bars(rows.values()):
         print(bar.line())
     if left := len(not_measured()):
         print(f"{left} layers are not measured yet: the same command goes on")
+
+
+def _one_by_one(work: Callable[..., Any], jobs: Iterable[tuple[Any, ...]], seconds: float) -> Iterator[Done]:
+    end = time.monotonic() + seconds
+    for job in jobs:
+        if time.monotonic() < end:
+            yield Done(job, work(*job), None)
 
 
 def main() -> None:
