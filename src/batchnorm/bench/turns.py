@@ -26,7 +26,7 @@ class Done(NamedTuple):
 
 @contextmanager
 def workers(processes: int) -> Iterator[Callable[[Work, Sequence[tuple[Any, ...]], float], Iterator[Done]]]:
-    """Give ``run(work, jobs, seconds)``: calls of ``work(*job)`` in other processes, none begun after so many seconds."""
+    """Give ``run(work, jobs, seconds)``: ``work(*job)`` in other processes, none begun after so many seconds."""
     # Each process compiles by itself: the compiler's own pool in every one of them would be too many.
     before = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS")
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"

@@ -102,7 +102,18 @@ class Matrix(Layout):
         """Merge the moments of blocks of rows and of columns (Chan, Golub & LeVeque)."""
         # Several positions in a row make fewer and longer rows, which take fewer calls.
         wide = Matrix(_wide(x.numel() // self.channels, self.channels), self.channels, 1) if self.run == 1 else self
-        blocks = wide.view(x).split(ROWS)
+        rows = wide.view(x)
+        if len(rows) <= ROWS and wide.run == 1:
+            # One block of equally many values in each column, as most have: fewer steps come to the same.
+            mean, var = (
+                v.numpy().reshape(-1, self.channels).astype(np.float64)
+                for v in torch.batch_norm_update_stats(rows, None, None, 0.0)
+            )
+            total = np.add.reduce(mean, 0) / wide.period
+            mean -= total
+            var += np.square(mean, out=mean)
+            return total, np.add.reduce(var, 0) / wide.period
+        blocks = rows.split(ROWS)
         parts = [torch.batch_norm_update_stats(b, None, None, 0.0) for b in blocks]
         mean, var = wide._columns([p[0] for p in parts]), wide._columns([p[1] for p in parts])
         if mean.size == self.channels:
