@@ -60,8 +60,8 @@ static thread_local ucontext_t scheduler;
 static thread_local const std::function<void()>* body;
 static thread_local u64 passed;        // barriers of the program
 static thread_local int waiting;       // threads at the next one
-static thread_local u64 met[THREADS];  // turns of the group of lanes whose first is this thread
-static thread_local int here[THREADS];
+static thread_local u64 met[2 * THREADS];  // turns of the group of lanes whose first is this thread; of whole warps
+static thread_local int here[2 * THREADS];
 static thread_local u32 shown[THREADS];
 
 inline void yield() {
@@ -81,7 +81,8 @@ inline void __syncthreads() {
 
 // Wait for the other lanes of `mask` in this warp.
 inline void gather(u32 mask) {
-    unsigned first = threadIdx.x / 32 * 32 + __builtin_ctz(mask);
+    // A whole warp may meet while some of its lanes still wait for their neighbours.
+    unsigned first = threadIdx.x / 32 * 32 + __builtin_ctz(mask) + (mask == ~0u ? THREADS : 0);
     u64 turn = met[first];
     if (++here[first] == __builtin_popcount(mask)) {
         here[first] = 0;

@@ -263,3 +263,33 @@ def test_large_half_precision_outputs_are_computed_again():
         gradients.append((leaf.grad, w.grad))
     for kept, again in zip(*gradients, strict=True):
         assert torch.equal(kept, again)
+
+
+@pytest.mark.parametrize("shape", [(20, 3, 12, 12), (9, 4, 5, 8, 6)])
+def test_channels_apart_have_exact_sums_of_gradients(shape):
+    # A kernel whose inputs lie in different orders would add bfloat16 numbers up in bfloat16.
+    form = LAST if len(shape) == 4 else torch.channels_last_3d
+    x = torch.randn(shape).bfloat16().contiguous(memory_format=form).requires_grad_()
+    dy = (1 + 0.1 * torch.randn(shape)).bfloat16().contiguous(memory_format=form)
+    beta = torch.zeros(shape[1], requires_grad=True)
+    run(x, new_running(shape[1]), gamma=torch.ones(shape[1]), beta=beta).backward(dy)
+    expected = dy.double().sum([0, *range(2, x.dim())])
+    torch.testing.assert_close(beta.grad.double(), expected, rtol=1e-5, atol=0)
+    assert x.grad.stride() == x.stride()
+
+
+def test_channels_apart_take_a_batch_of_gradients():
+    x = torch.randn(20, 3, 12, 12).contiguous(memory_format=LAST).requires_grad_()
+    y = run(x, new_running(3))
+    dys = torch.randn(2, *y.shape)
+    (both,) = torch.autograd.grad(y, x, dys, is_grads_batched=True, retain_graph=True)
+    for found, dy in zip(both, dys, strict=True):
+        torch.testing.assert_close(found, torch.autograd.grad(y, x, dy, retain_graph=True)[0])
+
+
+def test_few_channels_in_six_dimensions_stay_as_they_lie():
+    x = torch.randn(40, 12, 12, 2, 2, 4).movedim(-1, 1)
+    y, _ = ops.batch_norm(x, None, None, EPS)
+    assert y.stride() == x.stride()
+    want = expect(x, torch.ones(4), torch.zeros(4), EPS, torch.ones_like(x)).y
+    assert_near(y, want, torch.float32)

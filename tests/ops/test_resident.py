@@ -129,6 +129,17 @@ def test_many_vectors_of_a_thread(device, shape, layout, residual, kept, parts):
     compare(x, got, e, added)
 
 
+def test_averages_move_while_others_still_write_bits(device):
+    x = arranged((90, 8, 14, 14), "first", torch.float32, device)
+    residual = arranged(x.shape, "first", torch.float32, device, 0.0)
+    mean, var = torch.zeros(8, device=device), torch.ones(8, device=device)
+    batches = torch.zeros((), dtype=torch.long, device=device)
+    got, e = run(x, planned(x, 2, kept=1), ("relu",), residual, running=(mean, var, batches, batches.clone()))
+    compare(x, got, e, residual)
+    assert batches == 1
+    torch.testing.assert_close(mean, 0.1 * x.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_mean_a_million_standard_deviations(device, layout):
     x = arranged((16, 16, 8, 8), layout, torch.float32, device, 0.0) / 2 + 1e6

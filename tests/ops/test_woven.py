@@ -7,6 +7,7 @@ import pytest
 import torch
 from kernels import EPS, Way, arranged, compare, planned, run
 from oracle import assert_near, expect
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from batchnorm.bench.layers import all_layers
 from batchnorm.ops import Activation, Running, forms, fused, launch, nvrtc, plan, resident
@@ -179,6 +180,25 @@ def test_compiles_as_one_graph(chosen, dynamic):
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for a, b in zip(*(torch.autograd.grad(f(*given).sum(), given) for f in (call, compiled)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_of_small_tensors_the_compiler_knows_no_more_than_that(monkeypatch):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    monkeypatch.setattr(resident, "runs_on", lambda _: True)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter, dynamic=True)
+    def call(x, residual):
+        return fused.batch_norm(x, None, None, EPS, RELU, residual)[0] * 2
+
+    counts = []
+    for size in (5, 7, 9, 11):
+        x, residual = (torch.randn(2, 8, size, size, device=device, requires_grad=True) for _ in range(2))
+        call(x, residual).sum().backward()
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1
+    torch._dynamo.mark_dynamic(x := torch.randn(2, 8, 7, 7, device=device), 2)
+    call(x, torch.randn_like(x))
 
 
 def recorded(ran, name, run):

@@ -57,8 +57,8 @@ def forward(
 
 def weaves_bits(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, g: Geometry) -> bool:
     """Say in which order :func:`forward` returns bits, which torch.compile has to know before it runs."""
-    woven = resident.weaves(g, x.element_size(), False, True) and _are_resident(x, gamma, beta, residual)
-    return woven and resident.runs_on(x.device)
+    able = resident.runs_on(x.device) and _are_resident(x, gamma, beta, residual)
+    return able and resident.weaves(g, x.element_size(), False, True)
 
 
 def paths(

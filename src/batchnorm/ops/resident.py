@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import nvrtc
 from .activation import NAMES
-from .geometry import Geometry, magic_of, vector
+from .geometry import Geometry, magic_of
 from .plan import AT_ONCE, up
 
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -195,9 +195,12 @@ def _of_rows(
 def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
     """Say whether a tensor is one for vectors with values of two channels; with a residual both passes agree."""
     v = WIDTH // itemsize
-    if g.nhwc or g.width < 2 * v or g.stride % v or woven_lanes(g, itemsize, residual) is None:
+    # The size first: of a tensor whose shape is not known yet the compiler has to know no more.
+    if _megabytes(g, itemsize) < 4 or g.nhwc or g.width < 2 * v or g.stride % v:
         return False
-    alone = vector(g, itemsize) == 1  # other kernels read value by value
+    if woven_lanes(g, itemsize, residual) is None:
+        return False
+    alone = g.width % 2 == 1  # other kernels read value by value
     least = (4 if alone else 6) if residual else (4 if alone else 10) if backward else (10 if alone else 30)
     return _megabytes(g, itemsize) >= least
 
@@ -226,7 +229,9 @@ def runs_on(device: torch.device) -> bool:
     alone = 0 < AT_ONCE <= 2  # of two streams one waits until the other's programs are done
     if device.type != "cuda":
         return False
-    return alone and torch.cuda.get_device_capability(device)[0] >= 9 and nvrtc.unavailable() is None
+    properties = torch.cuda.get_device_properties(device)
+    fits = properties.major >= 9 and getattr(properties, "shared_memory_per_block_optin", SHARED) >= SHARED
+    return alone and fits and nvrtc.unavailable() is None
 
 
 def takes(*tensors: Tensor | None) -> bool:

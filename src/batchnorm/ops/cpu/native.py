@@ -35,7 +35,7 @@ def is_fast(x: Tensor) -> bool:
     elif not x.movedim(1, -1).is_contiguous():
         return False
     elif channels < VECTOR:
-        return x.dim() > 3 and elements <= APART_MOST
+        return x.dim() > 3 and elements <= (APART_MOST if x.dim() < 6 else APART_LEAST)
     # The kernel for channels that lie side by side is the fastest at any size, but it adds up the rows one after the
     # other in float32: where there are many they go in blocks.
     return half or elements <= ROWS * channels
@@ -93,10 +93,22 @@ def kernel(
     if form is None:
         return torch.native_batch_norm(x, gamma, beta, running_mean, running_var, True, momentum, eps)
     apart = x.contiguous()
-    if apart.requires_grad:
-        apart.register_hook(lambda dx: None if dx is None else dx.contiguous(memory_format=form))
     y, mean, invstd = torch.native_batch_norm(apart, gamma, beta, running_mean, running_var, True, momentum, eps)
+    # Gradients go the same ways: to lie together does not undo itself, and the kernel is slow where its inputs differ.
+    if apart.requires_grad:
+        apart.register_hook(_put_together)
+    if y.requires_grad:
+        y.register_hook(_put_apart)
     return y.contiguous(memory_format=form), mean, invstd
+
+
+def _put_together(dx: Tensor | None) -> Tensor | None:
+    # Not by a memory format, which torch.vmap does not know.
+    return None if dx is None else dx.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def _put_apart(dy: Tensor | None) -> Tensor | None:
+    return None if dy is None else dy.contiguous()
 
 
 class _DifferentiableMoments(torch.autograd.Function):

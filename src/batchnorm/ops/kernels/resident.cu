@@ -540,6 +540,7 @@ struct Move {
         all = __shfl_sync(~0u, all, 0);
         if ((all & 0xffff) != expected) return;
         acquire();
+        __syncwarp();
         if (all >> 16)
             for (int c = threadIdx.x % 32; c < C; c += 32) {
                 r.mean[c] = __ldcg(before + c);
