@@ -39,6 +39,13 @@ def test_none_begins_after_the_time_is_up():
         assert len(list(run(time.sleep, [(0.3,)] * 5, 0.2))) == 1
 
 
+def test_without_processes_the_work_is_done_here():
+    with workers(0) as run:
+        done = list(run(measured, [(1, os.devnull), (2, os.devnull)], 60.0))
+        assert not list(run(int, [("1",)], 0.0))
+    assert [d.result for d in done] == [(1, os.getpid()), (2, os.getpid())]
+
+
 def test_elsewhere_nobody_waits():
     assert turns._lock is None
     with alone(), alone():

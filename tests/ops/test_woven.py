@@ -144,7 +144,7 @@ def test_launches_that_the_device_refuses(device, monkeypatch):
 @pytest.fixture
 def chosen(device, monkeypatch):
     """Let small tensors and the CPU take the kernel of their own accord."""
-    monkeypatch.setattr(resident, "_megabytes", lambda *_: 100.0)
+    monkeypatch.setattr(resident, "megabytes_of", lambda *_: 100.0)
     monkeypatch.setattr(resident, "runs_on", lambda _: True)
     caches = (forms._form, resident.choose)
     for one in caches:

@@ -16,8 +16,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +31,7 @@ from ..results import environment, write_atomically
 from .graphs import Stopwatch, buffers, copy_bandwidth
 from .kernels_bars import bars, ratio
 from .layers import Layer, all_layers, short_list
-from .turns import Done, alone, workers
+from .turns import alone, workers
 
 EPS = 1e-5
 # ||ours - expected|| / ||expected|| that a check allows: a few roundings of the type.
@@ -327,7 +326,7 @@ def kernels(
     print(f"{len(given) - len(waiting)} layers are measured already, {len(waiting)} are not", flush=True)
     report: dict[str, Any] = {"hardware": machine, "bandwidth": copy_bandwidth(stopwatch()), "rows": rows}
     todo = [(report["bandwidth"], *g, autotune) for g in waiting]
-    with workers(jobs) if jobs else nullcontext(_one_by_one) as run:
+    with workers(jobs) as run:
         for done in run(measure, todo, seconds):
             if done.error is not None:
                 print(f"{done.job}: {done.error!r}", flush=True)
@@ -340,13 +339,6 @@ def kernels(
         print(bar.line())
     if left := len(not_measured()):
         print(f"{left} layers are not measured yet: the same command goes on")
-
-
-def _one_by_one(work: Callable[..., Any], jobs: Iterable[tuple[Any, ...]], seconds: float) -> Iterator[Done]:
-    end = time.monotonic() + seconds
-    for job in jobs:
-        if time.monotonic() < end:
-            yield Done(job, work(*job), None)
 
 
 def main() -> None:

@@ -26,7 +26,13 @@ class Done(NamedTuple):
 
 @contextmanager
 def workers(processes: int) -> Iterator[Callable[[Work, Sequence[tuple[Any, ...]], float], Iterator[Done]]]:
-    """Give ``run(work, jobs, seconds)``: ``work(*job)`` in other processes, none begun after so many seconds."""
+    """Give ``run(work, jobs, seconds)``: ``work(*job)`` in other processes, none begun after so many seconds.
+
+    With no processes the work is done here, one job after the other.
+    """
+    if not processes:
+        yield _one_by_one
+        return
     # Each process compiles by itself: the compiler's own pool in every one of them would be too many.
     before = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS")
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -57,6 +63,13 @@ def workers(processes: int) -> Iterator[Callable[[Work, Sequence[tuple[Any, ...]
             del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
         else:
             os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = before
+
+
+def _one_by_one(work: Work, jobs: Sequence[tuple[Any, ...]], seconds: float) -> Iterator[Done]:
+    end = time.monotonic() + seconds
+    for job in jobs:
+        if time.monotonic() < end:
+            yield Done(job, work(*job), None)
 
 
 @contextmanager

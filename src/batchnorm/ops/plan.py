@@ -70,6 +70,11 @@ def up(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def megabytes_of(g: Geometry, itemsize: int) -> float:
+    """Return a tensor's size."""
+    return g.rows * g.channels * itemsize / 1e6
+
+
 def power_up(n: int) -> int:
     """Return the least power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
@@ -130,7 +135,7 @@ def choose(geometry: Geometry, itemsize: int, backward: bool, residual: bool, pr
 
 def _way(g: Geometry, itemsize: int, backward: bool, residual: bool) -> Way | None:
     """Return how to hold a tensor of this size, or None where streaming is faster or all that is possible."""
-    megabytes = g.rows * g.channels * itemsize / 1e6
+    megabytes = megabytes_of(g, itemsize)
     if g.nhwc:
         if megabytes < 6:
             return Way(4, 32 if backward and megabytes > 3 else 16, 32 // itemsize)

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import nvrtc
 from .activation import NAMES
 from .geometry import Geometry, magic_of
-from .plan import AT_ONCE, up
+from .plan import AT_ONCE, megabytes_of, up
 
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDTH = 16  # bytes of a vector
@@ -112,15 +112,11 @@ def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processor
     return both._replace(added=True) if both is not None and both.fits(g, itemsize) else found
 
 
-def _megabytes(g: Geometry, itemsize: int) -> float:
-    return g.rows * g.channels * itemsize / 1e6
-
-
 def _of_planes(
     g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
 ) -> Residence | None:
     """Choose for a channels-first tensor."""
-    megabytes, channel = _megabytes(g, itemsize), g.rows * itemsize
+    megabytes, channel = megabytes_of(g, itemsize), g.rows * itemsize
     at_once = processors < g.channels <= 2 * processors  # by two programs on a multiprocessor, one part each
 
     def plan(threads: int, each: int, parts: int = 0) -> Residence:
@@ -164,7 +160,7 @@ def _of_woven(
         parts = max(1, processors * each // slices)
         return make(g, itemsize, tensors, processors, threads, each, lanes, parts)
 
-    if not backward and not residual and _megabytes(g, itemsize) >= 30:
+    if not backward and not residual and megabytes_of(g, itemsize) >= 30:
         return plan(384, 2)
     one, two = plan(512, 1), plan(256, 2)
     if one.parts == 1 and slices <= processors and one.fits(g, itemsize):
@@ -176,7 +172,7 @@ def _of_rows(
     g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
 ) -> Residence | None:
     """Choose for a channels-last tensor."""
-    megabytes, plain = _megabytes(g, itemsize), not backward and not residual
+    megabytes, plain = megabytes_of(g, itemsize), not backward and not residual
     least = (1 if residual else 3) if backward else (3 if residual else 6)
     if megabytes < least or megabytes > (250 if plain else 200):
         return None
@@ -196,13 +192,13 @@ def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
     """Say whether a tensor is one for vectors with values of two channels; with a residual both passes agree."""
     v = WIDTH // itemsize
     # The size first: of a tensor whose shape is not known yet the compiler has to know no more.
-    if _megabytes(g, itemsize) < 4 or g.nhwc or g.width < 2 * v or g.stride % v:
+    if megabytes_of(g, itemsize) < 4 or g.nhwc or g.width < 2 * v or g.stride % v:
         return False
     if woven_lanes(g, itemsize, residual) is None:
         return False
     alone = g.width % 2 == 1  # other kernels read value by value
     least = (4 if alone else 6) if residual else (4 if alone else 10) if backward else (10 if alone else 30)
-    return _megabytes(g, itemsize) >= least
+    return megabytes_of(g, itemsize) >= least
 
 
 def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:

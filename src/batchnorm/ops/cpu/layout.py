@@ -102,25 +102,14 @@ class Matrix(Layout):
         """Merge the moments of blocks of rows and of columns (Chan, Golub & LeVeque)."""
         # Several positions in a row make fewer and longer rows, which take fewer calls.
         wide = Matrix(_wide(x.numel() // self.channels, self.channels), self.channels, 1) if self.run == 1 else self
-        rows = wide.view(x)
-        if len(rows) <= ROWS and wide.run == 1:
-            # One block of equally many values in each column, as most have: fewer steps come to the same.
-            mean, var = (
-                v.numpy().reshape(-1, self.channels).astype(np.float64)
-                for v in torch.batch_norm_update_stats(rows, None, None, 0.0)
-            )
-            total = np.add.reduce(mean, 0) / wide.period
-            mean -= total
-            var += np.square(mean, out=mean)
-            return total, np.add.reduce(var, 0) / wide.period
-        blocks = rows.split(ROWS)
+        blocks = wide.view(x).split(ROWS)
         parts = [torch.batch_norm_update_stats(b, None, None, 0.0) for b in blocks]
         mean, var = wide._columns([p[0] for p in parts]), wide._columns([p[1] for p in parts])
-        if mean.size == self.channels:
-            return mean.reshape(-1), var.reshape(-1)
-        weight = np.array([len(b) * self.channels / x.numel() for b in blocks]).reshape(-1, 1, 1, 1)
-        total = (weight * mean).sum((0, 1, 3))
-        return total, (weight * (var + np.square(mean - total[:, None]))).sum((0, 1, 3))
+        weight = np.array([len(b) * self.channels / x.numel() for b in blocks])
+        total = np.einsum("b,bpcr->c", weight, mean)
+        mean -= total[:, None]
+        var += np.square(mean, out=mean)
+        return total, np.einsum("b,bpcr->c", weight, var)
 
     def reduce(self, g: Tensor, x: Tensor, mean: Vector, invstd: Vector) -> tuple[Vector, Vector]:
         """Add up by torch's kernel over blocks of rows, then over blocks and columns in float64."""

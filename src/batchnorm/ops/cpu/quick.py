@@ -24,7 +24,6 @@ from . import native, nonlinear, sums
 from .layout import Layout
 
 _f32 = torch.float32
-_kernel = torch.native_batch_norm
 
 LIMIT = native.CONDITION**2
 
@@ -67,10 +66,7 @@ def normalize_batch_(
             count[0] += moved
         return y
     before = bytes(means), bytes(variances)
-    if together is None:
-        y, mu, invstd = _kernel(x, gamma, beta, mean, var, True, factor, eps)
-    else:
-        y, mu, invstd = native.kernel(x, together, gamma, beta, mean, var, factor, eps)
+    y, mu, invstd = native.kernel(x, together, gamma, beta, mean, var, factor, eps)
     if activate is not None:
         # Before the look at the statistics: now the output is in the cache and torch's threads are awake.
         y = activate(y)

@@ -896,10 +896,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
             arrived<AHEAD>();                                                                                \
         }                                                                                                    \
         _Pragma("unroll") for (int b = 0; b < BATCH; ++b) {                                                  \
-            constexpr int first = J * BATCH;                                                                 \
-            if (first + b < K && first + b < kept)                                                           \
-                add(load_slot(slot_of(0, first + b)), load_slot(slot_of(1, first + b)), SIGNS ? signs[first + b] : 0, \
-                    streamed + first + b);                                                                   \
+            constexpr int k0 = J * BATCH;                                                                    \
+            if (k0 + b < K && k0 + b < kept)                                                                 \
+                add(load_slot(slot_of(0, k0 + b)), load_slot(slot_of(1, k0 + b)), SIGNS ? signs[k0 + b] : 0, \
+                    streamed + k0 + b);                                                                      \
         }                                                                                                    \
     }
         COUNT_BATCH(0) COUNT_BATCH(1) COUNT_BATCH(2) COUNT_BATCH(3)

@@ -36,18 +36,18 @@ def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
 
     Paper: Fig. 2; Sec. 3.3
     """
-    drawn = []
+    paths = []
     if any(one.run.group == "figures" for one in finished.values()):
-        drawn += [out / "fig2.png", out / "fig2.svg"]
-    for path in drawn:
+        paths += [out / "fig2.png", out / "fig2.svg"]
+    for path in paths:
         picture(partial(_figure2, finished), path)
     if unnormalized(finished):
-        drawn.append(out / "fig2-unnormalized.png")
-        picture(partial(_unnormalized, finished), drawn[-1])
+        paths.append(out / "fig2-unnormalized.png")
+        picture(partial(_unnormalized, finished), paths[-1])
     if any(one.run.group == "rates" for one in finished.values()):
-        drawn.append(out / "fig2-rates.png")
-        picture(partial(_rates, finished), drawn[-1])
-    return drawn
+        paths.append(out / "fig2-rates.png")
+        picture(partial(_rates, finished), paths[-1])
+    return paths
 
 
 def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
@@ -77,18 +77,26 @@ def _curves(axis: Any, finished: Mapping[str, Finished]) -> None:
     target = best(network_of(finished, "inception").curve)
     if target is not None:
         axis.axhline(target[1], color="#8b8a84", lw=0.5)
-    for variant, (tint, style, name) in LINES.items():
-        network = network_of(finished, variant)
-        if not network.curve:
-            continue
+    for name, (network, tint, style) in drawn(finished).items():
         _line(axis, network, name, tint, style)
         reached = None if target is None else steps_to(network.curve, target[1])
         if reached is not None:
             axis.plot(reached, dict(network.curve)[reached], "o", ms=4, color=tint)
+    _steps_and_percent(axis)
+
+
+def drawn(finished: Mapping[str, Finished]) -> dict[str, tuple[Seeds, str, Any]]:
+    """Return the networks of Figure 2 by name, with colour and line: the paper's, and the best unnormalized one.
+
+    Paper: Fig. 2
+    """
+    found: dict[str, tuple[Seeds, str, Any]] = {
+        name: (network_of(finished, variant), tint, style) for variant, (tint, style, name) in LINES.items()
+    }
     tuned = tuned_baseline(finished)
     if tuned is not None and tuned[0] != "inception":
-        _line(axis, tuned[1], show_name(tuned[0]), *TUNED)
-    _steps_and_percent(axis)
+        found[show_name(tuned[0])] = (tuned[1], *TUNED)
+    return {name: one for name, one in found.items() if one[0].curve}
 
 
 def _unnormalized(finished: Mapping[str, Finished], plt: Any) -> Any:

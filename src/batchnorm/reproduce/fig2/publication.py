@@ -16,8 +16,8 @@ from ..planned.files import Finished
 from ..planned.plan import Plan
 from .claims import verdicts
 from .curves import best, end_slope, network_of, times_fewer, tuned_baseline
-from .picture import LINES, pictures
-from .section import markdown, show_name
+from .picture import drawn, pictures
+from .section import markdown
 from .tables import PAPER, figure3, sections
 
 TITLE = "Figures 2 and 3: Inception and its batch-normalized variants"
@@ -84,15 +84,10 @@ def summary(plan: Plan, finished: Mapping[str, Finished]) -> dict[str, Any]:
 def _as_runs(finished: Mapping[str, Finished]) -> list[Run]:
     """Return what Figure 2 draws, each the mean over its seeds, as the page takes them."""
     runs = []
-    drawn = {name: network_of(finished, variant) for variant, (_, _, name) in LINES.items()}
-    tuned = tuned_baseline(finished)
-    if tuned is not None and tuned[0] != "inception":
-        drawn[show_name(tuned[0])] = tuned[1]
-    for name, network in drawn.items():
-        if network.curve:
-            first = network.runs[0]
-            config = {**asdict(first.run.recipe), "name": first.run.variant, "seed": f"{len(network.runs)} seeds"}
-            end = {"accuracy": {"folded": statistics.fmean(network.final)}} if network.final else {}
-            curves = {"val_top1": network.curve}
-            runs.append(Run(name, {**config, "environment": first.environment}, end, curves, [], []))
+    for name, (network, _, _) in drawn(finished).items():
+        first = network.runs[0]
+        config = {**asdict(first.run.recipe), "name": first.run.variant, "seed": f"{len(network.runs)} seeds"}
+        end = {"accuracy": {"folded": statistics.fmean(network.final)}} if network.final else {}
+        curves = {"val_top1": network.curve}
+        runs.append(Run(name, {**config, "environment": first.environment}, end, curves, [], []))
     return runs
