@@ -5,28 +5,36 @@ import json
 import pytest
 import torch
 
-from batchnorm.bench.kernels import earlier_rows, key_of, provenance, write
+from batchnorm import ops
+from batchnorm.bench.kernels import digest, earlier_rows, key_of, provenance, write
 from batchnorm.bench.layers import all_layers, short_list
+from batchnorm.ops import resident
 
 MACHINE = {"device": "some GPU", "torch": "2.11"}
 LAYER = short_list()[0]
 
 
-def row(kernels, layout="NHWC", op="BN+ReLU"):
+PROCESSORS = 132
+
+
+def row(channels_last, residual, kernels=None):
+    given = LAYER, channels_last, torch.bfloat16, residual
     us = {"batchnorm": [1.0, 2.0], "eager": [3.0, 4.0], "compile": [2.0, 3.0]}
-    form = {"layout": layout, "dtype": "bfloat16", "op": op, "megabytes": 51.0, "limit_us": [0.5, 1.0]}
-    return {**LAYER._asdict(), **form, "us": us, "kernels": kernels}
+    key = key_of(*given)
+    form = dict(zip(("layout", "dtype", "op"), key[-3:], strict=True))
+    return key, {
+        **LAYER._asdict(), **form, "megabytes": 51.0, "limit_us": [0.5, 1.0], "us": us,
+        "kernels": kernels or digest(*given, PROCESSORS),
+    }  # fmt: skip
 
 
 def test_rows_of_the_same_kernels_are_kept_by_what_they_measure(tmp_path):
     path = tmp_path / "results" / "kernels.json"
-    key = key_of(LAYER, True, torch.bfloat16, False)
-    other = key_of(LAYER, False, torch.bfloat16, True)
+    assert earlier_rows(path, MACHINE, PROCESSORS) == {}
+    (key, kept), (other, stale) = row(True, False), row(False, True, "of other kernels")
     assert len({key, other, key_of(LAYER, True, torch.float32, False)}) == 3
-    assert earlier_rows(path, MACHINE, "new") == {}
-    write({"hardware": MACHINE, "rows": {key: row("new"), other: row("old", "NCHW", "BN+add+ReLU")}}, path)
-    assert list(earlier_rows(path, MACHINE, "new")) == [key]
-    assert list(earlier_rows(path, MACHINE, "old")) == [other]
+    write({"hardware": MACHINE, "rows": {key: kept, other: stale}}, path)
+    assert earlier_rows(path, MACHINE, PROCESSORS) == {key: kept}
     report = json.loads(path.read_text())
     assert [entry["layers"] for entry in report["summary"]] == [1, 1]
     assert report["bars"]
@@ -36,20 +44,30 @@ def test_results_of_another_machine_are_not_overwritten(tmp_path):
     path = tmp_path / "kernels.json"
     write({"hardware": {"device": "another GPU"}, "rows": {}}, path)
     with pytest.raises(ValueError, match=r"another GPU.*give another --out"):
-        earlier_rows(path, MACHINE, "new")
+        earlier_rows(path, MACHINE, PROCESSORS)
 
 
-def test_provenance_knows_the_kernels(monkeypatch, tmp_path):
-    from batchnorm import ops
-
-    found = provenance("abc")
-    assert found["commit"] == "abc"
-    assert found == provenance("abc")
-    (tmp_path / "one.py").write_text("x = 1")
+def test_digest_knows_the_kernels_and_which_of_them_a_layer_gets(monkeypatch, tmp_path):
+    given = LAYER, True, torch.bfloat16, False, PROCESSORS
+    found = {digest(*given), digest(LAYER, False, *given[2:])}
+    digest.cache_clear()
+    assert digest(*given) in found
+    # Another rule, another choice.
+    monkeypatch.setattr(resident, "choose", lambda *_: None)
+    digest.cache_clear()
+    found.add(digest(*given))
+    # Other kernels.
+    for name in ("launch.py", "nvrtc.py", "kernels/one.cu"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
     monkeypatch.setattr(ops, "__file__", str(tmp_path / "__init__.py"))
-    first = provenance(None)["kernels"]
-    (tmp_path / "one.py").write_text("x = 2")
-    assert len({found["kernels"], first, provenance(None)["kernels"]}) == 3
+    for text in ("x", "y"):
+        (tmp_path / "kernels" / "one.cu").write_text(text)
+        digest.cache_clear()
+        found.add(digest(*given))
+    digest.cache_clear()
+    assert len(found) == 5
+    assert provenance("abc")["commit"] == "abc"
 
 
 def test_layers_are_distinct():

@@ -146,7 +146,8 @@ def _way(g: Geometry, itemsize: int, backward: bool, residual: bool) -> Way | No
     if residual and megabytes > 8 and values * itemsize == 16:
         return None
     if megabytes < 60 or g.rows * itemsize <= 512 * 1024:
-        small = megabytes < 3 if backward else megabytes < 10 or values == 1
+        alone = values > 1 and 2 * g.rows * itemsize <= 64 * 1024  # a program has a channel and waits for nobody
+        small = megabytes < (3 if not alone else 4 if residual else 5) if backward else megabytes < 10 or values == 1
         return Way(8, 64) if small else Way(4, 32)
     return None
 

@@ -132,9 +132,13 @@ def _of_planes(
         room = plan(512, 1).kept * 512 * WIDTH
         return plan(512, 1, max(up(channel, room), processors // g.channels))
     if backward:
-        if megabytes < 6 or megabytes > 250:
+        if megabytes < 6 or megabytes > 350:
             return None
-        return plan(512, 2) if megabytes >= 20 else plan(512, 1) if g.channels <= processors else plan(256, 2)
+        if megabytes > 250:
+            return plan(512, 2, up(channel, 100 * 1024)) if processors < g.channels < 2 * processors else None
+        if megabytes >= 20:
+            return plan(512, 2, 4 if processors <= g.channels + 4 and g.channels <= 1.5 * processors else 0)
+        return plan(512, 1) if g.channels <= processors else plan(256, 2)
     if megabytes < (6 if residual else 16) or megabytes > (200 if residual else 250):
         return None
     if residual and at_once and channel > 128 * 1024:
@@ -145,6 +149,8 @@ def _of_planes(
         return plan(256, 2)
     if at_once and channel <= 256 * 1024:
         return plan(512, 2)
+    if at_once and g.channels < 1.5 * processors:
+        return None  # in a second round most programs would have nothing to do
     return plan(512, 1, up(channel, 200 * 1024) if g.channels > processors and channel > 2**20 else 0)
 
 
@@ -179,6 +185,8 @@ def _of_rows(
     # Wide rows use all of memory's bursts, of narrow ones fewer programs meet; few threads should have nothing to do.
     narrow = megabytes < (30 if plain else 10 if backward and residual else 16)
     vectors = g.channels * itemsize // WIDTH
+    if megabytes > 50 and vectors % 8 and not plain:
+        return None
     widths = (4, 2) if narrow else (8, 4, 2)
     lanes = next((n for n in widths if vectors / (up(vectors, n) * n) > 0.85), 8 if vectors > 4 and not narrow else 4)
     threads, each = (512, 1) if not (plain and narrow) else (384, 2) if megabytes < 10 else (256, 2)
