@@ -14,13 +14,12 @@ from batchnorm.ops.cpu.layout import Matrix, Planes, layout_of
 EPS = 1e-3
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 
-# What bends the choice: (images of how many elements and matrices of how many rows torch's kernels take, from how many
-# elements on few channels are put apart for them, rows in one block of ours).
+# What bends the choice: (images of how many elements and matrices of how many rows torch's kernels take, rows in one
+# block of ours).
 STRATEGIES = {
-    "native": (1 << 30, 1 << 30, 8192),
-    "native, channels apart": (1 << 30, 0, 8192),
-    "passes": (0, 0, 8192),
-    "passes in blocks of 3 rows": (0, 0, 3),
+    "native": (1 << 30, 8192),
+    "passes": (0, 8192),
+    "passes in blocks of 3 rows": (0, 3),
 }
 
 
@@ -31,10 +30,9 @@ def strategy(request, monkeypatch):
 
 
 def choose(monkeypatch, name):
-    elements, apart, block = STRATEGIES[name]
-    for limit in ("ROWS", "IMAGE_ELEMENTS", "APART_MOST"):
+    elements, block = STRATEGIES[name]
+    for limit in ("ROWS", "IMAGE_ELEMENTS", "FEW_ELEMENTS"):
         monkeypatch.setattr(native, limit, elements)
-    monkeypatch.setattr(native, "APART_LEAST", apart)
     monkeypatch.setattr(layout, "ROWS", block)
     layout._wide.cache_clear()
 

@@ -1,4 +1,4 @@
-"""The layers' shortest way: the same as the general one where it is taken, nothing moved where it is not."""
+"""The layers' shortest way by torch's kernel: the same as the general one where it is taken, else nothing moved."""
 
 import copy
 import gc
@@ -13,10 +13,15 @@ from torch.utils.checkpoint import checkpoint
 from batchnorm import layers, ops
 from batchnorm.ops import Activation, Running, cpu
 from batchnorm.ops.activation import IDENTITY, NAMES
-from batchnorm.ops.cpu import nonlinear, quick
+from batchnorm.ops.cpu import compiled, nonlinear, quick
 
 LAST = torch.channels_last
 EPS = 1e-3
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch):
+    monkeypatch.setattr(compiled, "form_of", lambda *_: None)
 
 
 def new_running(channels):
@@ -37,10 +42,7 @@ TAKEN = {
     "sequence": lambda: torch.randn(4, 6, 9),
     "volume": lambda: torch.randn(2, 3, 4, 5, 6),
     "channels_last": lambda: torch.randn(4, 16, 7, 5).contiguous(memory_format=LAST),
-    "few channels in channels_last": lambda: torch.randn(20, 3, 12, 12).contiguous(memory_format=LAST),
-    "few channels in channels_last_3d": lambda: torch.randn(9, 4, 5, 8, 6).contiguous(
-        memory_format=torch.channels_last_3d
-    ),
+    "few channels in channels_last": lambda: torch.randn(10, 3, 12, 12).contiguous(memory_format=LAST),
     "wide, means of half a deviation: the sharper test": lambda: torch.randn(64, 512) + 0.5,
     "a mean of 60 deviations": lambda: torch.randn(64, 1) + 60,
     "zero variance in one feature": lambda: torch.cat([torch.full((8, 1), 0.5), torch.randn(8, 2)], 1),
@@ -171,8 +173,8 @@ def test_a_parameter_cut_after_the_first_batch_is_refused(name, length):
 
 CHECKPOINTED = {
     "small": lambda: torch.randn(8, 4, 5, 5),
-    "images, statistics by sums": lambda: torch.randn(8, 4, 64, 400),
-    "rows, statistics by sums": lambda: torch.randn(10, 16, 32, 32).contiguous(memory_format=LAST),
+    "images, another way": lambda: torch.randn(8, 4, 64, 400),
+    "rows, another way": lambda: torch.randn(10, 16, 32, 32).contiguous(memory_format=LAST),
     "bfloat16": lambda: torch.randn(8, 4, 5, 5).bfloat16(),
     "far from zero: another way after this one": lambda: torch.randn(8, 4, 5, 5) + 1e4,
     "large and far from zero": lambda: torch.randn(8, 4, 64, 400) + 1e4,
@@ -263,28 +265,6 @@ def test_large_half_precision_outputs_are_computed_again():
         gradients.append((leaf.grad, w.grad))
     for kept, again in zip(*gradients, strict=True):
         assert torch.equal(kept, again)
-
-
-@pytest.mark.parametrize("shape", [(20, 3, 12, 12), (9, 4, 5, 8, 6)])
-def test_channels_apart_have_exact_sums_of_gradients(shape):
-    # A kernel whose inputs lie in different orders would add bfloat16 numbers up in bfloat16.
-    form = LAST if len(shape) == 4 else torch.channels_last_3d
-    x = torch.randn(shape).bfloat16().contiguous(memory_format=form).requires_grad_()
-    dy = (1 + 0.1 * torch.randn(shape)).bfloat16().contiguous(memory_format=form)
-    beta = torch.zeros(shape[1], requires_grad=True)
-    run(x, new_running(shape[1]), gamma=torch.ones(shape[1]), beta=beta).backward(dy)
-    expected = dy.double().sum([0, *range(2, x.dim())])
-    torch.testing.assert_close(beta.grad.double(), expected, rtol=1e-5, atol=0)
-    assert x.grad.stride() == x.stride()
-
-
-def test_channels_apart_take_a_batch_of_gradients():
-    x = torch.randn(20, 3, 12, 12).contiguous(memory_format=LAST).requires_grad_()
-    y = run(x, new_running(3))
-    dys = torch.randn(2, *y.shape)
-    (both,) = torch.autograd.grad(y, x, dys, is_grads_batched=True, retain_graph=True)
-    for found, dy in zip(both, dys, strict=True):
-        torch.testing.assert_close(found, torch.autograd.grad(y, x, dy, retain_graph=True)[0])
 
 
 def test_few_channels_in_six_dimensions_stay_as_they_lie():

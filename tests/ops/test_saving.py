@@ -130,8 +130,9 @@ def test_calls_with_more_than_an_input(forward):
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["native", "passes"])
 def test_one_tensor_per_layer(shape):
     x = torch.randn(shape)
-    assert kept(chain(4), x, less=False) == pytest.approx(8, abs=0.1)
-    assert kept(chain(4), x, less=True) == pytest.approx(4, abs=0.1)
+    # And a few numbers a channel, which are not nothing beside the smaller tensor.
+    assert kept(chain(4), x, less=False) == pytest.approx(8, abs=0.2)
+    assert kept(chain(4), x, less=True) == pytest.approx(4, abs=0.2)
 
 
 def test_a_chain_of_residuals_keeps_one_tensor_per_layer():

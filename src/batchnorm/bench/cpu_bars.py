@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
-# What the ratios must stay below: on images in both layouts BN + ReLU beats two calls, and few channels win clearly; BN
-# alone is never much slower. Images have LEAST values or more. Smaller ones, vectors, sequences and volumes are shown
-# without a bar: where a whole pass takes some microseconds, what Python and the look at the statistics cost is as much
-# as a second call (docs/decisions.md).
+# What the ratios must stay below: BN + ReLU beats two calls in both layouts, and few channels in channels_last win
+# clearly; BN alone is never much slower.
 BARS = {"relu": 1.0, "none": 1.25, "few channels": 1 / 3}
 FEW = 8
-LEAST = 100_000
 
 
 class Bar(NamedTuple):
@@ -54,7 +50,7 @@ def bar_of(layout: str, shape: Sequence[int], activation: str) -> float:
     Beyond the paper: speed.
     """
     # One channel lies in memory as contiguous images do.
-    few = layout == "channels_last" and 1 < shape[1] < FEW and _is_image(shape)
+    few = layout == "channels_last" and 1 < shape[1] < FEW
     return BARS["few channels"] if few else BARS[activation]
 
 
@@ -65,7 +61,7 @@ def bars(rows: Iterable[dict[str, Any]]) -> list[Bar]:
     >>> row = {"level": "layers", "activation": "relu", "case": case, "ratios": {"relu": 0.9, "relu in place": 1.1}}
     >>> for bar in bars([row]):
     ...     print(bar.line())
-    layers: BN+ReLU over two calls, images, contiguous: worst 0.900 (images float32), to be below 1, 1 of 1 are: reached
+    layers: BN+ReLU over two calls, contiguous: worst 0.900 (images float32), to be below 1, 1 of 1 are: reached
     layers: BN+ReLU over BN and ReLU in place: worst 1.100 (images float32), 0 of 1 below 1
 
     Beyond the paper: speed.
@@ -75,22 +71,14 @@ def bars(rows: Iterable[dict[str, Any]]) -> list[Bar]:
     for level in dict.fromkeys(row["level"] for row in rows):
         here = [row for row in rows if row["level"] == level]
         relu, alone = ([row for row in here if row["activation"] == a] for a in ("relu", "none"))
-        images, others = (
-            [row for row in relu if _is_image(row["case"]["shape"]) == wanted] for wanted in (True, False)
-        )
         for layout in ("contiguous", "channels_last"):
-            wanted = [row for row in images if row["case"]["layout"] == layout]
-            found.append(_judged(level, f"BN+ReLU over two calls, images, {layout}", BARS["relu"], wanted))
-        found.append(_judged(level, "BN+ReLU over two calls, all else", None, others))
+            wanted = [row for row in relu if row["case"]["layout"] == layout]
+            found.append(_judged(level, f"BN+ReLU over two calls, {layout}", BARS["relu"], wanted))
         found.append(_judged(level, "BN alone over torch's", BARS["none"], alone))
         few = [row for row in here if _bar(row) == BARS["few channels"]]
         found.append(_judged(level, f"channels_last with fewer than {FEW} channels", BARS["few channels"], few))
         found.append(_judged(level, "BN+ReLU over BN and ReLU in place", None, relu, "relu in place"))
     return [bar for bar in found if bar is not None]
-
-
-def _is_image(shape: Sequence[int]) -> bool:
-    return len(shape) == 4 and prod(shape) >= LEAST
 
 
 def _bar(row: dict[str, Any]) -> float:

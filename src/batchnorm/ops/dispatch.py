@@ -207,6 +207,8 @@ def explain(
     path, reason = choose(call)
     if path == "cuda":
         reason = fused.describe(call.x, call.gamma, call.beta, call.residual, call.activation)
+    elif path == "cpu":
+        reason = cpu.describe()
     return Choice(path, reason)
 
 

@@ -3,20 +3,22 @@
 What there is to gain: a forward pass has to read x twice and write y, at the speed of memory. Torch's statistics of
 contiguous images are a scalar loop, far from it; in channels_last with few channels its vectors are as wide as there
 are channels. ReLU as a second call takes new memory forward and backward. And on a small batch all of this is less than
-what surrounds it: calls of operators, and of Python where the backward pass is Python's. Hence
+what surrounds it: calls of operators, and of Python. Hence
 
+compiled.py  layers in training: one call of kernel.c, where the machine has a C compiler.
+quick.py     the same by torch's kernel, for half precision and where there is none, with as little around the kernel as
+             there can be.
 native.py    torch's kernel and its derivative, for small batches, for channels_last with channels enough, and for half
              precision. The activation is applied in place.
-quick.py     the same for layers in training, with as little around the kernel as there can be;
-sums.py      there, large batches whose statistics torch computes slowly or without the digits.
 function.py  everything else: statistics by sums that run at the speed of memory, the transform, the activation in
              place, torch's kernel for the backward pass where it knows the layout.
 layout.py    what those passes are for planes, for rows, and for rows made of several positions where channels are few.
 
 ``batchnorm bench cpu`` measures all of it against torch; results/cpu.json holds the numbers.
 
-Neither way keeps its digits when the mean is many standard deviations from zero, for then a*x + b is a difference of
-large numbers. Both check this on the statistics, and such a batch is first shifted by its mean: BN(x) = BN(x - s).
+What torch's kernels compute does not keep its digits when the mean is many standard deviations from zero, for then
+a*x + b is a difference of large numbers. The last three check this on the statistics, and such a batch is first shifted
+by its mean: BN(x) = BN(x - s). The compiled kernel always shifts.
 """
 
 from __future__ import annotations
@@ -31,12 +33,19 @@ from .. import composite
 from ..activation import Activation
 from ..moments import Moments, statistics_dtype
 from ..saving import remember
-from . import native, nonlinear
+from . import compiled, native, nonlinear
 from .function import BatchNormFunction
 from .layout import layout_of
 from .quick import normalize_batch_
 
-__all__ = ["batch_norm", "normalize", "normalize_batch_"]
+__all__ = ["batch_norm", "describe", "normalize", "normalize_batch_"]
+
+
+def describe() -> str:
+    """Say what runs on a CPU tensor."""
+    missing = compiled.unavailable()
+    how = "a kernel compiled from kernel.c" if missing is None else f"torch's kernels, for {missing}"
+    return f"a CPU tensor; layers in training take {how}"
 
 
 def batch_norm(

@@ -17,8 +17,8 @@ CONDITION = 100.0
 # Up to here, per thread that has a channel to work on, one call of a slow kernel beats several calls of fast ones:
 # torch's loop over (N, C, L) is not vectorized.
 IMAGE_ELEMENTS = 200_000
-# Few channels that lie side by side are put apart for that loop, and together again after it; from here to there.
-APART_LEAST, APART_MOST = 8_000, 100_000
+# And here, where few channels lie side by side.
+FEW_ELEMENTS = 8_000
 
 
 def is_fast(x: Tensor) -> bool:
@@ -35,18 +35,10 @@ def is_fast(x: Tensor) -> bool:
     elif not x.movedim(1, -1).is_contiguous():
         return False
     elif channels < VECTOR:
-        return x.dim() > 3 and elements <= (APART_MOST if x.dim() < 6 else APART_LEAST)
+        return x.dim() > 3 and elements <= FEW_ELEMENTS
     # The kernel for channels that lie side by side is the fastest at any size, but it adds up the rows one after the
     # other in float32: where there are many they go in blocks.
     return half or elements <= ROWS * channels
-
-
-def together(x: Tensor) -> torch.memory_format | None:
-    """Return how an ``x`` that is_fast lies in memory where its few channels had better be apart; else None."""
-    few = x.shape[1] < VECTOR and x.dim() in (4, 5) and not x.is_contiguous()
-    if not few or not APART_LEAST <= x.numel() <= APART_MOST:
-        return None
-    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
 
 
 def batch_norm(
@@ -67,7 +59,7 @@ def batch_norm(
     # The kernel returns 1/sqrt(var + eps), which forgets a small variance. Its running average, started from 0 with
     # momentum (m-1)/m, is the biased variance itself; that of the mean has no use.
     var, unused = torch.zeros(channels, dtype=dtype), torch.zeros(channels, dtype=dtype)
-    y, mean, invstd = kernel(x, together(x), gamma, beta, unused, var, (m - 1) / m, eps)
+    y, mean, invstd = torch.native_batch_norm(x, gamma, beta, unused, var, True, (m - 1) / m, eps)
     ratio = mean.numpy() * invstd.numpy()
     if not ratio.dot(ratio) <= CONDITION**2:  # NaN is not
         return None
@@ -77,38 +69,6 @@ def batch_norm(
     if x.requires_grad and not constant_moments and torch.is_grad_enabled():
         mean, var = _DifferentiableMoments.apply(x, mean, var)  # type: ignore[no-untyped-call]
     return y, Moments(torch.full((), m, dtype=dtype), mean, var)
-
-
-def kernel(
-    x: Tensor,
-    form: torch.memory_format | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Call torch's kernel, on the channels apart where ``form`` says how they lie together."""
-    if form is None:
-        return torch.native_batch_norm(x, gamma, beta, running_mean, running_var, True, momentum, eps)
-    apart = x.contiguous()
-    y, mean, invstd = torch.native_batch_norm(apart, gamma, beta, running_mean, running_var, True, momentum, eps)
-    # Gradients go the same ways: to lie together does not undo itself, and the kernel is slow where its inputs differ.
-    if apart.requires_grad:
-        apart.register_hook(_put_together)
-    if y.requires_grad:
-        y.register_hook(_put_apart)
-    return y.contiguous(memory_format=form), mean, invstd
-
-
-def _put_together(dx: Tensor | None) -> Tensor | None:
-    # Not by a memory format, which torch.vmap does not know.
-    return None if dx is None else dx.movedim(1, -1).contiguous().movedim(-1, 1)
-
-
-def _put_apart(dy: Tensor | None) -> Tensor | None:
-    return None if dy is None else dy.contiguous()
 
 
 class _DifferentiableMoments(torch.autograd.Function):

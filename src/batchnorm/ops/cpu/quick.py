@@ -1,10 +1,11 @@
 """The shortest way from a batch to its normalized output and moved running averages, for the layers in training.
 
-On a small batch what stands around torch's kernel costs more than the kernel: every further function, of torch, numpy
-or Python, is code that the backward pass has pushed out of the cache. So this is one call of the kernel, which moves
-the running averages as well, and one look at the statistics it returns. Where they forbid it the averages are put back
-and the caller takes another way. Large batches have their statistics from sums.py, looked at before anything moves. No
-moments are returned: to make tensors of them would take as long again.
+Where kernel.c could be compiled and takes the batch, that is one call of it. Elsewhere it is a call of torch's kernel,
+which moves the running averages too, and a look at the statistics it returns: where they forbid it the averages are put
+back and the caller takes another way. On a small batch what stands around a kernel costs more than the kernel: every
+further function, of torch, numpy or Python, is code that the backward pass has pushed out of the cache. So nothing is
+asked twice of a layer's batches that are alike, and no moments are returned: to make tensors of them would take as long
+again.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..activation import Activation
 from ..context import is_plain, is_recomputation
 from ..running import Kept
 from ..saving import is_active, remember
-from . import native, nonlinear, sums
-from .layout import Layout
+from . import compiled, native, nonlinear
 
 _f32 = torch.float32
 
@@ -49,24 +49,23 @@ def normalize_batch_(
     if memory is None or memory.form != form or memory.addresses != addresses:
         if not _fits(x, gamma, beta, running):
             return None
-        layout = sums.fast_layout(x, activation)
-        if layout is None and not native.is_fast(x):
+        relu = activation.name == "relu"
+        kernel = compiled.form_of(x, relu)
+        if kernel is None and not native.is_fast(x):
             return None
-        activate = nonlinear.for_fresh(activation, x.numel(), x.dtype)
-        memory = _remember(form, addresses, running, layout, native.together(x), activate)
-    _, _, means, variances, count, layout, together, activate, _ = memory
+        within = kernel is not None and relu
+        activate = None if within else nonlinear.for_fresh(activation, x.numel(), x.dtype)
+        memory = _remember(form, addresses, running, kernel, activate)
+    _, _, means, variances, count, kernel, activate, _ = memory
+    if kernel is not None:
+        return _by_kernel(x, gamma, beta, addresses, momentum, eps, kernel, activate)
     factor = momentum if momentum is not None else 1 / (count[0] + 1)
     moved = 1
     if is_recomputation():
         # The same way again, for checkpointing counts what a pass saves; the averages have moved already.
         mean, var, moved = mean.clone(), var.clone(), 0
-    if layout is not None:
-        y = _by_sums(x, gamma, beta, mean, var, factor, eps, layout, activate is not None)
-        if y is not None:
-            count[0] += moved
-        return y
     before = bytes(means), bytes(variances)
-    y, mu, invstd = native.kernel(x, together, gamma, beta, mean, var, factor, eps)
+    y, mu, invstd = torch.native_batch_norm(x, gamma, beta, mean, var, True, factor, eps)
     if activate is not None:
         # Before the look at the statistics: now the output is in the cache and torch's threads are awake.
         y = activate(y)
@@ -78,43 +77,49 @@ def normalize_batch_(
         return None
     count[0] += moved
     if is_active():
-        remember(y, _again(eps, together, activate), x, gamma, beta)
+        remember(y, _again(eps, activate), x, gamma, beta)
     return y
 
 
-def _by_sums(
+def _by_kernel(
     x: Tensor,
     gamma: Tensor | None,
     beta: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    factor: float,
+    running: tuple[int, int, int],
+    momentum: float | None,
     eps: float,
-    layout: Layout,
-    relu: bool,
+    form: compiled.Form,
+    activate: Callable[[Tensor], Tensor] | None,
 ) -> Tensor | None:
-    found = sums.statistics(x, layout, eps)
-    if found is None:
+    if not (gamma is None or (gamma.is_contiguous() and type(gamma) in _PLAIN)):
         return None
-    y: Tensor = sums.KnownStatistics.apply(x, gamma, beta, found, eps, relu)  # type: ignore[no-untyped-call]
-    running_mean.lerp_(found.mean, factor)
-    running_var.lerp_(found.unbiased_var, factor)
+    if not (beta is None or (beta.is_contiguous() and type(beta) in _PLAIN)):
+        return None
+    # In a checkpoint's recomputation the averages have moved already.
+    y = compiled.normalize_batch_(x, gamma, beta, _NOWHERE if is_recomputation() else running, momentum, eps, form)
+    if y is None:
+        return None
+    y = y if activate is None else activate(y)
     if is_active():
 
         def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-            return sums.normalized(x, gamma, beta, found.mean, found.var, eps, relu)
+            y = compiled.normalize_batch_(x, gamma, beta, _NOWHERE, momentum, eps, form)
+            assert y is not None  # as it was not the first time
+            return y if activate is None else activate(y)
 
         remember(y, again, x, gamma, beta)
     return y
 
 
-def _again(
-    eps: float, together: torch.memory_format | None, activate: Callable[[Tensor], Tensor] | None
-) -> Callable[..., Tensor]:
+_NOWHERE = None, None, None
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
         # Without averages in float32 the kernel would round the statistics to half precision.
         mean, var = torch.zeros(2, x.shape[1]).unbind()
-        y, _, _ = native.kernel(x, together, gamma, beta, mean, var, 0.0, eps)
+        y, _, _ = torch.native_batch_norm(x, gamma, beta, mean, var, True, 0.0, eps)
         return y if activate is None else activate(y)
 
     return again
@@ -148,8 +153,7 @@ class _Memory(NamedTuple):
     mean: memoryview
     var: memoryview
     num_batches: memoryview
-    layout: Layout | None  # where statistics are by sums.py
-    together: torch.memory_format | None  # where channels are put apart for the kernel
+    kernel: compiled.Form | None  # where the compiled one takes it
     activate: Callable[[Tensor], Tensor] | None
     lifetime: weakref.ref[Tensor]
 
@@ -162,15 +166,14 @@ def _remember(
     form: tuple[object, ...],
     addresses: tuple[int, int, int],
     running: Kept,
-    layout: Layout | None,
-    together: torch.memory_format | None,
+    kernel: compiled.Form | None,
     activate: Callable[[Tensor], Tensor] | None,
 ) -> _Memory:
     mean, var, num_batches, _ = running
     key = id(mean)
     lifetime = weakref.ref(mean, lambda _: _memories.pop(key, None))
     views = _view(mean), _view(var), _view(num_batches)
-    _memories[key] = memory = _Memory(form, addresses, *views, layout, together, activate, lifetime)
+    _memories[key] = memory = _Memory(form, addresses, *views, kernel, activate, lifetime)
     return memory
 
 

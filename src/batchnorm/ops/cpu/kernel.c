@@ -1,0 +1,562 @@
+// Batch normalization of float32 in training, with or without ReLU, and its gradient: what compiled.py compiles.
+//
+// Memory is planes (n, channels, length), or rows (n, channels) where `length` is 0. A task is a group of neighbouring
+// channels, whose values stay in the cache between the passes, or a block of rows, whose sums are put together in a
+// fixed order. How many threads there are changes no bit.
+//
+// Statistics take two passes: a rough mean, then sums of d = x - rough and of d^2, which keep their digits however far
+// the mean is from zero. So does y = (x - center) * scale + offset: center is the mean in float32, and what it lacks of
+// the mean is part of the offset.
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef int64_t i64;
+
+typedef struct {
+    i64 n, channels, length, relu;
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned); // of the OpenMP library that torch uses
+    int (*thread)(void);
+} Form;
+
+typedef struct {
+    Form form;
+    const float *x, *dy, *gamma, *beta;
+    float *y, *dx, *dgamma, *dbeta;
+    float *kept;                   // center, scale, offset, 1/std, mean - center; each of all channels
+    double eps, *moments;          // mean and variance of each channel
+    i64 tasks, threads;
+    int bad;
+    i64 positions, block, width, pitch; // rows: of a channel's values side by side, rows and columns of a block
+    float *lines, *sums;           // rows: what the passes take, and what the blocks leave
+} Call;
+
+enum { CENTER, SCALE, OFFSET, SLOPE, LEVEL, LINES }; // z = (x - center) * scale + offset, dx = dz * scale + d * slope + level
+enum { INVSTD = SLOPE, LACK = LEVEL };               // what is kept beside a line
+
+enum {
+    RUN = 256,      // values of a group that lie side by side, at least
+    WIDTH = 1024,   // columns of a matrix, at most, where that can be chosen
+    NARROW = 64,    // and at least
+    APART = 80,     // between arrays that are read side by side, for those 4096 bytes apart get in each other's way
+    ADDED = 256,    // rows that are added up in float32; the rest is float64
+    BLOCK = 65536,  // values of a block of rows
+    PITCH = WIDTH + APART,
+};
+
+INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
+
+// ---- passes over a matrix: `rows` of `width` values, `stride` apart, and a number for each column ----
+
+INLINE void add(const float *restrict x, i64 rows, i64 stride, i64 width, float *restrict sum) {
+    i64 i = 0;
+    for (; i + 4 <= rows; i += 4, x += 4 * stride)
+        for (i64 j = 0; j < width; ++j)
+            sum[j] += (x[j] + x[stride + j]) + (x[2 * stride + j] + x[3 * stride + j]);
+    for (; i < rows; ++i, x += stride)
+        for (i64 j = 0; j < width; ++j) sum[j] += x[j];
+}
+
+INLINE void add_squares(
+    const float *restrict x, i64 rows, i64 stride, i64 width, const float *restrict rough, float *restrict first,
+    float *restrict second) {
+    i64 i = 0;
+    for (; i + 4 <= rows; i += 4, x += 4 * stride)
+        for (i64 j = 0; j < width; ++j) {
+            float a = x[j] - rough[j], b = x[stride + j] - rough[j];
+            float c = x[2 * stride + j] - rough[j], d = x[3 * stride + j] - rough[j];
+            first[j] += (a + b) + (c + d);
+            second[j] += (a * a + b * b) + (c * c + d * d);
+        }
+    for (; i < rows; ++i, x += stride)
+        for (i64 j = 0; j < width; ++j) {
+            float d = x[j] - rough[j];
+            first[j] += d;
+            second[j] += d * d;
+        }
+}
+
+INLINE void transform(
+    const float *restrict x, float *restrict y, i64 rows, i64 stride, i64 width, const float *restrict lines,
+    i64 pitch, int relu) {
+    const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
+    for (i64 i = 0; i < rows; ++i, x += stride, y += stride)
+        for (i64 j = 0; j < width; ++j) {
+            float z = (x[j] - center[j]) * scale[j] + offset[j];
+            y[j] = relu && z < 0 ? 0 : z;
+        }
+}
+
+INLINE float masked(float dy, float d, float scale, float offset, int relu) {
+    return !relu || d * scale + offset > 0 ? dy : 0;
+}
+
+INLINE void reduce(
+    const float *restrict x, const float *restrict dy, i64 rows, i64 stride, i64 width, const float *restrict lines,
+    i64 pitch, int relu, float *restrict first, float *restrict second) {
+    const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
+    i64 i = 0;
+    for (; i + 2 <= rows; i += 2, x += 2 * stride, dy += 2 * stride)
+        for (i64 j = 0; j < width; ++j) {
+            float a = x[j] - center[j], b = x[stride + j] - center[j];
+            float g = masked(dy[j], a, scale[j], offset[j], relu);
+            float h = masked(dy[stride + j], b, scale[j], offset[j], relu);
+            first[j] += g + h;
+            second[j] += g * a + h * b;
+        }
+    for (; i < rows; ++i, x += stride, dy += stride)
+        for (i64 j = 0; j < width; ++j) {
+            float d = x[j] - center[j], g = masked(dy[j], d, scale[j], offset[j], relu);
+            first[j] += g;
+            second[j] += g * d;
+        }
+}
+
+INLINE void differentiate(
+    const float *restrict x, const float *restrict dy, float *restrict dx, i64 rows, i64 stride, i64 width,
+    const float *restrict lines, i64 pitch, int relu) {
+    const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
+    const float *slope = lines + SLOPE * pitch, *level = lines + LEVEL * pitch;
+    for (i64 i = 0; i < rows; ++i, x += stride, dy += stride, dx += stride)
+        for (i64 j = 0; j < width; ++j) {
+            float d = x[j] - center[j], g = masked(dy[j], d, scale[j], offset[j], relu);
+            dx[j] = g * scale[j] + (d * slope[j] + level[j]);
+        }
+}
+
+// ---- the passes on a part of the call's tensors ----
+
+typedef struct {
+    i64 at, rows, stride, width;
+} Matrix;
+
+static void add_to(const Call *c, Matrix m, float *sum) { add(c->x + m.at, m.rows, m.stride, m.width, sum); }
+
+static void add_squares_to(const Call *c, Matrix m, const float *rough, float *first, float *second) {
+    add_squares(c->x + m.at, m.rows, m.stride, m.width, rough, first, second);
+}
+
+static void write_y(const Call *c, Matrix m, const float *lines, i64 pitch) {
+    if (c->form.relu)
+        transform(c->x + m.at, c->y + m.at, m.rows, m.stride, m.width, lines, pitch, 1);
+    else
+        transform(c->x + m.at, c->y + m.at, m.rows, m.stride, m.width, lines, pitch, 0);
+}
+
+static void reduce_to(const Call *c, Matrix m, const float *lines, i64 pitch, float *first, float *second) {
+    if (c->form.relu)
+        reduce(c->x + m.at, c->dy + m.at, m.rows, m.stride, m.width, lines, pitch, 1, first, second);
+    else
+        reduce(c->x + m.at, c->dy + m.at, m.rows, m.stride, m.width, lines, pitch, 0, first, second);
+}
+
+static void write_dx(const Call *c, Matrix m, const float *lines, i64 pitch) {
+    if (c->form.relu)
+        differentiate(c->x + m.at, c->dy + m.at, c->dx + m.at, m.rows, m.stride, m.width, lines, pitch, 1);
+    else
+        differentiate(c->x + m.at, c->dy + m.at, c->dx + m.at, m.rows, m.stride, m.width, lines, pitch, 0);
+}
+
+// ---- what a channel's sums come to ----
+
+static void keep(Call *c, i64 channel, double mean, double var) {
+    i64 all = c->form.channels;
+    double invstd = 1 / sqrt(var + c->eps), scale = invstd * (c->gamma ? c->gamma[channel] : 1);
+    float *kept = c->kept + channel, center = (float)mean;
+    kept[CENTER * all] = center;
+    kept[SCALE * all] = (float)scale;
+    kept[OFFSET * all] = (float)((c->beta ? c->beta[channel] : 0) - (mean - center) * scale);
+    kept[INVSTD * all] = (float)invstd;
+    kept[LACK * all] = (float)(mean - center);
+    c->moments[2 * channel] = mean;
+    c->moments[2 * channel + 1] = var;
+    if (!(fabs(mean) < 1e38 && var < 1e38)) c->bad = 1; // not finite, or nearly so
+}
+
+// Section 3's gradients from the sums of dz and of dz * (x - center).
+static void finish(Call *c, i64 channel, double m, double first, double second, float *slope, float *level) {
+    i64 all = c->form.channels;
+    const float *kept = c->kept + channel;
+    double scale = kept[SCALE * all], invstd = kept[INVSTD * all], lack = kept[LACK * all];
+    double dgamma = (second - lack * first) * invstd;
+    c->dgamma[channel] = (float)dgamma;
+    c->dbeta[channel] = (float)first;
+    *slope = (float)(-scale * invstd * dgamma / m);
+    *level = (float)(-scale * (first - lack * invstd * dgamma) / m);
+}
+
+// ---- tasks, and who does them ----
+
+typedef struct {
+    i64 from, to;
+} Range;
+
+// Each thread has tasks whose memory lies together, for side by side they would write to the same lines of the cache;
+// and the same ones in every pass, for its core's cache has them.
+static Range share(const Call *c) {
+    i64 thread = c->threads > 1 ? c->form.thread() : 0;
+    return (Range){c->tasks * thread / c->threads, c->tasks * (thread + 1) / c->threads};
+}
+
+static void run(Call *c, void (*work)(void *), i64 tasks, i64 threads) {
+    c->tasks = tasks;
+    c->threads = least(threads, tasks);
+    if (c->threads > 1)
+        c->form.parallel(work, c, (unsigned)c->threads, 0);
+    else
+        work(c);
+}
+
+// ---- planes: a group's values are matrices with columns of its channels ----
+
+// Planes up to WIDTH lie side by side in a row, one row an example; longer ones are cut into rows of RUN.
+typedef struct {
+    i64 from, here; // channels
+    i64 width, each; // columns, and how many of them a channel has
+    i64 pieces, matrices; // of a plane, of all
+} Group;
+
+static i64 channels_of_group(const Form *f) { return least(f->channels, 1 + (RUN - 1) / f->length); }
+
+static Group group_of(const Form *f, i64 task) {
+    i64 each = channels_of_group(f), from = task * each;
+    Group g = {.from = from, .here = least(each, f->channels - from), .each = f->length, .pieces = 1};
+    if (f->length > WIDTH) {
+        g.each = RUN;
+        g.pieces = (f->length / RUN + ADDED - 1) / ADDED + (f->length % RUN > 0);
+        g.matrices = f->n * g.pieces;
+    } else
+        g.matrices = (f->n + ADDED - 1) / ADDED;
+    g.width = g.here * g.each;
+    return g;
+}
+
+static Matrix matrix_of(const Form *f, const Group *g, i64 which) {
+    i64 example = which / g->pieces, piece = which % g->pieces, stride = f->channels * f->length;
+    if (f->length <= WIDTH) {
+        example *= ADDED;
+        return (Matrix){example * stride + g->from * f->length, least(ADDED, f->n - example), stride, g->width};
+    }
+    i64 at = example * stride + g->from * f->length + piece * ADDED * RUN, left = f->length / RUN - piece * ADDED;
+    if (left > 0) return (Matrix){at, least(ADDED, left), RUN, RUN};
+    return (Matrix){at + left * RUN, 1, RUN, f->length % RUN};
+}
+
+// Adds columns up to their channels' sums, every `stride`-th of `sums`, and clears them.
+static void fold(const Group *g, float *columns, double *sums, i64 stride) {
+    for (i64 k = 0; k < g->here; ++k) {
+        const float *v = columns + k * g->each;
+        double lanes[8] = {0}, rest = 0;
+        i64 j = 0;
+        for (; j + 8 <= g->each; j += 8)
+            for (int i = 0; i < 8; ++i) lanes[i] += v[j + i];
+        for (; j < g->each; ++j) rest += v[j];
+        for (int i = 0; i < 8; ++i) rest += lanes[i];
+        sums[k * stride] += rest;
+    }
+    memset(columns, 0, g->width * sizeof(float));
+}
+
+static void spread_to(const Group *g, float *columns, i64 channel, float value) {
+    for (i64 j = 0; j < g->each; ++j) columns[channel * g->each + j] = value;
+}
+
+static void planes_forward(void *given) {
+    Call *c = given;
+    const Form *f = &c->form;
+    double m = (double)f->n * (double)f->length;
+    Range mine = share(c);
+    for (i64 task = mine.from; task < mine.to; ++task) {
+        Group g = group_of(f, task);
+        float lines[3 * PITCH], *rough = lines, first[PITCH], second[PITCH];
+        double means[RUN], sums[RUN][2];
+        memset(means, 0, sizeof means);
+        memset(sums, 0, sizeof sums);
+        memset(first, 0, g.width * sizeof(float));
+        memset(second, 0, g.width * sizeof(float));
+        i64 added = 0;
+        for (i64 i = 0; i < g.matrices; ++i) {
+            Matrix part = matrix_of(f, &g, i);
+            add_to(c, part, first);
+            if ((added += part.rows) >= ADDED || i + 1 == g.matrices) fold(&g, first, means, 1), added = 0;
+        }
+        for (i64 k = 0; k < g.here; ++k) {
+            means[k] = (float)(means[k] / m);
+            spread_to(&g, rough, k, (float)means[k]);
+        }
+        for (i64 i = 0; i < g.matrices; ++i) {
+            Matrix part = matrix_of(f, &g, i);
+            add_squares_to(c, part, rough, first, second);
+            if ((added += part.rows) >= ADDED || i + 1 == g.matrices) {
+                fold(&g, first, &sums[0][0], 2);
+                fold(&g, second, &sums[0][1], 2);
+                added = 0;
+            }
+        }
+        for (i64 k = 0; k < g.here; ++k) {
+            double d = sums[k][0] / m;
+            keep(c, g.from + k, means[k] + d, fmax(sums[k][1] / m - d * d, 0));
+            for (int i = 0; i < 3; ++i) spread_to(&g, lines + i * PITCH, k, c->kept[i * f->channels + g.from + k]);
+        }
+        for (i64 i = 0; i < g.matrices; ++i) write_y(c, matrix_of(f, &g, i), lines, PITCH);
+    }
+}
+
+static void planes_backward(void *given) {
+    Call *c = given;
+    const Form *f = &c->form;
+    double m = (double)f->n * (double)f->length;
+    Range mine = share(c);
+    for (i64 task = mine.from; task < mine.to; ++task) {
+        Group g = group_of(f, task);
+        float lines[LINES * PITCH], first[PITCH], second[PITCH];
+        double sums[RUN][2];
+        memset(sums, 0, sizeof sums);
+        memset(first, 0, g.width * sizeof(float));
+        memset(second, 0, g.width * sizeof(float));
+        for (i64 k = 0; k < g.here; ++k)
+            for (int i = 0; i < 3; ++i) spread_to(&g, lines + i * PITCH, k, c->kept[i * f->channels + g.from + k]);
+        for (i64 i = 0, added = 0; i < g.matrices; ++i) {
+            Matrix part = matrix_of(f, &g, i);
+            reduce_to(c, part, lines, PITCH, first, second);
+            if ((added += part.rows) >= ADDED || i + 1 == g.matrices) {
+                fold(&g, first, &sums[0][0], 2);
+                fold(&g, second, &sums[0][1], 2);
+                added = 0;
+            }
+        }
+        for (i64 k = 0; k < g.here; ++k) {
+            float slope, level;
+            finish(c, g.from + k, m, sums[k][0], sums[k][1], &slope, &level);
+            spread_to(&g, lines + SLOPE * PITCH, k, slope);
+            spread_to(&g, lines + LEVEL * PITCH, k, level);
+        }
+        if (c->dx)
+            for (i64 i = 0; i < g.matrices; ++i) write_dx(c, matrix_of(f, &g, i), lines, PITCH);
+    }
+}
+
+// ---- rows: blocks of c->block rows of c->width columns, several positions side by side where channels are few ----
+
+typedef struct {
+    Matrix full, tail; // its rows, and what is left of one more
+    i64 positions;
+} Block;
+
+static Block block_of(const Call *c, i64 task) {
+    i64 each = c->block * c->positions, from = task * each, here = least(each, c->form.n - from);
+    i64 w = c->width, at = from * c->form.channels, rows = here / c->positions;
+    Matrix full = {at, rows, w, w}, tail = {at + rows * w, 1, w, here % c->positions * c->form.channels};
+    return (Block){full, tail, here};
+}
+
+// Adds the columns of further positions to those of the first.
+static void fold_positions(const Call *c, float *columns) {
+    i64 channels = c->form.channels;
+    for (i64 j = channels; j < c->width; j += channels)
+        for (i64 k = 0; k < channels; ++k) columns[k] += columns[j + k];
+}
+
+static void spread_positions(const Call *c, float *columns) {
+    i64 channels = c->form.channels;
+    for (i64 j = channels; j < c->width; j += channels) memcpy(columns + j, columns, channels * sizeof(float));
+}
+
+// Of all blocks: the rough mean of each channel, the sums of d and of d^2.
+static void rows_moments(void *given) {
+    Call *c = given;
+    i64 channels = c->form.channels, pitch = c->pitch;
+    float room[3 * PITCH];
+    Range mine = share(c);
+    for (i64 task = mine.from; task < mine.to; ++task) {
+        Block b = block_of(c, task);
+        float *out = c->sums + 3 * pitch * task, *rough = c->positions > 1 ? room : out;
+        float *first = rough + pitch, *second = first + pitch;
+        memset(rough, 0, 3 * pitch * sizeof(float));
+        add_to(c, b.full, rough);
+        add_to(c, b.tail, rough);
+        fold_positions(c, rough);
+        for (i64 k = 0; k < channels; ++k) rough[k] /= (float)b.positions;
+        spread_positions(c, rough);
+        add_squares_to(c, b.full, rough, first, second);
+        add_squares_to(c, b.tail, rough, first, second);
+        if (rough == out) continue;
+        fold_positions(c, first);
+        fold_positions(c, second);
+        for (int i = 0; i < 3; ++i) memcpy(out + i * pitch, rough + i * pitch, channels * sizeof(float));
+    }
+}
+
+// Back to front: what was read last is still in a cache.
+static void rows_transform(void *given) {
+    Call *c = given;
+    Range mine = share(c);
+    for (i64 task = mine.to - 1; task >= mine.from; --task) {
+        Block b = block_of(c, task);
+        write_y(c, b.full, c->lines, c->pitch);
+        write_y(c, b.tail, c->lines, c->pitch);
+    }
+}
+
+// Of all blocks: the sums of dz and of dz * d.
+static void rows_reduce(void *given) {
+    Call *c = given;
+    i64 channels = c->form.channels, pitch = c->pitch;
+    float room[2 * PITCH];
+    Range mine = share(c);
+    for (i64 task = mine.from; task < mine.to; ++task) {
+        Block b = block_of(c, task);
+        float *out = c->sums + 2 * pitch * task, *first = c->positions > 1 ? room : out, *second = first + pitch;
+        memset(first, 0, 2 * pitch * sizeof(float));
+        reduce_to(c, b.full, c->lines, pitch, first, second);
+        reduce_to(c, b.tail, c->lines, pitch, first, second);
+        if (first == out) continue;
+        fold_positions(c, first);
+        fold_positions(c, second);
+        for (int i = 0; i < 2; ++i) memcpy(out + i * pitch, first + i * pitch, channels * sizeof(float));
+    }
+}
+
+// Back to front too.
+static void rows_differentiate(void *given) {
+    Call *c = given;
+    Range mine = share(c);
+    for (i64 task = mine.to - 1; task >= mine.from; --task) {
+        Block b = block_of(c, task);
+        write_dx(c, b.full, c->lines, c->pitch);
+        write_dx(c, b.tail, c->lines, c->pitch);
+    }
+}
+
+// Chooses width and block; returns how many blocks there are.
+static i64 divide(Call *c) {
+    i64 channels = c->form.channels;
+    // Few channels: as many positions as make rows of whole vectors, long enough for loops and short enough for caches.
+    c->positions = 1;
+    while (channels < NARROW && (c->positions * channels < NARROW || c->positions * channels % 16)) ++c->positions;
+    c->width = c->positions * channels;
+    c->pitch = c->width + APART;
+    c->block = 1 + (BLOCK - 1) / c->width < 32 ? 32 : 1 + (BLOCK - 1) / c->width;
+    i64 each = c->block * c->positions;
+    return (c->form.n + each - 1) / each;
+}
+
+static void spread_lines(const Call *c) {
+    for (int i = 0; i < 3; ++i) {
+        float *columns = c->lines + i * c->pitch;
+        memcpy(columns, c->kept + i * c->form.channels, c->form.channels * sizeof(float));
+        spread_positions(c, columns);
+    }
+}
+
+static int rows_forward(Call *c, i64 threads) {
+    i64 channels = c->form.channels, blocks = divide(c);
+    c->lines = malloc(3 * (1 + blocks) * c->pitch * sizeof(float));
+    if (!c->lines) return -1;
+    c->sums = c->lines + 3 * c->pitch;
+    run(c, rows_moments, blocks, threads);
+    double *moments = c->moments, m = (double)c->form.n;
+    memset(moments, 0, 2 * channels * sizeof(double));
+    for (i64 b = 0; b < blocks; ++b) {
+        const float *rough = c->sums + 3 * c->pitch * b, *first = rough + c->pitch;
+        double count = (double)block_of(c, b).positions;
+        for (i64 k = 0; k < channels; ++k) moments[2 * k] += count * rough[k] + first[k];
+    }
+    for (i64 k = 0; k < channels; ++k) moments[2 * k] /= m;
+    for (i64 b = 0; b < blocks; ++b) {
+        const float *rough = c->sums + 3 * c->pitch * b, *first = rough + c->pitch, *second = first + c->pitch;
+        double count = (double)block_of(c, b).positions;
+        for (i64 k = 0; k < channels; ++k) {
+            double d = rough[k] - moments[2 * k]; // sum of (x - rough + d)^2
+            moments[2 * k + 1] += second[k] + d * (2 * (double)first[k] + count * d);
+        }
+    }
+    for (i64 k = 0; k < channels; ++k) keep(c, k, moments[2 * k], fmax(moments[2 * k + 1] / m, 0));
+    if (!c->bad) {
+        spread_lines(c);
+        run(c, rows_transform, blocks, threads);
+    }
+    free(c->lines);
+    return 0;
+}
+
+static int rows_backward(Call *c, i64 threads) {
+    i64 channels = c->form.channels, blocks = divide(c);
+    double *sums = calloc(2 * channels, sizeof(double));
+    c->lines = malloc((LINES + 2 * blocks) * c->pitch * sizeof(float));
+    if (sums && c->lines) {
+        c->sums = c->lines + LINES * c->pitch;
+        spread_lines(c);
+        run(c, rows_reduce, blocks, threads);
+        for (i64 b = 0; b < blocks; ++b) {
+            const float *first = c->sums + 2 * c->pitch * b, *second = first + c->pitch;
+            for (i64 k = 0; k < channels; ++k) {
+                sums[2 * k] += first[k];
+                sums[2 * k + 1] += second[k];
+            }
+        }
+        float *slope = c->lines + SLOPE * c->pitch, *level = c->lines + LEVEL * c->pitch;
+        for (i64 k = 0; k < channels; ++k)
+            finish(c, k, (double)c->form.n, sums[2 * k], sums[2 * k + 1], slope + k, level + k);
+        spread_positions(c, slope);
+        spread_positions(c, level);
+        if (c->dx) run(c, rows_differentiate, blocks, threads);
+    }
+    int failed = sums && c->lines ? 0 : -1;
+    free(sums);
+    free(c->lines);
+    return failed;
+}
+
+// ---- what Python calls ----
+
+// Many channels of few rows are groups of channels too, each a plane of one value.
+static Form form_of(const Form *given) {
+    Form f = *given;
+    if (!f.length && f.channels >= WIDTH && f.n <= 4096) f.length = 1;
+    return f;
+}
+
+static i64 groups_of(const Form *f) { return (f->channels + channels_of_group(f) - 1) / channels_of_group(f); }
+
+// Writes y and kept, and moves the running averages where there are any; a negative momentum is the average of all
+// batches. Returns 0; 1 where the moments are not finite, and -1 where there is no memory: then no average has moved.
+int forward(
+    const Form *form, i64 threads, double eps, double momentum, const float *x, const float *gamma, const float *beta,
+    float *running_mean, float *running_var, i64 *batches, float *y, float *kept) {
+    Call c = {.form = form_of(form), .x = x, .gamma = gamma, .beta = beta, .y = y, .kept = kept, .eps = eps};
+    i64 channels = form->channels;
+    c.moments = malloc(2 * channels * sizeof(double));
+    if (!c.moments) return -1;
+    int failed = 0;
+    if (c.form.length)
+        run(&c, planes_forward, groups_of(&c.form), threads);
+    else
+        failed = rows_forward(&c, threads);
+    if (!failed && !c.bad && running_mean) {
+        double m = (double)c.form.n * (double)(c.form.length ? c.form.length : 1);
+        double factor = momentum < 0 ? 1 / (double)(*batches + 1) : momentum;
+        for (i64 k = 0; k < channels; ++k) {
+            running_mean[k] += (float)(factor * (c.moments[2 * k] - running_mean[k]));
+            running_var[k] += (float)(factor * (c.moments[2 * k + 1] * (m / (m - 1)) - running_var[k]));
+        }
+        ++*batches;
+    }
+    free(c.moments);
+    return failed ? failed : c.bad;
+}
+
+// Writes dx, where it is not null, and the gradients of gamma and beta. Returns 0; -1 where there is no memory.
+int backward(
+    const Form *form, i64 threads, const float *x, const float *dy, const float *kept, float *dx, float *dgamma,
+    float *dbeta) {
+    Call c = {.form = form_of(form), .x = x, .dy = dy, .kept = (float *)kept, .dx = dx, .dgamma = dgamma};
+    c.dbeta = dbeta;
+    if (!c.form.length) return rows_backward(&c, threads);
+    run(&c, planes_backward, groups_of(&c.form), threads);
+    return 0;
+}

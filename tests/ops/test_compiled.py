@@ -1,0 +1,425 @@
+"""The compiled CPU kernel: the same as the oracle on every shape, whatever the threads, and nothing lost without it."""
+
+import copy
+import ctypes
+from contextlib import nullcontext
+from math import prod
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import assert_near, expect
+from torch.utils.checkpoint import checkpoint
+
+from batchnorm import layers, ops
+from batchnorm.ops import Activation, Running, cpu
+from batchnorm.ops.activation import IDENTITY, NAMES
+from batchnorm.ops.cpu import compiled
+
+LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
+EPS = 1e-3
+RELU = Activation("relu")
+
+pytestmark = pytest.mark.skipif(compiled.kernels() is None, reason=f"no compiled kernel: {compiled.unavailable()}")
+
+
+def last(x):
+    return x.contiguous(memory_format=LAST if x.dim() == 4 else LAST_3D)
+
+
+SHAPES = {
+    "vectors": lambda: torch.randn(60, 100),
+    "two vectors": lambda: torch.randn(2, 5) * 3,
+    "one feature": lambda: torch.randn(300, 1),
+    "many rows": lambda: torch.randn(3000, 70),
+    "many features of few rows": lambda: torch.randn(300, 1025),
+    "many features of many rows": lambda: torch.randn(4097, 1024),
+    "images": lambda: torch.randn(4, 6, 8, 8),
+    "images, more than are added up at a time": lambda: torch.randn(515, 3, 5, 7),
+    "images of one row at most": lambda: torch.randn(3, 2, 32, 32),
+    "images of several rows and a rest": lambda: torch.randn(3, 5, 33, 41),
+    "images of several rows and no rest": lambda: torch.randn(3, 5, 32, 40),
+    "one example, more than is added up at a time": lambda: torch.randn(1, 2, 300, 300),
+    "late images": lambda: torch.randn(8, 40, 7, 7),
+    "sequences": lambda: torch.randn(3, 5, 40),
+    "volumes": lambda: torch.randn(2, 3, 4, 5, 6),
+    "one channel": lambda: torch.randn(4, 1, 30, 30),
+    "channels_last": lambda: last(torch.randn(4, 16, 6, 6)),
+    "channels_last, an odd number of channels": lambda: last(torch.randn(4, 67, 3, 5)),
+    "channels_last, few channels and a rest": lambda: last(torch.randn(7, 3, 11, 13)),
+    "channels_last, fewer values than a row": lambda: last(torch.randn(1, 7, 2, 2)),
+    "channels_last, several blocks and a rest": lambda: last(torch.randn(3, 3, 161, 163)),
+    "volumes, channels_last": lambda: last(torch.randn(2, 16, 3, 4, 5)),
+    "a mean of 3 deviations": lambda: torch.randn(4, 6, 8, 8) + 3,
+    "zero variance in one channel": lambda: torch.randn(4, 2, 8, 8) * torch.tensor([0.0, 1.0]).view(2, 1, 1),
+    "values of 1e15": lambda: torch.randn(4, 6, 8, 8) * 1e15,
+}
+
+
+def new_running(channels):
+    return Running(torch.randn(channels), torch.rand(channels) + 0.5, torch.tensor(3), torch.tensor(0))
+
+
+def copy_of(running):
+    return Running(*(v.clone() for v in running))
+
+
+def run(x, running, momentum=0.1, activation=IDENTITY, gamma=None, beta=None):
+    assert compiled.form_of(x, activation.name == "relu") is not None
+    y = cpu.normalize_batch_(x, gamma, beta, running, momentum, EPS, activation)
+    if y is not None and y.requires_grad and activation.name in ("identity", "relu"):
+        assert type(y.grad_fn).__name__ == "NormalizeBackward"
+    return y
+
+
+def compare(x, activation=IDENTITY, momentum=0.1):
+    x = x.requires_grad_()
+    gamma, beta = ((torch.rand(x.shape[1]) + 0.5).requires_grad_() for _ in range(2))
+    dy, running = torch.randn_like(x), new_running(x.shape[1])
+    want_running = copy_of(running)
+    want = expect(x, gamma, beta, EPS, dy, activation)
+    ops.batch_norm_(x.detach(), gamma, beta, want_running, momentum, EPS, activation=activation)
+
+    y = run(x, running, momentum, activation, gamma, beta)
+    y.backward(dy, retain_graph=True)
+    first, x.grad, gamma.grad, beta.grad = x.grad, None, None, None
+    y.backward(dy)
+    assert torch.equal(first, x.grad)
+    assert y.stride() == x.stride() == x.grad.stride()
+    assert_near(y, want.y, x.dtype, "y")
+    assert_near(x.grad, want.dx, x.dtype, "dx", top=want.dx_terms)
+    assert_near(gamma.grad, want.dgamma, x.dtype, "dgamma", top=want.sum_terms)
+    assert_near(beta.grad, want.dbeta, x.dtype, "dbeta", top=want.sum_terms)
+    for found, expected in zip(running, want_running, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * max(1, float(x.detach().abs().max())))
+
+
+@pytest.mark.parametrize("activation", [IDENTITY, RELU], ids=lambda a: a.name)
+@pytest.mark.parametrize("name", SHAPES)
+def test_output_gradients_and_averages(name, activation):
+    compare(SHAPES[name](), activation)
+
+
+@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("name", ["vectors", "channels_last"])
+def test_activation(name, activation):
+    compare(SHAPES[name](), Activation(activation))
+
+
+@pytest.mark.parametrize("momentum", [1.0, 0.0, None])
+@pytest.mark.parametrize("name", ["images", "channels_last"])
+def test_momentum(name, momentum):
+    compare(SHAPES[name](), momentum=momentum)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 40),
+    channels=st.integers(1, 300),
+    size=st.lists(st.integers(1, 40), max_size=3),
+    channels_last=st.booleans(),
+    mean=st.sampled_from([0.0, 5.0, -300.0]),
+    activation=st.sampled_from([IDENTITY, RELU]),
+    seed=st.integers(0, 2**16),
+)
+def test_any_shape(n, channels, size, channels_last, mean, activation, seed):
+    while n * channels * prod(size) > 300_000:
+        n, channels, size = 1 + n // 2, 1 + channels // 2, [1 + s // 2 for s in size]
+    if n * prod(size) < 2:
+        n = 2
+    torch.manual_seed(seed)
+    x = torch.randn(n, *size, channels).movedim(-1, 1) if channels_last else torch.randn(n, channels, *size)
+    compare(x + mean, activation)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_threads_change_no_bit(name):
+    x = SHAPES[name]()
+    form = compiled.form_of(x, True)
+    gamma, beta, dy = torch.rand(x.shape[1]), torch.rand(x.shape[1]), torch.randn_like(x)
+    found = []
+    for threads in (1, 2, 3, 5):
+        out = call(form, threads, x, gamma, beta, dy)
+        found.append([bytes(t.view(torch.uint8).numpy()) for t in out])
+    assert all(bits == found[0] for bits in found)
+
+
+def call(form, threads, x, gamma, beta, dy):
+    """Call the kernels with outputs that have room around them, which must stay as it was."""
+    around, kernels, channels = 64, compiled.kernels(), x.shape[1]
+    sizes = [x.numel(), compiled.ROWS_KEPT * channels, x.numel(), channels, channels]
+    memory = [torch.full((size + 2 * around,), torch.nan) for size in sizes]
+    y, kept, dx, dgamma, dbeta = (m.data_ptr() + 4 * around for m in memory)
+    inputs = x.data_ptr(), gamma.data_ptr(), beta.data_ptr()
+    assert not kernels.forward(ctypes.addressof(form), threads, EPS, 0.1, *inputs, None, None, None, y, kept)
+    assert not kernels.backward(ctypes.addressof(form), threads, x.data_ptr(), dy.data_ptr(), kept, dx, dgamma, dbeta)
+    for m in memory:
+        assert m[:around].isnan().all()
+        assert m[-around:].isnan().all()
+        assert not m[around:-around].isnan().any()
+    return memory
+
+
+@pytest.mark.parametrize("name", ["images", "channels_last"])
+@pytest.mark.parametrize("activation", [IDENTITY, RELU], ids=lambda a: a.name)
+def test_gradients_that_lie_otherwise_in_memory(name, activation):
+    x = SHAPES[name]().requires_grad_()
+    ones, zeros = torch.ones(x.shape[1]), torch.zeros(x.shape[1])
+    for dy in (torch.randn(1, 1, 1, 1).expand(x.shape), torch.randn(x.shape[::-1]).permute(3, 2, 1, 0)):
+        want = expect(x, ones, zeros, EPS, dy, activation)
+        (dx,) = torch.autograd.grad(run(x, new_running(x.shape[1]), activation=activation), x, dy)
+        assert_near(dx, want.dx, x.dtype, "dx", top=want.dx_terms)
+
+
+@pytest.mark.parametrize("name", ["images", "channels_last"])
+def test_only_what_is_wanted_gets_a_gradient(name):
+    x = SHAPES[name]()
+    gamma, beta = torch.ones(x.shape[1]), torch.zeros(x.shape[1], requires_grad=True)
+    y = run(x, new_running(x.shape[1]), gamma=gamma, beta=beta)
+    y.sum().backward()
+    torch.testing.assert_close(beta.grad, torch.full_like(beta, x.numel() // x.shape[1]))
+    assert gamma.grad is None
+    with torch.no_grad():
+        assert not run(x, new_running(x.shape[1]), gamma=gamma, beta=beta).requires_grad
+
+
+def test_parameters_with_gaps_between_them():
+    x = torch.randn(20, 6)
+    wide = torch.rand(2, 12, requires_grad=True)
+    gamma, beta = wide[:, ::2]
+    want = expect(x, gamma, beta, EPS, torch.ones_like(x)).y
+    layer = layers.BatchNorm1d(6, eps=EPS)
+    layer.weight.data, layer.bias.data = gamma.data, beta.data
+    assert_near(layer(x), want, torch.float32)
+
+
+def test_the_backward_pass_keeps_x_and_five_numbers_a_channel():
+    x = torch.randn(32, 6, 8, 8, requires_grad=True)
+    kept = []
+    layer = layers.BatchNorm2d(6, activation="relu")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = layer(x)
+    assert sum(t.numel() for t in kept) == x.numel() + layer.weight.numel() + 5 * 6
+    with torch.no_grad():
+        y.zero_()  # nobody needs it
+    y.backward(torch.ones_like(y))
+
+
+@pytest.mark.parametrize("name", ["images", "channels_last"])
+@pytest.mark.parametrize("activation", [IDENTITY, RELU], ids=lambda a: a.name)
+def test_second_derivatives_are_torchs(name, activation):
+    def ours(x, gamma, beta):
+        return run(x, new_running(x.shape[1]), activation=activation, gamma=gamma, beta=beta)
+
+    def torchs(x, gamma, beta):
+        y = F.batch_norm(x, None, None, gamma, beta, training=True, eps=EPS)
+        return F.relu(y) if activation is RELU else y
+
+    leaf, dy = SHAPES[name](), torch.randn_like(SHAPES[name]())
+    found = []
+    for forward in (ours, torchs):
+        torch.manual_seed(0)
+        x, d = leaf.clone().requires_grad_(), dy.clone().requires_grad_()
+        gamma, beta = (torch.rand(x.shape[1]).add(0.5).requires_grad_() for _ in range(2))
+        first = torch.autograd.grad(forward(x, gamma, beta), (x, gamma, beta), d, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), (x, gamma, d))
+        found.append((*first, *second))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(b.detach().abs().max()))
+
+
+@pytest.mark.parametrize("activation", [IDENTITY, RELU], ids=lambda a: a.name)
+def test_a_batch_of_gradients(activation):
+    x = last(torch.randn(20, 3, 12, 12)).requires_grad_()
+    gamma = torch.rand(3, requires_grad=True)
+    y = run(x, new_running(3), activation=activation, gamma=gamma)
+    dys = torch.randn(2, *y.shape)
+    both = torch.autograd.grad(y, (x, gamma), dys, is_grads_batched=True, retain_graph=True)
+    for i, dy in enumerate(dys):
+        for found, want in zip(both, torch.autograd.grad(y, (x, gamma), dy, retain_graph=True), strict=True):
+            torch.testing.assert_close(found[i], want, rtol=1e-4, atol=1e-4)
+
+
+def with_value(value):
+    return torch.randn(4, 6, 8, 8).index_put(tuple(torch.tensor(i) for i in (1, 2, 3, 4)), torch.tensor(value))
+
+
+LEFT = {
+    "NaN": lambda: with_value(torch.nan),
+    "inf": lambda: with_value(torch.inf),
+    "-inf": lambda: with_value(-torch.inf),
+    "a variance beyond float32, of mean 0": lambda: torch.tensor([1e25, -1e25]).repeat(4, 6, 8, 4),
+    "NaN in channels_last": lambda: last(torch.randn(4, 16, 6, 6) / torch.zeros(6)),
+    "inf in channels_last": lambda: last(with_value(torch.inf)),
+    "NaN in a vector": lambda: torch.randn(8, 3).index_put((torch.tensor(2), torch.tensor(1)), torch.tensor(torch.nan)),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_batch_that_is_not_finite_is_skipped_and_counted(name):
+    x = LEFT[name]()
+    running = new_running(x.shape[1])
+    before = copy_of(running)
+    assert run(x, running) is None
+    assert all(torch.equal(a, b) for a, b in zip(running, before, strict=True))
+    layer = (layers.BatchNorm2d if x.dim() == 4 else layers.BatchNorm1d)(x.shape[1])
+    layer(torch.randn_like(x))
+    before = layer.running_mean.clone(), layer.running_var.clone()
+    layer(x)
+    assert torch.equal(layer.running_mean, before[0])
+    assert torch.equal(layer.running_var, before[1])
+    assert (layer.num_batches_tracked, layer.num_batches_skipped) == (1, 1)
+
+
+FAR = {
+    "vectors": lambda: torch.randn(64, 16),
+    "images": lambda: torch.randn(8, 16, 6, 6),
+    "large images": lambda: torch.randn(8, 3, 100, 110),
+    "channels_last": lambda: last(torch.randn(8, 16, 6, 6)),
+    "few channels in channels_last": lambda: last(torch.randn(8, 3, 100, 110)),
+}
+
+
+@pytest.mark.parametrize(("mean", "bound"), [(1e6, 1e-3), (1e4, 1e-4)])
+@pytest.mark.parametrize("name", FAR)
+def test_accurate_far_from_zero(name, mean, bound):
+    x = (FAR[name]() + mean).requires_grad_()
+    channels, dy = x.shape[1], torch.randn_like(x)
+    gamma, beta = torch.ones(channels, requires_grad=True), torch.zeros(channels, requires_grad=True)
+    want = expect(x, gamma, beta, EPS, dy)
+    y = run(x, new_running(channels), gamma=gamma, beta=beta)
+    y.backward(dy)
+    assert float((y.detach() - want.y).abs().max()) < bound
+    assert float((x.grad - want.dx).abs().max()) < bound * float(want.dx.abs().max())
+    assert float((gamma.grad - want.dgamma).abs().max()) < bound * float(want.sum_terms)
+
+
+def test_one_value_far_from_the_others():
+    x = torch.randn(64, 6, 8, 8)
+    x[0, :, 0, 0] = 1e6
+    compare(x)
+
+
+@pytest.mark.parametrize("name", ["vectors", "images", "channels_last"])
+@pytest.mark.parametrize("activation", [IDENTITY, RELU, Activation("silu")], ids=lambda a: a.name)
+def test_outputs_are_computed_again(name, activation):
+    x = SHAPES[name]()
+    weight, running = torch.randn(1, x.shape[1], *[1] * (x.dim() - 2)), new_running(x.shape[1])
+    gradients = []
+    for context in (nullcontext, ops.recompute):
+        leaf, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        kept = copy_of(running)
+        with context():
+            loss = (run(leaf, kept, activation=activation) * w).sum()
+        loss.backward()
+        gradients.append((leaf.grad, w.grad, *kept))
+    for plain, again in zip(*gradients, strict=True):
+        assert torch.equal(plain, again)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["images", "channels_last"])
+def test_computed_again_in_a_checkpoint(name, reentrant):
+    x = SHAPES[name]().requires_grad_()
+    plain = layers.BatchNorm2d(x.shape[1], activation="relu")
+    layer, dy = copy.deepcopy(plain), torch.randn_like(x)
+    expected = torch.autograd.grad(plain(x), [x, plain.weight], dy)
+    checkpoint(layer, x, use_reentrant=reentrant).backward(dy)
+    for found, want in zip((x.grad, layer.weight.grad), expected, strict=True):
+        assert torch.equal(found, want)
+    for found, want in zip(layer.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(found, want)
+
+
+def test_other_batches_are_left_to_others():
+    for x in (
+        torch.randn(4, 6, 8, 8).double(),
+        torch.randn(4, 6, 8, 8).bfloat16(),
+        torch.randn(4, 6, 8, 16)[..., ::2],
+        torch.randn(1, 6),
+        torch.randn(0, 6),
+        torch.randn(4, 0),
+        torch.randn(6),
+    ):
+        assert compiled.form_of(x, True) is None
+
+
+class TestCompiler:
+    """Where there is no compiler, or no place for what it makes."""
+
+    @pytest.fixture(autouse=True)
+    def anew(self, monkeypatch, tmp_path):
+        compiled.kernels.cache_clear()
+        compiled._load.cache_clear()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setenv("CC", "cc")
+        yield
+        compiled.kernels.cache_clear()
+        compiled._load.cache_clear()
+
+    def check_another_way(self):
+        assert compiled.kernels() is None
+        layer, x = layers.BatchNorm2d(3, activation="relu"), torch.randn(4, 3, 5, 5, requires_grad=True)
+        y = layer(x)
+        assert_near(y, expect(x, layer.weight, layer.bias, 1e-5, torch.ones_like(x), RELU).y, torch.float32)
+        y.sum().backward()
+        assert layer.num_batches_tracked == 1
+
+    def test_it_is_asked_once_for_all_processes(self, monkeypatch, tmp_path):
+        assert compiled.unavailable() is None
+        assert "compiled from kernel.c" in ops.explain(torch.randn(8, 3)).reason
+        (file,) = (tmp_path / "cache" / "batchnorm").iterdir()
+        assert oct(file.parent.stat().st_mode)[-3:] == "700"
+        compiled.kernels.cache_clear()
+        compiled._load.cache_clear()
+        monkeypatch.setattr(compiled.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+        assert compiled.unavailable() is None
+
+    def test_other_flags_are_another_file(self, monkeypatch, tmp_path):
+        compiled.unavailable()
+        compiled._load.cache_clear()
+        monkeypatch.setattr(compiled, "_processor", lambda: "another")
+        assert compiled.unavailable() is None
+        assert len(list((tmp_path / "cache" / "batchnorm").iterdir())) == 2
+
+    def test_no_compiler(self, monkeypatch):
+        monkeypatch.setenv("CC", "no-such-compiler")
+        assert "no C compiler" in compiled.unavailable()
+        assert "torch's kernels, for there is no C compiler" in ops.explain(torch.randn(8, 3)).reason
+        self.check_another_way()
+
+    def test_a_compiler_that_fails(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("CC", "cc -no-such-option")
+        assert "no-such-option" in compiled.unavailable()
+        self.check_another_way()
+        assert not list((tmp_path / "cache" / "batchnorm").iterdir())
+
+    def test_switched_off(self, monkeypatch):
+        monkeypatch.setenv("BATCHNORM_COMPILE", "0")
+        assert "BATCHNORM_COMPILE=0" in compiled.unavailable()
+        self.check_another_way()
+
+    def test_a_cache_that_cannot_be_written(self, monkeypatch, tmp_path):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        assert compiled.unavailable() is None
+        compare(torch.randn(4, 6, 8, 8))
+
+    def test_a_file_that_is_no_library(self, monkeypatch, tmp_path):
+        compiled.unavailable()
+        (file,) = (tmp_path / "cache" / "batchnorm").iterdir()
+        (tmp_path / "other" / "batchnorm").mkdir(parents=True)
+        (tmp_path / "other" / "batchnorm" / file.name).write_text("no library")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+        compiled.kernels.cache_clear()
+        compiled._load.cache_clear()
+        assert compiled.unavailable() is None  # compiled elsewhere
+        compare(torch.randn(4, 6, 8, 8))
+
+    def test_without_threads(self, monkeypatch):
+        monkeypatch.setattr(compiled, "_openmp", lambda: (None, None))
+        x = torch.randn(8, 6, 64, 64)
+        assert compiled.form_of(x, False).threads == 1
+        compare(x)
