@@ -27,25 +27,25 @@ typedef struct {
     Form form;
     const float *x, *dy, *gamma, *beta;
     float *y, *dx, *dgamma, *dbeta;
-    float *kept;                   // center, scale, offset, 1/std, mean - center; each of all channels
-    double eps, *moments;          // mean and variance of each channel
+    float *kept;             // center, scale, offset, 1/std, mean - center; each of all channels
+    double eps, *mean, *var; // of each channel
     i64 tasks, threads;
     int bad;
-    i64 positions, block, width, pitch; // rows: of a channel's values side by side, rows and columns of a block
-    float *lines, *sums;           // rows: what the passes take, and what the blocks leave
+    i64 positions, block, width; // rows: positions side by side in a row, rows of a block, columns
+    float *lines, *sums;         // rows: what the passes take, and what the blocks leave
 } Call;
 
-enum { CENTER, SCALE, OFFSET, SLOPE, LEVEL, LINES }; // z = (x - center) * scale + offset, dx = dz * scale + d * slope + level
-enum { INVSTD = SLOPE, LACK = LEVEL };               // what is kept beside a line
+// z = (x - center) * scale + offset, and dx = dz * scale + (x - center) * slope + level.
+enum { CENTER, SCALE, OFFSET, SLOPE, LEVEL, LINES };
+// What is kept in the place of the last two.
+enum { INVSTD = SLOPE, LACK = LEVEL };
 
 enum {
-    RUN = 256,      // values of a group that lie side by side, at least
-    WIDTH = 1024,   // columns of a matrix, at most, where that can be chosen
-    NARROW = 64,    // and at least
-    APART = 80,     // between arrays that are read side by side, for those 4096 bytes apart get in each other's way
-    ADDED = 256,    // rows that are added up in float32; the rest is float64
-    BLOCK = 65536,  // values of a block of rows
-    PITCH = WIDTH + APART,
+    RUN = 256,     // values of a group that lie side by side, at least
+    WIDTH = 1024,  // columns of a matrix, at most, where that can be chosen
+    NARROW = 64,   // and at least
+    ADDED = 256,   // rows of planes that are added up in float32; the rest is float64
+    BLOCK = 65536, // values of a block of rows
 };
 
 INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
@@ -172,9 +172,9 @@ static void keep(Call *c, i64 channel, double mean, double var) {
     kept[OFFSET * all] = (float)((c->beta ? c->beta[channel] : 0) - (mean - center) * scale);
     kept[INVSTD * all] = (float)invstd;
     kept[LACK * all] = (float)(mean - center);
-    c->moments[2 * channel] = mean;
-    c->moments[2 * channel + 1] = var;
-    if (!(fabs(mean) < 1e38 && var < 1e38)) c->bad = 1; // not finite, or nearly so
+    c->mean[channel] = mean;
+    c->var[channel] = var;
+    if (!(fabs(mean) < 1e38 && var < 1e38)) __atomic_store_n(&c->bad, 1, __ATOMIC_RELAXED); // not finite, or nearly so
 }
 
 // Section 3's gradients from the sums of dz and of dz * (x - center).
@@ -215,8 +215,8 @@ static void run(Call *c, void (*work)(void *), i64 tasks, i64 threads) {
 
 // Planes up to WIDTH lie side by side in a row, one row an example; longer ones are cut into rows of RUN.
 typedef struct {
-    i64 from, here; // channels
-    i64 width, each; // columns, and how many of them a channel has
+    i64 from, here;       // channels
+    i64 width, each;      // columns, and how many of them a channel has
     i64 pieces, matrices; // of a plane, of all
 } Group;
 
@@ -272,7 +272,7 @@ static void planes_forward(void *given) {
     Range mine = share(c);
     for (i64 task = mine.from; task < mine.to; ++task) {
         Group g = group_of(f, task);
-        float lines[3 * PITCH], *rough = lines, first[PITCH], second[PITCH];
+        float lines[3 * WIDTH], *rough = lines, first[WIDTH], second[WIDTH];
         double means[RUN], sums[RUN][2];
         memset(means, 0, sizeof means);
         memset(sums, 0, sizeof sums);
@@ -300,9 +300,9 @@ static void planes_forward(void *given) {
         for (i64 k = 0; k < g.here; ++k) {
             double d = sums[k][0] / m;
             keep(c, g.from + k, means[k] + d, fmax(sums[k][1] / m - d * d, 0));
-            for (int i = 0; i < 3; ++i) spread_to(&g, lines + i * PITCH, k, c->kept[i * f->channels + g.from + k]);
+            for (int i = 0; i < 3; ++i) spread_to(&g, lines + i * WIDTH, k, c->kept[i * f->channels + g.from + k]);
         }
-        for (i64 i = 0; i < g.matrices; ++i) write_y(c, matrix_of(f, &g, i), lines, PITCH);
+        for (i64 i = 0; i < g.matrices; ++i) write_y(c, matrix_of(f, &g, i), lines, WIDTH);
     }
 }
 
@@ -313,16 +313,16 @@ static void planes_backward(void *given) {
     Range mine = share(c);
     for (i64 task = mine.from; task < mine.to; ++task) {
         Group g = group_of(f, task);
-        float lines[LINES * PITCH], first[PITCH], second[PITCH];
+        float lines[LINES * WIDTH], first[WIDTH], second[WIDTH];
         double sums[RUN][2];
         memset(sums, 0, sizeof sums);
         memset(first, 0, g.width * sizeof(float));
         memset(second, 0, g.width * sizeof(float));
         for (i64 k = 0; k < g.here; ++k)
-            for (int i = 0; i < 3; ++i) spread_to(&g, lines + i * PITCH, k, c->kept[i * f->channels + g.from + k]);
+            for (int i = 0; i < 3; ++i) spread_to(&g, lines + i * WIDTH, k, c->kept[i * f->channels + g.from + k]);
         for (i64 i = 0, added = 0; i < g.matrices; ++i) {
             Matrix part = matrix_of(f, &g, i);
-            reduce_to(c, part, lines, PITCH, first, second);
+            reduce_to(c, part, lines, WIDTH, first, second);
             if ((added += part.rows) >= ADDED || i + 1 == g.matrices) {
                 fold(&g, first, &sums[0][0], 2);
                 fold(&g, second, &sums[0][1], 2);
@@ -332,11 +332,11 @@ static void planes_backward(void *given) {
         for (i64 k = 0; k < g.here; ++k) {
             float slope, level;
             finish(c, g.from + k, m, sums[k][0], sums[k][1], &slope, &level);
-            spread_to(&g, lines + SLOPE * PITCH, k, slope);
-            spread_to(&g, lines + LEVEL * PITCH, k, level);
+            spread_to(&g, lines + SLOPE * WIDTH, k, slope);
+            spread_to(&g, lines + LEVEL * WIDTH, k, level);
         }
         if (c->dx)
-            for (i64 i = 0; i < g.matrices; ++i) write_dx(c, matrix_of(f, &g, i), lines, PITCH);
+            for (i64 i = 0; i < g.matrices; ++i) write_dx(c, matrix_of(f, &g, i), lines, WIDTH);
     }
 }
 
@@ -369,14 +369,14 @@ static void spread_positions(const Call *c, float *columns) {
 // Of all blocks: the rough mean of each channel, the sums of d and of d^2.
 static void rows_moments(void *given) {
     Call *c = given;
-    i64 channels = c->form.channels, pitch = c->pitch;
-    float room[3 * PITCH];
+    i64 channels = c->form.channels, w = c->width;
+    float room[3 * WIDTH];
     Range mine = share(c);
     for (i64 task = mine.from; task < mine.to; ++task) {
         Block b = block_of(c, task);
-        float *out = c->sums + 3 * pitch * task, *rough = c->positions > 1 ? room : out;
-        float *first = rough + pitch, *second = first + pitch;
-        memset(rough, 0, 3 * pitch * sizeof(float));
+        float *out = c->sums + 3 * w * task, *rough = c->positions > 1 ? room : out;
+        float *first = rough + w, *second = first + w;
+        memset(rough, 0, 3 * w * sizeof(float));
         add_to(c, b.full, rough);
         add_to(c, b.tail, rough);
         fold_positions(c, rough);
@@ -387,7 +387,7 @@ static void rows_moments(void *given) {
         if (rough == out) continue;
         fold_positions(c, first);
         fold_positions(c, second);
-        for (int i = 0; i < 3; ++i) memcpy(out + i * pitch, rough + i * pitch, channels * sizeof(float));
+        for (int i = 0; i < 3; ++i) memcpy(out + i * w, rough + i * w, channels * sizeof(float));
     }
 }
 
@@ -397,27 +397,27 @@ static void rows_transform(void *given) {
     Range mine = share(c);
     for (i64 task = mine.to - 1; task >= mine.from; --task) {
         Block b = block_of(c, task);
-        write_y(c, b.full, c->lines, c->pitch);
-        write_y(c, b.tail, c->lines, c->pitch);
+        write_y(c, b.full, c->lines, c->width);
+        write_y(c, b.tail, c->lines, c->width);
     }
 }
 
 // Of all blocks: the sums of dz and of dz * d.
 static void rows_reduce(void *given) {
     Call *c = given;
-    i64 channels = c->form.channels, pitch = c->pitch;
-    float room[2 * PITCH];
+    i64 channels = c->form.channels, w = c->width;
+    float room[2 * WIDTH];
     Range mine = share(c);
     for (i64 task = mine.from; task < mine.to; ++task) {
         Block b = block_of(c, task);
-        float *out = c->sums + 2 * pitch * task, *first = c->positions > 1 ? room : out, *second = first + pitch;
-        memset(first, 0, 2 * pitch * sizeof(float));
-        reduce_to(c, b.full, c->lines, pitch, first, second);
-        reduce_to(c, b.tail, c->lines, pitch, first, second);
+        float *out = c->sums + 2 * w * task, *first = c->positions > 1 ? room : out, *second = first + w;
+        memset(first, 0, 2 * w * sizeof(float));
+        reduce_to(c, b.full, c->lines, w, first, second);
+        reduce_to(c, b.tail, c->lines, w, first, second);
         if (first == out) continue;
         fold_positions(c, first);
         fold_positions(c, second);
-        for (int i = 0; i < 2; ++i) memcpy(out + i * pitch, first + i * pitch, channels * sizeof(float));
+        for (int i = 0; i < 2; ++i) memcpy(out + i * w, first + i * w, channels * sizeof(float));
     }
 }
 
@@ -427,8 +427,8 @@ static void rows_differentiate(void *given) {
     Range mine = share(c);
     for (i64 task = mine.to - 1; task >= mine.from; --task) {
         Block b = block_of(c, task);
-        write_dx(c, b.full, c->lines, c->pitch);
-        write_dx(c, b.tail, c->lines, c->pitch);
+        write_dx(c, b.full, c->lines, c->width);
+        write_dx(c, b.tail, c->lines, c->width);
     }
 }
 
@@ -439,7 +439,6 @@ static i64 divide(Call *c) {
     c->positions = 1;
     while (channels < NARROW && (c->positions * channels < NARROW || c->positions * channels % 16)) ++c->positions;
     c->width = c->positions * channels;
-    c->pitch = c->width + APART;
     c->block = 1 + (BLOCK - 1) / c->width < 32 ? 32 : 1 + (BLOCK - 1) / c->width;
     i64 each = c->block * c->positions;
     return (c->form.n + each - 1) / each;
@@ -447,7 +446,7 @@ static i64 divide(Call *c) {
 
 static void spread_lines(const Call *c) {
     for (int i = 0; i < 3; ++i) {
-        float *columns = c->lines + i * c->pitch;
+        float *columns = c->lines + i * c->width;
         memcpy(columns, c->kept + i * c->form.channels, c->form.channels * sizeof(float));
         spread_positions(c, columns);
     }
@@ -455,27 +454,28 @@ static void spread_lines(const Call *c) {
 
 static int rows_forward(Call *c, i64 threads) {
     i64 channels = c->form.channels, blocks = divide(c);
-    c->lines = malloc(3 * (1 + blocks) * c->pitch * sizeof(float));
+    c->lines = malloc(3 * (1 + blocks) * c->width * sizeof(float));
     if (!c->lines) return -1;
-    c->sums = c->lines + 3 * c->pitch;
+    c->sums = c->lines + 3 * c->width;
     run(c, rows_moments, blocks, threads);
-    double *moments = c->moments, m = (double)c->form.n;
-    memset(moments, 0, 2 * channels * sizeof(double));
+    double *restrict mean = c->mean, *restrict var = c->var, m = (double)c->form.n;
+    memset(mean, 0, channels * sizeof(double));
+    memset(var, 0, channels * sizeof(double));
     for (i64 b = 0; b < blocks; ++b) {
-        const float *rough = c->sums + 3 * c->pitch * b, *first = rough + c->pitch;
+        const float *rough = c->sums + 3 * c->width * b, *first = rough + c->width;
         double count = (double)block_of(c, b).positions;
-        for (i64 k = 0; k < channels; ++k) moments[2 * k] += count * rough[k] + first[k];
+        for (i64 k = 0; k < channels; ++k) mean[k] += count * rough[k] + first[k];
     }
-    for (i64 k = 0; k < channels; ++k) moments[2 * k] /= m;
+    for (i64 k = 0; k < channels; ++k) mean[k] /= m;
     for (i64 b = 0; b < blocks; ++b) {
-        const float *rough = c->sums + 3 * c->pitch * b, *first = rough + c->pitch, *second = first + c->pitch;
+        const float *rough = c->sums + 3 * c->width * b, *first = rough + c->width, *second = first + c->width;
         double count = (double)block_of(c, b).positions;
         for (i64 k = 0; k < channels; ++k) {
-            double d = rough[k] - moments[2 * k]; // sum of (x - rough + d)^2
-            moments[2 * k + 1] += second[k] + d * (2 * (double)first[k] + count * d);
+            double d = rough[k] - mean[k]; // sum of (x - rough + d)^2
+            var[k] += second[k] + d * (2 * (double)first[k] + count * d);
         }
     }
-    for (i64 k = 0; k < channels; ++k) keep(c, k, moments[2 * k], fmax(moments[2 * k + 1] / m, 0));
+    for (i64 k = 0; k < channels; ++k) keep(c, k, mean[k], fmax(var[k] / m, 0));
     if (!c->bad) {
         spread_lines(c);
         run(c, rows_transform, blocks, threads);
@@ -486,22 +486,22 @@ static int rows_forward(Call *c, i64 threads) {
 
 static int rows_backward(Call *c, i64 threads) {
     i64 channels = c->form.channels, blocks = divide(c);
-    double *sums = calloc(2 * channels, sizeof(double));
-    c->lines = malloc((LINES + 2 * blocks) * c->pitch * sizeof(float));
+    double *restrict sums = calloc(2 * channels, sizeof(double)), *restrict products = sums + channels;
+    c->lines = malloc((LINES + 2 * blocks) * c->width * sizeof(float));
     if (sums && c->lines) {
-        c->sums = c->lines + LINES * c->pitch;
+        c->sums = c->lines + LINES * c->width;
         spread_lines(c);
         run(c, rows_reduce, blocks, threads);
         for (i64 b = 0; b < blocks; ++b) {
-            const float *first = c->sums + 2 * c->pitch * b, *second = first + c->pitch;
+            const float *first = c->sums + 2 * c->width * b, *second = first + c->width;
             for (i64 k = 0; k < channels; ++k) {
-                sums[2 * k] += first[k];
-                sums[2 * k + 1] += second[k];
+                sums[k] += first[k];
+                products[k] += second[k];
             }
         }
-        float *slope = c->lines + SLOPE * c->pitch, *level = c->lines + LEVEL * c->pitch;
+        float *slope = c->lines + SLOPE * c->width, *level = c->lines + LEVEL * c->width;
         for (i64 k = 0; k < channels; ++k)
-            finish(c, k, (double)c->form.n, sums[2 * k], sums[2 * k + 1], slope + k, level + k);
+            finish(c, k, (double)c->form.n, sums[k], products[k], slope + k, level + k);
         spread_positions(c, slope);
         spread_positions(c, level);
         if (c->dx) run(c, rows_differentiate, blocks, threads);
@@ -517,7 +517,7 @@ static int rows_backward(Call *c, i64 threads) {
 // Many channels of few rows are groups of channels too, each a plane of one value.
 static Form form_of(const Form *given) {
     Form f = *given;
-    if (!f.length && f.channels >= WIDTH && f.n <= 4096) f.length = 1;
+    if (!f.length && f.channels >= WIDTH && f.n <= ADDED) f.length = 1;
     return f;
 }
 
@@ -530,8 +530,9 @@ int forward(
     float *running_mean, float *running_var, i64 *batches, float *y, float *kept) {
     Call c = {.form = form_of(form), .x = x, .gamma = gamma, .beta = beta, .y = y, .kept = kept, .eps = eps};
     i64 channels = form->channels;
-    c.moments = malloc(2 * channels * sizeof(double));
-    if (!c.moments) return -1;
+    c.mean = malloc(2 * channels * sizeof(double));
+    if (!c.mean) return -1;
+    c.var = c.mean + channels;
     int failed = 0;
     if (c.form.length)
         run(&c, planes_forward, groups_of(&c.form), threads);
@@ -541,12 +542,12 @@ int forward(
         double m = (double)c.form.n * (double)(c.form.length ? c.form.length : 1);
         double factor = momentum < 0 ? 1 / (double)(*batches + 1) : momentum;
         for (i64 k = 0; k < channels; ++k) {
-            running_mean[k] += (float)(factor * (c.moments[2 * k] - running_mean[k]));
-            running_var[k] += (float)(factor * (c.moments[2 * k + 1] * (m / (m - 1)) - running_var[k]));
+            running_mean[k] += (float)(factor * (c.mean[k] - running_mean[k]));
+            running_var[k] += (float)(factor * (c.var[k] * (m / (m - 1)) - running_var[k]));
         }
         ++*batches;
     }
-    free(c.moments);
+    free(c.mean);
     return failed ? failed : c.bad;
 }
 
