@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from batchnorm import layers, ops
 from batchnorm.ops import Activation, Running, cpu
 from batchnorm.ops.activation import IDENTITY, NAMES
-from batchnorm.ops.cpu import compiled
+from batchnorm.ops.cpu import compiled, compiler
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 EPS = 1e-3
 RELU = Activation("relu")
 
-pytestmark = pytest.mark.skipif(compiled.kernels() is None, reason=f"no compiled kernel: {compiled.unavailable()}")
+pytestmark = pytest.mark.skipif(compiler.kernels() is None, reason=f"no compiled kernel: {compiler.unavailable()}")
 
 
 def last(x):
@@ -148,7 +148,7 @@ def test_threads_change_no_bit(name):
 
 def call(form, threads, x, gamma, beta, dy):
     """Call the kernels with outputs that have room around them, which must stay as it was."""
-    around, kernels, channels = 64, compiled.kernels(), x.shape[1]
+    around, kernels, channels = 64, compiler.kernels(), x.shape[1]
     sizes = [x.numel(), compiled.ROWS_KEPT * channels, x.numel(), channels, channels]
     memory = [torch.full((size + 2 * around,), torch.nan) for size in sizes]
     y, kept, dx, dgamma, dbeta = (m.data_ptr() + 4 * around for m in memory)
@@ -351,16 +351,16 @@ class TestCompiler:
 
     @pytest.fixture(autouse=True)
     def anew(self, monkeypatch, tmp_path):
-        compiled.kernels.cache_clear()
-        compiled._load.cache_clear()
+        compiler.kernels.cache_clear()
+        compiler._load.cache_clear()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setenv("CC", "cc")
         yield
-        compiled.kernels.cache_clear()
-        compiled._load.cache_clear()
+        compiler.kernels.cache_clear()
+        compiler._load.cache_clear()
 
     def check_another_way(self):
-        assert compiled.kernels() is None
+        assert compiler.kernels() is None
         layer, x = layers.BatchNorm2d(3, activation="relu"), torch.randn(4, 3, 5, 5, requires_grad=True)
         y = layer(x)
         assert_near(y, expect(x, layer.weight, layer.bias, 1e-5, torch.ones_like(x), RELU).y, torch.float32)
@@ -368,58 +368,58 @@ class TestCompiler:
         assert layer.num_batches_tracked == 1
 
     def test_it_is_asked_once_for_all_processes(self, monkeypatch, tmp_path):
-        assert compiled.unavailable() is None
+        assert compiler.unavailable() is None
         assert "compiled from kernel.c" in ops.explain(torch.randn(8, 3)).reason
         (file,) = (tmp_path / "cache" / "batchnorm").iterdir()
         assert oct(file.parent.stat().st_mode)[-3:] == "700"
-        compiled.kernels.cache_clear()
-        compiled._load.cache_clear()
-        monkeypatch.setattr(compiled.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
-        assert compiled.unavailable() is None
+        compiler.kernels.cache_clear()
+        compiler._load.cache_clear()
+        monkeypatch.setattr(compiler.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+        assert compiler.unavailable() is None
 
     def test_other_flags_are_another_file(self, monkeypatch, tmp_path):
-        compiled.unavailable()
-        compiled._load.cache_clear()
-        monkeypatch.setattr(compiled, "_processor", lambda: "another")
-        assert compiled.unavailable() is None
+        compiler.unavailable()
+        compiler._load.cache_clear()
+        monkeypatch.setattr(compiler, "_processor", lambda: "another")
+        assert compiler.unavailable() is None
         assert len(list((tmp_path / "cache" / "batchnorm").iterdir())) == 2
 
     def test_no_compiler(self, monkeypatch):
         monkeypatch.setenv("CC", "no-such-compiler")
-        assert "no C compiler" in compiled.unavailable()
+        assert "no C compiler" in compiler.unavailable()
         assert "torch's kernels, for there is no C compiler" in ops.explain(torch.randn(8, 3)).reason
         self.check_another_way()
 
     def test_a_compiler_that_fails(self, monkeypatch, tmp_path):
         monkeypatch.setenv("CC", "cc -no-such-option")
-        assert "no-such-option" in compiled.unavailable()
+        assert "no-such-option" in compiler.unavailable()
         self.check_another_way()
         assert not list((tmp_path / "cache" / "batchnorm").iterdir())
 
     def test_switched_off(self, monkeypatch):
         monkeypatch.setenv("BATCHNORM_COMPILE", "0")
-        assert "BATCHNORM_COMPILE=0" in compiled.unavailable()
+        assert "BATCHNORM_COMPILE=0" in compiler.unavailable()
         self.check_another_way()
 
     def test_a_cache_that_cannot_be_written(self, monkeypatch, tmp_path):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        assert compiled.unavailable() is None
+        assert compiler.unavailable() is None
         compare(torch.randn(4, 6, 8, 8))
 
     def test_a_file_that_is_no_library(self, monkeypatch, tmp_path):
-        compiled.unavailable()
+        compiler.unavailable()
         (file,) = (tmp_path / "cache" / "batchnorm").iterdir()
         (tmp_path / "other" / "batchnorm").mkdir(parents=True)
         (tmp_path / "other" / "batchnorm" / file.name).write_text("no library")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-        compiled.kernels.cache_clear()
-        compiled._load.cache_clear()
-        assert compiled.unavailable() is None  # compiled elsewhere
+        compiler.kernels.cache_clear()
+        compiler._load.cache_clear()
+        assert compiler.unavailable() is None  # compiled elsewhere
         compare(torch.randn(4, 6, 8, 8))
 
     def test_without_threads(self, monkeypatch):
-        monkeypatch.setattr(compiled, "_openmp", lambda: (None, None))
+        monkeypatch.setattr(compiler, "_openmp", lambda: (None, None))
         x = torch.randn(8, 6, 64, 64)
         assert compiled.form_of(x, False).threads == 1
         compare(x)

@@ -5,7 +5,7 @@ contiguous images are a scalar loop, far from it; in channels_last with few chan
 are channels. ReLU as a second call takes new memory forward and backward. And on a small batch all of this is less than
 what surrounds it: calls of operators, and of Python. Hence
 
-compiled.py  layers in training: one call of kernel.c, where the machine has a C compiler.
+compiled.py  layers in training: one call of kernel.c, where compiler.py finds a C compiler.
 quick.py     the same by torch's kernel, for half precision and where there is none, with as little around the kernel as
              there can be.
 native.py    torch's kernel and its derivative, for small batches, for channels_last with channels enough, and for half
@@ -33,7 +33,7 @@ from .. import composite
 from ..activation import Activation
 from ..moments import Moments, statistics_dtype
 from ..saving import remember
-from . import compiled, native, nonlinear
+from . import compiler, native, nonlinear
 from .function import BatchNormFunction
 from .layout import layout_of
 from .quick import normalize_batch_
@@ -43,7 +43,7 @@ __all__ = ["batch_norm", "describe", "normalize", "normalize_batch_"]
 
 def describe() -> str:
     """Say what runs on a CPU tensor."""
-    missing = compiled.unavailable()
+    missing = compiler.unavailable()
     how = "a kernel compiled from kernel.c" if missing is None else f"torch's kernels, for {missing}"
     return f"a CPU tensor; layers in training take {how}"
 

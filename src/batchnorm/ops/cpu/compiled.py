@@ -1,39 +1,24 @@
-"""Layers in training on the CPU by one compiled kernel: kernel.c, by the compiler of the machine that it runs on.
+"""Layers in training on the CPU by kernel.c, as autograd sees it.
 
-Torch's own kernels take a pass for each step, and around them stands Python. One kernel has the statistics, the guard,
-the running averages, the transform and ReLU in a call; another the whole gradient, for which x and five numbers a
-channel are kept. It is compiled once for a machine, in about a second, when a layer first needs it, and kept in the
-user's cache folder. Where there is no compiler, or the environment says BATCHNORM_COMPILE=0, nothing is lost but time:
-quick.py and function.py do the same by torch's kernels.
-
-The threads are torch's: what starts them is a function of the OpenMP library that torch itself has loaded.
+Torch's own kernels take a pass for each step, and around them stands Python. Here one call has the statistics, the
+guard, the running averages, the transform and ReLU; another the whole gradient, for which x and five numbers a channel
+are kept. compiler.py makes the kernel; where it cannot, quick.py and function.py do the same by torch's kernels.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
-from functools import cache
 from math import prod
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..context import is_unseen
+from .compiler import Kernels, kernels
 from .function import stored_like
 
-SOURCE = Path(__file__).parent / "kernel.c"
-# Sums must keep their order, so no -ffast-math; comparisons may be done on vectors, though, and NaN sets no flags.
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 # Fewer values than this are worked on sooner than a second thread has begun.
 PARALLEL = 1 << 14
 ROWS_KEPT = 5  # of a channel, for the backward pass: see kernel.c
@@ -58,17 +43,6 @@ class Form(ctypes.Structure):
         """How many threads a pass is worth."""
         values = self.n * self.channels * max(self.length, 1)
         return torch.get_num_threads() if values >= PARALLEL and self.parallel else 1
-
-
-class Kernels(NamedTuple):
-    """Hold the compiled functions, and those that start and number torch's threads: None where they are not known.
-
-    Beyond the paper: what a compiler made of kernel.c.
-    """
-
-    forward: Callable[..., int]
-    backward: Callable[..., int]
-    openmp: tuple[int | None, int | None]
 
 
 def form_of(x: Tensor, relu: bool) -> Form | None:
@@ -177,85 +151,7 @@ def _plain_backward(ctx: Any, x: Tensor, gamma: Tensor | None, kept: Tensor, dy:
     return *(g if needed else None for g, needed in grads), *(None,) * 4
 
 
-@cache
-def kernels() -> Kernels | None:
-    """Return the compiled kernels, or None: see :func:`unavailable`."""
-    found = _load()
-    return None if isinstance(found, str) else found
-
-
-def unavailable() -> str | None:
-    """Say why there are no compiled kernels; None where there are."""
-    found = _load()
-    return found if isinstance(found, str) else None
-
-
 def _run() -> Kernels:
     found = kernels()
     assert found is not None  # else there is no form
     return found
-
-
-@cache
-def _load() -> Kernels | str:
-    if os.environ.get("BATCHNORM_COMPILE") == "0":
-        return "the environment says BATCHNORM_COMPILE=0"
-    command = shlex.split(os.environ.get("CC", "cc"))
-    compiler = shutil.which(command[0]) if command else None
-    if compiler is None:
-        return "there is no C compiler: neither CC nor cc names one"
-    try:
-        library = _library([compiler, *command[1:]])
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        return f"{compiler} does not compile {SOURCE.name}: {said.strip()}"
-    pointer, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-    library.forward.argtypes = [pointer, whole, real, real, *[pointer] * 8]
-    library.backward.argtypes = [pointer, whole, *[pointer] * 6]
-    return Kernels(library.forward, library.backward, _openmp())
-
-
-def _library(compiler: list[str]) -> ctypes.CDLL:
-    """Load the library of this source, these flags and this processor; compile it where it is not there."""
-    key = hashlib.sha256(repr((SOURCE.read_bytes(), compiler, FLAGS, _processor())).encode()).hexdigest()[:16]
-    name = f"kernel-{key}.so"
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchnorm"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not (folder / name).exists():
-            _compile(compiler, folder, name)
-        return ctypes.CDLL(str(folder / name))
-    except (OSError, RuntimeError):  # no home, or nothing can be written or executed there
-        with tempfile.TemporaryDirectory() as temporary:
-            _compile(compiler, Path(temporary), name)
-            return ctypes.CDLL(str(Path(temporary) / name))
-
-
-def _compile(compiler: list[str], folder: Path, name: str) -> None:
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        out = Path(temporary) / name
-        command = [*compiler, *FLAGS, "-o", str(out), str(SOURCE), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120)
-        out.replace(folder / name)  # all of it or nothing: others may compile it as well
-
-
-def _processor() -> str:
-    """Return what the compiler's -march=native depends on."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            told = [
-                line for line in file.read(8192).splitlines() if line.startswith(("model name", "flags", "Features"))
-            ]
-    except OSError:
-        told = []
-    return " ".join([platform.machine(), platform.processor(), *told[:2]])
-
-
-def _openmp() -> tuple[int | None, int | None]:
-    """Return the addresses of two functions of the OpenMP library that torch has loaded."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        parallel, thread = library.GOMP_parallel, library.omp_get_thread_num
-    except (OSError, AttributeError):
-        return None, None
-    return ctypes.cast(parallel, ctypes.c_void_p).value, ctypes.cast(thread, ctypes.c_void_p).value

@@ -1,4 +1,4 @@
-// Batch normalization of float32 in training, with or without ReLU, and its gradient: what compiled.py compiles.
+// Batch normalization of float32 in training, with or without ReLU, and its gradient: what compiler.py compiles.
 //
 // Memory is planes (n, channels, length), or rows (n, channels) where `length` is 0. A task is a group of neighbouring
 // channels, whose values stay in the cache between the passes, or a block of rows, whose sums are put together in a
