@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import assert_near, expect
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from batchnorm import layers, ops
@@ -201,7 +202,8 @@ def test_the_backward_pass_keeps_x_and_five_numbers_a_channel():
     layer = layers.BatchNorm2d(6, activation="relu")
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = layer(x)
-    assert sum(t.numel() for t in kept) == x.numel() + layer.weight.numel() + 5 * 6
+    assert sum(t.numel() for t in kept) == x.numel() + layer.weight.numel()
+    assert y.grad_fn.kept.shape == (5, 6)
     with torch.no_grad():
         y.zero_()  # nobody needs it
     y.backward(torch.ones_like(y))
@@ -346,80 +348,135 @@ def test_other_batches_are_left_to_others():
         assert compiled.form_of(x, True) is None
 
 
-class TestCompiler:
-    """Where there is no compiler, or no place for what it makes."""
+def test_fewer_threads_than_were_asked_for(monkeypatch):
+    """As with OMP_THREAD_LIMIT: who is there does all the work."""
+    work = ctypes.CFUNCTYPE(
+        None, ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
+    )
+    parallel = work(lambda function, data, *_: function(data))
+    number, count = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0), ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1)
+    addresses = tuple(ctypes.cast(f, ctypes.c_void_p).value for f in (parallel, number, count))
+    kernels = compiler.kernels()._replace(openmp=addresses)
+    monkeypatch.setattr(compiler, "_load", lambda: kernels)
+    for name in ("images", "many rows", "late images"):
+        compare(SHAPES[name]())
 
-    @pytest.fixture(autouse=True)
-    def anew(self, monkeypatch, tmp_path):
-        compiler.kernels.cache_clear()
-        compiler._load.cache_clear()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setenv("CC", "cc")
-        yield
-        compiler.kernels.cache_clear()
-        compiler._load.cache_clear()
 
-    def check_another_way(self):
-        assert compiler.kernels() is None
-        layer, x = layers.BatchNorm2d(3, activation="relu"), torch.randn(4, 3, 5, 5, requires_grad=True)
+HOOKS = {
+    "contiguous": lambda t: t.contiguous(memory_format=torch.contiguous_format),
+    "bfloat16": lambda t: t.bfloat16(),
+    "float64": lambda t: t.double(),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_saved_tensors_that_come_back_otherwise(name):
+    x, dy = last(torch.randn(4, 6, 8, 8)).bfloat16().float().requires_grad_(), torch.randn(4, 6, 8, 8)
+    layer = layers.BatchNorm2d(6, activation="relu")
+    want = torch.autograd.grad(layer(x), (x, layer.weight), dy)
+    with torch.autograd.graph.saved_tensors_hooks(HOOKS[name], lambda t: t):
         y = layer(x)
-        assert_near(y, expect(x, layer.weight, layer.bias, 1e-5, torch.ones_like(x), RELU).y, torch.float32)
-        y.sum().backward()
-        assert layer.num_batches_tracked == 1
+    for found, expected in zip(torch.autograd.grad(y, (x, layer.weight), dy), want, strict=True):
+        torch.testing.assert_close(found, expected)
 
-    def test_it_is_asked_once_for_all_processes(self, monkeypatch, tmp_path):
-        assert compiler.unavailable() is None
-        assert "compiled from kernel.c" in ops.explain(torch.randn(8, 3)).reason
-        (file,) = (tmp_path / "cache" / "batchnorm").iterdir()
-        assert oct(file.parent.stat().st_mode)[-3:] == "700"
-        compiler.kernels.cache_clear()
-        compiler._load.cache_clear()
-        monkeypatch.setattr(compiler.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
-        assert compiler.unavailable() is None
 
-    def test_other_flags_are_another_file(self, monkeypatch, tmp_path):
-        compiler.unavailable()
-        compiler._load.cache_clear()
-        monkeypatch.setattr(compiler, "_processor", lambda: "another")
-        assert compiler.unavailable() is None
-        assert len(list((tmp_path / "cache" / "batchnorm").iterdir())) == 2
+@pytest.mark.parametrize("change", ["gaps", "expanded", "float count", "int32 count"])
+def test_averages_that_the_kernel_cannot_move(change):
+    layer, x = layers.BatchNorm2d(6), torch.randn(4, 6, 8, 8) + 1
+    around = torch.zeros(24)
+    if change == "gaps":
+        layer.running_mean = around[:12][::2]
+    elif change == "expanded":
+        layer.running_var = around[:1].add_(1).expand(6)
+    else:
+        counts = torch.zeros(4, dtype=torch.float32 if "float" in change else torch.int32)
+        layer.num_batches_tracked = counts[0]
+    layer(x)
+    torch.testing.assert_close(layer.running_mean, 0.1 * x.mean((0, 2, 3)))
+    assert layer.num_batches_tracked == 1
+    assert around[1::2].count_nonzero() == around[12:].count_nonzero() == 0
 
-    def test_no_compiler(self, monkeypatch):
-        monkeypatch.setenv("CC", "no-such-compiler")
-        assert "no C compiler" in compiler.unavailable()
-        assert "torch's kernels, for there is no C compiler" in ops.explain(torch.randn(8, 3)).reason
-        self.check_another_way()
 
-    def test_a_compiler_that_fails(self, monkeypatch, tmp_path):
-        monkeypatch.setenv("CC", "cc -no-such-option")
-        assert "no-such-option" in compiler.unavailable()
-        self.check_another_way()
-        assert not list((tmp_path / "cache" / "batchnorm").iterdir())
+def test_averages_of_another_shape_at_the_same_place():
+    layer, x = layers.BatchNorm1d(6, affine=False), torch.randn(8, 6)
+    layer(x)
+    layer.running_mean.data = layer.running_mean.data[:3]
+    with pytest.raises((ValueError, RuntimeError)):
+        layer(x)
 
-    def test_switched_off(self, monkeypatch):
-        monkeypatch.setenv("BATCHNORM_COMPILE", "0")
-        assert "BATCHNORM_COMPILE=0" in compiler.unavailable()
-        self.check_another_way()
 
-    def test_a_cache_that_cannot_be_written(self, monkeypatch, tmp_path):
-        (tmp_path / "file").write_text("")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        assert compiler.unavailable() is None
-        compare(torch.randn(4, 6, 8, 8))
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_parameters_without_memory_are_refused(name):
+    layer = layers.BatchNorm2d(6)
+    setattr(layer, name, torch.nn.Parameter(torch.ones(6, device="meta")))
+    with pytest.raises(RuntimeError):
+        layer(torch.randn(4, 6, 8, 8))
 
-    def test_a_file_that_is_no_library(self, monkeypatch, tmp_path):
-        compiler.unavailable()
-        (file,) = (tmp_path / "cache" / "batchnorm").iterdir()
-        (tmp_path / "other" / "batchnorm").mkdir(parents=True)
-        (tmp_path / "other" / "batchnorm" / file.name).write_text("no library")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-        compiler.kernels.cache_clear()
-        compiler._load.cache_clear()
-        assert compiler.unavailable() is None  # compiled elsewhere
-        compare(torch.randn(4, 6, 8, 8))
 
-    def test_without_threads(self, monkeypatch):
-        monkeypatch.setattr(compiler, "_openmp", lambda: (None, None))
-        x = torch.randn(8, 6, 64, 64)
-        assert compiled.form_of(x, False).threads == 1
-        compare(x)
+def test_averages_keep_their_digits_when_they_move_far():
+    layer, x = layers.BatchNorm2d(6, momentum=None), torch.randn(4, 6, 8, 8)
+    layer(x * 1e-4)
+    torch.testing.assert_close(layer.running_var, (x * 1e-4).var((0, 2, 3)), rtol=1e-5, atol=0)
+    layer.momentum = 1.0
+    layer(x * 1e4 + 1e8)
+    layer(x + 1)
+    torch.testing.assert_close(layer.running_mean, (x + 1).mean((0, 2, 3)))
+    torch.testing.assert_close(layer.running_var, x.var((0, 2, 3)))
+
+
+def test_a_negative_momentum_is_one():
+    x, running = torch.randn(8, 3), new_running(3)
+    expected = running.mean - 0.5 * (x.mean(0) - running.mean)
+    run(x, running, -0.5)
+    torch.testing.assert_close(running.mean, expected)
+
+
+def test_tangents_in_the_backward_pass():
+    x, dy, tangent = torch.randn(8, 3, requires_grad=True), torch.randn(8, 3), torch.randn(8, 3)
+    found = []
+    for layer in (layers.BatchNorm1d(3), torch.nn.BatchNorm1d(3)):
+        y = layer(x)
+        with forward_ad.dual_level():
+            (dx,) = torch.autograd.grad(y, x, forward_ad.make_dual(dy, tangent))
+            found.append(forward_ad.unpack_dual(dx).tangent)
+    torch.testing.assert_close(*found)
+
+
+def test_gradients_without_memory():
+    x = torch.randn(8, 3, requires_grad=True)
+    dy = torch.randn(8, 3)
+    for given_, same in ((torch._efficientzerotensor((8, 3)), torch.zeros(8, 3)), (torch._neg_view(dy), -dy)):
+        y = run(x, new_running(3))
+        (found,) = torch.autograd.grad(y, x, given_, retain_graph=True)
+        torch.testing.assert_close(found, torch.autograd.grad(y, x, same)[0])
+    torch.testing.assert_close(layers.BatchNorm1d(3)(torch._neg_view(dy)), layers.BatchNorm1d(3)(-dy))
+
+
+def test_no_gradient_is_none():
+    class Forget(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return None
+
+    x = torch.randn(8, 3, requires_grad=True)
+    Forget.apply(run(x, new_running(3))).sum().backward()
+    assert x.grad is None
+
+
+def test_scales_beyond_float32_take_another_way():
+    x = (torch.randn(64, 16) * 1e-20).requires_grad_()
+    dy = torch.randn(64, 16)
+    ours, theirs = layers.BatchNorm1d(16, eps=1e-42), torch.nn.BatchNorm1d(16, eps=1e-42)
+    (found,), (want,) = torch.autograd.grad(ours(x), x, dy), torch.autograd.grad(theirs(x), x, dy)
+    torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+def test_relu_lets_gradients_of_nan_pass():
+    x = torch.randn(8, 3)
+    beta = torch.tensor([torch.nan, 0.0, 0.0], requires_grad=True)
+    run(x, new_running(3), activation=RELU, beta=beta).backward(torch.ones(8, 3))
+    assert beta.grad[0] == 8  # as torch's

@@ -208,7 +208,7 @@ def explain(
     if path == "cuda":
         reason = fused.describe(call.x, call.gamma, call.beta, call.residual, call.activation)
     elif path == "cpu":
-        reason = cpu.describe()
+        reason = cpu.describe(call.x, call.residual)
     return Choice(path, reason)
 
 

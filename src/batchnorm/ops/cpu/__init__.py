@@ -1,13 +1,13 @@
-"""The CPU path: torch's kernels where they are fast, our passes over memory where they are not, accurate everywhere.
+"""The CPU path: a kernel of our own, torch's where they are fast, passes over memory elsewhere; accurate everywhere.
 
 What there is to gain: a forward pass has to read x twice and write y, at the speed of memory. Torch's statistics of
 contiguous images are a scalar loop, far from it; in channels_last with few channels its vectors are as wide as there
 are channels. ReLU as a second call takes new memory forward and backward. And on a small batch all of this is less than
 what surrounds it: calls of operators, and of Python. Hence
 
-compiled.py  layers in training: one call of kernel.c, where compiler.py finds a C compiler.
-quick.py     the same by torch's kernel, for half precision and where there is none, with as little around the kernel as
-             there can be.
+compiled.py  dense float32 in layers in training: one call of kernel.c, where compiler.py finds a C compiler.
+quick.py     what leads there; and the same by torch's kernel, for half precision and without a compiler. As little
+             around a kernel as there can be.
 native.py    torch's kernel and its derivative, for small batches, for channels_last with channels enough, and for half
              precision. The activation is applied in place.
 function.py  everything else: statistics by sums that run at the speed of memory, the transform, the activation in
@@ -17,8 +17,8 @@ layout.py    what those passes are for planes, for rows, and for rows made of se
 ``batchnorm bench cpu`` measures all of it against torch; results/cpu.json holds the numbers.
 
 What torch's kernels compute does not keep its digits when the mean is many standard deviations from zero, for then
-a*x + b is a difference of large numbers. The last three check this on the statistics, and such a batch is first shifted
-by its mean: BN(x) = BN(x - s). The compiled kernel always shifts.
+a*x + b is a difference of large numbers. quick, native and function check this on the statistics, and such a batch is
+first shifted by its mean: BN(x) = BN(x - s). The compiled kernel always shifts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .. import composite
 from ..activation import Activation
 from ..moments import Moments, statistics_dtype
 from ..saving import remember
-from . import compiler, native, nonlinear
+from . import compiled, compiler, native, nonlinear
 from .function import BatchNormFunction
 from .layout import layout_of
 from .quick import normalize_batch_
@@ -41,11 +41,14 @@ from .quick import normalize_batch_
 __all__ = ["batch_norm", "describe", "normalize", "normalize_batch_"]
 
 
-def describe() -> str:
+def describe(x: Tensor, residual: Tensor | None) -> str:
     """Say what runs on a CPU tensor."""
     missing = compiler.unavailable()
-    how = "a kernel compiled from kernel.c" if missing is None else f"torch's kernels, for {missing}"
-    return f"a CPU tensor; layers in training take {how}"
+    if missing is not None:
+        return f"a CPU tensor, and torch's kernels, for {missing}"
+    if residual is not None or compiled.form_of(x, relu=False) is None:
+        return "a CPU tensor, and torch's kernels: the compiled one takes dense float32 batches without a residual"
+    return "a CPU tensor; layers in training take the compiled kernel"
 
 
 def batch_norm(

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from math import prod
+from math import nan, prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..context import is_unseen
+from ..context import is_forward_mode, is_unseen
 from .compiler import Kernels, kernels
 from .function import stored_like
 
@@ -32,7 +32,7 @@ class Form(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("n", "channels", "length", "relu")),
-        *((name, ctypes.c_void_p) for name in ("parallel", "thread")),
+        *((name, ctypes.c_void_p) for name in ("parallel", "thread", "team")),
     )
     n: int
     channels: int
@@ -72,11 +72,17 @@ def normalize_batch_(
     eps: float,
     form: Form,
 ) -> Tensor | None:
-    """Return y, and move the averages at the addresses ``running``; None, and nothing moved, if not finite."""
+    """Return y and move the averages at the addresses ``running``; None, and nothing moved, where another way is due."""
+    if not (_has_memory(x) and _fits(gamma) and _fits(beta)):
+        return None
     try:
         return _apply(x, gamma, beta, running, momentum, eps, form)
     except _NotFinite:
         return None
+
+
+def _fits(v: Tensor | None) -> bool:
+    return v is None or (v.is_contiguous() and v.is_cpu and (type(v) is Tensor or type(v) is nn.Parameter))
 
 
 class _NotFinite(Exception):
@@ -103,45 +109,60 @@ class Normalize(torch.autograd.Function):
         """Keep x and a few numbers a channel."""
         y, kept = torch.empty_like(x), x.new_empty((ROWS_KEPT, form.channels))
         failed = _run().forward(
-            ctypes.addressof(form), form.threads, eps, -1.0 if momentum is None else momentum, x.data_ptr(),
+            ctypes.addressof(form), form.threads, eps, nan if momentum is None else momentum, x.data_ptr(),
             None if gamma is None else gamma.data_ptr(), None if beta is None else beta.data_ptr(), *running,
             y.data_ptr(), kept.data_ptr(),
         )  # fmt: skip
         if failed:
             raise MemoryError if failed < 0 else _NotFinite
-        ctx.form, ctx.eps = form, eps
-        ctx.save_for_backward(x, gamma, kept)
+        ctx.set_materialize_grads(False)
+        ctx.form, ctx.eps, ctx.kept, ctx.shape, ctx.stride = form, eps, kept, x.shape, x.stride()
+        ctx.save_for_backward(x, gamma)
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Go back through ReLU and Algorithm 1; by plain operations where a graph or a batch of gradients is wanted."""
-        x, gamma, kept = ctx.saved_tensors
-        if torch.is_grad_enabled() or not is_unseen(x, dy) or _is_batched(dy):
-            return _plain_backward(ctx, x, gamma, kept, dy)
-        needs, form = ctx.needs_input_grad, ctx.form
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Go back through ReLU and Algorithm 1; by plain operations where the kernel would not see all there is."""
+        if dy is None:
+            return (None,) * 7
+        x, gamma = ctx.saved_tensors
+        if torch.is_grad_enabled() or not _has_memory(dy) or not is_unseen(x, dy) or is_forward_mode():
+            return _plain_backward(ctx, x, gamma, dy)
+        form, kept = ctx.form, ctx.kept
+        if x.dtype is not kept.dtype or x.stride() != ctx.stride or x.shape != ctx.shape:
+            # Saved-tensor hooks gave it back otherwise.
+            x = torch.empty_strided(ctx.shape, ctx.stride).copy_(x)
+        wanted, of_gamma, of_beta = ctx.needs_input_grad[:3]
         dy = stored_like(dy, x)
-        dx = torch.empty_like(x) if needs[0] else None
+        dx = torch.empty_like(x) if wanted else None
         dgamma, dbeta = kept.new_empty(form.channels), kept.new_empty(form.channels)
         if _run().backward(
             ctypes.addressof(form), form.threads, x.data_ptr(), dy.data_ptr(), kept.data_ptr(),
             None if dx is None else dx.data_ptr(), dgamma.data_ptr(), dbeta.data_ptr(),
         ):  # fmt: skip
             raise MemoryError
-        return dx, dgamma if needs[1] else None, dbeta if needs[2] else None, None, None, None, None
+        return dx, dgamma if of_gamma else None, dbeta if of_beta else None, None, None, None, None
 
 
 # What Function.apply calls when no torch.func transform is at work, which callers have made sure of.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, Normalize).apply
-_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched of torch.autograd.grad
 
 
-def _plain_backward(ctx: Any, x: Tensor, gamma: Tensor | None, kept: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _has_memory(t: Tensor) -> bool:
+    """Say whether a tensor's memory holds its values."""
+    # Not so a batch of gradients (is_grads_batched of torch.autograd.grad), zeros without memory, and a lazy negation.
+    return not (_is_batched(t) or t._is_zerotensor() or t.is_neg())
+
+
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+
+def _plain_backward(ctx: Any, x: Tensor, gamma: Tensor | None, dy: Tensor) -> tuple[Tensor | None, ...]:
     """Return Section 3's gradients by operations that can be differentiated again, and vectorized."""
     dims, shape = [0, *range(2, x.dim())], (-1, *[1] * (x.dim() - 2))
-    center, scale, offset = (v.view(shape) for v in kept[:3])
+    center, scale, offset = (v.view(shape) for v in ctx.kept[:3])
     d = x - center
-    dz = torch.where(d * scale + offset > 0, dy, 0) if ctx.form.relu else dy
+    dz = torch.where(d * scale + offset <= 0, 0, dy) if ctx.form.relu else dy
     d = d - d.mean(dims, keepdim=True)
     invstd = torch.rsqrt(d.square().mean(dims, keepdim=True) + ctx.eps)
     x_hat = d * invstd

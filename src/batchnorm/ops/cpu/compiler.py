@@ -25,7 +25,7 @@ import torch
 
 SOURCE = Path(__file__).parent / "kernel.c"
 # Sums must keep their order, so no -ffast-math; comparisons may be done on vectors, though, and NaN sets no flags.
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 
 
 class Kernels(NamedTuple):
@@ -36,14 +36,13 @@ class Kernels(NamedTuple):
 
     forward: Callable[..., int]
     backward: Callable[..., int]
-    openmp: tuple[int | None, int | None]
+    openmp: tuple[int | None, int | None, int | None]
 
 
-@cache
 def kernels() -> Kernels | None:
     """Return the compiled kernels, or None: see :func:`unavailable`."""
     found = _load()
-    return None if isinstance(found, str) else found
+    return found if isinstance(found, Kernels) else None
 
 
 def unavailable() -> str | None:
@@ -56,43 +55,59 @@ def unavailable() -> str | None:
 def _load() -> Kernels | str:
     if os.environ.get("BATCHNORM_COMPILE") == "0":
         return "the environment says BATCHNORM_COMPILE=0"
-    command = shlex.split(os.environ.get("CC", "cc"))
+    named = os.environ.get("CC") or "cc"
+    try:
+        command = shlex.split(named)
+    except ValueError as error:
+        return f"CC is no command: {named} ({error})"
     compiler = shutil.which(command[0]) if command else None
     if compiler is None:
-        return "there is no C compiler: neither CC nor cc names one"
+        return f"there is no C compiler: {named} is not found"
     try:
-        library = _library([compiler, *command[1:]])
-    except (OSError, subprocess.SubprocessError) as error:
+        return _library([compiler, *command[1:]])
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        return f"{compiler} does not compile {SOURCE.name}: {said.strip()}"
-    pointer, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-    library.forward.argtypes = [pointer, whole, real, real, *[pointer] * 8]
-    library.backward.argtypes = [pointer, whole, *[pointer] * 6]
-    return Kernels(library.forward, library.backward, _openmp())
+        return f"{compiler} makes no library of {SOURCE.name} that can be loaded: {said.strip()}"
 
 
-def _library(compiler: list[str]) -> ctypes.CDLL:
+def _library(compiler: list[str]) -> Kernels:
     """Load the library of this source, these flags and this processor; compile it where it is not there."""
     key = hashlib.sha256(repr((SOURCE.read_bytes(), compiler, FLAGS, _processor())).encode()).hexdigest()[:16]
     name = f"kernel-{key}.so"
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchnorm"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+            raise PermissionError(f"others can write to {folder}")
         if not (folder / name).exists():
             _compile(compiler, folder, name)
-        return ctypes.CDLL(str(folder / name))
-    except (OSError, RuntimeError):  # no home, or nothing can be written or executed there
+        return _loaded(folder / name)
+    except (
+        OSError,
+        AttributeError,
+        RuntimeError,
+    ):  # no home, nothing can be written or loaded there, or not by us alone
         with tempfile.TemporaryDirectory() as temporary:
             _compile(compiler, Path(temporary), name)
-            return ctypes.CDLL(str(Path(temporary) / name))
+            return _loaded(Path(temporary) / name)
 
 
 def _compile(compiler: list[str], folder: Path, name: str) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         out = Path(temporary) / name
         command = [*compiler, *FLAGS, "-o", str(out), str(SOURCE), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120)
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=120
+        )
         out.replace(folder / name)  # all of it or nothing: others may compile it as well
+
+
+def _loaded(path: Path) -> Kernels:
+    library = ctypes.CDLL(str(path))
+    pointer, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+    library.forward.argtypes = [pointer, whole, real, real, *[pointer] * 8]
+    library.backward.argtypes = [pointer, whole, *[pointer] * 6]
+    return Kernels(library.forward, library.backward, _openmp())
 
 
 def _processor() -> str:
@@ -107,11 +122,12 @@ def _processor() -> str:
     return " ".join([platform.machine(), platform.processor(), *told[:2]])
 
 
-def _openmp() -> tuple[int | None, int | None]:
-    """Return the addresses of two functions of the OpenMP library that torch has loaded."""
+def _openmp() -> tuple[int | None, int | None, int | None]:
+    """Return the addresses of what starts, numbers and counts threads in the OpenMP library that torch has loaded."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        parallel, thread = library.GOMP_parallel, library.omp_get_thread_num
+        found = library.GOMP_parallel, library.omp_get_thread_num, library.omp_get_num_threads
     except (OSError, AttributeError):
-        return None, None
-    return ctypes.cast(parallel, ctypes.c_void_p).value, ctypes.cast(thread, ctypes.c_void_p).value
+        return None, None, None
+    parallel, thread, team = (ctypes.cast(function, ctypes.c_void_p).value for function in found)
+    return parallel, thread, team

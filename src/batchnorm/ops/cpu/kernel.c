@@ -20,7 +20,7 @@ typedef int64_t i64;
 typedef struct {
     i64 n, channels, length, relu;
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); // of the OpenMP library that torch uses
-    int (*thread)(void);
+    int (*thread)(void), (*team)(void);
 } Form;
 
 typedef struct {
@@ -44,7 +44,7 @@ enum {
     RUN = 256,     // values of a group that lie side by side, at least
     WIDTH = 1024,  // columns of a matrix, at most, where that can be chosen
     NARROW = 64,   // and at least
-    ADDED = 256,   // rows of planes that are added up in float32; the rest is float64
+    ADDED = 256,   // rows of planes that are added up in float32, about; the rest is float64
     BLOCK = 65536, // values of a block of rows
 };
 
@@ -92,7 +92,7 @@ INLINE void transform(
 }
 
 INLINE float masked(float dy, float d, float scale, float offset, int relu) {
-    return !relu || d * scale + offset > 0 ? dy : 0;
+    return relu && d * scale + offset <= 0 ? 0 : dy; // NaN is not
 }
 
 INLINE void reduce(
@@ -174,7 +174,8 @@ static void keep(Call *c, i64 channel, double mean, double var) {
     kept[LACK * all] = (float)(mean - center);
     c->mean[channel] = mean;
     c->var[channel] = var;
-    if (!(fabs(mean) < 1e38 && var < 1e38)) __atomic_store_n(&c->bad, 1, __ATOMIC_RELAXED); // not finite, or nearly so
+    // Not finite, or nearly so, as is a slope of a gradient.
+    if (!(fabs(mean) < 1e38 && var < 1e38 && fabs(scale) * invstd < 1e30)) __atomic_store_n(&c->bad, 1, __ATOMIC_RELAXED);
 }
 
 // Section 3's gradients from the sums of dz and of dz * (x - center).
@@ -196,10 +197,14 @@ typedef struct {
 } Range;
 
 // Each thread has tasks whose memory lies together, for side by side they would write to the same lines of the cache;
-// and the same ones in every pass, for its core's cache has them.
+// and the same ones in every pass, for its core's cache has them. There may be fewer threads than were asked for.
 static Range share(const Call *c) {
-    i64 thread = c->threads > 1 ? c->form.thread() : 0;
-    return (Range){c->tasks * thread / c->threads, c->tasks * (thread + 1) / c->threads};
+    i64 thread = 0, team = 1;
+    if (c->threads > 1) {
+        thread = c->form.thread();
+        team = c->form.team();
+    }
+    return (Range){c->tasks * thread / team, c->tasks * (thread + 1) / team};
 }
 
 static void run(Call *c, void (*work)(void *), i64 tasks, i64 threads) {
@@ -299,7 +304,7 @@ static void planes_forward(void *given) {
         }
         for (i64 k = 0; k < g.here; ++k) {
             double d = sums[k][0] / m;
-            keep(c, g.from + k, means[k] + d, fmax(sums[k][1] / m - d * d, 0));
+            keep(c, g.from + k, means[k] + d, fmax(sums[k][1] / m - d * d, 0)); // NaN is the mean as well
             for (int i = 0; i < 3; ++i) spread_to(&g, lines + i * WIDTH, k, c->kept[i * f->channels + g.from + k]);
         }
         for (i64 i = 0; i < g.matrices; ++i) write_y(c, matrix_of(f, &g, i), lines, WIDTH);
@@ -391,11 +396,10 @@ static void rows_moments(void *given) {
     }
 }
 
-// Back to front: what was read last is still in a cache.
 static void rows_transform(void *given) {
     Call *c = given;
     Range mine = share(c);
-    for (i64 task = mine.to - 1; task >= mine.from; --task) {
+    for (i64 task = mine.from; task < mine.to; ++task) {
         Block b = block_of(c, task);
         write_y(c, b.full, c->lines, c->width);
         write_y(c, b.tail, c->lines, c->width);
@@ -421,11 +425,10 @@ static void rows_reduce(void *given) {
     }
 }
 
-// Back to front too.
 static void rows_differentiate(void *given) {
     Call *c = given;
     Range mine = share(c);
-    for (i64 task = mine.to - 1; task >= mine.from; --task) {
+    for (i64 task = mine.from; task < mine.to; ++task) {
         Block b = block_of(c, task);
         write_dx(c, b.full, c->lines, c->width);
         write_dx(c, b.tail, c->lines, c->width);
@@ -523,8 +526,9 @@ static Form form_of(const Form *given) {
 
 static i64 groups_of(const Form *f) { return (f->channels + channels_of_group(f) - 1) / channels_of_group(f); }
 
-// Writes y and kept, and moves the running averages where there are any; a negative momentum is the average of all
-// batches. Returns 0; 1 where the moments are not finite, and -1 where there is no memory: then no average has moved.
+// Writes y and kept, and moves the running averages where there are any; with a momentum of NaN they are those of
+// all batches. Returns 0; 1 where the moments are not finite or float32 does not hold their sums, and -1 where there is
+// no memory: then no average has moved.
 int forward(
     const Form *form, i64 threads, double eps, double momentum, const float *x, const float *gamma, const float *beta,
     float *running_mean, float *running_var, i64 *batches, float *y, float *kept) {
@@ -540,10 +544,11 @@ int forward(
         failed = rows_forward(&c, threads);
     if (!failed && !c.bad && running_mean) {
         double m = (double)c.form.n * (double)(c.form.length ? c.form.length : 1);
-        double factor = momentum < 0 ? 1 / (double)(*batches + 1) : momentum;
+        double factor = isnan(momentum) ? 1 / (double)(*batches + 1) : momentum;
         for (i64 k = 0; k < channels; ++k) {
-            running_mean[k] += (float)(factor * (c.mean[k] - running_mean[k]));
-            running_var[k] += (float)(factor * (c.var[k] * (m / (m - 1)) - running_var[k]));
+            double mean = running_mean[k], var = running_var[k];
+            running_mean[k] = (float)(mean + factor * (c.mean[k] - mean));
+            running_var[k] = (float)(var + factor * (c.var[k] * (m / (m - 1)) - var));
         }
         ++*batches;
     }

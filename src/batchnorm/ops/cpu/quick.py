@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..activation import Activation
 from ..context import is_plain, is_recomputation
@@ -44,13 +44,15 @@ def normalize_batch_(
     # Nearly every call is like the last one with the same running averages.
     memory = _memories.get(id(mean))
     gamma_shape, beta_shape = None if gamma is None else gamma.shape, None if beta is None else beta.shape
-    form = x.shape, x.stride(), x.dtype, gamma_shape, beta_shape, activation
+    averages = mean.shape, mean.stride(), var.shape, var.stride()
+    form = x.shape, x.stride(), x.dtype, gamma_shape, beta_shape, averages, activation
     addresses = mean.data_ptr(), var.data_ptr(), num_batches.data_ptr()
     if memory is None or memory.form != form or memory.addresses != addresses:
         if not _fits(x, gamma, beta, running):
             return None
         relu = activation.name == "relu"
-        kernel = compiled.form_of(x, relu)
+        dense = mean.is_contiguous() and var.is_contiguous() and num_batches.dtype is torch.int64
+        kernel = compiled.form_of(x, relu) if dense else None
         if kernel is None and not native.is_fast(x):
             return None
         within = kernel is not None and relu
@@ -91,10 +93,6 @@ def _by_kernel(
     form: compiled.Form,
     activate: Callable[[Tensor], Tensor] | None,
 ) -> Tensor | None:
-    if not (gamma is None or (gamma.is_contiguous() and type(gamma) in _PLAIN)):
-        return None
-    if not (beta is None or (beta.is_contiguous() and type(beta) in _PLAIN)):
-        return None
     # In a checkpoint's recomputation the averages have moved already.
     y = compiled.normalize_batch_(x, gamma, beta, _NOWHERE if is_recomputation() else running, momentum, eps, form)
     if y is None:
@@ -112,7 +110,6 @@ def _by_kernel(
 
 
 _NOWHERE = None, None, None
-_PLAIN = (Tensor, nn.Parameter)
 
 
 def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[..., Tensor]:
@@ -145,7 +142,7 @@ def _fits(x: Tensor, gamma: Tensor | None, beta: Tensor | None, running: Kept) -
 class _Memory(NamedTuple):
     """What the last call found out: that its form fits, and the running averages' memory as Python sees it.
 
-    The views keep that memory alive: an average found at the same address is the same one, of the same type.
+    The views keep that memory alive: an average found at the same address has the same memory and type.
     """
 
     form: tuple[object, ...]
