@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from batchnorm import layers, ops
 from batchnorm.ops import Activation, Running, cpu
 from batchnorm.ops.activation import IDENTITY, NAMES
-from batchnorm.ops.cpu import compiled, compiler
+from batchnorm.ops.cpu import compiled, compiler, quick
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 EPS = 1e-3
@@ -57,6 +57,11 @@ SHAPES = {
     "zero variance in one channel": lambda: torch.randn(4, 2, 8, 8) * torch.tensor([0.0, 1.0]).view(2, 1, 1),
     "values of 1e15": lambda: torch.randn(4, 6, 8, 8) * 1e15,
 }
+
+
+@pytest.fixture(autouse=True)
+def whatever_the_size(monkeypatch):
+    monkeypatch.setattr(quick, "LARGE", 1 << 40)
 
 
 def new_running(channels):
@@ -154,8 +159,8 @@ def call(form, threads, x, gamma, beta, dy):
     memory = [torch.full((size + 2 * around,), torch.nan) for size in sizes]
     y, kept, dx, dgamma, dbeta = (m.data_ptr() + 4 * around for m in memory)
     inputs = x.data_ptr(), gamma.data_ptr(), beta.data_ptr()
-    assert not kernels.forward(ctypes.addressof(form), threads, EPS, 0.1, *inputs, None, None, None, y, kept)
-    assert not kernels.backward(ctypes.addressof(form), threads, x.data_ptr(), dy.data_ptr(), kept, dx, dgamma, dbeta)
+    assert not kernels.forward(form.address, threads, EPS, 0.1, *inputs, None, None, None, y, kept)
+    assert not kernels.backward(form.address, threads, x.data_ptr(), dy.data_ptr(), kept, dx, dgamma, dbeta)
     for m in memory:
         assert m[:around].isnan().all()
         assert m[-around:].isnan().all()
@@ -333,6 +338,18 @@ def test_computed_again_in_a_checkpoint(name, reentrant):
         assert torch.equal(found, want)
     for found, want in zip(layer.buffers(), plain.buffers(), strict=True):
         assert torch.equal(found, want)
+
+
+def test_torchs_kernel_is_taken_where_there_is_nothing_to_win(monkeypatch):
+    monkeypatch.undo()
+    x = last(torch.randn(40, 64, 14, 14)).requires_grad_()
+    names = {}
+    for form, batch in (("rows", x), ("planes", x.contiguous())):
+        for activation in ("identity", "relu"):
+            y = layers.BatchNorm2d(64, activation=activation)(batch)
+            names[form, activation] = type(y.grad_fn).__name__
+    assert names.pop(("rows", "identity")) == "NativeBatchNormBackward0"
+    assert set(names.values()) == {"NormalizeBackward"}
 
 
 def test_other_batches_are_left_to_others():

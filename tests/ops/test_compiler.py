@@ -140,5 +140,5 @@ def test_an_empty_name_is_none(monkeypatch):
 def test_without_threads(monkeypatch):
     monkeypatch.setattr(compiler, "_openmp", lambda: (None, None, None))
     x = torch.randn(8, 6, 64, 64)
-    assert compiled.form_of(x, False).threads == 1
+    assert not compiled.form_of(x, False).parallel
     check(x)

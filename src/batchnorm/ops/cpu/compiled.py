@@ -10,13 +10,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from math import nan, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..context import is_forward_mode, is_unseen
-from .compiler import Kernels, kernels
+from .compiler import kernels
 from .function import stored_like
 
 # Fewer values than this are worked on sooner than a second thread has begun.
@@ -24,7 +24,7 @@ PARALLEL = 1 << 14
 ROWS_KEPT = 5  # of a channel, for the backward pass: see kernel.c
 
 
-class Form(ctypes.Structure):
+class Shape(ctypes.Structure):
     """Describe a tensor to the kernel: planes (n, channels, length), or rows (n, channels) where the length is 0.
 
     Beyond the paper: how memory is laid out.
@@ -34,15 +34,21 @@ class Form(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("n", "channels", "length", "relu")),
         *((name, ctypes.c_void_p) for name in ("parallel", "thread", "team")),
     )
-    n: int
-    channels: int
-    length: int
 
-    @property
-    def threads(self) -> int:
-        """How many threads a pass is worth."""
-        values = self.n * self.channels * max(self.length, 1)
-        return torch.get_num_threads() if values >= PARALLEL and self.parallel else 1
+
+class Form(NamedTuple):
+    """Hold what calls of one shape have in common, so that none has to ask for it.
+
+    Beyond the paper: how the kernel is called.
+    """
+
+    forward: Callable[..., int]
+    backward: Callable[..., int]
+    shape: Shape
+    address: int  # of the shape
+    channels: int
+    relu: bool
+    parallel: bool  # whether a pass is worth more than one thread
 
 
 def form_of(x: Tensor, relu: bool) -> Form | None:
@@ -60,7 +66,11 @@ def form_of(x: Tensor, relu: bool) -> Form | None:
     else:
         return None
     found = kernels()
-    return None if found is None else Form(n, channels, length, relu, *found.openmp)
+    if found is None:
+        return None
+    shape = Shape(n, channels, length, relu, *found.openmp)
+    parallel = x.numel() >= PARALLEL and found.openmp[0] is not None
+    return Form(found.forward, found.backward, shape, ctypes.addressof(shape), channels, relu, parallel)
 
 
 def normalize_batch_(
@@ -71,14 +81,19 @@ def normalize_batch_(
     momentum: float | None,
     eps: float,
     form: Form,
+    activate: Callable[[Tensor], Tensor] | None,
 ) -> Tensor | None:
-    """Return y and move the averages at the addresses ``running``; None, and nothing moved, where another way is due."""
+    """Return y and move the averages at the addresses ``running``; None, and nothing moved, if another way is due.
+
+    ``activate`` is what the kernel does not do itself.
+    """
     if not (_has_memory(x) and _fits(gamma) and _fits(beta)):
         return None
     try:
-        return _apply(x, gamma, beta, running, momentum, eps, form)
+        y = _apply(x, gamma, beta, running, momentum, eps, form)
     except _NotFinite:
         return None
+    return y if activate is None else activate(y)
 
 
 def _fits(v: Tensor | None) -> bool:
@@ -108,10 +123,10 @@ class Normalize(torch.autograd.Function):
     ) -> Tensor:
         """Keep x and a few numbers a channel."""
         y, kept = torch.empty_like(x), x.new_empty((ROWS_KEPT, form.channels))
-        failed = _run().forward(
-            ctypes.addressof(form), form.threads, eps, nan if momentum is None else momentum, x.data_ptr(),
-            None if gamma is None else gamma.data_ptr(), None if beta is None else beta.data_ptr(), *running,
-            y.data_ptr(), kept.data_ptr(),
+        failed = form.forward(
+            form.address, torch.get_num_threads() if form.parallel else 1, eps, nan if momentum is None else momentum,
+            x.data_ptr(), None if gamma is None else gamma.data_ptr(), None if beta is None else beta.data_ptr(),
+            *running, y.data_ptr(), kept.data_ptr(),
         )  # fmt: skip
         if failed:
             raise MemoryError if failed < 0 else _NotFinite
@@ -136,8 +151,8 @@ class Normalize(torch.autograd.Function):
         dy = stored_like(dy, x)
         dx = torch.empty_like(x) if wanted else None
         dgamma, dbeta = kept.new_empty(form.channels), kept.new_empty(form.channels)
-        if _run().backward(
-            ctypes.addressof(form), form.threads, x.data_ptr(), dy.data_ptr(), kept.data_ptr(),
+        if form.backward(
+            form.address, torch.get_num_threads() if form.parallel else 1, x.data_ptr(), dy.data_ptr(), kept.data_ptr(),
             None if dx is None else dx.data_ptr(), dgamma.data_ptr(), dbeta.data_ptr(),
         ):  # fmt: skip
             raise MemoryError
@@ -170,9 +185,3 @@ def _plain_backward(ctx: Any, x: Tensor, gamma: Tensor | None, dy: Tensor) -> tu
     dx = dx * (invstd if gamma is None else invstd * gamma.view(shape))
     grads = zip((dx, (dz * x_hat).sum(dims), dz.sum(dims)), ctx.needs_input_grad, strict=False)
     return *(g if needed else None for g, needed in grads), *(None,) * 4
-
-
-def _run() -> Kernels:
-    found = kernels()
-    assert found is not None  # else there is no form
-    return found

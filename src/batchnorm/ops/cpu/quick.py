@@ -26,6 +26,7 @@ from . import compiled, native, nonlinear
 _f32 = torch.float32
 
 LIMIT = native.CONDITION**2
+LARGE = 1 << 18
 
 
 def normalize_batch_(
@@ -53,14 +54,23 @@ def normalize_batch_(
         relu = activation.name == "relu"
         dense = mean.is_contiguous() and var.is_contiguous() and num_batches.dtype is torch.int64
         kernel = compiled.form_of(x, relu) if dense else None
-        if kernel is None and not native.is_fast(x):
+        if native.is_fast(x):
+            # Without ReLU there is nothing to win on many channels that lie side by side, and torch is C++ all through.
+            if kernel is not None and not relu and kernel.shape.length == 0 and x.numel() >= LARGE:
+                kernel = None
+        elif kernel is None:
             return None
         within = kernel is not None and relu
         activate = None if within else nonlinear.for_fresh(activation, x.numel(), x.dtype)
         memory = _remember(form, addresses, running, kernel, activate)
     _, _, means, variances, count, kernel, activate, _ = memory
     if kernel is not None:
-        return _by_kernel(x, gamma, beta, addresses, momentum, eps, kernel, activate)
+        # In a checkpoint's recomputation the averages have moved already.
+        where = _NOWHERE if is_recomputation() else addresses
+        y = compiled.normalize_batch_(x, gamma, beta, where, momentum, eps, kernel, activate)
+        if is_active() and y is not None:
+            remember(y, _again_by_kernel(eps, kernel, activate), x, gamma, beta)
+        return y
     factor = momentum if momentum is not None else 1 / (count[0] + 1)
     moved = 1
     if is_recomputation():
@@ -83,33 +93,18 @@ def normalize_batch_(
     return y
 
 
-def _by_kernel(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    running: tuple[int, int, int],
-    momentum: float | None,
-    eps: float,
-    form: compiled.Form,
-    activate: Callable[[Tensor], Tensor] | None,
-) -> Tensor | None:
-    # In a checkpoint's recomputation the averages have moved already.
-    y = compiled.normalize_batch_(x, gamma, beta, _NOWHERE if is_recomputation() else running, momentum, eps, form)
-    if y is None:
-        return None
-    y = y if activate is None else activate(y)
-    if is_active():
-
-        def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-            y = compiled.normalize_batch_(x, gamma, beta, _NOWHERE, momentum, eps, form)
-            assert y is not None  # as it was not the first time
-            return y if activate is None else activate(y)
-
-        remember(y, again, x, gamma, beta)
-    return y
-
-
 _NOWHERE = None, None, None
+
+
+def _again_by_kernel(
+    eps: float, form: compiled.Form, activate: Callable[[Tensor], Tensor] | None
+) -> Callable[..., Tensor]:
+    def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
+        y = compiled.normalize_batch_(x, gamma, beta, _NOWHERE, None, eps, form, activate)
+        assert y is not None  # as it was not the first time
+        return y
+
+    return again
 
 
 def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[..., Tensor]:
