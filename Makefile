@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help run test test-all check format gpu clean
+.PHONY: help run test test-all check format clean
 .DEFAULT_GOAL := help
 
 help:

@@ -13,12 +13,14 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +34,7 @@ from ..ops.geometry import geometry_of
 from ..results import environment, write_atomically
 from .graphs import Stopwatch, buffers, copy_bandwidth
 from .kernels_bars import bars, ratio
+from .kernels_picture import draw
 from .layers import Layer, all_layers, short_list
 from .turns import alone, workers
 
@@ -302,22 +305,22 @@ def write(report: dict[str, Any], path: Path) -> None:
 
 def kernels(
     out: Path = Path("results/kernels.json"),
-    layers: Literal["short", "all"] = "short",
-    dtypes: tuple[Literal["bfloat16", "float32", "float16"], ...] = ("bfloat16",),
-    autotune: bool = False,
+    layers: Literal["short", "all"] = "all",
+    dtypes: tuple[Literal["bfloat16", "float32", "float16"], ...] = ("bfloat16", "float32"),
+    autotune: bool = True,
     seconds: float = math.inf,
-    jobs: int = 0,
+    jobs: int = max(1, (os.cpu_count() or 1) - 2),
     commit: str | None = None,
 ) -> None:
     """Time the fused CUDA kernels against eager torch, torch.compile and the bytes that have to move.
 
     Args:
-        out: the result file.
+        out: the result file; the picture lies beside it.
         layers: one layer of each size class, or all of both networks.
         dtypes: of the activations.
         autotune: also time torch.compile's max-autotune mode, and cuDNN in fp16.
         seconds: start no layer after so many.
-        jobs: compile in so many processes, which measure one at a time.
+        jobs: compile in so many processes, which measure one at a time; 0: in this one.
         commit: what is measured, where the code is no git checkout.
 
     Raises:
@@ -356,21 +359,33 @@ def kernels(
             write(report, out)
     for bar in bars(rows.values()):
         print(bar.line())
+    picture(out)
     if left := len(not_measured()):
         print(f"{left} layers are not measured yet: the same command goes on")
+
+
+def picture(out: Path) -> None:
+    """Draw what a result file holds, where there is something to draw with."""
+    if not out.exists():
+        return
+    if find_spec("matplotlib") is None:
+        print("no picture: pip install 'batchnorm[report]', then python -m batchnorm.bench.kernels_picture", out)
+        return
+    draw(json.loads(out.read_text()), out.with_suffix(".png"))
+    print(f"picture: {out.with_suffix('.png')}")
 
 
 def main() -> None:
     """Run without tyro, which a machine lent for an hour may not have."""
     parser = argparse.ArgumentParser(prog="python -m batchnorm.bench.kernels", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("results/kernels.json"))
-    parser.add_argument("--layers", choices=("short", "all"), default="short")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
-    parser.add_argument("--autotune", action="store_true")
-    parser.add_argument("--seconds", type=float, default=math.inf)
-    parser.add_argument("--jobs", type=int, default=0)
+    parser.add_argument("--layers", choices=("short", "all"))
+    parser.add_argument("--dtypes", nargs="+")
+    parser.add_argument("--autotune", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--jobs", type=int)
     parser.add_argument("--commit")
-    kernels(**vars(parser.parse_args()))
+    kernels(**{name: value for name, value in vars(parser.parse_args()).items() if value is not None})
 
 
 if __name__ == "__main__":

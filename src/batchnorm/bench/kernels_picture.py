@@ -10,7 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-STYLES = {"batchnorm": ("C3", "o"), "compile": ("C0", "s"), "compile-max": ("C9", "v"), "eager": ("0.5", "x")}
+STYLES = {
+    "batchnorm": ("C3", "o"),
+    "compile": ("C0", "s"),
+    "compile-max": ("C9", "v"),
+    "cudnn-fp16": ("C2", "^"),
+    "eager": ("0.5", "x"),
+}
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -30,9 +36,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
         axes.axhline(1, color="k", lw=0.6)
         axes.set(title=f"{op}, {layout}, bf16", xlabel="one tensor, MB", ylim=(0, 1.05))
         axes.grid(alpha=0.3)
-    left = figure.axes[0]
-    left.set_ylabel("share of the one-read limit, forward + backward")
-    left.legend()
+    figure.axes[0].set_ylabel("share of the one-read limit, forward + backward")
+    figure.axes[-1].legend(loc="upper left")  # cuDNN has channels_last alone, which comes last
     figure.suptitle(f"{report['hardware']['device']}, torch {report['hardware']['torch']}")
     figure.savefig(path, dpi=130)
 

@@ -150,6 +150,7 @@ def _kernels(r: Result) -> str:
         f"{s['op']} {s['layout']}: {s['compile']['geometric_mean']:.2f} times torch.compile"
         f" (worst {s['compile']['worst']:.2f}), {s['eager']['geometric_mean']:.2f} times eager"
         for s in r["summary"]
+        if s["dtype"] == "bfloat16"
     )
 
 
