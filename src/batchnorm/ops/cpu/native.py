@@ -18,7 +18,7 @@ CONDITION = 100.0
 # torch's loop over (N, C, L) is not vectorized.
 IMAGE_ELEMENTS = 200_000
 # And here, where few channels lie side by side.
-FEW_ELEMENTS = 8_000
+FEW_ELEMENTS = 16_000
 
 
 def is_fast(x: Tensor) -> bool:
