@@ -45,7 +45,9 @@ enum {
     WIDTH = 1024,  // columns of a matrix, at most, where that can be chosen
     NARROW = 64,   // and at least
     ADDED = 256,   // rows of planes that are added up in float32, about; the rest is float64
-    BLOCK = 65536, // values of a block of rows
+    BLOCK = 65536, // values of a block of rows, at most
+    ROWS = 64,     // rows of it, at least
+    TASKS = 16,    // blocks that small tensors have where they have so many rows
 };
 
 INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
@@ -442,7 +444,8 @@ static i64 divide(Call *c) {
     c->positions = 1;
     while (channels < NARROW && (c->positions * channels < NARROW || c->positions * channels % 16)) ++c->positions;
     c->width = c->positions * channels;
-    c->block = 1 + (BLOCK - 1) / c->width < 32 ? 32 : 1 + (BLOCK - 1) / c->width;
+    c->block = least(BLOCK, c->form.n * channels / TASKS) / c->width;
+    if (c->block < ROWS) c->block = ROWS;
     i64 each = c->block * c->positions;
     return (c->form.n + each - 1) / each;
 }
