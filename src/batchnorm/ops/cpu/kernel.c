@@ -142,13 +142,6 @@ static void add_squares_to(const Call *c, Matrix m, const float *rough, float *f
     add_squares(c->x + m.at, m.rows, m.stride, m.width, rough, first, second);
 }
 
-static void write_y(const Call *c, Matrix m, const float *lines, i64 pitch) {
-    if (c->form.relu)
-        transform(c->x + m.at, c->y + m.at, m.rows, m.stride, m.width, lines, pitch, 1);
-    else
-        transform(c->x + m.at, c->y + m.at, m.rows, m.stride, m.width, lines, pitch, 0);
-}
-
 static void reduce_to(const Call *c, Matrix m, const float *lines, i64 pitch, float *first, float *second) {
     if (c->form.relu)
         reduce(c->x + m.at, c->dy + m.at, m.rows, m.stride, m.width, lines, pitch, 1, first, second);
@@ -156,11 +149,17 @@ static void reduce_to(const Call *c, Matrix m, const float *lines, i64 pitch, fl
         reduce(c->x + m.at, c->dy + m.at, m.rows, m.stride, m.width, lines, pitch, 0, first, second);
 }
 
-static void write_dx(const Call *c, Matrix m, const float *lines, i64 pitch) {
-    if (c->form.relu)
-        differentiate(c->x + m.at, c->dy + m.at, c->dx + m.at, m.rows, m.stride, m.width, lines, pitch, 1);
+// Writes y in a forward pass, dx in a backward pass.
+static void write_out(const Call *c, Matrix m, const float *lines, i64 pitch) {
+    const float *x = c->x + m.at;
+    if (c->y && c->form.relu)
+        transform(x, c->y + m.at, m.rows, m.stride, m.width, lines, pitch, 1);
+    else if (c->y)
+        transform(x, c->y + m.at, m.rows, m.stride, m.width, lines, pitch, 0);
+    else if (c->form.relu)
+        differentiate(x, c->dy + m.at, c->dx + m.at, m.rows, m.stride, m.width, lines, pitch, 1);
     else
-        differentiate(c->x + m.at, c->dy + m.at, c->dx + m.at, m.rows, m.stride, m.width, lines, pitch, 0);
+        differentiate(x, c->dy + m.at, c->dx + m.at, m.rows, m.stride, m.width, lines, pitch, 0);
 }
 
 // ---- what a channel's sums come to ----
@@ -309,7 +308,7 @@ static void planes_forward(void *given) {
             keep(c, g.from + k, means[k] + d, fmax(sums[k][1] / m - d * d, 0)); // NaN is the mean as well
             for (int i = 0; i < 3; ++i) spread_to(&g, lines + i * WIDTH, k, c->kept[i * f->channels + g.from + k]);
         }
-        for (i64 i = 0; i < g.matrices; ++i) write_y(c, matrix_of(f, &g, i), lines, WIDTH);
+        for (i64 i = 0; i < g.matrices; ++i) write_out(c, matrix_of(f, &g, i), lines, WIDTH);
     }
 }
 
@@ -343,7 +342,7 @@ static void planes_backward(void *given) {
             spread_to(&g, lines + LEVEL * WIDTH, k, level);
         }
         if (c->dx)
-            for (i64 i = 0; i < g.matrices; ++i) write_dx(c, matrix_of(f, &g, i), lines, WIDTH);
+            for (i64 i = 0; i < g.matrices; ++i) write_out(c, matrix_of(f, &g, i), lines, WIDTH);
     }
 }
 
@@ -398,13 +397,13 @@ static void rows_moments(void *given) {
     }
 }
 
-static void rows_transform(void *given) {
+static void rows_write(void *given) {
     Call *c = given;
     Range mine = share(c);
     for (i64 task = mine.from; task < mine.to; ++task) {
         Block b = block_of(c, task);
-        write_y(c, b.full, c->lines, c->width);
-        write_y(c, b.tail, c->lines, c->width);
+        write_out(c, b.full, c->lines, c->width);
+        write_out(c, b.tail, c->lines, c->width);
     }
 }
 
@@ -424,16 +423,6 @@ static void rows_reduce(void *given) {
         fold_positions(c, first);
         fold_positions(c, second);
         for (int i = 0; i < 2; ++i) memcpy(out + i * w, first + i * w, channels * sizeof(float));
-    }
-}
-
-static void rows_differentiate(void *given) {
-    Call *c = given;
-    Range mine = share(c);
-    for (i64 task = mine.from; task < mine.to; ++task) {
-        Block b = block_of(c, task);
-        write_dx(c, b.full, c->lines, c->width);
-        write_dx(c, b.tail, c->lines, c->width);
     }
 }
 
@@ -484,7 +473,7 @@ static int rows_forward(Call *c, i64 threads) {
     for (i64 k = 0; k < channels; ++k) keep(c, k, mean[k], fmax(var[k] / m, 0));
     if (!c->bad) {
         spread_lines(c);
-        run(c, rows_transform, blocks, threads);
+        run(c, rows_write, blocks, threads);
     }
     free(c->lines);
     return 0;
@@ -510,7 +499,7 @@ static int rows_backward(Call *c, i64 threads) {
             finish(c, k, (double)c->form.n, sums[k], products[k], slope + k, level + k);
         spread_positions(c, slope);
         spread_positions(c, level);
-        if (c->dx) run(c, rows_differentiate, blocks, threads);
+        if (c->dx) run(c, rows_write, blocks, threads);
     }
     int failed = sums && c->lines ? 0 : -1;
     free(sums);
