@@ -350,6 +350,8 @@ def test_torchs_kernel_is_taken_where_there_is_nothing_to_win(monkeypatch):
             names[form, activation] = type(y.grad_fn).__name__
     assert names.pop(("rows", "identity")) == "NativeBatchNormBackward0"
     assert set(names.values()) == {"NormalizeBackward"}
+    x = torch.randn(32, 128, 80).movedim(-1, 1)  # sequences with channels last, which torch's kernel does not know
+    assert layers.BatchNorm1d(80)(x).stride() == x.stride()
 
 
 def test_other_batches_are_left_to_others():
@@ -395,6 +397,50 @@ def test_saved_tensors_that_come_back_otherwise(name):
         y = layer(x)
     for found, expected in zip(torch.autograd.grad(y, (x, layer.weight), dy), want, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_saved_tensors_that_come_back_otherwise_under_another_default_type():
+    x, dy = last(torch.randn(4, 6, 8, 8)).requires_grad_(), torch.randn(4, 6, 8, 8)
+    layer = layers.BatchNorm2d(6)
+    (want,) = torch.autograd.grad(layer(x), x, dy)
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.autograd.graph.saved_tensors_hooks(HOOKS["contiguous"], lambda t: t):
+            y = layer(x)
+        (found,) = torch.autograd.grad(y, x, dy)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, want)
+
+
+def test_saved_tensors_that_come_back_without_memory():
+    x, dy = torch.randn(4, 6, 8, 8, requires_grad=True), torch.randn(4, 6, 8, 8)
+    layer = layers.BatchNorm2d(6)
+    (want,) = torch.autograd.grad(layer(x), x, dy)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: torch._neg_view(-t)):
+        y = layer(x)
+    torch.testing.assert_close(torch.autograd.grad(y, x, dy)[0], want)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.to("meta")):
+        y = layer(x)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(y, x, dy)
+
+
+def test_parameters_whose_memory_holds_other_values():
+    x, gamma = torch.randn(8, 3), torch.rand(3) + 0.5
+    for lazy, plain in ((torch._neg_view(gamma), -gamma), (torch._efficientzerotensor(3), torch.zeros(3))):
+        found, want = (ops.normalize_batch_(x, g, None, new_running(3)) for g in (lazy, plain))
+        torch.testing.assert_close(found, want)
+
+
+def test_what_cannot_be_saved_moves_nothing():
+    with torch.inference_mode():
+        x = torch.randn(8, 3)
+    layer = layers.BatchNorm1d(3)
+    with pytest.raises(RuntimeError, match=r"[Ii]nference"):
+        layer(x)
+    assert layer.num_batches_tracked == 0
+    assert not layer.running_mean.any()
 
 
 @pytest.mark.parametrize("change", ["gaps", "expanded", "float count", "int32 count"])
@@ -484,10 +530,11 @@ def test_no_gradient_is_none():
     assert x.grad is None
 
 
-def test_scales_beyond_float32_take_another_way():
-    x = (torch.randn(64, 16) * 1e-20).requires_grad_()
+@pytest.mark.parametrize(("std", "eps"), [(1e-20, 1e-42), (3e-15, 1e-60)])
+def test_scales_beyond_float32_take_another_way(std, eps):
+    x = (torch.randn(64, 16) * std).requires_grad_()
     dy = torch.randn(64, 16)
-    ours, theirs = layers.BatchNorm1d(16, eps=1e-42), torch.nn.BatchNorm1d(16, eps=1e-42)
+    ours, theirs = layers.BatchNorm1d(16, eps=eps), torch.nn.BatchNorm1d(16, eps=eps)
     (found,), (want,) = torch.autograd.grad(ours(x), x, dy), torch.autograd.grad(theirs(x), x, dy)
     torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 

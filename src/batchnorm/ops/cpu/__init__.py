@@ -6,8 +6,8 @@ are channels. ReLU as a second call takes new memory forward and backward. And o
 what surrounds it: calls of operators, and of Python. Hence
 
 compiled.py  dense float32 in layers in training: one call of kernel.c, where compiler.py finds a C compiler.
-quick.py     what leads there; and the same by torch's kernel, for half precision and without a compiler. As little
-             around a kernel as there can be.
+quick.py     what leads there; and the same by torch's kernel, for half precision, without a compiler, and where it is
+             as fast. As little around a kernel as there can be.
 native.py    torch's kernel and its derivative, for small batches, for channels_last with channels enough, and for half
              precision. The activation is applied in place.
 function.py  everything else: statistics by sums that run at the speed of memory, the transform, the activation in
@@ -48,7 +48,7 @@ def describe(x: Tensor, residual: Tensor | None) -> str:
         return f"a CPU tensor, and torch's kernels, for {missing}"
     if residual is not None or compiled.form_of(x, relu=False) is None:
         return "a CPU tensor, and torch's kernels: the compiled one takes dense float32 batches without a residual"
-    return "a CPU tensor; layers in training take the compiled kernel"
+    return "a CPU tensor; layers in training take the compiled kernel, or torch's where that is as fast"
 
 
 def batch_norm(

@@ -21,7 +21,7 @@ from .function import stored_like
 
 # Fewer values than this are worked on sooner than a second thread has begun.
 PARALLEL = 1 << 14
-ROWS_KEPT = 5  # of a channel, for the backward pass: see kernel.c
+ROWS_KEPT = 5  # numbers of a channel, for the backward pass: kernel.c's LINES
 
 
 class Shape(ctypes.Structure):
@@ -87,8 +87,8 @@ def normalize_batch_(
 
     ``activate`` is what the kernel does not do itself.
     """
-    if not (_has_memory(x) and _fits(gamma) and _fits(beta)):
-        return None
+    if not (_has_memory(x) and _fits(gamma) and _fits(beta)) or (x.is_inference() and torch.is_grad_enabled()):
+        return None  # the last cannot be saved, and is refused before anything moves
     try:
         y = _apply(x, gamma, beta, running, momentum, eps, form)
     except _NotFinite:
@@ -97,7 +97,9 @@ def normalize_batch_(
 
 
 def _fits(v: Tensor | None) -> bool:
-    return v is None or (v.is_contiguous() and v.is_cpu and (type(v) is Tensor or type(v) is nn.Parameter))
+    if v is None:
+        return True
+    return v.is_contiguous() and v.is_cpu and _has_memory(v) and (type(v) is Tensor or type(v) is nn.Parameter)
 
 
 class _NotFinite(Exception):
@@ -141,12 +143,13 @@ class Normalize(torch.autograd.Function):
         if dy is None:
             return (None,) * 7
         x, gamma = ctx.saved_tensors
-        if torch.is_grad_enabled() or not _has_memory(dy) or not is_unseen(x, dy) or is_forward_mode():
+        seen = torch.is_grad_enabled() or is_forward_mode() or not is_unseen(x, dy)
+        if seen or not (x.is_cpu and _has_memory(x) and _has_memory(dy)):
             return _plain_backward(ctx, x, gamma, dy)
         form, kept = ctx.form, ctx.kept
         if x.dtype is not kept.dtype or x.stride() != ctx.stride or x.shape != ctx.shape:
             # Saved-tensor hooks gave it back otherwise.
-            x = torch.empty_strided(ctx.shape, ctx.stride).copy_(x)
+            x = kept.new_empty_strided(ctx.shape, ctx.stride).copy_(x)
         wanted, of_gamma, of_beta = ctx.needs_input_grad[:3]
         dy = stored_like(dy, x)
         dx = torch.empty_like(x) if wanted else None

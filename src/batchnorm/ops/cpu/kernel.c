@@ -21,10 +21,10 @@ typedef struct {
     i64 n, channels, length, relu;
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); // of the OpenMP library that torch uses
     int (*thread)(void), (*team)(void);
-} Form;
+} Shape;
 
 typedef struct {
-    Form form;
+    Shape shape;
     const float *x, *dy, *gamma, *beta;
     float *y, *dx, *dgamma, *dbeta;
     float *kept;             // center, scale, offset, 1/std, mean - center; each of all channels
@@ -143,7 +143,7 @@ static void add_squares_to(const Call *c, Matrix m, const float *rough, float *f
 }
 
 static void reduce_to(const Call *c, Matrix m, const float *lines, i64 pitch, float *first, float *second) {
-    if (c->form.relu)
+    if (c->shape.relu)
         reduce(c->x + m.at, c->dy + m.at, m.rows, m.stride, m.width, lines, pitch, 1, first, second);
     else
         reduce(c->x + m.at, c->dy + m.at, m.rows, m.stride, m.width, lines, pitch, 0, first, second);
@@ -152,11 +152,11 @@ static void reduce_to(const Call *c, Matrix m, const float *lines, i64 pitch, fl
 // Writes y in a forward pass, dx in a backward pass.
 static void write_out(const Call *c, Matrix m, const float *lines, i64 pitch) {
     const float *x = c->x + m.at;
-    if (c->y && c->form.relu)
+    if (c->y && c->shape.relu)
         transform(x, c->y + m.at, m.rows, m.stride, m.width, lines, pitch, 1);
     else if (c->y)
         transform(x, c->y + m.at, m.rows, m.stride, m.width, lines, pitch, 0);
-    else if (c->form.relu)
+    else if (c->shape.relu)
         differentiate(x, c->dy + m.at, c->dx + m.at, m.rows, m.stride, m.width, lines, pitch, 1);
     else
         differentiate(x, c->dy + m.at, c->dx + m.at, m.rows, m.stride, m.width, lines, pitch, 0);
@@ -165,7 +165,7 @@ static void write_out(const Call *c, Matrix m, const float *lines, i64 pitch) {
 // ---- what a channel's sums come to ----
 
 static void keep(Call *c, i64 channel, double mean, double var) {
-    i64 all = c->form.channels;
+    i64 all = c->shape.channels;
     double invstd = 1 / sqrt(var + c->eps), scale = invstd * (c->gamma ? c->gamma[channel] : 1);
     float *kept = c->kept + channel, center = (float)mean;
     kept[CENTER * all] = center;
@@ -175,13 +175,14 @@ static void keep(Call *c, i64 channel, double mean, double var) {
     kept[LACK * all] = (float)(mean - center);
     c->mean[channel] = mean;
     c->var[channel] = var;
-    // Not finite, or nearly so, as is a slope of a gradient.
-    if (!(fabs(mean) < 1e38 && var < 1e38 && fabs(scale) * invstd < 1e30)) __atomic_store_n(&c->bad, 1, __ATOMIC_RELAXED);
+    // Not finite, or nearly so; or so small a deviation that its square and the slope of a gradient are no float32.
+    int good = fabs(mean) < 1e38 && var < 1e38 && invstd < 1e15 && fabs(scale) * invstd < 1e20;
+    if (!good) __atomic_store_n(&c->bad, 1, __ATOMIC_RELAXED);
 }
 
 // Section 3's gradients from the sums of dz and of dz * (x - center).
 static void finish(Call *c, i64 channel, double m, double first, double second, float *slope, float *level) {
-    i64 all = c->form.channels;
+    i64 all = c->shape.channels;
     const float *kept = c->kept + channel;
     double scale = kept[SCALE * all], invstd = kept[INVSTD * all], lack = kept[LACK * all];
     double dgamma = (second - lack * first) * invstd;
@@ -202,8 +203,8 @@ typedef struct {
 static Range share(const Call *c) {
     i64 thread = 0, team = 1;
     if (c->threads > 1) {
-        thread = c->form.thread();
-        team = c->form.team();
+        thread = c->shape.thread();
+        team = c->shape.team();
     }
     return (Range){c->tasks * thread / team, c->tasks * (thread + 1) / team};
 }
@@ -212,7 +213,7 @@ static void run(Call *c, void (*work)(void *), i64 tasks, i64 threads) {
     c->tasks = tasks;
     c->threads = least(threads, tasks);
     if (c->threads > 1)
-        c->form.parallel(work, c, (unsigned)c->threads, 0);
+        c->shape.parallel(work, c, (unsigned)c->threads, 0);
     else
         work(c);
 }
@@ -226,9 +227,9 @@ typedef struct {
     i64 pieces, matrices; // of a plane, of all
 } Group;
 
-static i64 channels_of_group(const Form *f) { return least(f->channels, 1 + (RUN - 1) / f->length); }
+static i64 channels_of_group(const Shape *f) { return least(f->channels, 1 + (RUN - 1) / f->length); }
 
-static Group group_of(const Form *f, i64 task) {
+static Group group_of(const Shape *f, i64 task) {
     i64 each = channels_of_group(f), from = task * each;
     Group g = {.from = from, .here = least(each, f->channels - from), .each = f->length, .pieces = 1};
     if (f->length > WIDTH) {
@@ -241,7 +242,7 @@ static Group group_of(const Form *f, i64 task) {
     return g;
 }
 
-static Matrix matrix_of(const Form *f, const Group *g, i64 which) {
+static Matrix matrix_of(const Shape *f, const Group *g, i64 which) {
     i64 example = which / g->pieces, piece = which % g->pieces, stride = f->channels * f->length;
     if (f->length <= WIDTH) {
         example *= ADDED;
@@ -267,13 +268,24 @@ static void fold(const Group *g, float *columns, double *sums, i64 stride) {
     memset(columns, 0, g->width * sizeof(float));
 }
 
+static void fold_both(const Group *g, float *first, float *second, double (*sums)[2]) {
+    fold(g, first, &sums[0][0], 2);
+    fold(g, second, &sums[0][1], 2);
+}
+
 static void spread_to(const Group *g, float *columns, i64 channel, float value) {
     for (i64 j = 0; j < g->each; ++j) columns[channel * g->each + j] = value;
 }
 
+// Spreads what a channel of the group has kept.
+static void spread_kept(const Call *c, const Group *g, i64 channel, float *lines) {
+    const float *kept = c->kept + g->from + channel;
+    for (int i = 0; i < 3; ++i) spread_to(g, lines + i * WIDTH, channel, kept[i * c->shape.channels]);
+}
+
 static void planes_forward(void *given) {
     Call *c = given;
-    const Form *f = &c->form;
+    const Shape *f = &c->shape;
     double m = (double)f->n * (double)f->length;
     Range mine = share(c);
     for (i64 task = mine.from; task < mine.to; ++task) {
@@ -297,16 +309,12 @@ static void planes_forward(void *given) {
         for (i64 i = 0; i < g.matrices; ++i) {
             Matrix part = matrix_of(f, &g, i);
             add_squares_to(c, part, rough, first, second);
-            if ((added += part.rows) >= ADDED || i + 1 == g.matrices) {
-                fold(&g, first, &sums[0][0], 2);
-                fold(&g, second, &sums[0][1], 2);
-                added = 0;
-            }
+            if ((added += part.rows) >= ADDED || i + 1 == g.matrices) fold_both(&g, first, second, sums), added = 0;
         }
         for (i64 k = 0; k < g.here; ++k) {
             double d = sums[k][0] / m;
             keep(c, g.from + k, means[k] + d, fmax(sums[k][1] / m - d * d, 0)); // NaN is the mean as well
-            for (int i = 0; i < 3; ++i) spread_to(&g, lines + i * WIDTH, k, c->kept[i * f->channels + g.from + k]);
+            spread_kept(c, &g, k, lines);
         }
         for (i64 i = 0; i < g.matrices; ++i) write_out(c, matrix_of(f, &g, i), lines, WIDTH);
     }
@@ -314,7 +322,7 @@ static void planes_forward(void *given) {
 
 static void planes_backward(void *given) {
     Call *c = given;
-    const Form *f = &c->form;
+    const Shape *f = &c->shape;
     double m = (double)f->n * (double)f->length;
     Range mine = share(c);
     for (i64 task = mine.from; task < mine.to; ++task) {
@@ -324,16 +332,11 @@ static void planes_backward(void *given) {
         memset(sums, 0, sizeof sums);
         memset(first, 0, g.width * sizeof(float));
         memset(second, 0, g.width * sizeof(float));
-        for (i64 k = 0; k < g.here; ++k)
-            for (int i = 0; i < 3; ++i) spread_to(&g, lines + i * WIDTH, k, c->kept[i * f->channels + g.from + k]);
+        for (i64 k = 0; k < g.here; ++k) spread_kept(c, &g, k, lines);
         for (i64 i = 0, added = 0; i < g.matrices; ++i) {
             Matrix part = matrix_of(f, &g, i);
             reduce_to(c, part, lines, WIDTH, first, second);
-            if ((added += part.rows) >= ADDED || i + 1 == g.matrices) {
-                fold(&g, first, &sums[0][0], 2);
-                fold(&g, second, &sums[0][1], 2);
-                added = 0;
-            }
+            if ((added += part.rows) >= ADDED || i + 1 == g.matrices) fold_both(&g, first, second, sums), added = 0;
         }
         for (i64 k = 0; k < g.here; ++k) {
             float slope, level;
@@ -354,28 +357,28 @@ typedef struct {
 } Block;
 
 static Block block_of(const Call *c, i64 task) {
-    i64 each = c->block * c->positions, from = task * each, here = least(each, c->form.n - from);
-    i64 w = c->width, at = from * c->form.channels, rows = here / c->positions;
-    Matrix full = {at, rows, w, w}, tail = {at + rows * w, 1, w, here % c->positions * c->form.channels};
+    i64 each = c->block * c->positions, from = task * each, here = least(each, c->shape.n - from);
+    i64 w = c->width, at = from * c->shape.channels, rows = here / c->positions;
+    Matrix full = {at, rows, w, w}, tail = {at + rows * w, 1, w, here % c->positions * c->shape.channels};
     return (Block){full, tail, here};
 }
 
 // Adds the columns of further positions to those of the first.
 static void fold_positions(const Call *c, float *columns) {
-    i64 channels = c->form.channels;
+    i64 channels = c->shape.channels;
     for (i64 j = channels; j < c->width; j += channels)
         for (i64 k = 0; k < channels; ++k) columns[k] += columns[j + k];
 }
 
 static void spread_positions(const Call *c, float *columns) {
-    i64 channels = c->form.channels;
+    i64 channels = c->shape.channels;
     for (i64 j = channels; j < c->width; j += channels) memcpy(columns + j, columns, channels * sizeof(float));
 }
 
 // Of all blocks: the rough mean of each channel, the sums of d and of d^2.
 static void rows_moments(void *given) {
     Call *c = given;
-    i64 channels = c->form.channels, w = c->width;
+    i64 channels = c->shape.channels, w = c->width;
     float room[3 * WIDTH];
     Range mine = share(c);
     for (i64 task = mine.from; task < mine.to; ++task) {
@@ -410,7 +413,7 @@ static void rows_write(void *given) {
 // Of all blocks: the sums of dz and of dz * d.
 static void rows_reduce(void *given) {
     Call *c = given;
-    i64 channels = c->form.channels, w = c->width;
+    i64 channels = c->shape.channels, w = c->width;
     float room[2 * WIDTH];
     Range mine = share(c);
     for (i64 task = mine.from; task < mine.to; ++task) {
@@ -428,32 +431,32 @@ static void rows_reduce(void *given) {
 
 // Chooses width and block; returns how many blocks there are.
 static i64 divide(Call *c) {
-    i64 channels = c->form.channels;
+    i64 channels = c->shape.channels;
     // Few channels: as many positions as make rows of whole vectors, long enough for loops and short enough for caches.
     c->positions = 1;
     while (channels < NARROW && (c->positions * channels < NARROW || c->positions * channels % 16)) ++c->positions;
     c->width = c->positions * channels;
-    c->block = least(BLOCK, c->form.n * channels / TASKS) / c->width;
+    c->block = least(BLOCK, c->shape.n * channels / TASKS) / c->width;
     if (c->block < ROWS) c->block = ROWS;
     i64 each = c->block * c->positions;
-    return (c->form.n + each - 1) / each;
+    return (c->shape.n + each - 1) / each;
 }
 
 static void spread_lines(const Call *c) {
     for (int i = 0; i < 3; ++i) {
         float *columns = c->lines + i * c->width;
-        memcpy(columns, c->kept + i * c->form.channels, c->form.channels * sizeof(float));
+        memcpy(columns, c->kept + i * c->shape.channels, c->shape.channels * sizeof(float));
         spread_positions(c, columns);
     }
 }
 
 static int rows_forward(Call *c, i64 threads) {
-    i64 channels = c->form.channels, blocks = divide(c);
+    i64 channels = c->shape.channels, blocks = divide(c);
     c->lines = malloc(3 * (1 + blocks) * c->width * sizeof(float));
     if (!c->lines) return -1;
     c->sums = c->lines + 3 * c->width;
     run(c, rows_moments, blocks, threads);
-    double *restrict mean = c->mean, *restrict var = c->var, m = (double)c->form.n;
+    double *restrict mean = c->mean, *restrict var = c->var, m = (double)c->shape.n;
     memset(mean, 0, channels * sizeof(double));
     memset(var, 0, channels * sizeof(double));
     for (i64 b = 0; b < blocks; ++b) {
@@ -480,7 +483,7 @@ static int rows_forward(Call *c, i64 threads) {
 }
 
 static int rows_backward(Call *c, i64 threads) {
-    i64 channels = c->form.channels, blocks = divide(c);
+    i64 channels = c->shape.channels, blocks = divide(c);
     double *restrict sums = calloc(2 * channels, sizeof(double)), *restrict products = sums + channels;
     c->lines = malloc((LINES + 2 * blocks) * c->width * sizeof(float));
     if (sums && c->lines) {
@@ -496,7 +499,7 @@ static int rows_backward(Call *c, i64 threads) {
         }
         float *slope = c->lines + SLOPE * c->width, *level = c->lines + LEVEL * c->width;
         for (i64 k = 0; k < channels; ++k)
-            finish(c, k, (double)c->form.n, sums[k], products[k], slope + k, level + k);
+            finish(c, k, (double)c->shape.n, sums[k], products[k], slope + k, level + k);
         spread_positions(c, slope);
         spread_positions(c, level);
         if (c->dx) run(c, rows_write, blocks, threads);
@@ -510,32 +513,32 @@ static int rows_backward(Call *c, i64 threads) {
 // ---- what Python calls ----
 
 // Many channels of few rows are groups of channels too, each a plane of one value.
-static Form form_of(const Form *given) {
-    Form f = *given;
+static Shape shape_of(const Shape *given) {
+    Shape f = *given;
     if (!f.length && f.channels >= WIDTH && f.n <= ADDED) f.length = 1;
     return f;
 }
 
-static i64 groups_of(const Form *f) { return (f->channels + channels_of_group(f) - 1) / channels_of_group(f); }
+static i64 groups_of(const Shape *f) { return (f->channels + channels_of_group(f) - 1) / channels_of_group(f); }
 
 // Writes y and kept, and moves the running averages where there are any; with a momentum of NaN they are those of
 // all batches. Returns 0; 1 where the moments are not finite or float32 does not hold their sums, and -1 where there is
 // no memory: then no average has moved.
 int forward(
-    const Form *form, i64 threads, double eps, double momentum, const float *x, const float *gamma, const float *beta,
+    const Shape *given, i64 threads, double eps, double momentum, const float *x, const float *gamma, const float *beta,
     float *running_mean, float *running_var, i64 *batches, float *y, float *kept) {
-    Call c = {.form = form_of(form), .x = x, .gamma = gamma, .beta = beta, .y = y, .kept = kept, .eps = eps};
-    i64 channels = form->channels;
+    Call c = {.shape = shape_of(given), .x = x, .gamma = gamma, .beta = beta, .y = y, .kept = kept, .eps = eps};
+    i64 channels = given->channels;
     c.mean = malloc(2 * channels * sizeof(double));
     if (!c.mean) return -1;
     c.var = c.mean + channels;
     int failed = 0;
-    if (c.form.length)
-        run(&c, planes_forward, groups_of(&c.form), threads);
+    if (c.shape.length)
+        run(&c, planes_forward, groups_of(&c.shape), threads);
     else
         failed = rows_forward(&c, threads);
     if (!failed && !c.bad && running_mean) {
-        double m = (double)c.form.n * (double)(c.form.length ? c.form.length : 1);
+        double m = (double)c.shape.n * (double)(c.shape.length ? c.shape.length : 1);
         double factor = isnan(momentum) ? 1 / (double)(*batches + 1) : momentum;
         for (i64 k = 0; k < channels; ++k) {
             double mean = running_mean[k], var = running_var[k];
@@ -550,11 +553,11 @@ int forward(
 
 // Writes dx, where it is not null, and the gradients of gamma and beta. Returns 0; -1 where there is no memory.
 int backward(
-    const Form *form, i64 threads, const float *x, const float *dy, const float *kept, float *dx, float *dgamma,
+    const Shape *given, i64 threads, const float *x, const float *dy, const float *kept, float *dx, float *dgamma,
     float *dbeta) {
-    Call c = {.form = form_of(form), .x = x, .dy = dy, .kept = (float *)kept, .dx = dx, .dgamma = dgamma};
-    c.dbeta = dbeta;
-    if (!c.form.length) return rows_backward(&c, threads);
-    run(&c, planes_backward, groups_of(&c.form), threads);
+    Call c = {.shape = shape_of(given), .x = x, .dy = dy, .kept = (float *)kept};
+    c.dx = dx, c.dgamma = dgamma, c.dbeta = dbeta;
+    if (!c.shape.length) return rows_backward(&c, threads);
+    run(&c, planes_backward, groups_of(&c.shape), threads);
     return 0;
 }

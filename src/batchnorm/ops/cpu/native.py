@@ -32,7 +32,7 @@ def is_fast(x: Tensor) -> bool:
     if x.is_contiguous():
         if elements > shape[0] * channels:
             return half or elements <= IMAGE_ELEMENTS * min(channels, torch.get_num_threads())
-    elif not x.movedim(1, -1).is_contiguous():
+    elif not x.movedim(1, -1).is_contiguous() or (x.dim() == 3 and not half):  # torch knows no such sequences
         return False
     elif channels < VECTOR:
         return x.dim() > 3 and elements <= FEW_ELEMENTS

@@ -1,7 +1,7 @@
 """The shortest way from a batch to its normalized output and moved running averages, for the layers in training.
 
-Where kernel.c could be compiled and takes the batch, that is one call of it. Elsewhere it is a call of torch's kernel,
-which moves the running averages too, and a look at the statistics it returns: where they forbid it the averages are put
+Where kernel.c could be compiled and is faster, that is one call of it. Elsewhere it is a call of torch's kernel, which
+moves the running averages too, and a look at the statistics it returns: where they forbid it the averages are put
 back and the caller takes another way. On a small batch what stands around a kernel costs more than the kernel: every
 further function, of torch, numpy or Python, is code that the backward pass has pushed out of the cache. So nothing is
 asked twice of a layer's batches that are alike, and no moments are returned: to make tensors of them would take as long
@@ -25,8 +25,8 @@ from . import compiled, native, nonlinear
 
 _f32 = torch.float32
 
-LIMIT = native.CONDITION**2
-LARGE = 1 << 18
+LIMIT = native.CONDITION**2  # of the squared norm of mean / std
+LARGE = 1 << 18  # values
 
 
 def normalize_batch_(
@@ -46,23 +46,24 @@ def normalize_batch_(
     memory = _memories.get(id(mean))
     gamma_shape, beta_shape = None if gamma is None else gamma.shape, None if beta is None else beta.shape
     averages = mean.shape, mean.stride(), var.shape, var.stride()
-    form = x.shape, x.stride(), x.dtype, gamma_shape, beta_shape, averages, activation
+    key = x.shape, x.stride(), x.dtype, gamma_shape, beta_shape, averages, activation
     addresses = mean.data_ptr(), var.data_ptr(), num_batches.data_ptr()
-    if memory is None or memory.form != form or memory.addresses != addresses:
+    if memory is None or memory.key != key or memory.addresses != addresses:
         if not _fits(x, gamma, beta, running):
             return None
         relu = activation.name == "relu"
         dense = mean.is_contiguous() and var.is_contiguous() and num_batches.dtype is torch.int64
         kernel = compiled.form_of(x, relu) if dense else None
         if native.is_fast(x):
-            # Without ReLU there is nothing to win on many channels that lie side by side, and torch is C++ all through.
+            # Without ReLU our kernel moves as many bytes as torch's where many channels lie side by side, and has Python
+            # around it, which a large batch pushes out of the cache.
             if kernel is not None and not relu and kernel.shape.length == 0 and x.numel() >= LARGE:
                 kernel = None
         elif kernel is None:
             return None
         within = kernel is not None and relu
         activate = None if within else nonlinear.for_fresh(activation, x.numel(), x.dtype)
-        memory = _remember(form, addresses, running, kernel, activate)
+        memory = _remember(key, addresses, running, kernel, activate)
     _, _, means, variances, count, kernel, activate, _ = memory
     if kernel is not None:
         # In a checkpoint's recomputation the averages have moved already.
@@ -110,7 +111,7 @@ def _again_by_kernel(
 def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
         # Without averages in float32 the kernel would round the statistics to half precision.
-        mean, var = torch.zeros(2, x.shape[1]).unbind()
+        mean, var = torch.zeros(2, x.shape[1], dtype=_f32).unbind()
         y, _, _ = torch.native_batch_norm(x, gamma, beta, mean, var, True, 0.0, eps)
         return y if activate is None else activate(y)
 
@@ -135,12 +136,12 @@ def _fits(x: Tensor, gamma: Tensor | None, beta: Tensor | None, running: Kept) -
 
 
 class _Memory(NamedTuple):
-    """What the last call found out: that its form fits, and the running averages' memory as Python sees it.
+    """What the last call found out: that its like fits, and the running averages' memory as Python sees it.
 
-    The views keep that memory alive: an average found at the same address has the same memory and type.
+    The views keep that memory alive: an average found at the same address has the same memory.
     """
 
-    form: tuple[object, ...]
+    key: tuple[object, ...]
     addresses: tuple[int, int, int]
     mean: memoryview
     var: memoryview
@@ -155,17 +156,17 @@ _memories: dict[int, _Memory] = {}
 
 
 def _remember(
-    form: tuple[object, ...],
+    key: tuple[object, ...],
     addresses: tuple[int, int, int],
     running: Kept,
     kernel: compiled.Form | None,
     activate: Callable[[Tensor], Tensor] | None,
 ) -> _Memory:
     mean, var, num_batches, _ = running
-    key = id(mean)
-    lifetime = weakref.ref(mean, lambda _: _memories.pop(key, None))
+    owner = id(mean)
+    lifetime = weakref.ref(mean, lambda _: _memories.pop(owner, None))
     views = _view(mean), _view(var), _view(num_batches)
-    _memories[key] = memory = _Memory(form, addresses, *views, kernel, activate, lifetime)
+    _memories[owner] = memory = _Memory(key, addresses, *views, kernel, activate, lifetime)
     return memory
 
 
