@@ -55,8 +55,8 @@ def normalize_batch_(
         dense = mean.is_contiguous() and var.is_contiguous() and num_batches.dtype is torch.int64
         kernel = compiled.form_of(x, relu) if dense else None
         if native.is_fast(x):
-            # Without ReLU our kernel moves as many bytes as torch's where many channels lie side by side, and has Python
-            # around it, which a large batch pushes out of the cache.
+            # Without ReLU our kernel moves as many bytes as torch's where many channels lie side by side, and has
+            # Python around it, which a large batch pushes out of the cache.
             if kernel is not None and not relu and kernel.shape.length == 0 and x.numel() >= LARGE:
                 kernel = None
         elif kernel is None:
