@@ -123,10 +123,13 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path):
     assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize(("command", "told"), [('cc "', "no command"), ("true", "makes no library")])
-def test_commands_that_are_no_compilers(monkeypatch, command, told):
+@pytest.mark.parametrize(
+    ("command", "told"), [('cc "', "no command"), ("true", "makes no library"), ("cc -c", "makes no library")]
+)
+def test_commands_that_make_no_library(monkeypatch, tmp_path, command, told):
     monkeypatch.setenv("CC", command)
-    assert told in compiler.unavailable()
+    assert told in compiler.unavailable() or shutil.which("cc") is None
+    assert not list((tmp_path / "cache").rglob("*.so"))
     check_another_way()
 
 

@@ -99,6 +99,7 @@ def _compile(compiler: list[str], folder: Path, name: str) -> None:
         subprocess.run(
             command, check=True, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=120
         )
+        _loaded(out)  # else it is not kept
         out.replace(folder / name)  # all of it or nothing: others may compile it as well
 
 
