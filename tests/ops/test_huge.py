@@ -1,4 +1,4 @@
-"""Tensors of more than 2^31 elements, whose offsets do not fit into 32 bits; a small one shows that the check is right."""
+"""Tensors of more than 2^31 elements, whose offsets do not fit into 32 bits; a small one shows that the check works."""
 
 import pytest
 import torch
