@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from batchnorm import ops
-from batchnorm.bench.kernels import digest, earlier_rows, key_of, provenance, write
+from batchnorm.bench.kernels import write
+from batchnorm.bench.kernels_sittings import digest, earlier_rows, key_of, provenance
 from batchnorm.bench.layers import all_layers, short_list
 from batchnorm.ops import resident
 
 MACHINE = {"device": "some GPU", "torch": "2.11"}
 LAYER = short_list()[0]
-
-
 PROCESSORS = 132
 
 

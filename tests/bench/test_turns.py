@@ -43,6 +43,9 @@ def test_without_processes_the_work_is_done_here():
     with workers(0) as run:
         done = list(run(measured, [(1, os.devnull), (2, os.devnull)], 60.0))
         assert not list(run(int, [("1",)], 0.0))
+        bad, good = run(int, [("x",), ("1",)], 60.0)
+    assert isinstance(bad.error, ValueError)
+    assert (good.result, good.error) == (1, None)
     assert [d.result for d in done] == [(1, os.getpid()), (2, os.getpid())]
 
 

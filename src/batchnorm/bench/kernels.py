@@ -10,17 +10,13 @@ the same kernels on the same machine, is not measured again: the work spreads ov
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,12 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..ops import plan, resident
-from ..ops.geometry import geometry_of
-from ..results import environment, write_atomically
+from ..results import write_atomically
 from .graphs import Stopwatch, buffers, copy_bandwidth
 from .kernels_bars import bars, ratio
-from .kernels_picture import draw
+from .kernels_picture import picture
+from .kernels_sittings import Given, digest, earlier_rows, hardware, key_of, names_of, provenance
 from .layers import Layer, all_layers, short_list
 from .turns import alone, workers
 
@@ -153,7 +148,7 @@ def measure(
     torch.cuda.empty_cache()  # for the other processes
     row: dict[str, Any] = {
         **layer._asdict(),
-        **dict(zip(("layout", "dtype", "op"), _names(channels_last, dtype, residual), strict=True)),
+        **dict(zip(("layout", "dtype", "op"), names_of(channels_last, dtype, residual), strict=True)),
     }
     with alone():
         row |= time_all(bandwidth, Sets(layer, channels_last, dtype, residual), p, calls)
@@ -230,71 +225,6 @@ def line(row: dict[str, Any]) -> str:
     return text + (f" | {row['refused']} {row['errors']}" if "refused" in row else "")
 
 
-def hardware() -> dict[str, Any]:
-    """Return what a reader needs to know to repeat the measurement, and what must agree between two sittings."""
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": version("triton"),
-        "python": platform.python_version(),
-        "method": "median of 11 CUDA-graph replays over inputs of more than 180 MB, outputs kept; forward and backward",
-    }
-
-
-def provenance(commit: str | None) -> dict[str, Any]:
-    """Return what every row says of its origin."""
-    return {"commit": environment(commit)["commit"], "date": time.strftime("%Y-%m-%d")}
-
-
-@cache
-def digest(layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool, processors: int) -> str:
-    """Return a digest of what a row measures: the kernels, what launches them, and which of them a layer gets."""
-    form = torch.channels_last if channels_last else torch.contiguous_format
-    g = geometry_of(torch.empty(layer.shape, device="meta", memory_format=form))
-    rules = (resident.choose, plan.choose)
-    chosen = [rule(g, dtype.itemsize, backward, residual, processors) for rule in rules for backward in (False, True)]
-    folder = Path(ops.__file__).parent
-    found = hashlib.sha256(repr(chosen).encode())
-    for path in (folder / "launch.py", folder / "nvrtc.py", *sorted((folder / "kernels").iterdir())):
-        if path.is_file():
-            found.update(path.read_bytes())
-    return found.hexdigest()[:12]
-
-
-Given = tuple[Layer, bool, torch.dtype, bool]  # channels_last? residual?
-Key = tuple[Any, ...]
-
-
-def key_of(layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool) -> Key:
-    """Return what a row is known by."""
-    return (*layer, *_names(channels_last, dtype, residual))
-
-
-def earlier_rows(path: Path, machine: dict[str, Any], processors: int) -> dict[Key, dict[str, Any]]:
-    """Return the rows of earlier sittings that are of the same kernels.
-
-    Raises:
-        ValueError: where they are of another machine or software.
-    """
-    if not path.exists():
-        return {}
-    report = json.loads(path.read_text())
-    if report["hardware"] != machine:
-        raise ValueError(f"{path} is of {report['hardware']}, and this is {machine}: give another --out")
-    found = {}
-    for row in report["rows"]:
-        layer = Layer(*(row[name] for name in Layer._fields))
-        given = layer, row["layout"] == "NHWC", getattr(torch, row["dtype"]), row["op"] == "BN+add+ReLU"
-        if row["kernels"] == digest(*given, processors):
-            found[key_of(*given)] = row
-    return found
-
-
-def _names(channels_last: bool, dtype: torch.dtype, residual: bool) -> tuple[str, str, str]:
-    layout, op = "NHWC" if channels_last else "NCHW", "BN+add+ReLU" if residual else "BN+ReLU"
-    return layout, str(dtype).removeprefix("torch."), op
-
-
 def write(report: dict[str, Any], path: Path) -> None:
     """Write the report so far."""
     rows = list(report["rows"].values())
@@ -359,20 +289,10 @@ def kernels(
             write(report, out)
     for bar in bars(rows.values()):
         print(bar.line())
-    picture(out)
+    if rows:
+        picture(out)
     if left := len(not_measured()):
         print(f"{left} layers are not measured yet: the same command goes on")
-
-
-def picture(out: Path) -> None:
-    """Draw what a result file holds, where there is something to draw with."""
-    if not out.exists():
-        return
-    if find_spec("matplotlib") is None:
-        print("no picture: pip install 'batchnorm[report]', then python -m batchnorm.bench.kernels_picture", out)
-        return
-    draw(json.loads(out.read_text()), out.with_suffix(".png"))
-    print(f"picture: {out.with_suffix('.png')}")
 
 
 def main() -> None:

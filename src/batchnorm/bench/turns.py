@@ -68,8 +68,13 @@ def workers(processes: int) -> Iterator[Callable[[Work, Sequence[tuple[Any, ...]
 def _one_by_one(work: Work, jobs: Sequence[tuple[Any, ...]], seconds: float) -> Iterator[Done]:
     end = time.monotonic() + seconds
     for job in jobs:
-        if time.monotonic() < end:
-            yield Done(job, work(*job), None)
+        if time.monotonic() >= end:
+            return
+        try:
+            done = Done(job, work(*job), None)
+        except Exception as error:
+            done = Done(job, None, error)
+        yield done
 
 
 @contextmanager

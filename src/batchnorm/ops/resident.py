@@ -137,7 +137,8 @@ def _of_planes(
         if megabytes > 250:
             return plan(512, 2, up(channel, 100 * 1024)) if processors < g.channels < 2 * processors else None
         if megabytes >= 20:
-            return plan(512, 2, 4 if processors <= g.channels + 4 and g.channels <= 1.5 * processors else 0)
+            # Whole channels do not divide well among about as many multiprocessors; quarters do.
+            return plan(512, 2, 4 if 0.95 * processors <= g.channels <= 1.5 * processors else 0)
         return plan(512, 1) if g.channels <= processors else plan(256, 2)
     if megabytes < (6 if residual else 16) or megabytes > (200 if residual else 250):
         return None

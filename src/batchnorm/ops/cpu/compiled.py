@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import reference
 from ..context import is_forward_mode, is_unseen
 from .compiler import kernels
 from .function import stored_like
@@ -46,8 +47,6 @@ class Form(NamedTuple):
     backward: Callable[..., int]
     shape: Shape
     address: int  # of the shape
-    channels: int
-    relu: bool
     parallel: bool  # whether a pass is worth more than one thread
 
 
@@ -70,7 +69,7 @@ def form_of(x: Tensor, relu: bool) -> Form | None:
         return None
     shape = Shape(n, channels, length, relu, *found.openmp)
     parallel = x.numel() >= PARALLEL and found.openmp[0] is not None
-    return Form(found.forward, found.backward, shape, ctypes.addressof(shape), channels, relu, parallel)
+    return Form(found.forward, found.backward, shape, ctypes.addressof(shape), parallel)
 
 
 def normalize_batch_(
@@ -124,7 +123,7 @@ class Normalize(torch.autograd.Function):
         form: Form,
     ) -> Tensor:
         """Keep x and a few numbers a channel."""
-        y, kept = torch.empty_like(x), x.new_empty((ROWS_KEPT, form.channels))
+        y, kept = torch.empty_like(x), x.new_empty((ROWS_KEPT, x.shape[1]))
         failed = form.forward(
             form.address, torch.get_num_threads() if form.parallel else 1, eps, nan if momentum is None else momentum,
             x.data_ptr(), None if gamma is None else gamma.data_ptr(), None if beta is None else beta.data_ptr(),
@@ -153,7 +152,7 @@ class Normalize(torch.autograd.Function):
         wanted, of_gamma, of_beta = ctx.needs_input_grad[:3]
         dy = stored_like(dy, x)
         dx = torch.empty_like(x) if wanted else None
-        dgamma, dbeta = kept.new_empty(form.channels), kept.new_empty(form.channels)
+        dgamma, dbeta = kept.new_empty(x.shape[1]), kept.new_empty(x.shape[1])
         if form.backward(
             form.address, torch.get_num_threads() if form.parallel else 1, x.data_ptr(), dy.data_ptr(), kept.data_ptr(),
             None if dx is None else dx.data_ptr(), dgamma.data_ptr(), dbeta.data_ptr(),
@@ -177,14 +176,12 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 def _plain_backward(ctx: Any, x: Tensor, gamma: Tensor | None, dy: Tensor) -> tuple[Tensor | None, ...]:
     """Return Section 3's gradients by operations that can be differentiated again, and vectorized."""
-    dims, shape = [0, *range(2, x.dim())], (-1, *[1] * (x.dim() - 2))
+    shape = (-1, *[1] * (x.dim() - 2))
     center, scale, offset = (v.view(shape) for v in ctx.kept[:3])
     d = x - center
-    dz = torch.where(d * scale + offset <= 0, 0, dy) if ctx.form.relu else dy
-    d = d - d.mean(dims, keepdim=True)
-    invstd = torch.rsqrt(d.square().mean(dims, keepdim=True) + ctx.eps)
-    x_hat = d * invstd
-    dx = dz - dz.mean(dims, keepdim=True) - x_hat * (dz * x_hat).mean(dims, keepdim=True)
-    dx = dx * (invstd if gamma is None else invstd * gamma.view(shape))
-    grads = zip((dx, (dz * x_hat).sum(dims), dz.sum(dims)), ctx.needs_input_grad, strict=False)
+    dz = torch.where(d * scale + offset <= 0, 0, dy) if ctx.form.shape.relu else dy
+    dz, d = (t.movedim(1, -1).reshape(-1, x.shape[1]) for t in (dz, d))  # BN(x) = BN(x - center)
+    found = reference.batch_norm_backward(dz, d, torch.ones_like(ctx.kept[0]) if gamma is None else gamma, ctx.eps)
+    dx = found.x.reshape(x.movedim(1, -1).shape).movedim(-1, 1)
+    grads = zip((dx, found.gamma, found.beta), ctx.needs_input_grad, strict=False)
     return *(g if needed else None for g, needed in grads), *(None,) * 4

@@ -82,11 +82,8 @@ def _library(compiler: list[str]) -> Kernels:
         if not (folder / name).exists():
             _compile(compiler, folder, name)
         return _loaded(folder / name)
-    except (
-        OSError,
-        AttributeError,
-        RuntimeError,
-    ):  # no home, nothing can be written or loaded there, or not by us alone
+    except (OSError, AttributeError, RuntimeError):
+        # There is no home, nothing can be written or loaded there, or not by us alone.
         with tempfile.TemporaryDirectory() as temporary:
             _compile(compiler, Path(temporary), name)
             return _loaded(Path(temporary) / name)

@@ -253,8 +253,8 @@ static Matrix matrix_of(const Shape *f, const Group *g, i64 which) {
     return (Matrix){at + left * RUN, 1, RUN, f->length % RUN};
 }
 
-// Adds columns up to their channels' sums, every `stride`-th of `sums`, and clears them.
-static void fold(const Group *g, float *columns, double *sums, i64 stride) {
+// Adds columns up to their channels' sums, every second of `sums`, and clears them.
+static void fold(const Group *g, float *columns, double *sums) {
     for (i64 k = 0; k < g->here; ++k) {
         const float *v = columns + k * g->each;
         double lanes[8] = {0}, rest = 0;
@@ -263,14 +263,32 @@ static void fold(const Group *g, float *columns, double *sums, i64 stride) {
             for (int i = 0; i < 8; ++i) lanes[i] += v[j + i];
         for (; j < g->each; ++j) rest += v[j];
         for (int i = 0; i < 8; ++i) rest += lanes[i];
-        sums[k * stride] += rest;
+        sums[2 * k] += rest;
     }
     memset(columns, 0, g->width * sizeof(float));
 }
 
-static void fold_both(const Group *g, float *first, float *second, double (*sums)[2]) {
-    fold(g, first, &sums[0][0], 2);
-    fold(g, second, &sums[0][1], 2);
+// What is added up of a group: columns in float32, of which channels in float64 are made now and then.
+typedef struct {
+    float first[WIDTH], second[WIDTH];
+    double sums[RUN][2];
+    i64 added;
+} Sums;
+
+static void clear(Sums *s, const Group *g) {
+    memset(s->first, 0, g->width * sizeof(float));
+    memset(s->second, 0, g->width * sizeof(float));
+    memset(s->sums, 0, g->here * sizeof s->sums[0]);
+    s->added = 0;
+}
+
+// To be called after each matrix.
+static void fold_when_due(Sums *s, const Group *g, i64 rows, int last) {
+    s->added += rows;
+    if (s->added < ADDED && !last) return;
+    fold(g, s->first, &s->sums[0][0]);
+    fold(g, s->second, &s->sums[0][1]);
+    s->added = 0;
 }
 
 static void spread_to(const Group *g, float *columns, i64 channel, float value) {
@@ -287,35 +305,29 @@ static void planes_forward(void *given) {
     Call *c = given;
     const Shape *f = &c->shape;
     double m = (double)f->n * (double)f->length;
+    float lines[3 * WIDTH], *rough = lines;
+    Sums s;
     Range mine = share(c);
     for (i64 task = mine.from; task < mine.to; ++task) {
         Group g = group_of(f, task);
-        float lines[3 * WIDTH], *rough = lines, first[WIDTH], second[WIDTH];
-        double means[RUN], sums[RUN][2];
-        memset(means, 0, sizeof means);
-        memset(sums, 0, sizeof sums);
-        memset(first, 0, g.width * sizeof(float));
-        memset(second, 0, g.width * sizeof(float));
-        i64 added = 0;
+        clear(&s, &g);
         for (i64 i = 0; i < g.matrices; ++i) {
             Matrix part = matrix_of(f, &g, i);
-            add_to(c, part, first);
-            if ((added += part.rows) >= ADDED || i + 1 == g.matrices) fold(&g, first, means, 1), added = 0;
+            add_to(c, part, s.first);
+            fold_when_due(&s, &g, part.rows, i + 1 == g.matrices);
         }
-        for (i64 k = 0; k < g.here; ++k) {
-            means[k] = (float)(means[k] / m);
-            spread_to(&g, rough, k, (float)means[k]);
-        }
+        for (i64 k = 0; k < g.here; ++k) spread_to(&g, rough, k, (float)(s.sums[k][0] / m));
+        clear(&s, &g);
         for (i64 i = 0; i < g.matrices; ++i) {
             Matrix part = matrix_of(f, &g, i);
-            add_squares_to(c, part, rough, first, second);
-            if ((added += part.rows) >= ADDED || i + 1 == g.matrices) fold_both(&g, first, second, sums), added = 0;
+            add_squares_to(c, part, rough, s.first, s.second);
+            fold_when_due(&s, &g, part.rows, i + 1 == g.matrices);
         }
         for (i64 k = 0; k < g.here; ++k) {
-            double d = sums[k][0] / m;
-            keep(c, g.from + k, means[k] + d, fmax(sums[k][1] / m - d * d, 0)); // NaN is the mean as well
-            spread_kept(c, &g, k, lines);
+            double mean = rough[k * g.each], d = s.sums[k][0] / m;
+            keep(c, g.from + k, mean + d, fmax(s.sums[k][1] / m - d * d, 0)); // where that is NaN, so is the mean
         }
+        for (i64 k = 0; k < g.here; ++k) spread_kept(c, &g, k, lines);
         for (i64 i = 0; i < g.matrices; ++i) write_out(c, matrix_of(f, &g, i), lines, WIDTH);
     }
 }
@@ -324,23 +336,21 @@ static void planes_backward(void *given) {
     Call *c = given;
     const Shape *f = &c->shape;
     double m = (double)f->n * (double)f->length;
+    float lines[LINES * WIDTH];
+    Sums s;
     Range mine = share(c);
     for (i64 task = mine.from; task < mine.to; ++task) {
         Group g = group_of(f, task);
-        float lines[LINES * WIDTH], first[WIDTH], second[WIDTH];
-        double sums[RUN][2];
-        memset(sums, 0, sizeof sums);
-        memset(first, 0, g.width * sizeof(float));
-        memset(second, 0, g.width * sizeof(float));
+        clear(&s, &g);
         for (i64 k = 0; k < g.here; ++k) spread_kept(c, &g, k, lines);
-        for (i64 i = 0, added = 0; i < g.matrices; ++i) {
+        for (i64 i = 0; i < g.matrices; ++i) {
             Matrix part = matrix_of(f, &g, i);
-            reduce_to(c, part, lines, WIDTH, first, second);
-            if ((added += part.rows) >= ADDED || i + 1 == g.matrices) fold_both(&g, first, second, sums), added = 0;
+            reduce_to(c, part, lines, WIDTH, s.first, s.second);
+            fold_when_due(&s, &g, part.rows, i + 1 == g.matrices);
         }
         for (i64 k = 0; k < g.here; ++k) {
             float slope, level;
-            finish(c, g.from + k, m, sums[k][0], sums[k][1], &slope, &level);
+            finish(c, g.from + k, m, s.sums[k][0], s.sums[k][1], &slope, &level);
             spread_to(&g, lines + SLOPE * WIDTH, k, slope);
             spread_to(&g, lines + LEVEL * WIDTH, k, level);
         }
@@ -484,30 +494,28 @@ static int rows_forward(Call *c, i64 threads) {
 
 static int rows_backward(Call *c, i64 threads) {
     i64 channels = c->shape.channels, blocks = divide(c);
-    double *restrict sums = calloc(2 * channels, sizeof(double)), *restrict products = sums + channels;
-    c->lines = malloc((LINES + 2 * blocks) * c->width * sizeof(float));
-    if (sums && c->lines) {
-        c->sums = c->lines + LINES * c->width;
-        spread_lines(c);
-        run(c, rows_reduce, blocks, threads);
-        for (i64 b = 0; b < blocks; ++b) {
-            const float *first = c->sums + 2 * c->width * b, *second = first + c->width;
-            for (i64 k = 0; k < channels; ++k) {
-                sums[k] += first[k];
-                products[k] += second[k];
-            }
+    double *sums = malloc(2 * channels * sizeof(double) + (LINES + 2 * blocks) * c->width * sizeof(float));
+    if (!sums) return -1;
+    double *restrict first = sums, *restrict second = sums + channels;
+    memset(sums, 0, 2 * channels * sizeof(double));
+    c->lines = (float *)(sums + 2 * channels);
+    c->sums = c->lines + LINES * c->width;
+    spread_lines(c);
+    run(c, rows_reduce, blocks, threads);
+    for (i64 b = 0; b < blocks; ++b) {
+        const float *of_block = c->sums + 2 * c->width * b;
+        for (i64 k = 0; k < channels; ++k) {
+            first[k] += of_block[k];
+            second[k] += of_block[c->width + k];
         }
-        float *slope = c->lines + SLOPE * c->width, *level = c->lines + LEVEL * c->width;
-        for (i64 k = 0; k < channels; ++k)
-            finish(c, k, (double)c->shape.n, sums[k], products[k], slope + k, level + k);
-        spread_positions(c, slope);
-        spread_positions(c, level);
-        if (c->dx) run(c, rows_write, blocks, threads);
     }
-    int failed = sums && c->lines ? 0 : -1;
+    float *slope = c->lines + SLOPE * c->width, *level = c->lines + LEVEL * c->width;
+    for (i64 k = 0; k < channels; ++k) finish(c, k, (double)c->shape.n, first[k], second[k], slope + k, level + k);
+    spread_positions(c, slope);
+    spread_positions(c, level);
+    if (c->dx) run(c, rows_write, blocks, threads);
     free(sums);
-    free(c->lines);
-    return failed;
+    return 0;
 }
 
 // ---- what Python calls ----
