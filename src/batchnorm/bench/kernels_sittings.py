@@ -1,4 +1,4 @@
-"""How ``bench.kernels`` goes on where an earlier sitting stopped: what a row is known by, and of which kernels it is."""
+"""How ``bench.kernels`` goes on where an earlier sitting stopped: what a row is known by, and of which kernels."""
 
 from __future__ import annotations
 
