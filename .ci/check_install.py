@@ -1,0 +1,139 @@
+"""Check with pip's dry run that `make run` and `make test` can install on the machines that people have.
+
+Every version of torch that is supported, every Python, Linux with and without CUDA, macOS and Windows. Only the set of
+`make test` is resolved: that of `make run` is a part of it. Nothing is installed.
+
+    python .ci/check_install.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+TORCHES = ("2.11.0", "2.12.0", "2.13.0")
+PYTHONS = ("3.11", "3.12", "3.13")
+# What a CPU build of torch requires: the regular wheel's list without CUDA and Triton.
+CPU_REQUIRES = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec")
+
+# pip takes --platform for the choice of wheels but evaluates markers for the machine it runs on.
+PIP = """
+import json, sys
+from pip._vendor.packaging import markers
+environment = {**markers.default_environment(), **json.loads(sys.argv.pop(1))}
+markers.default_environment = lambda: dict(environment)
+from pip._internal.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Machine(NamedTuple):
+    """A kind of machine: its wheels, and how it answers markers."""
+
+    tags: list[str]
+    markers: dict[str, str]
+
+
+LINUX = Machine(
+    [*(f"manylinux_2_{minor}_x86_64" for minor in range(5, 36)), "manylinux2014_x86_64", "linux_x86_64"],
+    {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"},
+)
+MACHINES = {
+    "linux": LINUX,
+    "linux, CPU build": LINUX,
+    "macos": Machine(
+        [f"macosx_{major}_0_{kind}" for major in range(11, 16) for kind in ("arm64", "universal2")],
+        {"sys_platform": "darwin", "platform_system": "Darwin", "platform_machine": "arm64", "os_name": "posix"},
+    ),
+    "windows": Machine(
+        ["win_amd64"],
+        {"sys_platform": "win32", "platform_system": "Windows", "platform_machine": "AMD64", "os_name": "nt"},
+    ),
+}
+
+
+def requirements() -> list[str]:
+    """Return what `make test` installs beside torch, as pyproject.toml has it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    listed = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"], "hatchling", "editables"]
+    listed += [r for name, rows in extras.items() if name != "all" for r in rows]
+    return [r for r in dict.fromkeys(listed) if not r.startswith("torch")]
+
+
+def makefile_triton() -> str:
+    """Return the Triton that the Makefile puts beside a CPU build on Linux."""
+    found = re.search(r"^TRITON := (\S+)$", (ROOT / "Makefile").read_text(), re.M)
+    if found is None:
+        raise SystemExit("check_install: the Makefile no longer has a line 'TRITON := ...'")
+    return found[1]
+
+
+def write_cpu_wheel(folder: Path, version: str) -> None:
+    """Write a wheel without content that has the name and requirements of torch's CPU build."""
+    info = f"torch-{version}+cpu.dist-info"
+    lines = [f"Requires-Dist: {name}" for name in CPU_REQUIRES]
+    metadata = "\n".join(["Metadata-Version: 2.1", "Name: torch", f"Version: {version}+cpu", *lines, ""])
+    with zipfile.ZipFile(folder / f"torch-{version}+cpu-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", metadata)
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def resolve(torch: str, python: str, kind: str, folder: Path) -> str:
+    """Return why pip cannot install on a kind of machine; an empty string if it can."""
+    machine, cpu = MACHINES[kind], kind == "linux, CPU build"
+    wanted = [f"torch==={torch}{'+cpu' * cpu}", *requirements(), *[makefile_triton()] * cpu]
+    full = {**machine.markers, "python_version": python, "python_full_version": f"{python}.1"}
+    report = folder / f"{torch}-{python}-{kind[:9]}.json".replace(" ", "")
+    command = [sys.executable, "-c", PIP, json.dumps(full), "install", "--dry-run", "--quiet", "--ignore-installed"]
+    command += ["--disable-pip-version-check", "--only-binary=:all:", "--python-version", python]
+    command += ["--target", str(folder / "unused"), "--report", str(report), "--find-links", str(folder)]
+    command += ["--constraint", str(folder / "constraints.txt")]
+    command += [part for tag in machine.tags for part in ("--platform", tag)]
+    done = subprocess.run([*command, *wanted], capture_output=True, text=True)
+    if done.returncode:
+        return "\n    ".join(line for line in done.stderr.splitlines() if "WARNING" not in line)
+    found = {i["metadata"]["name"].lower(): i["metadata"]["version"] for i in json.loads(report.read_text())["install"]}
+    return problem(found, kind)
+
+
+def problem(found: dict[str, str], kind: str) -> str:
+    """Say what a resolved set has that does not belong on a kind of machine, or lacks."""
+    has_triton, has_cuda = "triton" in found, any(name.startswith("nvidia-") for name in found)
+    if has_triton != kind.startswith("linux"):
+        return f"{'has' if has_triton else 'lacks'} Triton"
+    if has_cuda != (kind == "linux"):
+        return f"{'has' if has_cuda else 'lacks'} CUDA packages"
+    return ""
+
+
+def main() -> int:
+    """Resolve every combination, print a line for each, and return 1 if one fails."""
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(4) as pool:
+        folder = Path(name)
+        pins = (ROOT / "constraints.txt").read_text().splitlines()
+        (folder / "constraints.txt").write_text("\n".join(p for p in pins if not p.startswith("torch==")))
+        for torch in TORCHES:
+            write_cpu_wheel(folder, torch)
+        cases = list(product(TORCHES, PYTHONS, MACHINES))
+        failed = 0
+        for case, why in zip(cases, pool.map(lambda c: resolve(*c, folder), cases), strict=True):
+            failed += bool(why)
+            print("torch {}, Python {}, {}: {}".format(*case, why or "ok"), flush=True)
+    print(f"{len(cases) - failed} of {len(cases)} can be installed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
