@@ -1,13 +1,15 @@
 """The benchmark of the kernels goes on where an earlier sitting stopped."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from batchnorm import ops
 from batchnorm.bench.kernels import write
-from batchnorm.bench.kernels_sittings import digest, earlier_rows, key_of, provenance
+from batchnorm.bench.kernels_sittings import code_of, digest, earlier_rows, key_of, provenance
 from batchnorm.bench.layers import all_layers, short_list
 from batchnorm.ops import resident
 
@@ -56,17 +58,36 @@ def test_digest_knows_the_kernels_and_which_of_them_a_layer_gets(monkeypatch, tm
     digest.cache_clear()
     found.add(digest(*given))
     # Other kernels.
-    for name in ("launch.py", "nvrtc.py", "kernels/one.cu"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    monkeypatch.setattr(ops, "__file__", str(tmp_path / "__init__.py"))
-    for text in ("x", "y"):
-        (tmp_path / "kernels" / "one.cu").write_text(text)
+    shutil.copytree(Path(ops.__file__).parent, tmp_path / "ops")
+    monkeypatch.setattr(ops, "__file__", str(tmp_path / "ops" / "__init__.py"))
+    for name in ("kernels/resident.cu", "kernels/tile.py", "launch.py", "forms.py", "resident.py"):
+        with (tmp_path / "ops" / name).open("a") as file:
+            file.write("\nint other;\n" if name.endswith(".cu") else "\nOTHER = 1\n")
         digest.cache_clear()
         found.add(digest(*given))
     digest.cache_clear()
-    assert len(found) == 5
+    assert len(found) == 8
     assert provenance("abc")["commit"] == "abc"
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "same", "other"),
+    [
+        ("a.cu", "int a; // why\nint b;", "int a;\n\n/* how\nlong */ int b;", "int a; int c;"),
+        (
+            "a.py",
+            '"""Doc."""\nimport a\n\ndef f():\n    """Doc."""\n    return 1  # why\n',
+            "from b import c\ndef f(): return 1",
+            "def f(): return 2",
+        ),
+    ],
+)
+def test_code_is_what_is_left_without_comments_docstrings_and_imports(tmp_path, name, one, same, other):
+    found = []
+    for text in (one, same, other):
+        (tmp_path / name).write_text(text)
+        found.append(code_of(tmp_path / name))
+    assert found[0] == found[1] != found[2]
 
 
 def test_layers_are_distinct():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import platform
+import re
 import time
 from functools import cache
 from importlib.metadata import version
@@ -45,10 +47,31 @@ def digest(layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool
     chosen = [rule(g, dtype.itemsize, backward, residual, processors) for rule in rules for backward in (False, True)]
     folder = Path(ops.__file__).parent
     found = hashlib.sha256(repr(chosen).encode())
-    for path in (folder / "launch.py", folder / "nvrtc.py", *sorted((folder / "kernels").iterdir())):
-        if path.is_file():
-            found.update(path.read_bytes())
+    launching = [
+        folder / f"{name}.py" for name in ("fused", "launch", "forms", "resident", "geometry", "bits", "nvrtc")
+    ]
+    for path in (*launching, *sorted((folder / "kernels").iterdir())):
+        if path.suffix in (".py", ".cu"):
+            found.update(code_of(path).encode())
     return found.hexdigest()[:12]
+
+
+def code_of(path: Path) -> str:
+    """Return what a source file computes: its code without comments, docstrings, imports and layout."""
+    source = path.read_text()
+    if path.suffix == ".cu":
+        return " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.DOTALL).split())
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [n for n in node.body if not _is_silent(n)] or [ast.Pass()]
+    return ast.dump(tree)
+
+
+def _is_silent(node: ast.stmt) -> bool:
+    """Say whether a statement is an import or a docstring."""
+    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return text or isinstance(node, ast.Import | ast.ImportFrom)
 
 
 Given = tuple[Layer, bool, torch.dtype, bool]  # channels_last? residual?
