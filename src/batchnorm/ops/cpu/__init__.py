@@ -35,7 +35,7 @@ from ..moments import Moments, statistics_dtype
 from ..saving import remember
 from . import compiled, compiler, native, nonlinear
 from .function import BatchNormFunction
-from .layout import layout_of
+from .layout import flatten, layout_of, unflatten
 from .quick import normalize_batch_
 
 __all__ = ["batch_norm", "describe", "normalize", "normalize_batch_"]
@@ -110,7 +110,7 @@ def normalize(
     wanted = mean.requires_grad or var.requires_grad  # the kernel takes them for constants
     if wanted or not bool((mean.square() <= native.CONDITION**2 * (var + eps)).all()):
         return composite.normalize(x, mean, var, gamma, beta, eps, activation, residual)
-    y = F.batch_norm(x, mean, var, gamma, beta, training=False, eps=eps)
+    y = F.batch_norm(flatten(x, x), mean, var, gamma, beta, training=False, eps=eps)
     if residual is not None:
-        y = y.add_(residual)
-    return activation(y) if y.requires_grad else nonlinear.apply_(activation, y)
+        y = y.add_(flatten(residual, x))
+    return unflatten(activation(y) if y.requires_grad else nonlinear.apply_(activation, y), x)

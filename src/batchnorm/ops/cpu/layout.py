@@ -197,6 +197,26 @@ def layout_of(x: Tensor) -> Matrix | Planes | None:
     return None
 
 
+def flatten(t: Tensor, x: Tensor) -> Tensor:
+    """Return ``t``, of x's shape, in the form in which torch's kernels read gradients of ``x`` right.
+
+    In four and more dimensions they tell contiguous gradients from channels_last ones by their strides. If a dimension
+    has size 1 its stride says nothing, and they read one layout as the other. Of rows (M, C) and planes (N, C, L) they
+    know one layout each, and autograd brings gradients into that form.
+    """
+    if x.dim() < 4 or 1 not in x.shape:
+        return t
+    rows = x.shape[1] > 1 and x.movedim(1, -1).is_contiguous()
+    return t.movedim(1, -1).flatten(0, -2) if rows else t.flatten(2)
+
+
+def unflatten(y: Tensor, x: Tensor) -> Tensor:
+    """Undo :func:`flatten`."""
+    if y.dim() == x.dim():
+        return y
+    return y.view(x.movedim(1, -1).shape).movedim(-1, 1) if y.dim() == 2 else y.view(x.shape)
+
+
 @lru_cache(maxsize=1024)
 def _wide(m: int, channels: int) -> int:
     """Return how many of m positions make a row of at most WIDTH columns."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..activation import Activation
 from ..moments import Moments, statistics_dtype
-from .layout import GRADIENT_ROWS, ROWS, VECTOR
+from .layout import GRADIENT_ROWS, ROWS, VECTOR, flatten, unflatten
 
 # Largest ||mean / std|| for which a*x + b in float32 is good to 100 * 2^-24 * a few = 2e-5 of a standard deviation.
 CONDITION = 100.0
@@ -59,13 +59,13 @@ def batch_norm(
     # The kernel returns 1/sqrt(var + eps), which forgets a small variance. Its running average, started from 0 with
     # momentum (m-1)/m, is the biased variance itself; that of the mean has no use.
     var, unused = torch.zeros(channels, dtype=dtype), torch.zeros(channels, dtype=dtype)
-    y, mean, invstd = torch.native_batch_norm(x, gamma, beta, unused, var, True, (m - 1) / m, eps)
+    y, mean, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, unused, var, True, (m - 1) / m, eps)
     ratio = mean.numpy() * invstd.numpy()
     if not ratio.dot(ratio) <= CONDITION**2:  # NaN is not
         return None
     if residual is not None:
-        y = (y + residual).to(x.dtype)
-    y = y.relu_() if activation.name == "relu" else activation(y)
+        y = (y + flatten(residual, x)).to(x.dtype)
+    y = unflatten(y.relu_() if activation.name == "relu" else activation(y), x)
     if x.requires_grad and not constant_moments and torch.is_grad_enabled():
         mean, var = _DifferentiableMoments.apply(x, mean, var)  # type: ignore[no-untyped-call]
     return y, Moments(torch.full((), m, dtype=dtype), mean, var)

@@ -22,6 +22,7 @@ from ..context import is_plain, is_recomputation
 from ..running import Kept
 from ..saving import is_active, remember
 from . import compiled, native, nonlinear
+from .layout import flatten, unflatten
 
 _f32 = torch.float32
 
@@ -78,7 +79,7 @@ def normalize_batch_(
         # The same way again, for checkpointing counts what a pass saves; the averages have moved already.
         mean, var, moved = mean.clone(), var.clone(), 0
     before = bytes(means), bytes(variances)
-    y, mu, invstd = torch.native_batch_norm(x, gamma, beta, mean, var, True, factor, eps)
+    y, mu, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, factor, eps)
     if activate is not None:
         # Before the look at the statistics: now the output is in the cache and torch's threads are awake.
         y = activate(y)
@@ -89,6 +90,7 @@ def normalize_batch_(
         means[:], variances[:] = (memoryview(old).cast("f") for old in before)
         return None
     count[0] += moved
+    y = unflatten(y, x)
     if is_active():
         remember(y, _again(eps, activate), x, gamma, beta)
     return y
@@ -112,8 +114,8 @@ def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
         # Without averages in float32 the kernel would round the statistics to half precision.
         mean, var = torch.zeros(2, x.shape[1], dtype=_f32).unbind()
-        y, _, _ = torch.native_batch_norm(x, gamma, beta, mean, var, True, 0.0, eps)
-        return y if activate is None else activate(y)
+        y, _, _ = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, 0.0, eps)
+        return unflatten(y if activate is None else activate(y), x)
 
     return again
 
