@@ -32,6 +32,28 @@ def test_other_batches_are_refused(batch):
         calling.call(nn.Linear(3, 2), batch)
 
 
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ((torch.zeros(2, 3), torch.zeros(2, 3)), r"net\(batch\[0\]\) on a batch of type tuple: missing .* 'input2'"),
+        ({"input1": torch.zeros(2, 3), "labels": 0}, r"net\(\*\*batch\) on a batch of type dict: missing"),
+        (torch.zeros(2, 3), r"net\(batch\) on a batch of type Tensor: missing"),
+    ],
+)
+def test_a_network_that_cannot_take_the_batch_names_forward(batch, found):
+    with pytest.raises(TypeError, match=rf"{found}.*forward=lambda net, batch: net\(\*batch\)"):
+        calling.call(nn.Bilinear(3, 3, 1), batch)
+
+
+def test_a_type_error_inside_the_network_is_its_own():
+    class Broken(nn.Module):
+        def forward(self, x):
+            return x + "text"
+
+    with pytest.raises(TypeError, match=r"must be Tensor, not str|unsupported operand"):
+        calling.call(Broken(), torch.zeros(2))
+
+
 def test_moving_copies_on_request_and_keeps_the_form():
     x = torch.randn(2, 3, requires_grad=True)
     batch = {"pair": Pair(x, x), "list": [x, "text"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -37,11 +38,36 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
-    """Run the network on a batch."""
+    """Run the network on a batch.
+
+    Raises:
+        TypeError: if the network's ``forward`` cannot take the batch; ``forward=`` is the way out.
+    """
     if forward is not None:
         return forward(net, batch)
     args, kwargs = arguments(batch)
-    return net(*args, **kwargs)
+    try:
+        return net(*args, **kwargs)
+    except TypeError as error:
+        form = _misfit(net, args, kwargs)
+        if form is None:
+            raise
+        called = "net(batch)" if isinstance(batch, Tensor) else "net(batch[0])" if args else "net(**batch)"
+        raise TypeError(
+            f"the network cannot be called as {called} on a batch of type {type(batch).__name__}: {form}; say how with"
+            " forward=, for example forward=lambda net, batch: net(*batch)"
+        ) from error
+
+
+def _misfit(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Say why the network's ``forward`` cannot be called with these arguments; None if it can."""
+    try:
+        inspect.signature(net.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # no signature
+        return None
+    return None
 
 
 def eagerly() -> AbstractContextManager[Any]:

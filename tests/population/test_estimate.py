@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from networks import Recurrent, Residual, scramble_
@@ -320,3 +321,74 @@ def test_a_bare_tensor_is_no_sequence_of_batches():
     with pytest.raises(ValueError, match=r"one tensor of shape \(8, 3\).* write \[x\] for one batch, x\.split\(64\)"):
         bn.estimate_(net, torch.randn(8, 3))
     assert net[0].num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_one_value_per_feature_in_every_batch_has_no_variance_under_the_papers_rule(empty):
+    net, data = deep(), torch.randn(6, 4).double()
+    before = copy.deepcopy(net.state_dict())
+    batches = [data[:0], *data.split(1)] if empty else data.split(1)
+    with pytest.raises(ValueError, match=r"layer '1': every batch has one value per feature.*rule='pooled'"):
+        bn.estimate_(net, batches, upstream="population")
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    bn.estimate_(net, batches, upstream="population", rule="pooled")
+    torch.testing.assert_close(net[1].running_var, net[0](data).var(0, correction=0))
+
+
+def test_a_single_value_in_all_has_no_variance():
+    with pytest.raises(ValueError, match="layer '1': the batches have one value per feature in all"):
+        bn.estimate_(deep(), [torch.randn(1, 4).double()], upstream="population", rule="pooled")
+
+
+@pytest.mark.parametrize("upstream", ["batch", "population"])
+def test_empty_batches_alone_leave_the_statistics_alone(upstream):
+    net = deep()
+    with pytest.raises(ValueError, match="none that reaches"):
+        bn.estimate_(net, [torch.randn(0, 4).double()], upstream=upstream)
+    assert (net[1].running_var == 1).all()
+
+
+class Functional(nn.Module):
+    """Batch normalization without a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("var", torch.ones(3))
+
+    def forward(self, x):
+        return F.batch_norm(x, self.mean, self.var, training=self.training)
+
+
+def test_functional_calls_are_listed():
+    net = nn.Sequential(Functional(), bn.BatchNorm1d(3), nn.BatchNorm1d(3)).train()
+    report = bn.estimate_(net, [torch.randn(8, 3) * 2 for _ in range(2)])
+    assert [layer.path for layer in report.layers] == ["1", "2"]
+    (site,) = report.left_alone
+    assert site.path == "0"
+    assert "calls F.batch_norm, whose running mean '0.mean' stays as it was" in str(report)
+
+
+def test_functional_calls_alone_are_named():
+    net, x = nn.Sequential(nn.Linear(3, 3), Functional()), torch.randn(8, 3)
+    with pytest.raises(ValueError, match=r"no statistics to estimate: 1: left alone \(calls F.batch_norm.*'1.mean'"):
+        bn.estimate_(net, [x])
+    net[1].forward = lambda x: F.batch_norm(x, None, None, training=True)
+    with pytest.raises(ValueError, match=r"calls F\.batch_norm, which keeps no running statistics"):
+        bn.estimate_(net, iter([x]))
+
+
+def test_a_tuple_that_the_network_cannot_take_names_forward():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = bn.BatchNorm1d(3)
+
+        def forward(self, a, b):
+            return self.norm(a + b)
+
+    net, x = Pair(), torch.randn(8, 3)
+    with pytest.raises(TypeError, match=r"net\(batch\[0\]\).*missing a required argument: 'b'.*forward="):
+        bn.estimate_(net, [(x, x)])
+    bn.estimate_(net, [(x, x)], forward=lambda net, batch: net(*batch))
+    torch.testing.assert_close(net.norm.running_mean, 2 * x.mean(0))

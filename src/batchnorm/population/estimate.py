@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -15,6 +17,7 @@ from ..graph import Call, Graph, trace
 from ..progress import progress
 from ..sites import Site
 from ..tally import Totals
+from .functional import FunctionalCalls
 from .observer import Observer
 from .report import Population, Rule, compare, statistics
 
@@ -36,8 +39,9 @@ def estimate_(
     Rule "pooled": mean and variance of all the samples together.
 
     Only batch normalization runs as in training: dropout is off, frozen layers (frozen by ``freeze_``, or in evaluation
-    mode inside a network in training mode) keep their statistics and normalize by them. Nothing else of the network
-    changes, and nothing at all where an exception ends the pass. After weights were averaged (EMA, SWA), call it once:
+    mode inside a network in training mode) keep their statistics and normalize by them. Calls of ``F.batch_norm``
+    outside a layer are not estimated; the report lists them. Nothing else of the network changes, and nothing at all
+    if an exception ends the pass. After weights were averaged (EMA, SWA), call it once:
     averaged weights have other statistics than any of the networks they come from. In a distributed run every rank
     calls it on its own batches, and all get the statistics of all batches.
 
@@ -48,11 +52,12 @@ def estimate_(
         upstream: what a layer's input is normalized by further up: "batch", as in training, in one pass; or
             "population", the statistics just found, in one pass for each depth of the network. The latter does not
             depend on how the data is cut into batches.
-        forward: how to call the network, where the rule for batches does not fit.
+        forward: how to call the network, if the rule for batches does not fit.
 
     Raises:
-        ValueError: without layers or batches, for a bare tensor instead of batches, or where a batch has one value per
-            feature or gives non-finite moments.
+        ValueError: without layers or batches, for a bare tensor instead of batches, if a batch has one value per
+            feature (with ``upstream="population"`` and rule "paper": if every batch has) or gives non-finite moments.
+        TypeError: if the network cannot take the batches as they are: say how with ``forward=``.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
     >>> report = estimate_(net, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [6.0]])])
@@ -71,11 +76,17 @@ def estimate_(
             " write [x] for one batch, x.split(64) for several"
         )
     layers, left_alone = _choose(net)
+    functional = FunctionalCalls(net)
     with torch.no_grad(), calling.eagerly(), restored(net):
         for module in net.modules():
             module.training = False
+        if not layers:
+            _run(net, islice(batches, 1), rule, forward, [], functional, "looking for batch normalization")
+            why = "; ".join(map(str, [*left_alone, *functional.sites])) or "it has no batch normalization layers"
+            raise ValueError(f"the network has no statistics to estimate: {why}")
         run = _batch_pass if upstream == "batch" else _population_passes
-        reached = run(net, layers, batches, rule, forward)
+        reached = run(net, layers, batches, rule, forward, functional)
+    left_alone += functional.sites
     if not reached:
         raise ValueError("no batches, or none that reaches a batch normalization layer: nothing was estimated")
     for layer, path in layers.items():
@@ -100,9 +111,6 @@ def _choose(net: nn.Module) -> tuple[dict[TorchBatchNorm, str], list[Site]]:
             left.append(Site(path, "left alone", "in evaluation mode inside a network in training mode"))
         else:
             chosen[m] = path
-    if not chosen:
-        why = "; ".join(map(str, left)) or "it has no batch normalization layers"
-        raise ValueError(f"the network has no statistics to estimate: {why}")
     return chosen, left
 
 
@@ -112,12 +120,13 @@ def _batch_pass(
     batches: Iterable[Any],
     rule: Rule,
     forward: calling.Forward | None,
+    functional: FunctionalCalls,
 ) -> dict[TorchBatchNorm, Totals]:
     """Let every layer normalize by its mini-batch and note the statistics it used."""
     observers = [Observer(layer, path) for layer, path in layers.items()]
     for layer in layers:
         layer.training = True
-    _run(net, batches, forward, observers, "estimating population statistics")
+    _run(net, batches, rule, forward, observers, functional, "estimating population statistics")
     return {observer.layer: observer.totals for observer in observers if observer.totals is not None}
 
 
@@ -127,6 +136,7 @@ def _population_passes(
     batches: Iterable[Any],
     rule: Rule,
     forward: calling.Forward | None,
+    functional: FunctionalCalls,
 ) -> dict[TorchBatchNorm, Totals]:
     """Find the statistics of the layers at one depth at a time, each with those above it already in place."""
     if iter(batches) is batches:
@@ -145,7 +155,7 @@ def _population_passes(
         observers = [Observer(m, path, direct=True) for m, path in layers.items() if depths.get(m) == depth]
         if not observers:
             continue
-        _run(net, batches, forward, observers, f"estimating population statistics, depth {depth}")
+        _run(net, batches, rule, forward, observers, functional, f"estimating population statistics, depth {depth}")
         for observer in observers:
             observer.layer.training = False
             if observer.totals is not None:
@@ -172,18 +182,25 @@ def _depths(graph: Graph, layers: dict[TorchBatchNorm, str]) -> dict[TorchBatchN
 
 
 def _run(
-    net: nn.Module, batches: Iterable[Any], forward: calling.Forward | None, observers: list[Observer], label: str
+    net: nn.Module,
+    batches: Iterable[Any],
+    rule: Rule,
+    forward: calling.Forward | None,
+    observers: list[Observer],
+    functional: FunctionalCalls,
+    label: str,
 ) -> None:
     device = calling.device_of(net)
     handles = [handle for observer in observers for handle in observer.register()]
     try:
-        for batch in progress(batches, label):
-            calling.call(net, calling.to_device(batch, device), forward)
+        for number, batch in enumerate(progress(batches, label)):
+            with functional if number == 0 else nullcontext():
+                calling.call(net, calling.to_device(batch, device), forward)
     finally:
         for handle in handles:
             handle.remove()
     for observer in observers:
-        observer.conclude()
+        observer.conclude(rule)
 
 
 def _write(layer: TorchBatchNorm, mean: Tensor, var: Tensor, batches: int) -> None:

@@ -14,6 +14,7 @@ from .. import collectives
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from ..ops.moments import batch_moments
 from ..tally import Tally, Totals, merge
+from .report import Rule, has_variance
 
 # Layers known to leave exactly a batch's mean and unbiased variance in their buffers when momentum is 1.
 KNOWN = (
@@ -79,14 +80,26 @@ class Observer:
         self._calls += 1
         self.tally.add(self._count, mean, var)
 
-    def conclude(self) -> None:
-        """Add up what all ranks noted, and refuse what no statistics can be made of."""
+    def conclude(self, rule: Rule) -> None:
+        """Add up what all ranks noted, and refuse what the rule cannot make statistics of."""
         lost = not self.direct and int(self.layer.num_batches_tracked) != self._calls  # type: ignore[arg-type]
         ranks = collectives.gather_objects((self.tally.totals(), lost))
-        self.totals = totals = merge(part for part, _ in ranks)
+        totals = merge(part for part, _ in ranks)
+        self.totals = totals = None if totals is None or totals.count == 0 else totals  # empty batches say nothing
         finite = totals is None or bool((totals.mean + totals.within + totals.between).isfinite().all())
         if not finite or any(lost for _, lost in ranks):
             raise ValueError(
                 f"layer '{self.path}': a batch gave no usable statistics; the network is as it was. Look for inf or NaN"
                 " in the batches or in the weights before this layer, or for a mask that leaves a single value"
+            )
+        if totals is not None and not has_variance(totals, rule):
+            if rule == "paper":
+                raise ValueError(
+                    f"layer '{self.path}': every batch has one value per feature, so rule='paper', which averages the"
+                    " variances within batches, has none to average; the network is as it was. Use larger batches, or"
+                    " rule='pooled'"
+                )
+            raise ValueError(
+                f"layer '{self.path}': the batches have one value per feature in all, whose variance says nothing; the"
+                " network is as it was. Use more data"
             )

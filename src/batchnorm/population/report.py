@@ -77,14 +77,19 @@ class Population:
         return "\n".join([*lines, *map(str, self.left_alone)])
 
 
+def has_variance(totals: Totals, rule: Rule) -> bool:
+    """Say whether there are enough values for Var[x]."""
+    return totals.freedom > 0 if rule == "paper" else totals.count > 1
+
+
 def statistics(totals: Totals, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Return E[x] and Var[x].
+    """Return E[x] and Var[x] from totals that have a variance.
 
     Paper: Alg. 2, l. 10
     """
     if rule == "paper":
-        return totals.mean, totals.within / max(totals.freedom, 1.0)
-    return totals.mean, (totals.within + totals.between) / max(totals.count, 1.0)
+        return totals.mean, totals.within / totals.freedom
+    return totals.mean, (totals.within + totals.between) / totals.count
 
 
 def compare(path: str, layer: TorchBatchNorm, totals: Totals, rule: Rule) -> LayerStatistics:
