@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import multiprocessing, nn
@@ -303,3 +304,60 @@ def test_constructor_refuses_what_forward_could_not_use(options, error, words):
 def test_a_forgotten_dimension_is_not_taken_for_another_normalization():
     with pytest.raises(ValueError, match="whole shape of an example"):
         bn.BatchNorm2d((6, 4))
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_no_count_of_batches_as_in_torch(momentum):
+    ours, theirs = bn.BatchNorm2d(3, momentum=momentum), nn.BatchNorm2d(3, momentum=momentum)
+    ours.num_batches_tracked = theirs.num_batches_tracked = None
+    for _ in range(2):
+        x = torch.randn(4, 3, 5, 5) * 2 + 1
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+    torch.testing.assert_close(ours.running_var, theirs.running_var)
+    assert ours.num_batches_tracked is None
+    assert set(ours.state_dict()) == set(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    for layer in (ours, theirs):
+        bn.estimate_(layer, [x])
+        torch.testing.assert_close(layer.running_mean, x.mean((0, 2, 3)))
+
+
+def test_swapped_parameters():
+    layer = bn.BatchNorm1d(3)
+    layer(torch.randn(4, 3)).sum().backward()
+    other = {k: v + 1 for k, v in bn.BatchNorm1d(3).state_dict().items()}
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.load_state_dict(other)
+        layer.half().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert (layer.running_mean == 1).all()
+    layer(torch.full((4, 3), 5.0))
+    torch.testing.assert_close(layer.running_mean, torch.full((3,), 1.4))
+    assert layer.num_batches_tracked == 2
+
+
+def test_numbers_of_features():
+    assert bn.BatchNorm1d(np.int64(3)).num_features == 3
+    assert bn.BatchNorm1d(torch.tensor(3)).features == (3,)
+    assert bn.BatchNorm1d(0)(torch.randn(4, 0)).shape == (4, 0)
+    assert bn.estimate_(bn.BatchNorm1d(0), [torch.randn(4, 0)]).layers[0].mean_gap == 0
+    for wrong in (-1, (3, -1)):
+        with pytest.raises(ValueError, match="give the number of channels"):
+            bn.BatchNorm1d(wrong)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(4, 5), torch.ones(4, 3, 5, dtype=torch.bool)])
+def test_a_wrong_mask_names_the_layer(mask):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = bn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return self.norm(x, mask=mask)
+
+    with pytest.raises(ValueError, match=r"layer 'norm' .*: the mask must be bool of shape \(4, 5\)"):
+        Masked()(torch.randn(4, 3, 5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable
 from math import prod
@@ -16,8 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from .. import collectives, ops
 from ..ops.activation import Activation, as_activation
 from ..ops.context import is_transformed
+from ..ops.cpu import forget
 from ..ops.dispatch import quick_
 from .statistics import Statistics, Sync
+from .torch_tools import tool_at
 
 # Bits of the state-dict entry "frozen".
 STATISTICS, WEIGHT, BIAS = 1, 2, 4
@@ -52,9 +55,7 @@ class BatchNorm(TorchBatchNorm):
             raise ValueError(f"on_single must be 'error' or 'running', not {on_single!r}")
         if on_single == "running" and not track_running_stats:
             raise ValueError("on_single='running' needs track_running_stats=True")
-        if not isinstance(num_features, int):
-            num_features = tuple(num_features)
-            self._check_features(num_features)
+        num_features = self._checked_features(num_features)
         if statistics is not None and (isinstance(statistics, type) or not hasattr(statistics, "batch_norm")):
             raise TypeError(f"statistics must be a value such as Sync(), Ghost(32) or Renorm(), not {statistics!r}")
         if eps < 0:
@@ -71,18 +72,40 @@ class BatchNorm(TorchBatchNorm):
         self.register_buffer("num_batches_skipped", skipped, persistent=False)
         self._keep_statistics_wide()
 
-    def _check_features(self, features: tuple[int, ...]) -> None:
-        whole = [d - 1 for d in getattr(self, "_input_dims", ())]
-        if whole and len(features) not in (1, *whole):
+    def _checked_features(self, features: Any) -> int | tuple[int, ...]:
+        try:
+            numbers = [operator.index(features)]  # numpy's and torch's integers too
+            whole = False
+        except TypeError:
+            numbers = [operator.index(n) for n in features]
+            whole = True
+        dims = [d - 1 for d in getattr(self, "_input_dims", ())]
+        if (whole and dims and len(numbers) not in (1, *dims)) or min(numbers, default=0) < 0:
             raise ValueError(
                 f"num_features={features}: give the number of channels, or for statistics per activation the whole"
-                f" shape of an example ({' or '.join(map(str, whole))} numbers)"
+                f" shape of an example ({' or '.join(map(str, dims))} numbers)"
             )
+        return tuple(numbers) if whole else numbers[0]
 
     @property
     def features(self) -> tuple[int, ...]:
         """The shape of one set of statistics: (C,), or (C, H, W) per activation."""
         return self.num_features if isinstance(self.num_features, tuple) else (self.num_features,)
+
+    @property
+    def running_mean(self) -> Tensor | None:  # type: ignore[override]
+        """The running average of the mean; None if the layer keeps none.
+
+        Raises:
+            RuntimeError: if one of torch's own tools reads it that would drop the activation, the policy of
+                statistics or the freezing of this layer.
+        """
+        if not torch.compiler.is_compiling():
+            tool = tool_at(sys._getframe(1))
+            lost = [] if tool is None else self._extras(for_inference=tool.for_inference)
+            if tool is not None and lost:
+                raise RuntimeError(f"{type(self).__name__}: {tool.name} would drop {', '.join(lost)}; {tool.instead}")
+        return nn.Module.__getattr__(self, "running_mean")  # type: ignore[return-value]
 
     @property
     def frozen_statistics(self) -> bool:
@@ -103,7 +126,7 @@ class BatchNorm(TorchBatchNorm):
         if _is_symbolic(input):
             return self._as_leaf(input, {"residual": residual, "mask": mask})  # type: ignore[no-any-return]
         self._check_input_dim(input)
-        self._check_input(input, residual)
+        self._check_input(input, residual, mask)
         options: dict[str, Any] = {
             "feature_dims": len(self.features),
             "activation": self.activation,
@@ -121,11 +144,11 @@ class BatchNorm(TorchBatchNorm):
             self._check_ranks()
             y, moments = self.statistics.batch_norm(input, self.weight, self.bias, self.eps, running, **options)
             if running is not None:
-                ops.update_(running, moments, self.momentum)
+                ops.update_(running, moments, self._factor)
             return y
         if running is None:
             return ops.batch_norm(input, self.weight, self.bias, self.eps, **options)[0]
-        return ops.batch_norm_(input, self.weight, self.bias, running, self.momentum, self.eps, **options)[0]
+        return ops.batch_norm_(input, self.weight, self.bias, running, self._factor, self.eps, **options)[0]
 
     def _quick(self, input: Tensor, residual: Tensor | None) -> Tensor | None:
         """Train with nothing to refuse and no policy to apply, as most do; None where something is special."""
@@ -164,17 +187,27 @@ class BatchNorm(TorchBatchNorm):
 
     def _running(self) -> ops.Running | None:
         """Return the running averages that a batch should move, if it should."""
-        kept = (self.running_mean, self.running_var, self.num_batches_tracked, self.num_batches_skipped)
-        if not (self.training and self.track_running_stats) or kept[0] is None:
+        mean, var = self.running_mean, self.running_var
+        if not (self.training and self.track_running_stats) or mean is None or var is None:
             return None
-        return ops.Running(*kept)  # type: ignore[arg-type]
+        # As in torch.nn, a layer may do without a count: num_batches_tracked = None.
+        counts = (
+            torch.zeros((), dtype=torch.long, device=mean.device) if count is None else count
+            for count in (self.num_batches_tracked, self.num_batches_skipped)
+        )
+        return ops.Running(mean, var, *counts)
+
+    @property
+    def _factor(self) -> float | None:
+        """The momentum; without a count to average all batches alike nothing moves, as in torch.nn."""
+        return 0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self._input_dims:
             wanted = " or ".join(f"{d}D" for d in self._input_dims)
             raise ValueError(f"{path_of(self)}: expected {wanted} input (got {input.dim()}D input)")
 
-    def _check_input(self, input: Tensor, residual: Tensor | None) -> None:
+    def _check_input(self, input: Tensor, residual: Tensor | None, mask: Tensor | None) -> None:
         if not input.is_floating_point():
             raise TypeError(
                 f"{path_of(self)}: batch normalization needs real floating-point input, not {input.dtype};"
@@ -190,6 +223,12 @@ class BatchNorm(TorchBatchNorm):
             raise ValueError(
                 f"{path_of(self)}: the residual of shape {tuple(residual.shape)} cannot be added to the input's"
                 f" {tuple(input.shape)}: project it to that shape first"
+            )
+        positions = (input.shape[0], *input.shape[1 + len(self.features) :])
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != positions):
+            raise ValueError(
+                f"{path_of(self)}: the mask must be bool of shape {positions} for an input of shape"
+                f" {tuple(input.shape)}, not {mask.dtype} of shape {tuple(mask.shape)}"
             )
 
     def _falls_back_on_running(self, input: Tensor, mask: Tensor | None) -> bool:
@@ -212,26 +251,36 @@ class BatchNorm(TorchBatchNorm):
         )
 
     def reset_running_stats(self) -> None:
-        """Set the running averages and both counters back to their start."""
+        """Set the running averages and both counters back to their start, unless they are frozen.
+
+        ``torch.optim.swa_utils.update_bn`` does that to every layer, and would not move a frozen one again.
+        """
+        if self.__dict__.get("_frozen", 0) & STATISTICS:
+            return
         super().reset_running_stats()
         if self._buffers.get("num_batches_skipped") is not None:
             self.num_batches_skipped.zero_()  # type: ignore[union-attr]
 
     def extra_repr(self) -> str:
         """Extend ``torch.nn``'s line by what is not at its default."""
-        text: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        return ", ".join([super().extra_repr(), *self._extras()])  # type: ignore[no-untyped-call]
+
+    def _extras(self, *, for_inference: bool = False) -> list[str]:
+        """List what ``torch.nn``'s layer does not have and is not at its default; or of it what inference needs."""
+        found = []
         if self.activation.name != "identity":
-            text += f", activation={self.activation.name}"
-            if self.activation.name == "leaky_relu":
-                text += f"({self.activation.slope})"
+            slope = f"({self.activation.slope})" if self.activation.name == "leaky_relu" else ""
+            found.append(f"activation={self.activation.name}{slope}")
+        if for_inference:
+            return found
         if self.statistics is not None:
-            text += f", statistics={self.statistics}"
+            found.append(f"statistics={self.statistics}")
         if self.on_single != "error":
-            text += f", on_single={self.on_single}"
+            found.append(f"on_single={self.on_single}")
         if self._frozen:
             names = {STATISTICS: "statistics", WEIGHT: "weight", BIAS: "bias"}
-            text += f", frozen={'+'.join(name for bit, name in names.items() if self._frozen & bit)}"
-        return text
+            found.append(f"frozen={'+'.join(name for bit, name in names.items() if self._frozen & bit)}")
+        return found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BatchNorm:
         kept = {k: v for k in ("running_mean", "running_var") if (v := self._buffers.get(k)) is not None}
@@ -258,6 +307,9 @@ class BatchNorm(TorchBatchNorm):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # A checkpoint that says nothing about freezing leaves a frozen layer frozen.
         frozen = state_dict.pop(prefix + "frozen", None)
+        mean = self._buffers.get("running_mean")
+        if mean is not None:
+            forget(mean)  # torch.utils.swap_tensors refuses tensors with weak references
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._keep_statistics_wide()  # load_state_dict(assign=True) may bring half-precision tensors
         if frozen is not None:

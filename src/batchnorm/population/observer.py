@@ -34,7 +34,8 @@ class Observer:
         self.layer, self.path = layer, path
         wide = layer.running_mean is not None and layer.running_mean.dtype.itemsize >= 4
         own = getattr(layer, "statistics", None)
-        self.direct = direct or type(layer) not in KNOWN or not wide or own is not None
+        uncounted = layer.num_batches_tracked is None
+        self.direct = direct or type(layer) not in KNOWN or not wide or own is not None or uncounted
         self.tally = Tally(unbiased=not self.direct)
         self.totals: Totals | None = None
         self._calls = 0
@@ -53,7 +54,8 @@ class Observer:
         x = args[0] if args else kwargs["input"]
         mask = args[2] if len(args) > 2 else kwargs.get("mask")
         features = tuple(self.layer.running_mean.shape)  # type: ignore[union-attr]
-        self._count = x.numel() // max(prod(features), 1) if mask is None else mask.sum(dtype=torch.float64)
+        positions = (x.shape[0], *x.shape[1 + len(features) :])
+        self._count = prod(positions) if mask is None else mask.sum(dtype=torch.float64)
         if self.layer.training and mask is None and self._count == 1:
             raise ValueError(
                 f"layer '{self.path}': a batch of shape {tuple(x.shape)} has one value per feature, whose variance says"

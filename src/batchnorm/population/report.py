@@ -102,8 +102,12 @@ def compare(path: str, layer: TorchBatchNorm, totals: Totals, rule: Rule) -> Lay
         path=path,
         batches=totals.batches,
         count=totals.count,
-        mean_gap=float(((running_mean - mean).abs() / scale.sqrt()).max()),
-        var_gap=float(((running_var - var).abs() / scale).max()),
-        mean_error=float((totals.between / freedom / scale).sqrt().max()) if freedom else inf,
-        var_error=float(((totals.spread / freedom).sqrt() / scale).max()) if freedom else inf,
+        mean_gap=_worst((running_mean - mean).abs() / scale.sqrt()),
+        var_gap=_worst((running_var - var).abs() / scale),
+        mean_error=_worst((totals.between / freedom / scale).sqrt()) if freedom else inf,
+        var_error=_worst((totals.spread / freedom).sqrt() / scale) if freedom else inf,
     )
+
+
+def _worst(per_feature: Tensor) -> float:
+    return float(per_feature.max()) if per_feature.numel() else 0.0

@@ -36,9 +36,9 @@ from ..saving import remember
 from . import compiled, compiler, native, nonlinear
 from .function import BatchNormFunction
 from .layout import flatten, layout_of, unflatten
-from .quick import normalize_batch_
+from .quick import forget, normalize_batch_
 
-__all__ = ["batch_norm", "describe", "normalize", "normalize_batch_"]
+__all__ = ["batch_norm", "describe", "forget", "normalize", "normalize_batch_"]
 
 
 def describe(x: Tensor, residual: Tensor | None) -> str:

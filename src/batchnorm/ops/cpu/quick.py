@@ -157,6 +157,11 @@ class _Memory(NamedTuple):
 _memories: dict[int, _Memory] = {}
 
 
+def forget(mean: Tensor) -> None:
+    """Drop what was remembered of the layer with this running mean, and the weak reference to it."""
+    _memories.pop(id(mean), None)
+
+
 def _remember(
     key: tuple[object, ...],
     addresses: tuple[int, int, int],
