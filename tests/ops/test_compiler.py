@@ -1,7 +1,9 @@
 """The compiler of kernel.c: asked once, and nothing lost where it is missing or has no place for what it makes."""
 
+import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ def anew(monkeypatch, tmp_path):
     compiler._load.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CC", "cc")
+    quick = ("-O0" if flag == "-O3" else flag for flag in compiler.FLAGS)  # to compile, not to run
+    monkeypatch.setattr(compiler, "FLAGS", tuple(quick))
     yield
     compiler._load.cache_clear()
 
@@ -44,9 +48,8 @@ def test_it_is_asked_once_for_all_processes(monkeypatch, tmp_path):
     for other in (torch.randn(8, 3).bfloat16(), torch.randn(8, 3, 4)[..., ::2]):
         assert "torch's kernels: the compiled one takes" in ops.explain(other).reason
     assert "without a residual" in ops.explain(torch.randn(8, 3), residual=torch.randn(8, 3)).reason
-    (file,) = (tmp_path / "cache" / "batchnorm").iterdir()
+    file = compiled_once(tmp_path)
     assert oct(file.parent.stat().st_mode)[-3:] == "700"
-    compiler._load.cache_clear()
     monkeypatch.setattr(compiler.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
     assert compiler.unavailable() is None
 
@@ -89,29 +92,75 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     check(torch.randn(4, 6, 8, 8))
 
 
-@needs_compiler
-def test_a_file_that_is_no_library(monkeypatch, tmp_path):
-    compiler.unavailable()
-    (file,) = (tmp_path / "cache" / "batchnorm").iterdir()
-    (tmp_path / "other" / "batchnorm").mkdir(parents=True)
-    (tmp_path / "other" / "batchnorm" / file.name).write_text("no library")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+def compiled_once(tmp_path):
+    """Compile, forget it, and return the cached file."""
+    assert compiler.unavailable() is None
     compiler._load.cache_clear()
-    assert compiler.unavailable() is None  # compiled elsewhere
+    (file,) = (tmp_path / "cache" / "batchnorm").iterdir()
+    return file
+
+
+def without_the_functions(file):
+    source = file.with_suffix(".c")
+    source.write_text("int nothing;")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", file, source], check=True)
+    source.unlink()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.write_text("no library"),
+        without_the_functions,
+        lambda file: (file.unlink(), file.symlink_to("/nowhere.so")),
+    ],
+)
+def test_a_damaged_file_is_compiled_again(damage, tmp_path):
+    file = compiled_once(tmp_path)
+    sound = file.read_bytes()
+    damage(file)
+    assert compiler.unavailable() is None
+    assert compiled_once(tmp_path).stat().st_size == len(sound)
     check(torch.randn(4, 6, 8, 8))
 
 
 @needs_compiler
-def test_a_library_without_the_functions(monkeypatch, tmp_path):
-    compiler.unavailable()
-    (file,) = (tmp_path / "cache" / "batchnorm").iterdir()
-    folder = tmp_path / "other" / "batchnorm"
-    folder.mkdir(parents=True)
-    (folder / "empty.c").write_text("int nothing;")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / file.name, folder / "empty.c"], check=True)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    compiler._load.cache_clear()
-    assert compiler.unavailable() is None  # compiled elsewhere
+def test_a_library_cut_short_does_not_end_the_process(tmp_path):
+    file = compiled_once(tmp_path)
+    with file.open("rb+") as f:
+        f.truncate(4096)
+    code = f"""
+from batchnorm.ops.cpu import compiler
+compiler.FLAGS = {compiler.FLAGS}
+assert compiler.unavailable() is None
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert compiled_once(tmp_path).stat().st_size > 4096
+
+
+@needs_compiler
+def test_a_file_that_others_can_write_to_is_not_loaded(tmp_path):
+    file = compiled_once(tmp_path)
+    assert oct(file.stat().st_mode)[-3:] == "700"
+    file.chmod(0o722)
+    assert compiled_once(tmp_path).stat().st_mode & 0o022 == 0
+
+
+@needs_compiler
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
+def test_a_file_of_another_user_is_not_loaded(tmp_path):
+    file = compiled_once(tmp_path)
+    os.chown(file, 12345, 12345)
+    assert compiled_once(tmp_path).stat().st_uid == 0
+
+
+@needs_compiler
+def test_a_folder_of_another_user_is_not_trusted(monkeypatch, tmp_path):
+    file = compiled_once(tmp_path)
+    monkeypatch.setattr(compiler.os, "geteuid", lambda: file.stat().st_uid + 1)
+    assert "belongs to another user" in compiler.kernels().uncached
+    assert "compiled for this process alone, for " in ops.explain(torch.randn(8, 3)).reason
 
 
 @needs_compiler
@@ -119,8 +168,27 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path):
     folder = tmp_path / "cache" / "batchnorm"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    assert compiler.unavailable() is None  # compiled elsewhere
+    assert "others can write to it" in compiler.kernels().uncached  # compiled elsewhere
     assert not list(folder.iterdir())
+
+
+@needs_compiler
+def test_a_read_only_cache_is_used(monkeypatch, tmp_path):
+    file = compiled_once(tmp_path)
+    file.parent.chmod(0o500)
+    monkeypatch.setattr(compiler.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    assert compiler.unavailable() is None
+    file.parent.chmod(0o700)
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems(monkeypatch, system, tmp_path):
+    monkeypatch.setattr(compiler.sys, "platform", system)
+    monkeypatch.delattr(compiler.os, "geteuid")  # Windows has none
+    monkeypatch.setattr(compiler.subprocess, "run", lambda *_, **__: pytest.fail("asked a compiler"))
+    assert f"on Linux only, not on {system}" in ops.explain(torch.randn(8, 3)).reason
+    check_another_way()
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ contiguous images are a scalar loop, far from it; in channels_last with few chan
 are channels. ReLU as a second call takes new memory forward and backward. And on a small batch all of this is less than
 what surrounds it: calls of operators, and of Python. Hence
 
-compiled.py  dense float32 in layers in training: one call of kernel.c, where compiler.py finds a C compiler.
+compiled.py  dense float32 in layers in training: one call of kernel.c, if compiler.py could compile it.
 quick.py     what leads there; and the same by torch's kernel, for half precision, without a compiler, and where it is
              as fast. As little around a kernel as there can be.
 native.py    torch's kernel and its derivative, for small batches, for channels_last with channels enough, and for half
@@ -48,7 +48,11 @@ def describe(x: Tensor, residual: Tensor | None) -> str:
         return f"a CPU tensor, and torch's kernels, for {missing}"
     if residual is not None or compiled.form_of(x, relu=False) is None:
         return "a CPU tensor, and torch's kernels: the compiled one takes dense float32 batches without a residual"
-    return "a CPU tensor; layers in training take the compiled kernel, or torch's where that is as fast"
+    reason = "a CPU tensor; layers in training take the compiled kernel, or torch's if that is as fast"
+    found = compiler.kernels()
+    if found is not None and found.uncached is not None:
+        reason += f"; compiled for this process alone, for {found.uncached}"
+    return reason
 
 
 def batch_norm(

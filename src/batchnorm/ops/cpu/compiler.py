@@ -1,7 +1,9 @@
 """Compile kernel.c by the C compiler of the machine that it runs on, and load it.
 
-That happens once for a machine, in about a second, when a layer first needs it; the library is kept in the user's cache
-folder. Where there is no compiler, or the environment says BATCHNORM_COMPILE=0, nothing is lost but time.
+That happens once per machine, in about a second, when a layer first needs it; the library is kept in the user's cache
+folder. A cached library is loaded only if it belongs to the user, nobody else can write to it, and its contents have
+the digest in its name. On other systems than Linux, without a compiler, or with BATCHNORM_COMPILE=0 in the environment,
+torch's kernels do the work.
 
 The threads are torch's: what starts them is a function of the OpenMP library that torch itself has loaded.
 """
@@ -14,7 +16,9 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -29,7 +33,7 @@ FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping
 
 
 class Kernels(NamedTuple):
-    """Hold the compiled functions, and those that start and number torch's threads: None where they are not known.
+    """Hold the compiled functions, and those that start and number torch's threads, or None if there are none.
 
     Beyond the paper: what a compiler made of kernel.c.
     """
@@ -37,16 +41,17 @@ class Kernels(NamedTuple):
     forward: Callable[..., int]
     backward: Callable[..., int]
     openmp: tuple[int | None, int | None, int | None]
+    uncached: str | None = None  # why they were compiled for this process alone
 
 
 def kernels() -> Kernels | None:
-    """Return the compiled kernels, or None: see :func:`unavailable`."""
+    """Return the compiled kernels, or None, for which :func:`unavailable` has the reason."""
     found = _load()
     return found if isinstance(found, Kernels) else None
 
 
 def unavailable() -> str | None:
-    """Say why there are no compiled kernels; None where there are."""
+    """Say why there are no compiled kernels; None if there are."""
     found = _load()
     return found if isinstance(found, str) else None
 
@@ -55,6 +60,8 @@ def unavailable() -> str | None:
 def _load() -> Kernels | str:
     if os.environ.get("BATCHNORM_COMPILE") == "0":
         return "the environment says BATCHNORM_COMPILE=0"
+    if sys.platform != "linux":
+        return f"the kernel is compiled on Linux only, not on {sys.platform}"
     named = os.environ.get("CC") or "cc"
     try:
         command = shlex.split(named)
@@ -71,33 +78,59 @@ def _load() -> Kernels | str:
 
 
 def _library(compiler: list[str]) -> Kernels:
-    """Load the library of this source, these flags and this processor; compile it where it is not there."""
+    """Load the library of this source, these flags and this processor; compile it unless a sound one is cached."""
     key = hashlib.sha256(repr((SOURCE.read_bytes(), compiler, FLAGS, _processor())).encode()).hexdigest()[:16]
-    name = f"kernel-{key}.so"
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchnorm"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
-            raise PermissionError(f"others can write to {folder}")
-        if not (folder / name).exists():
-            _compile(compiler, folder, name)
-        return _loaded(folder / name)
-    except (OSError, AttributeError, RuntimeError):
+        folder = folder.resolve()
+        _check_private(folder)
+        return _cached(folder, key) or _compile(compiler, folder, key)
+    except (OSError, AttributeError, RuntimeError) as error:
         # There is no home, nothing can be written or loaded there, or not by us alone.
         with tempfile.TemporaryDirectory() as temporary:
-            _compile(compiler, Path(temporary), name)
-            return _loaded(Path(temporary) / name)
+            return _compile(compiler, Path(temporary), key)._replace(uncached=str(error))
 
 
-def _compile(compiler: list[str], folder: Path, name: str) -> None:
+def _check_private(path: Path) -> None:
+    """Refuse what others own or can write to, and links."""
+    found = path.lstat()
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or stat.S_ISLNK(found.st_mode):
+        raise PermissionError(f"{path} is a link, belongs to another user, or others can write to it")
+
+
+def _cached(folder: Path, key: str) -> Kernels | None:
+    """Load the library if it is there; remove what is damaged or not ours, so that it is compiled again."""
+    for path in sorted(folder.glob(f"kernel-{key}-*.so")):
+        try:
+            _check_private(path)
+            # To load a library that was cut short ends the process.
+            if path.name == _name(key, path):
+                return _loaded(path)
+        except (OSError, AttributeError):
+            pass
+        path.unlink(missing_ok=True)
+    return None
+
+
+def _name(key: str, library: Path) -> str:
+    return f"kernel-{key}-{hashlib.sha256(library.read_bytes()).hexdigest()[:32]}.so"
+
+
+def _compile(compiler: list[str], folder: Path, key: str) -> Kernels:
+    """Compile, and keep the result in the folder if it can be loaded."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        out = Path(temporary) / name
+        out = Path(temporary) / "kernel.so"
         command = [*compiler, *FLAGS, "-o", str(out), str(SOURCE), "-lm"]
         subprocess.run(
             command, check=True, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=120
         )
-        _loaded(out)  # else it is not kept
-        out.replace(folder / name)  # all of it or nothing: others may compile it as well
+        out.chmod(0o700)  # whatever the umask is
+        kernels = _loaded(out)
+        with out.open("rb") as file:
+            os.fsync(file.fileno())
+        out.replace(folder / _name(key, out))  # all of it or nothing: others may compile it as well
+        return kernels
 
 
 def _loaded(path: Path) -> Kernels:
