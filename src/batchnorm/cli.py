@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import tyro
 
 from .errors import JobsFailedError, sentence
-from .extras import MissingExtraError
+from .extras import MissingExtraError, check_installed
 
 # word(s) -> (module:function, what it does). Modules are imported only when their word is used.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -47,10 +47,28 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench input": ("batchnorm.bench.input:input_rate", "images per second and core against a plain loader"),
     "bench crops": ("batchnorm.bench.crops:crops", "crops per second against the bare forward pass"),
 }
+# Optional packages that a command cannot do without. Those that only some of its options need, and GPUs, are checked by
+# its function.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "train": ("PIL", "safetensors"),
+    "evaluate": ("PIL", "safetensors"),
+    "reproduce fig1": ("matplotlib",),
+    "reproduce comparison": ("matplotlib",),
+    "reproduce section2": ("matplotlib",),
+    "reproduce optimizers": ("matplotlib",),
+    "reproduce placement": ("matplotlib",),
+    "reproduce scale": ("matplotlib",),
+    "reproduce jacobian": ("matplotlib",),
+    "reproduce saturation": ("matplotlib",),
+    "reproduce init": ("matplotlib",),
+    "bench fig1": ("matplotlib",),
+    "bench input": ("PIL",),
+    "bench crops": ("PIL",),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0, 1 where a job failed, 2 for wrong usage, 130 after Ctrl-C."""
+    """Run the command line and return its exit status: 0, 1 if a job failed, 2 for wrong usage, 130 after Ctrl-C."""
     words = sys.argv[1:] if arguments is None else arguments
     if words == ["--version"]:
         print(f"batchnorm {version('batchnorm')}")
@@ -59,8 +77,11 @@ def main(arguments: list[str] | None = None) -> int:
     if command is None:
         return _usage(words)
     module, _, function = COMMANDS[command][0].partition(":")
+    given = words[len(command.split()) :]
     try:
-        _call(getattr(import_module(module), function), command, words[len(command.split()) :])
+        if not {"-h", "--help"} & set(given):
+            check_installed(*NEEDS.get(command, ()))
+        _call(getattr(import_module(module), function), command, given)
     except KeyboardInterrupt as stopped:
         print(str(stopped) or "stopped", file=sys.stderr)
         return 130

@@ -1,6 +1,11 @@
-"""Errors as people read them on a command line."""
+"""Errors as people read them on a command line, and checks of options that raise them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+
+FLOAT32_MAX = 3.4e38
+SEED_MAX = 2**32 - 1
 
 
 class JobsFailedError(RuntimeError):
@@ -23,3 +28,65 @@ def sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
     return str(error)
+
+
+def at_least(least: float, /, **options: object) -> None:
+    """Check that options are numbers of at least ``least``; of a tuple, that it has some and all differ.
+
+    None is an option that was not given.
+
+    Raises:
+        ValueError: naming the first option that is not.
+
+    >>> at_least(1, steps=10, marks=(1, 2), processes=None)
+    >>> at_least(1, log_every=0)
+    Traceback (most recent call last):
+        ...
+    ValueError: log_every=0: must be 1 or more
+
+    Beyond the paper: the command line.
+    """
+    _check(lambda value: least <= value <= FLOAT32_MAX, f"{least:g} or more", options)
+
+
+def above(bound: float, /, **options: object) -> None:
+    """Check that options are numbers above ``bound``, as :func:`at_least` does.
+
+    >>> above(0, rate=float("nan"))
+    Traceback (most recent call last):
+        ...
+    ValueError: rate=nan: must be above 0
+
+    Beyond the paper: the command line.
+    """
+    _check(lambda value: bound < value <= FLOAT32_MAX, f"above {bound:g}", options)
+
+
+def between(least: float, most: float, /, **options: object) -> None:
+    """Check that options are numbers from ``least`` to ``most``, as :func:`at_least` does.
+
+    >>> between(0, SEED_MAX, seed=-1)
+    Traceback (most recent call last):
+        ...
+    ValueError: seed=-1: must be from 0 to 4294967295
+
+    Beyond the paper: the command line.
+    """
+    _check(lambda value: least <= value <= most, f"from {least} to {most}", options)
+
+
+def _check(fits: Callable[[float], bool], what: str, options: dict[str, object]) -> None:
+    for name, given in options.items():
+        if given is None:
+            continue
+        values = given if isinstance(given, tuple) else (given,)
+        if not values:
+            raise ValueError(f"{name} is empty: give at least one number")
+        for value in values:
+            # A recipe or a plan comes from a file, which may hold anything.
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not fits(value):
+                limit = f" and at most {FLOAT32_MAX:g}" if number and value > FLOAT32_MAX else ""
+                raise ValueError(f"{name}={value!r}: must be {what}{limit}")
+        if len(set(values)) < len(values):
+            raise ValueError(f"{name} has a number twice: {', '.join(f'{value:g}' for value in values)}")

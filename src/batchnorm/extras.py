@@ -1,29 +1,61 @@
-"""Packages that only some uses need: the error that names the extra to install."""
+"""Optional packages: which extra brings them, and the error that says how to install them."""
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
+
+# The modules of each extra of pyproject.toml.
+EXTRAS = {
+    "train": ("safetensors", "PIL", "tensorboard"),
+    "report": ("matplotlib",),
+    "export": ("onnx", "onnxscript", "onnxruntime", "safetensors"),
+}
+PACKAGES = {"PIL": "pillow"}  # where the package is not called like its module
 
 
 class MissingExtraError(ImportError):
-    """Report a package that an optional part of the library needs."""
+    """Report packages that an optional part of the library needs."""
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import ``module``, or say in one sentence which extra brings it.
+    """Import ``module``, or say in one sentence how to install what is missing.
 
     >>> require("math", "train").pi > 3
     True
-    >>> require("no_such_package", "report")
+    >>> require("absent", "report")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    batchnorm.extras.MissingExtraError: no_such_package is not installed; run: pip install 'batchnorm[report]'
+    batchnorm.extras.MissingExtraError: absent is not installed; run: pip install absent, or ... '.[report]' in a clone
 
     Beyond the paper: packaging.
     """
     try:
         return import_module(module)
     except ImportError as error:
-        name = module.partition(".")[0]
-        raise MissingExtraError(f"{name} is not installed; run: pip install 'batchnorm[{extra}]'") from error
+        # Not always the module itself: torch.utils.tensorboard lacks tensorboard.
+        raise MissingExtraError(_sentence([(error.name or module).partition(".")[0]], [extra])) from error
+
+
+def check_installed(*modules: str) -> None:
+    """Check that optional packages are installed, without importing them: for use before long work starts.
+
+    Raises:
+        MissingExtraError: naming all that are missing.
+
+    >>> check_installed("math")
+
+    Beyond the paper: packaging.
+    """
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        extras = {next(extra for extra, brought in EXTRAS.items() if module in brought) for module in missing}
+        raise MissingExtraError(_sentence(missing, sorted(extras)))
+
+
+def _sentence(modules: list[str], extras: list[str]) -> str:
+    names = [PACKAGES.get(module, module) for module in modules]
+    are = "is" if len(names) == 1 else "are"
+    said = f"{' and '.join(names)} {are} not installed; run: pip install {' '.join(names)}"
+    return f"{said}, or pip install '.[{','.join(extras)}]' in a clone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -79,6 +80,30 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def check_writable(path: Path) -> None:
+    """Check that a file can be written, before the work whose result it will hold; make its folder if needed.
+
+    Raises:
+        OSError: naming the file, or the part of its path that is in the way.
+
+    >>> check_writable(Path("."))
+    Traceback (most recent call last):
+        ...
+    IsADirectoryError: [Errno 21] Is a directory: '.'
+
+    Beyond the paper: an hour of measurements is not lost to a mistyped --out.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    probe = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _cpu() -> str:

@@ -6,15 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.optimization import fuse
 
+from ..errors import at_least
 from ..inference import fold
 from ..layers import BatchNorm2d
 from ..population import estimate_
-from ..results import write_result
+from ..results import check_writable, write_result
+from ..train.distributed import device_of
 
 QUESTION = "seconds a pass over a residual network of 18 layers (medians), and ratios within rounds (medians)"
 
@@ -51,8 +54,8 @@ def algorithm2(
     size: int = 96,
     batches: int = 3,
     threads: int = 1,
-    device: str = "cpu",
-    out: Path = Path("results/algorithm2.json"),
+    device: Literal["cpu", "cuda"] = "cpu",
+    out: Path = Path("runs/bench/algorithm2.json"),
 ) -> None:
     """Time estimate_ against a plain forward pass, and fold against torch.fx's folding, in turns.
 
@@ -63,8 +66,14 @@ def algorithm2(
         batches: batches in a pass.
         threads: CPU threads.
         device: where to run: cpu or cuda.
-        out: the result file.
+        out: the result file; the published ones are in results.
+
+    Raises:
+        ValueError: if an option cannot be used, or there is no GPU for "cuda".
     """
+    at_least(1, rounds=rounds, batch=batch, size=size, batches=batches, threads=threads)
+    device_of(device)
+    check_writable(out)
     torch.set_num_threads(threads)
     data = [torch.randn(batch, 3, size, size, device=device) for _ in range(batches)]
     rows = {

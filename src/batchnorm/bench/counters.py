@@ -1,6 +1,6 @@
 """What bounds the fused CUDA kernels: hardware counters of single launches, read by Nsight Compute.
 
-    python -m batchnorm.bench.counters --out results/counters.json
+    python -m batchnorm.bench.counters --out runs/bench/counters.json
 
 ``ncu`` must be on the path and allowed to read counters. It runs this module again, as the program it watches, with
 cold caches; each launch is repeated as often as the counters need.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,8 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import JobsFailedError, at_least
 from ..ops import launch
-from ..results import write_result
+from ..results import check_writable, write_result
+from .graphs import require_gpu
 from .kernels import Parameters, Sets
 from .layers import Layer, short_list
 
@@ -69,17 +72,21 @@ def counters(out: Path | None = None, least: float = 5.0) -> None:
         least: megabytes of a layer's input; smaller ones are left out.
 
     Raises:
-        RuntimeError: where ncu is missing or fails, with its words.
+        ValueError: if there is no ncu, or no GPU.
+        JobsFailedError: if ncu fails, with its words.
     """
+    at_least(0, least=least)
+    if shutil.which("ncu") is None:
+        raise ValueError("ncu is not on the path: install NVIDIA Nsight Compute, which reads the counters")
+    require_gpu()
+    if out is not None:
+        check_writable(out)
     command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
     command += ["--profile-from-start", "off", "--metrics", ",".join(METRICS)]
     watched = [sys.executable, "-m", __spec__.name, "--watched", "--least", str(least)]
-    try:
-        done = subprocess.run([*command, *watched], capture_output=True, text=True)
-    except FileNotFoundError:
-        raise RuntimeError("ncu (Nsight Compute) is not on the path") from None
+    done = subprocess.run([*command, *watched], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"ncu failed: {(done.stdout + done.stderr)[-2000:]}")
+        raise JobsFailedError(f"ncu failed: {(done.stdout + done.stderr)[-2000:]}")
     rows = list(matched(done.stdout))
     for row in rows:
         print(line(row))

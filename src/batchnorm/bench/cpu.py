@@ -19,8 +19,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from .. import layers, ops
+from ..errors import at_least
 from ..progress import progress
-from ..results import write_result
+from ..results import check_writable, write_result
 from .cpu_bars import bar_of, bars
 
 QUESTION = "time of batch normalization on CPU, forward and backward, ours over torch's"
@@ -106,7 +107,7 @@ CASES = [
 
 def cpu(
     *,
-    out: Path | None = Path("results/cpu.json"),
+    out: Path | None = Path("runs/bench/cpu.json"),
     threads: int = 2,
     rounds: int = 25,
     seconds: float = 0.01,
@@ -118,7 +119,7 @@ def cpu(
     the process, where that can be told to the allocator.
 
     Args:
-        out: the result file; None writes none.
+        out: the result file; None writes none. The published ones are in results.
         threads: how many threads torch may use.
         rounds: how often the sides take turns.
         seconds: how long each side runs in a turn, at least one pass.
@@ -127,6 +128,12 @@ def cpu(
 
     Beyond the paper: its transform, on the clock.
     """
+    at_least(1, threads=threads, rounds=rounds)
+    at_least(0, seconds=seconds)
+    if not levels:
+        raise ValueError("levels is empty: give layers, functions or both")
+    if out is not None:
+        check_writable(out)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     memory = "kept by the process" if keep_freed_memory() else "as the allocator likes"

@@ -18,6 +18,7 @@ import torch
 import tyro
 from torch import nn
 
+from ..errors import above, at_least
 from ..evaluate import Crops, SquareBatches, open_squares, predict
 from ..evaluate.crops import Count
 from ..evaluate.squares import Squares
@@ -25,7 +26,8 @@ from ..evaluate.views import MeanProbabilities
 from ..extras import require
 from ..inference import fold
 from ..models import inception
-from ..results import environment, write_json
+from ..results import check_writable, environment, write_json
+from ..train.distributed import device_of
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,16 @@ class BenchCrops:
     """processes that decode"""
     rounds: int = 5
     """how often each contender runs, in turns"""
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    """where the network runs"""
-    out: Path = Path("results/bench-crops.json")
-    """the result file"""
+    device: str = "auto"
+    """where the network runs: cpu, cuda, or auto"""
+    out: Path = Path("runs/bench/crops.json")
+    """the result file; the published ones are in results"""
+
+    def __post_init__(self) -> None:
+        above(0, width=self.width)
+        at_least(1, size=self.size, images=self.images, batch_size=self.batch_size, rounds=self.rounds)
+        at_least(0, workers=self.workers)
+        device_of(self.device)
 
 
 def crops(options: BenchCrops) -> dict[str, Any]:
@@ -63,26 +71,28 @@ def crops(options: BenchCrops) -> dict[str, Any]:
 
     Beyond the paper: speed.
     """
+    check_writable(options.out)
+    device = str(device_of(options.device))
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         batches = open_squares(
             photographs(Path(folder), options.images),
             crops=Crops.of(options.crops, options.size),
             batch_size=options.batch_size,
             workers=options.workers,
-            device=options.device,
+            device=device,
         )
-        net = _network(options)
+        net = _network(options, device)
         contenders = _contenders(net, batches, list(batches), options.batch_size)
         rates: dict[str, list[float]] = {name: [] for name in contenders}
         for turn in range(options.rounds + 1):
             for name, contender in contenders.items():
-                rate = _crops_per_second(contender, options.device)
+                rate = _crops_per_second(contender, device)
                 if turn:  # the first warms up
                     rates[name].append(rate)
     median = {name: statistics.median(values) for name, values in rates.items()}
     result = {
         "what": "crops per second; forward: the network alone, crops: from decoded images, files: from JPEG files",
-        "options": asdict(options),
+        "options": {**asdict(options), "device": device},
         "environment": environment(),
         "crops per second": rates,
         "share of forward": {name: round(median[name] / median["forward"], 3) for name in ("crops", "files")},
@@ -114,11 +124,11 @@ def photographs(folder: Path, count: int) -> Path:
     return folder
 
 
-def _network(options: BenchCrops) -> nn.Module:
+def _network(options: BenchCrops, device: str) -> nn.Module:
     net = inception(classes=1, size=options.size, width=options.width, seed=0).eval()
     folded: Any = fold(net, torch.randn(2, 3, options.size, options.size))
-    folded = folded.to(options.device)
-    return folded.to(memory_format=torch.channels_last) if options.device.startswith("cuda") else folded  # type: ignore[no-any-return]
+    folded = folded.to(device)
+    return folded.to(memory_format=torch.channels_last) if device == "cuda" else folded  # type: ignore[no-any-return]
 
 
 def _contenders(
@@ -152,7 +162,7 @@ def _contenders(
 def _crops_per_second(contender: Callable[[], int], device: str) -> float:
     began = time.perf_counter()
     count = contender()
-    if device.startswith("cuda"):
+    if device == "cuda":
         torch.cuda.synchronize(device)
     return count / (time.perf_counter() - began)
 

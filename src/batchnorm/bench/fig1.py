@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..results import environment, write_json
+from ..errors import JobsFailedError, above, at_least
+from ..results import check_writable, environment, write_json
 
 COMMAND = "import sys; from batchnorm.cli import main; sys.exit(main())"
 
@@ -34,8 +35,12 @@ class BenchFig1:
     """Width of the initial Gaussians."""
     rounds: int = 1
     """How often each contender runs, in turns; ratios are of medians."""
-    out: Path = Path("results/bench-fig1.json")
-    """The result file."""
+    out: Path = Path("runs/bench/fig1.json")
+    """The result file; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, rate=self.rate, std=self.std)
+        at_least(1, steps=self.steps, rounds=self.rounds)
 
 
 def fig1(options: BenchFig1) -> dict[str, Any]:
@@ -46,6 +51,7 @@ def fig1(options: BenchFig1) -> dict[str, Any]:
 
     Beyond the paper: speed.
     """
+    check_writable(options.out)
     contenders: dict[str, Callable[[int], list[float]]] = {
         "eager": lambda seed: _eager(options, seed),
         "one process": lambda seed: _reproduce(options, seed, processes=1),
@@ -95,5 +101,5 @@ def _reproduce(options: BenchFig1, seed: int, processes: int) -> list[float]:
 def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+        raise JobsFailedError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     return done.stdout

@@ -9,6 +9,16 @@ import torch
 from torch import Tensor
 
 
+def require_gpu() -> None:
+    """Refuse to start if there is nothing to measure on.
+
+    Raises:
+        ValueError: if torch finds no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("this benchmark needs a CUDA device, and torch finds none")
+
+
 def buffers(size: int) -> int:
     """Return how many sets of tensors of ``size`` bytes it takes to leave nothing of the first in a 60 MB cache."""
     return max(3, min(64, -(-180_000_000 // size)))

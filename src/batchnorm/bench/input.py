@@ -20,8 +20,9 @@ from torch import Tensor
 from ..data import open_images
 from ..data.reader import BatchReader, RandomCrop, Request
 from ..data.source import ImageSource, open_source
+from ..errors import above, at_least
 from ..extras import require
-from ..results import environment, write_json
+from ..results import check_writable, environment, write_json
 
 BATCH = 50
 
@@ -66,7 +67,7 @@ def input_rate(
     rounds: int = 7,
     workers: int = os.cpu_count() or 1,
     gpu_rate: float = 15_000.0,
-    out: Path = Path("results/bench-input.json"),
+    out: Path = Path("runs/bench/input.json"),
 ) -> InputRate:
     """Time decoding and cropping by one core against a plain Pillow loader with the same crops; print and write it.
 
@@ -82,13 +83,17 @@ def input_rate(
         rounds: how often each loader is timed.
         workers: processes of the second measurement.
         gpu_rate: images per second of the GPU to be fed.
-        out: the result file.
+        out: the result file; the published ones are in results.
 
     Raises:
-        RuntimeError: where the two loaders do not give the same pictures.
+        ValueError: if an option cannot be used.
+        RuntimeError: if the two loaders do not give the same pictures.
 
     Beyond the paper: the input side of training.
     """
+    at_least(1, size=size, images=images, rounds=rounds, workers=workers)
+    above(0, gpu_rate=gpu_rate)
+    check_writable(out)
     with ExitStack() as stack:
         root = data or _make_pictures(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         stack.callback(torch.set_num_threads, torch.get_num_threads())

@@ -1,6 +1,6 @@
 """How fast are the fused CUDA kernels, against eager torch, torch.compile and the bytes that have to move?
 
-    python -m batchnorm.bench.kernels --out results/kernels.json
+    python -m batchnorm.bench.kernels --out runs/bench/kernels.json
 
 Every layer, BN+ReLU and BN+add+ReLU, both layouts: forward and backward pass of each contender inside a CUDA graph,
 with data that is not in the cache. A path whose results are wrong is not timed. What the result file holds already, of
@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from ..results import write_atomically
-from .graphs import Stopwatch, buffers, copy_bandwidth
+from ..errors import at_least
+from ..results import check_writable, write_atomically
+from .graphs import Stopwatch, buffers, copy_bandwidth, require_gpu
 from .kernels_bars import bars, ratio
 from .kernels_picture import picture
 from .kernels_sittings import Given, digest, earlier_rows, hardware, key_of, names_of, provenance
@@ -234,7 +235,7 @@ def write(report: dict[str, Any], path: Path) -> None:
 
 
 def kernels(
-    out: Path = Path("results/kernels.json"),
+    out: Path = Path("runs/bench/kernels.json"),
     layers: Literal["short", "all"] = "all",
     dtypes: tuple[Literal["bfloat16", "float32", "float16"], ...] = ("bfloat16", "float32"),
     autotune: bool = True,
@@ -245,7 +246,7 @@ def kernels(
     """Time the fused CUDA kernels against eager torch, torch.compile and the bytes that have to move.
 
     Args:
-        out: the result file; the picture lies beside it.
+        out: the result file, with a picture beside it; the published ones are in results.
         layers: one layer of each size class, or all of both networks.
         dtypes: of the activations.
         autotune: also time torch.compile's max-autotune mode, and cuDNN in fp16.
@@ -254,10 +255,13 @@ def kernels(
         commit: what is measured, where the code is no git checkout.
 
     Raises:
-        ValueError: where there is no GPU.
+        ValueError: if an option cannot be used, or there is no GPU.
     """
-    if not torch.cuda.is_available():
-        raise ValueError("the benchmark of the CUDA kernels needs a CUDA device, and torch finds none")
+    at_least(0, jobs=jobs, seconds=None if seconds == math.inf else seconds)
+    if not dtypes:
+        raise ValueError("dtypes is empty: give at least one type")
+    require_gpu()
+    check_writable(out)
     begin = time.monotonic()
     given: list[Given] = [
         (layer, channels_last, getattr(torch, dtype), residual)
@@ -298,7 +302,7 @@ def kernels(
 def main() -> None:
     """Run without tyro, which a machine lent for an hour may not have."""
     parser = argparse.ArgumentParser(prog="python -m batchnorm.bench.kernels", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results/kernels.json"))
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--layers", choices=("short", "all"))
     parser.add_argument("--dtypes", nargs="+")
     parser.add_argument("--autotune", action=argparse.BooleanOptionalAction)

@@ -24,10 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import at_least
 from ..models import inception
 from ..models.blocks import InceptionModule, SeparableConv2d
 from ..ops import recompute
-from ..results import write_result
+from ..results import check_writable, write_result
 from ..train import RECIPES
 from ..train.step import make_optimizer
 from .contenders import STOCK, Contender, chosen, with_stock_parts_
@@ -178,11 +179,15 @@ def memory(
         only: beside stock, only the forms with these names; a wrong name lists them.
 
     Raises:
-        ValueError: where there is no form of a name.
-        RuntimeError: where two forms with batch normalization do not compute the same loss.
+        ValueError: if an option cannot be used, or there is no form of a name.
+        RuntimeError: if two forms with batch normalization do not compute the same loss.
 
     Beyond the paper: memory.
     """
+    at_least(1, batch=batch)
+    at_least(32, size=size)
+    if out is not None:
+        check_writable(out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = batch or (256 if device.type == "cuda" else 8)
     rows: list[Measured] = []

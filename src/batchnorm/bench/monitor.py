@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..data import mnist
+from ..errors import at_least
 from ..models import perceptron
 from ..monitor import Monitor
-from ..results import environment, write_json
+from ..results import check_writable, environment, write_json
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,11 @@ class BenchMonitor:
     """Updates in a turn: five records at the default every=100."""
     rounds: int = 15
     """Turns of each contender; the ratio is the median of the turns' ratios."""
-    out: Path = Path("results/bench-monitor.json")
-    """The result file."""
+    out: Path = Path("runs/bench/monitor.json")
+    """The result file; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        at_least(1, steps=self.steps, rounds=self.rounds)
 
 
 def monitor(options: BenchMonitor) -> dict[str, Any]:
@@ -39,6 +43,7 @@ def monitor(options: BenchMonitor) -> dict[str, Any]:
 
     Beyond the paper: the monitor's price.
     """
+    check_writable(options.out)
     data = mnist()
     net = perceptron(seed=0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

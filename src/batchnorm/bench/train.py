@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
-from ..results import write_result
+from ..errors import at_least
+from ..results import check_writable, write_result
 from .apart import Apart
 from .contenders import OURS, STOCK, STOCK_COMPOSED, chosen
+from .graphs import require_gpu
 
 QUESTION = "images per second of the appendix network's training step, ours over stock parts"
 BARS = {32: 1.5, 256: 1.4}  # what ours must be over stock, at least
@@ -93,12 +93,15 @@ def train(
         kernels: write where each contender's time goes, kernel by kernel, to files in this folder.
 
     Raises:
-        ValueError: where there is no GPU, or no form of a name.
+        ValueError: if an option cannot be used, or there is no GPU or no form of a name.
 
     Beyond the paper: speed.
     """
-    if not torch.cuda.is_available():
-        raise ValueError("the training benchmark needs a CUDA device, and torch finds none")
+    at_least(1, batches=tuple(batches), rounds=rounds)
+    at_least(32, size=size)
+    require_gpu()
+    if out is not None:
+        check_writable(out)
     contenders = (STOCK, STOCK_COMPOSED, *chosen(OURS, only))
     # Their processes share the cores: the compiler's own pool in every one of them would be too many.
     compiling = sum(contender.compile != "nothing" for contender in contenders) * len(batches)

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ..extras import check_installed
 from .draws import permutation, seed_at
 from .folder import FolderSource
 from .imagenet import TRAIN_TAR, open_official
@@ -69,6 +70,8 @@ def shard(
         raise ValueError(f"per_shard={per_shard}: a shard holds at least one image")
     if short_side is not None and short_side < 1:
         raise ValueError(f"short_side={short_side}: an image has at least one pixel")
+    if short_side is not None:
+        check_installed("PIL")
     sources = _open_all(folder)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))

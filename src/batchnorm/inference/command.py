@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import calling
 from ..exchange import outputs
-from ..extras import MissingExtraError, require
+from ..extras import MissingExtraError, check_installed, require
 from .export import export
 
 
@@ -36,6 +36,10 @@ def fold(
         input: the shape of an example batch, such as 1 3 224 224; not needed where the factory returns one.
         fixed_batch: write a network for the example's batch size only.
     """
+    if output.suffix == ".onnx":
+        check_installed("onnx", "onnxscript", "onnxruntime")
+    if weights is not None and weights.suffix == ".safetensors":
+        check_installed("safetensors")
     net, example = _build(factory)
     if weights is not None:
         _load_(net, factory, weights)
@@ -72,11 +76,12 @@ def _example(net: nn.Module, shape: tuple[int, ...]) -> Tensor:
     dtype = next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
     if min(shape) < 1:
         raise ValueError(f"--input {' '.join(map(str, shape))} is no shape of a batch: all sizes must be 1 or more")
-    example = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     try:
+        example = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         outputs(net, example, training=False)
     except Exception as error:
-        raise ValueError(f"the network cannot be called on --input {' '.join(map(str, shape))}: {error}") from error
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"the network cannot be called on --input {' '.join(map(str, shape))}: {why}") from error
     return example
 
 

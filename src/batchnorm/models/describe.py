@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..errors import at_least
 from .blocks import InceptionModule
 
 
@@ -61,6 +62,7 @@ def describe(net: nn.Module, size: int = 224, channels: int = 3) -> Description:
 
     Beyond the paper: accounting.
     """
+    at_least(1, size=size, channels=channels)
     shadow = copy.deepcopy(net).to("meta").eval()
     found: list[Layer] = []
     for name, module in shadow.named_modules():

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from ..results import check_writable
 from .page import write_report
 from .runs import read_runs
 
@@ -33,6 +34,7 @@ def report(options: Report) -> Path:
 
     Beyond the paper: ``batchnorm report``.
     """
+    check_writable(options.out)
     runs = read_runs(options.runs)
     page = write_report(runs, options.out)
     for run in runs:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import above, at_least
+from ..results import check_writable
 from .parallel import accuracies, held_out, spread_out
 from .publish import colour, label, publish
 from .training import Setting
@@ -33,9 +35,16 @@ class Comparison:
     seeds: int = 3
     """Seeds of each run."""
     processes: int | None = None
-    """Processes; None takes one a core."""
-    out: Path = Path("results")
-    """Folder for comparison.json and comparison.png."""
+    """Processes; by default one per core."""
+    out: Path = Path("runs/comparison")
+    """Folder for comparison.json and comparison.png; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, rates=self.rates, equal_rate=self.equal_rate, std=self.std)
+        at_least(10, sweep_steps=self.sweep_steps)
+        at_least(1, marks=self.marks, seeds=self.seeds, processes=self.processes)
+        if list(self.marks) != sorted(self.marks):
+            raise ValueError(f"marks={self.marks}: give step counts in increasing order")
 
 
 def comparison(options: Comparison) -> dict[str, Any]:
@@ -43,15 +52,17 @@ def comparison(options: Comparison) -> dict[str, Any]:
 
     Paper: Sec. 4.1; Fig. 1 a
     """
+    check_writable(options.out / "comparison.json")
     sweep = _sweep(options)
     best = {kind: max(options.rates, key=lambda rate: _mean(sweep[kind, rate])[-1]) for kind in (False, True)}
     pairs = {(kind, rate) for kind in (False, True) for rate in (best[kind], options.equal_rate)}
     full = _trained(options, sorted(pairs))
+    fair = [_row(kind, best[kind], full[kind, best[kind]], options.marks) for kind in (False, True)]
     findings = {
         "chosen on": "5,000 digits held out of the training set, mean over seeds, at the sweep's last step",
         "sweep": [_row(kind, rate, sweep[kind, rate], _early(options)) for kind, rate in sorted(sweep)],
         "best rate": {label(kind): rate for kind, rate in best.items()},
-        "best against best": [_row(kind, best[kind], full[kind, best[kind]], options.marks) for kind in (False, True)],
+        "best against best": fair,
         "equal rate": [
             _row(kind, options.equal_rate, full[kind, options.equal_rate], options.marks) for kind in (False, True)
         ],
@@ -61,7 +72,11 @@ def comparison(options: Comparison) -> dict[str, Any]:
         return _draw(plt, options, sweep, findings)
 
     claim = "Batch Normalization helps the network train faster and achieve higher accuracy."
-    return publish("comparison", claim, options, findings, draw)
+    verdicts = {
+        f"at their best rates, the network with BN is more accurate at step {mark:,}": bn > plain
+        for mark, plain, bn in zip(options.marks, *(row["mean"] for row in fair), strict=True)
+    }
+    return publish("comparison", claim, options, findings, verdicts, draw)
 
 
 Table = dict[tuple[bool, float], list[list[float]]]

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import between
 from ..report.claims import paper_versus_here, steps_to
 from ..report.figure1 import draw
 from ..report.page import write_report
 from ..report.runs import Run, read_runs
-from ..results import write_json
+from ..results import check_writable, write_json
 from .training import Setting
 from .workers import run_all
 
@@ -42,25 +43,37 @@ class Fig1:
     processes: int = 2
     """2 trains both networks side by side, one core each; 1 trains one after the other."""
 
+    def __post_init__(self) -> None:
+        between(1, 2, processes=self.processes)
+        self.settings()
+
+    def settings(self) -> dict[str, Setting]:
+        """Return what to train, by name."""
+        return {
+            name: Setting(batch_norm, self.steps, self.rate, self.std, self.batch_size, self.seed)
+            for name, batch_norm in (("without-bn", False), ("with-bn", True))
+        }
+
 
 def fig1(options: Fig1) -> Path:
     """Run the experiment of Figure 1 and return the path of its report.
 
     Paper: Sec. 4.1; Fig. 1
     """
-    settings = {
-        name: Setting(batch_norm, options.steps, options.rate, options.std, options.batch_size, options.seed)
-        for name, batch_norm in (("without-bn", False), ("with-bn", True))
-    }
-    complete = run_all(settings, options.out, resume=options.resume, processes=options.processes)
+    check_writable(options.out / "result.json")
+    complete = run_all(options.settings(), options.out, resume=options.resume, processes=options.processes)
     if not complete:
         print(f"stopped before the end; what there is follows. Go on with --resume --out {options.out}")
-    runs = read_runs([options.out])
+    folders = [options.out / name for name in options.settings()]
+    runs = read_runs([folder for folder in folders if (folder / "metrics.jsonl").exists()])
     draw(runs, options.out)
     page = write_report(runs, options.out / "report.html")
-    write_json(options.out / "result.json", _result(options, runs))
+    result = _result(options, runs)
+    write_json(options.out / "result.json", result)
     for run in runs:
         print(run.line())
+    for what, paper, plain, normalized in result["paper versus here"][1:]:
+        print(f"{what}: {plain} without BN, {normalized} with BN; the paper: {paper}")
     print(f"figure: {options.out / 'fig1.png'}\nreport: {page}")
     return page
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import above, at_least
+from ..results import check_writable
 from .parallel import accuracies, spread_out
 from .publish import colour, label, publish
 from .training import Setting
@@ -28,9 +30,13 @@ class Init:
     seeds: int = 3
     """Seeds of each run."""
     processes: int | None = None
-    """Processes; None takes one a core."""
-    out: Path = Path("results")
-    """Folder for init.json and init.png."""
+    """Processes; by default one per core."""
+    out: Path = Path("runs/init")
+    """Folder for init.json and init.png; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, stds=self.stds, rate=self.rate)
+        at_least(1, steps=self.steps, seeds=self.seeds, processes=self.processes)
 
 
 def init(options: Init) -> dict[str, Any]:
@@ -38,6 +44,7 @@ def init(options: Init) -> dict[str, Any]:
 
     Paper: Abstract, "be less careful about initialization"; Sec. 3.3
     """
+    check_writable(options.out / "init.json")
     jobs = [
         Setting(kind, options.steps, options.rate, std, seed=seed)
         for kind in (False, True)
@@ -47,7 +54,7 @@ def init(options: Init) -> dict[str, Any]:
     results: dict[tuple[bool, float], list[float]] = {}
     for setting, final in zip(jobs, spread_out(_final, jobs, options.processes), strict=True):
         results.setdefault((setting.batch_norm, setting.std), []).append(final)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "network": label(kind),
             "std": std,
@@ -58,7 +65,14 @@ def init(options: Init) -> dict[str, Any]:
         for (kind, std), runs in results.items()
     ]
     claim = "Batch Normalization allows us to be less careful about initialization."
-    return publish("init", claim, options, {"final test accuracy": rows}, lambda plt: _draw(plt, results, options))
+    trained = [
+        {row["std"] for row in rows if row["network"] == label(kind) and row["mean"] > 0.9} for kind in (False, True)
+    ]
+    verdicts = {
+        "BN trains past 90% from more initial widths, and from all that train without it": trained[0] < trained[1]
+    }
+    findings = {"final test accuracy": rows}
+    return publish("init", claim, options, findings, verdicts, lambda plt: _draw(plt, results, options))
 
 
 def _final(setting: Setting) -> float:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..errors import SEED_MAX, above, at_least, between
 from ..layers import BatchNorm1d
+from ..results import check_writable
 from .parallel import digits, spread_out
 from .publish import GREY, colour, label, publish
 from .training import Setting, order, train_
@@ -35,9 +37,14 @@ class Jacobian:
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     processes: int | None = None
-    """Processes; None takes one a core."""
-    out: Path = Path("results")
-    """Folder for jacobian.json and jacobian.png."""
+    """Processes; by default one per core."""
+    out: Path = Path("runs/jacobian")
+    """Folder for jacobian.json and jacobian.png; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, rate=self.rate, std=self.std)
+        at_least(1, steps=self.steps, examples=self.examples, processes=self.processes)
+        between(0, SEED_MAX, seed=self.seed)
 
 
 class Layer(NamedTuple):
@@ -61,6 +68,7 @@ def jacobian(options: Jacobian) -> dict[str, Any]:
 
     Paper: Sec. 3.3, layer Jacobians
     """
+    check_writable(options.out / "jacobian.json")
     settings = [Setting(kind, options.steps, options.rate, options.std, seed=options.seed) for kind in (False, True)]
     results = spread_out(_measure, [(s, options.examples) for s in settings], options.processes)
     rows = [
@@ -69,7 +77,25 @@ def jacobian(options: Jacobian) -> dict[str, Any]:
     claim = "Batch Normalization may lead the layer Jacobians to have singular values close to 1."
     null = "Gaussian matrices of the same size and Frobenius norm, one for each Jacobian"
     findings = {"null": null, "pairs": rows}
-    return publish("jacobian", claim, options, findings, lambda plt: _draw(plt, rows))
+    return publish("jacobian", claim, options, findings, _verdicts(rows), lambda plt: _draw(plt, rows))
+
+
+def _verdicts(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
+    last = max(row["step"] for row in rows)
+    near = {(row["layers"], row["network"]): row for row in rows if row["step"] == last}
+    pairs = {layers for layers, _ in near}
+
+    def share(layers: str, kind: bool, of: str) -> float:
+        return float(near[layers, label(kind)][of]["fraction between 1/2 and 2"])
+
+    return {
+        "between all layers, more singular values are near 1 with BN than without": all(
+            share(layers, True, "J") > share(layers, False, "J") for layers in pairs
+        ),
+        "between all layers, more of them are near 1 with BN than in random matrices of the same norm": all(
+            share(layers, True, "J") > share(layers, True, "random") for layers in pairs
+        ),
+    }
 
 
 def _measure(job: tuple[Setting, int]) -> list[dict[str, Any]]:
@@ -79,9 +105,11 @@ def _measure(job: tuple[Setting, int]) -> list[dict[str, Any]]:
     rows = []
     for step, _ in chain([(0, 0.0)], train_(net, data.train, setting, [setting.steps])):
         batches = [data.train.images[row] for row in order(setting, len(data.train.images), 0, 200).unbind()]
+        if not all(parameter.isfinite().all() for parameter in net.parameters()):
+            raise ValueError(f"the network {label(setting.batch_norm)} diverged: choose a rate below {setting.rate:g}")
         layers = population_layers(net, batches)
-        for k, (x_hat, below, above) in enumerate(_pairs(layers, images), 1):
-            matrices = layer_jacobian(x_hat, below, above)
+        for k, (x_hat, *pair) in enumerate(_pairs(layers, images), 1):
+            matrices = layer_jacobian(x_hat, *pair)
             values = torch.linalg.svdvals(matrices)
             null = torch.linalg.svdvals(like_random(matrices))
             rows.append({"step": step, "layers": f"{k} to {k + 1}", "J": _summary(values), "random": _summary(null)})

@@ -11,6 +11,8 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Optimizer
 
 from ..data import Digits
+from ..errors import SEED_MAX, above, at_least, between
+from ..results import check_writable
 from .eager import train_eagerly_
 from .parallel import digits, spread_out
 from .publish import colour, label, publish
@@ -43,9 +45,15 @@ class Optimizers:
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     processes: int | None = None
-    """Processes; None takes one a core."""
-    out: Path = Path("results")
-    """Folder for optimizers.json and optimizers.png."""
+    """Processes; by default one per core."""
+    out: Path = Path("runs/optimizers")
+    """Folder for optimizers.json and optimizers.png; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, std=self.std)
+        at_least(1, steps=self.steps, batch_steps=self.batch_steps, processes=self.processes)
+        between(2, 60_000, batch=self.batch)
+        between(0, SEED_MAX, seed=self.seed)
 
 
 def optimizers(options: Optimizers) -> dict[str, Any]:
@@ -53,6 +61,7 @@ def optimizers(options: Optimizers) -> dict[str, Any]:
 
     Paper: Sec. 3.1
     """
+    check_writable(options.out / "optimizers.json")
     jobs = []
     for name in OPTIMIZERS:
         full = name == "batch gradient descent"
@@ -63,7 +72,12 @@ def optimizers(options: Optimizers) -> dict[str, Any]:
     rows = spread_out(_train, jobs, options.processes)
     claim = "A model employing Batch Normalization can be trained using batch gradient descent, or Stochastic Gradient"
     claim += " Descent with a mini-batch size m > 1, or with any of its variants such as Adagrad."
-    return publish("optimizers", claim, options, {"runs": rows}, lambda plt: _draw(plt, rows))
+    verdicts = {
+        f"{row['optimizer']} trains the network with BN past 50%": row["accuracy"][-1] > 0.5
+        for row in rows
+        if row["network"] == label(True)
+    }
+    return publish("optimizers", claim, options, {"runs": rows}, verdicts, lambda plt: _draw(plt, rows))
 
 
 def _train(job: tuple[str, Setting, int]) -> dict[str, Any]:

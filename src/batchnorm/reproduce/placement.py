@@ -11,7 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..errors import above, at_least
 from ..layers import BatchNorm1d
+from ..results import check_writable
 from .eager import train_eagerly_
 from .parallel import digits, spread_out
 from .publish import BLUE, GREEN, publish
@@ -38,9 +40,13 @@ class Placement:
     seeds: int = 3
     """Seeds of each run."""
     processes: int | None = None
-    """Processes; None takes one a core."""
-    out: Path = Path("results")
-    """Folder for placement.json and placement.png."""
+    """Processes; by default one per core."""
+    out: Path = Path("runs/placement")
+    """Folder for placement.json and placement.png; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, rate=self.rate, std=self.std)
+        at_least(1, steps=self.steps, seeds=self.seeds, processes=self.processes)
 
 
 def placement(options: Placement) -> dict[str, Any]:
@@ -48,6 +54,7 @@ def placement(options: Placement) -> dict[str, Any]:
 
     Paper: Sec. 3.2; Sec. 5
     """
+    check_writable(options.out / "placement.json")
     kinds: tuple[Where, ...] = ("before", "after")
     jobs = [
         (where, name, Setting(True, options.steps, options.rate, options.std, seed=seed))
@@ -73,7 +80,19 @@ def placement(options: Placement) -> dict[str, Any]:
             )
     claim = "Wu + b is more likely to have a symmetric, non-sparse distribution, that is 'more Gaussian'."
     note = "means over a layer's units, of 5,000 test digits, seed 0; u is the nonlinearity's output"
-    return publish("placement", claim, options, {"shapes are": note, "runs": rows}, lambda plt: _draw(plt, rows))
+    findings = {"shapes are": note, "runs": rows}
+    return publish("placement", claim, options, findings, _verdicts(rows), lambda plt: _draw(plt, rows))
+
+
+def _verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
+    found: dict[str, bool] = {}
+    for before, after in zip(rows[::2], rows[1::2], strict=True):
+        name, shapes = before["nonlinearity"], list(before["shapes"].values())[-1]
+        for key in ("skewness", "sparsity"):
+            less = all(shapes[f"Wu {k + 1}"][key] < shapes[f"u {k}"][key] for k in (1, 2))
+            found[f"{name}, BN before it: Wu has less {key} than u in every layer"] = less
+        found[f"{name}: BN before it is more accurate than after it"] = before["mean"] > after["mean"]
+    return found
 
 
 def build(where: Where, nonlinearity: str, std: float, seed: int) -> nn.Sequential:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..extras import require
+from ..report.summary import FIGURES
 from ..results import environment, write_json
 
 # With batch normalization, without, and two more.
@@ -25,19 +26,25 @@ def label(batch_norm: bool) -> str:
 
 
 def publish(
-    name: str, claim: str, options: Any, findings: Mapping[str, Any], draw: Callable[[Any], Any]
+    name: str,
+    claim: str,
+    options: Any,
+    findings: Mapping[str, Any],
+    verdicts: Mapping[str, bool],
+    draw: Callable[[Any], Any],
 ) -> dict[str, Any]:
-    """Write ``name.json`` and ``name.png`` into ``options.out`` and return what the file holds.
+    """Write ``name.json`` and ``name.png`` into ``options.out``, print the finding and return what the file holds.
 
     Args:
         name: the claim's command.
         claim: what the paper says.
         options: the command's options, a dataclass with ``out``.
         findings: what was measured.
+        verdicts: statements that follow from the claim, and whether they hold here.
         draw: from ``matplotlib.pyplot`` to a figure.
 
     Raises:
-        MissingExtraError: where matplotlib is not installed.
+        MissingExtraError: if matplotlib is not installed.
 
     Beyond the paper: how results are kept.
     """
@@ -45,8 +52,13 @@ def publish(
     given = {key: value for key, value in asdict(options).items() if key != "out"}
     # Whatever this process may use, each training ran on one thread: parallel.py.
     result = {"claim": claim, "options": given, "environment": {**environment(), "threads": 1}, **findings}
+    result["verdicts"] = dict(verdicts)
     path = write_json(out / f"{name}.json", result)
     picture(draw, out / f"{name}.png")
+    measured = next(row.measured for row in FIGURES if row.command == f"reproduce {name}")
+    print(f"the paper: {claim}\nmeasured: {measured(result)}")
+    for statement, holds in verdicts.items():
+        print(f"{'confirmed' if holds else 'refuted'}: {statement}")
     print(f"result: {path}\npicture: {out / f'{name}.png'}")
     return result
 

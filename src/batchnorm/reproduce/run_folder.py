@@ -55,17 +55,26 @@ class RunFolder:
         written = self.check_same({k: v for k, v in config.items() if k != "steps"})
         write_json(self.path / "config.json", {**written, **config})
         (self.path / "summary.json").unlink(missing_ok=True)
-        state = torch.load(self.checkpoint, weights_only=True)
-        net.load_state_dict(state["net"])
+        try:
+            state = torch.load(self.checkpoint, weights_only=True)
+            net.load_state_dict(state["net"])
+            size, step, seconds = int(state["metrics_size"]), int(state["step"]), float(state["seconds"])
+        except Exception as error:  # torch.load has errors of many kinds
+            why = str(error).partition("\n")[0]
+            raise ValueError(f"{self.checkpoint} cannot be read ({why}): remove it to train anew") from error
         with self.metrics.open("r+b") as file:
-            file.truncate(state["metrics_size"])
-        return int(state["step"]), float(state["seconds"])
+            file.truncate(size)
+        return step, seconds
 
     def check_same(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the configuration of the run in the folder, if there is one; refuse where it is another."""
+        """Return the configuration of the run in the folder, if there is one; refuse if it is another."""
         if not self.checkpoint.exists():
             return {}
-        written: dict[str, Any] = json.loads((self.path / "config.json").read_text())
+        path = self.path / "config.json"
+        try:
+            written: dict[str, Any] = dict(json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} cannot be read ({error}): use another --out, or remove {self.path}") from error
         differs = {k: (written.get(k), v) for k, v in config.items() if written.get(k) != v}
         if differs:
             what = ", ".join(f"{k} is {old} there and {new} here" for k, (old, new) in differs.items())

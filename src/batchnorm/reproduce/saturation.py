@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import SEED_MAX, above, at_least, between
 from ..monitor.taps import Taps, probing
+from ..results import check_writable
 from .parallel import digits, spread_out
 from .publish import colour, label, publish
 from .training import Setting, train_
@@ -36,9 +38,16 @@ class Saturation:
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     processes: int | None = None
-    """Processes; None takes one a core."""
-    out: Path = Path("results")
-    """Folder for saturation.json and saturation.png."""
+    """Processes; by default one per core."""
+    out: Path = Path("runs/saturation")
+    """Folder for saturation.json and saturation.png; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, rate=self.rate, stds=self.stds, tail=self.tail)
+        at_least(1, steps=self.steps, processes=self.processes)
+        between(1, self.steps, points=self.points)
+        between(0, 0.5, tail=self.tail)
+        between(0, SEED_MAX, seed=self.seed)
 
 
 def saturation(options: Saturation) -> dict[str, Any]:
@@ -46,6 +55,7 @@ def saturation(options: Saturation) -> dict[str, Any]:
 
     Paper: Sec. 1, saturated regime
     """
+    check_writable(options.out / "saturation.json")
     marks = [options.steps * k // options.points for k in range(options.points + 1)]
     settings = [
         Setting(kind, options.steps, options.rate, std, seed=options.seed)
@@ -53,13 +63,19 @@ def saturation(options: Saturation) -> dict[str, Any]:
         for kind in (False, True)
     ]
     jobs = [(setting, marks, options.tail) for setting in settings]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"network": label(s.batch_norm), "std": s.std, "steps": marks, "saturated": fractions}
         for s, fractions in zip(settings, spread_out(_follow, jobs, options.processes), strict=True)
     ]
     claim = "Batch Normalization makes it possible to use saturating nonlinearities by preventing the network from"
     claim += " getting stuck in the saturated modes."
-    return publish("saturation", claim, options, {"runs": rows}, lambda plt: _draw(plt, options, rows))
+    verdicts = {
+        f"initial width {plain['std']:g}: the most saturated layer is less saturated with BN at the end": (
+            max(bn["saturated"][-1].values()) < max(plain["saturated"][-1].values())
+        )
+        for plain, bn in zip(rows[::2], rows[1::2], strict=True)
+    }
+    return publish("saturation", claim, options, {"runs": rows}, verdicts, lambda plt: _draw(plt, options, rows))
 
 
 def _follow(job: tuple[Setting, Sequence[int], float]) -> list[dict[str, float]]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import SEED_MAX, above, at_least, between
 from ..layers import BatchNorm1d
 from ..ops import reference
+from ..results import check_writable
 from .parallel import digits, spread_out
 from .publish import colour, label, publish
 from .training import Setting, train_
@@ -38,9 +40,15 @@ class Scale:
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     processes: int | None = None
-    """Processes; None takes one a core."""
-    out: Path = Path("results")
-    """Folder for scale.json and scale.png."""
+    """Processes; by default one per core."""
+    out: Path = Path("runs/scale")
+    """Folder for scale.json and scale.png; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, rates=self.rates, factors=self.factors, std=self.std)
+        at_least(1, steps=self.steps, processes=self.processes)
+        between(1, self.steps, points=self.points)
+        between(0, SEED_MAX, seed=self.seed)
 
 
 def scale(options: Scale) -> dict[str, Any]:
@@ -48,6 +56,7 @@ def scale(options: Scale) -> dict[str, Any]:
 
     Paper: Sec. 3.3
     """
+    check_writable(options.out / "scale.json")
     marks = [max(options.steps * k // options.points, 1) for k in range(1, options.points + 1)]
     settings = [
         Setting(kind, options.steps, rate, options.std, seed=options.seed)
@@ -62,8 +71,9 @@ def scale(options: Scale) -> dict[str, Any]:
     identities = [{"rate": s.rate, **row} for s, (_, rows) in zip(settings, results, strict=True) for row in rows]
     claim = "BN((aW)u) = BN(Wu); d BN((aW)u) / du = d BN(Wu) / du; d BN((aW)u) / d(aW) = (1/a) d BN(Wu) / dW;"
     claim += " larger weights lead to smaller gradients, and Batch Normalization will stabilize the parameter growth."
-    findings = {"growth": growth, "identities": identities, "largest": largest(identities)}
-    return publish("scale", claim, options, findings, lambda plt: _draw(plt, growth))
+    findings: dict[str, Any] = {"growth": growth, "identities": identities, "largest": largest(identities)}
+    verdicts = {"BN((aW)u) = BN(Wu), within the bound that eps sets": findings["largest"]["output"] <= 1}
+    return publish("scale", claim, options, findings, verdicts, lambda plt: _draw(plt, growth))
 
 
 def identity_gaps(u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: float, a: float) -> dict[str, float]:
@@ -139,7 +149,7 @@ def _identities(net: nn.Sequential, batch: Tensor, factors: Sequence[float]) -> 
 def _draw(plt: Any, growth: Sequence[dict[str, Any]]) -> Any:
     layers = list(growth[0]["norms"])
     figure, axes = plt.subplots(1, len(layers), figsize=(11, 2.6))
-    dashes = dict(zip(sorted({row["rate"] for row in growth}), (":", "-", "--", "-."), strict=False))
+    dashes = dict(zip(sorted({row["rate"] for row in growth}), cycle((":", "-", "--", "-.")), strict=False))
     for axis, layer in zip(axes, layers, strict=True):
         for row in growth:
             kind = row["network"] == label(True)

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data import Digits
+from ..errors import SEED_MAX, above, at_least, between
 from ..layers import BatchNorm1d
 from ..models import perceptron
+from ..results import check_writable
 from .eager import train_eagerly_
 from .parallel import digits, spread_out
 from .publish import BLUE, GREEN, ORANGE, publish
@@ -45,9 +47,14 @@ class Section2:
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     processes: int | None = None
-    """Processes; None takes one a core."""
-    out: Path = Path("results")
-    """Folder for section2.json and section2.png."""
+    """Processes; by default one per core."""
+    out: Path = Path("runs/section2")
+    """Folder for section2.json and section2.png; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, rates=self.rates, std=self.std)
+        at_least(1, bias_steps=self.bias_steps, steps=self.steps, processes=self.processes)
+        between(0, SEED_MAX, seed=self.seed)
 
 
 def section2(options: Section2) -> dict[str, Any]:
@@ -55,6 +62,7 @@ def section2(options: Section2) -> dict[str, Any]:
 
     Paper: Sec. 2
     """
+    check_writable(options.out / "section2.json")
     data = digits().train
     few = Digits(data.images[:1000], data.labels[:1000])
     ignored, through = spread_out(partial(_alone, few, options), [False, True], processes=1)
@@ -71,7 +79,13 @@ def section2(options: Section2) -> dict[str, Any]:
     )
     claim += " are computed outside the gradient descent step."
     findings = {"b alone": alone, "whole network": runs}
-    return publish("section2", claim, options, findings, lambda plt: _draw(plt, options, alone, runs))
+    norms, losses = ignored["norm of b"], ignored["loss"]
+    verdicts = {
+        "b grows while the loss stays, if the gradient ignores that E[x] depends on b": norms[-1] > norms[0]
+        and max(losses) - min(losses) < 1e-6 * losses[0],
+        "b stays, if the gradient does not ignore it": max(through["norm of b"]) < 1e-3 * norms[-1],
+    }
+    return publish("section2", claim, options, findings, verdicts, lambda plt: _draw(plt, options, alone, runs))
 
 
 def _alone(data: Digits, options: Section2, through: bool) -> dict[str, list[float]]:

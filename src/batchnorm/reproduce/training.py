@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data import Digits
+from ..errors import SEED_MAX, above, at_least, between
 from ..models import perceptron
 from .lean import LeanSGD
 
@@ -30,11 +31,10 @@ class Setting:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 2 or self.rate <= 0 or self.std <= 0:
-            raise ValueError(
-                f"steps={self.steps}, batch_size={self.batch_size}, rate={self.rate}, std={self.std}: training needs at"
-                " least 1 step, 2 examples in a mini-batch, and a rate and a width above 0"
-            )
+        at_least(1, steps=self.steps)
+        between(2, 60_000, batch_size=self.batch_size)
+        above(0, rate=self.rate, std=self.std)
+        between(0, SEED_MAX, seed=self.seed)
 
     def network(self) -> nn.Sequential:
         """Build the network; the weights depend on the seed alone, with and without batch normalization."""

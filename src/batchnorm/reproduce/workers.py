@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from ..errors import JobsFailedError, sentence
 from .network_run import run
 from .run_folder import RunFolder
 from .threads import one_thread, use_one_thread
@@ -37,16 +38,16 @@ def run_all(settings: Mapping[str, Setting], out: Path, *, resume: bool, process
         processes: 1 trains one network after the other in this process, else each gets its own.
 
     Raises:
-        ValueError: where a folder holds a run of other options.
-        RuntimeError: with the traceback, where a network's process failed.
+        OSError: if a folder cannot be made.
+        ValueError: if a folder holds a run of other options.
+        JobsFailedError: if a network's process failed, with its error, or the traceback of one that is not expected.
 
     Paper: Sec. 4.1
     """
     for name, setting in settings.items():
-        # Here as well as in the run itself: a process of its own could only answer with its traceback.
+        # Here as well as in the run itself: before any process starts.
         mine = {k: v for k, v in asdict(setting).items() if not (resume and k == "steps")}
-        if (out / name).is_dir():
-            RunFolder(out / name).check_same(mine)
+        RunFolder(out / name).check_same(mine)
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     with _interruptible(stop), _Bars(settings) as bars:
@@ -86,7 +87,7 @@ def _run_in_processes(
             stop.set()
             for child in children:
                 child.join()  # the others leave their checkpoints
-            raise RuntimeError(f"training {name} failed:\n{values}")
+            raise JobsFailedError(f"training {name} failed: {values}")
     for child in children:
         child.join()
     return len(ends) == len(children) and all(ends.values())
@@ -102,6 +103,8 @@ def _child(name: str, setting: Setting, path: Path, resume: bool, stop: Event, m
 
     try:
         messages.put((name, "end", run(setting, path, resume=resume, stopped=stop.is_set, progress=progress)))
+    except (OSError, ValueError) as error:
+        messages.put((name, "error", sentence(error)))
     except BaseException:
         messages.put((name, "error", traceback.format_exc()))
 

@@ -13,9 +13,12 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from ..data.sizes import small_images_note
 from ..data.source import check_complete, open_source
+from ..errors import between
+from ..extras import check_installed
 from ..models import describe as describe_network
 from ..models.claims import claims
 from ..models.inception import early_strides_note
+from .distributed import device_of
 from .loop import train as train_recipe
 from .recipe import RECIPES, Recipe
 from .run import Options, Result, Stopped
@@ -84,6 +87,11 @@ def train(
         overrides: fields of the recipe to change.
     """
     chosen = resolve(RECIPES[recipe], overrides)
+    device = device_of(options.device)
+    if options.graph and device.type != "cuda":
+        raise ValueError("--graph True captures CUDA graphs, and this run is on the CPU: leave it out")
+    if options.tensorboard:
+        check_installed("tensorboard")
     silent = os.environ.get("RANK", "0") != "0"  # one of torchrun's processes speaks for all
     sources = {split: open_source(options.data, split) for split in ("train", "val")}
     for split, source in sources.items():
@@ -119,6 +127,7 @@ def describe(
         stem: the first convolution.
         projection: pool projection in 4c and 4d, where the table contradicts itself.
     """
+    between(1, 1_000_000, classes=classes)
     chosen = replace(RECIPES[recipe], size=size, stem=stem, projection=projection)
     description = describe_network(chosen.network(classes), size)
     console = Console()

@@ -77,6 +77,27 @@ class Ranks:
             buffer.copy_(mean.view_as(buffer))
 
 
+def device_of(name: str) -> torch.device:
+    """Return the device that a command is to run on: "cpu", "cuda", or "auto" for a GPU if there is one.
+
+    Raises:
+        ValueError: for another name, or if "cuda" is asked for and there is none.
+
+    >>> device_of("gpu")
+    Traceback (most recent call last):
+        ...
+    ValueError: device='gpu' is unknown: choose cpu, cuda or auto
+
+    Beyond the paper: the command line.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={name!r} is unknown: choose cpu, cuda or auto")
+    found = torch.cuda.is_available()
+    if name == "cuda" and not found:
+        raise ValueError(f"device={name!r}, but torch finds no CUDA device; use --device cpu")
+    return torch.device("cuda") if name == "cuda" or (name == "auto" and found) else CPU
+
+
 @contextmanager
 def ranks(device: str = "auto") -> Iterator[Ranks]:
     """Join the other processes that ``torchrun`` started, or run alone.
@@ -92,11 +113,7 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
 
     Beyond the paper: torchrun's convention.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device={device!r} is unknown: choose cpu, cuda or auto")
-    cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
-    if cuda and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}, but torch finds no CUDA device; use --device cpu")
+    cuda = device_of(device).type == "cuda"
     world_size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     if cuda and local >= torch.cuda.device_count():
         raise ValueError(f"local rank {local} needs a GPU of its own, there are {torch.cuda.device_count()}")

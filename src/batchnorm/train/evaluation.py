@@ -8,9 +8,10 @@ from typing import Annotated
 from tyro.conf import arg
 
 from ..data.prefetch import WORKERS
+from ..errors import at_least
 from ..evaluate import EnsembleReport, evaluate_networks
 from ..evaluate.crops import Count
-from ..results import environment, write_json
+from ..results import check_writable, environment, write_json
 from .distributed import ranks
 from .opened import loaders, open_for, open_runs
 
@@ -46,6 +47,9 @@ def evaluate(
 
     Paper: Sec. 4.2.3; Fig. 4
     """
+    at_least(0, workers=workers)
+    if out is not None:
+        check_writable(out)
     opened = open_runs(runs)
     with ranks(device) as here:
         batches = open_for(opened, data, crops, split, here, batch_size, workers)

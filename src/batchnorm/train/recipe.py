@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ..errors import SEED_MAX, above, at_least, between
 from ..layers import BatchNorm, Sync
 from ..models import inception as inception_network
 
@@ -82,6 +83,21 @@ class Recipe:
     seed: int = 0
     """of initial weights, order, crops, distortions and dropout"""
 
+    def __post_init__(self) -> None:
+        """Check what can be known before any work.
+
+        Raises:
+            ValueError: naming the first field that no run can have.
+        """
+        if self.name == "":
+            raise ValueError("name is empty: a run is called something, and so is its folder")
+        above(0, width=self.width, init_scale=self.init_scale, rate=self.rate, decay=self.decay)
+        above(0, decay_epochs=self.decay_epochs, epochs=self.epochs)
+        at_least(0, eps=self.eps, weight_decay=self.weight_decay)
+        at_least(1, batch_size=self.batch_size, size=self.size)
+        between(0, 1, dropout=self.dropout, averaging=self.averaging, momentum=self.momentum)
+        between(0, SEED_MAX, seed=self.seed)
+
     def network(self, classes: int) -> nn.Sequential:
         """Build the recipe's network with its initial weights."""
         net = inception_network(
@@ -139,7 +155,9 @@ class Recipe:
         >>> Recipe.from_json(BN_X30.to_json()) == BN_X30
         True
         """
-        values: dict[str, Any] = json.loads(text)
+        values: Any = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"a recipe has named fields, and this is {type(values).__name__}")
         unknown = set(values) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"a recipe has no field {', '.join(sorted(unknown))}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from ...data.identity import check_same_data, describe_data
 from ...data.source import check_complete, open_source
 from ...train.opened import open_runs
-from ..planned.files import RunFiles, read_all
+from ..planned.files import RunFiles, read_all, read_result
 from ..planned.plan import Plan
 from ..planned.sitting import Sitting
 from .member import TakenMember, TrainedMember
@@ -60,7 +59,7 @@ def fig4(options: Fig4) -> Path:
 
 def _known(options: Fig4, plan: Plan) -> list[str]:
     """Return the members that the files are of: the plan's, or those that were taken instead."""
-    there = {path.stem: json.loads(path.read_text()) for path in sorted(options.result_files.glob("*.json"))}
+    there = {path.stem: read_result(path, ()) for path in sorted(options.result_files.glob("*.json"))}
     if not any(
         "result" in content for content in there.values()
     ):  # how its training went, which a taken run leaves out

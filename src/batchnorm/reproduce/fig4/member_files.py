@@ -5,7 +5,6 @@ A member is evaluated once, wherever its checkpoint is; the ensemble only needs 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ...evaluate import Predictions
 from ...evaluate.crops import Count
+from ..planned.files import read_result
 
 CROPS: tuple[Count, ...] = (1, 144)
 
@@ -56,7 +56,7 @@ class MemberFiles(NamedTuple):
 
     def read(self) -> dict[str, Any]:
         """Return what the result file holds."""
-        return dict(json.loads(self.result.read_text()))
+        return read_result(self.result, ("crops", "data", "recipe", "weights", "environment"))
 
     def predictions(self, crops: int) -> tuple[Tensor, Tensor]:
         """Return class probabilities and labels of all images."""

@@ -16,6 +16,7 @@ from ...train import Recipe, Result
 from ...train import metrics as lines
 from .plan import Plan, PlannedRun, differing
 
+KEYS = ("curve", "result", "data", "environment", "seconds", "steps_per_second")
 COLUMNS = ("step", "val_top1", "val_top5", "train_loss", "train_top1")
 
 
@@ -86,7 +87,7 @@ class RunFiles(NamedTuple):
         """
         if not self.result.is_file():
             return None
-        content = json.loads(self.result.read_text())
+        content = read_result(self.result, ("recipe", "evaluate_every", *KEYS))
         other = differing(Recipe.from_json(json.dumps(content["recipe"])), self.run.recipe)
         if content["evaluate_every"] != self.run.evaluate_every:
             other.append(f"evaluate_every is {content['evaluate_every']} and {self.run.evaluate_every}")
@@ -95,15 +96,8 @@ class RunFiles(NamedTuple):
                 f"{self.result} is of another plan: there and here, {'; '.join(other)}; choose another --results, or"
                 " move the file away"
             )
-        return Finished(
-            self.run,
-            tuple(Point(*row) for row in content["curve"]),
-            content["result"],
-            content["data"],
-            content["environment"],
-            content["seconds"],
-            content["steps_per_second"],
-        )
+        curve = tuple(Point(*row) for row in content["curve"])
+        return Finished(self.run, curve, *(content[key] for key in KEYS[1:]))
 
     def write(self, result: Result, data: dict[str, Any], commit: str | None, **more: Any) -> None:
         """Write the result file of a run that has ended in its folder, and what more was found out about it."""
@@ -124,6 +118,24 @@ class RunFiles(NamedTuple):
             "curve": [list(point) for point in curve(records)],
         }
         write_atomically(self.result, _readable(content).encode())
+
+
+def read_result(path: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """Return what a result file holds.
+
+    Raises:
+        ValueError: naming the file, if it is not a JSON object with these keys.
+
+    Beyond the paper: results are not mixed.
+    """
+    try:
+        content = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not the result file of a run: {error}") from error
+    missing = [key for key in keys if key not in content]
+    if missing:
+        raise ValueError(f"{path} is not the result file of a run: it has no {', '.join(map(repr, missing))}")
+    return content
 
 
 def read_all(plan: Plan, results: Path, out: Path) -> dict[str, Finished]:

@@ -75,9 +75,9 @@ def read_plan(path: Traversable, groups: Sequence[str]) -> Plan:
 
     Beyond the paper: declared before the runs.
     """
-    where, text = str(path), path.read_text("utf-8")
+    where, text = str(path), path.read_bytes()
     try:
-        content = tomllib.loads(text)
+        content = tomllib.loads(text.decode())
         everywhere, training = content.get("recipe", {}), content["train"]
         _check_table("train", training, (*OWN[2:], *EVERYWHERE))
         runs = [
@@ -98,14 +98,17 @@ def read_plan(path: Traversable, groups: Sequence[str]) -> Plan:
 
 def _known(found: Sequence[dict[str, Any]], groups: Sequence[str]) -> Sequence[dict[str, Any]]:
     for group in found:
+        _check_table("a group", group, tuple(group))
         if group["name"] not in groups:
             raise ValueError(f"group {group['name']!r} is none of {', '.join(groups)}")
         _check_table(f"group {group['name']}", group, ("name", "runs", *OWN[2:]))
     return found
 
 
-def _check_table(where: str, table: dict[str, Any], known: Sequence[str]) -> None:
+def _check_table(where: str, table: Any, known: Sequence[str]) -> None:
     """Refuse keys that nothing would read, and intervals that are none."""
+    if not isinstance(table, dict):
+        raise ValueError(f"{where} is {table!r}, not a table")
     for key, value in table.items():
         if key not in known:
             raise ValueError(f"{where}: {key} is none of {', '.join(known)}; what a recipe has is set for each run")

@@ -11,6 +11,10 @@ from typing import Literal
 import torch
 
 from ...data.decoded import discard_decoded, open_decoded
+from ...errors import at_least
+from ...extras import check_installed
+from ...results import check_writable
+from ...train.distributed import device_of
 from .sharing import CONTROL, shared_gpu
 from .side_by_side import Job, run_side_by_side
 from .training import Machine, Training
@@ -57,11 +61,18 @@ class Sitting:
         """Check what can be known before any work.
 
         Raises:
-            FileNotFoundError: where there is no such folder of results.
-            ValueError: where no run may train.
+            FileNotFoundError: if there is no such folder of results.
+            OSError: if nothing can be written there.
+            MissingExtraError: if a package is missing that training needs.
+            ValueError: if an option is none that can be used.
         """
-        if self.jobs < 1:
-            raise ValueError(f"jobs={self.jobs}: at least one run trains at a time")
+        at_least(1, jobs=self.jobs)
+        at_least(0, workers=self.workers, minutes=self.minutes)
+        if self.data is not None:
+            check_installed("PIL", "safetensors")
+            device_of(self.device)
+            check_writable(self.result_files / "result.json")
+        check_writable(self.out / "result.json")
         if self.data is None and not any(self.result_files.glob("*.json")):
             raise FileNotFoundError(
                 f"{self.result_files} holds no result files: give --data DIR to train, or --results DIR"
