@@ -1,9 +1,16 @@
 """Nothing for short passes, rich's bar on a terminal, plain lines elsewhere."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from batchnorm import progress as module
 from batchnorm.progress import progress
+
+
+@pytest.fixture(autouse=True)
+def _stopped_clock(monkeypatch):
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 def test_short_passes_show_nothing(capfd):

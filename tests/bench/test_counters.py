@@ -4,6 +4,7 @@ import pytest
 
 from batchnorm.bench import counters as bench
 from batchnorm.bench.counters import METRICS, READY, Pass, line, matched
+from batchnorm.errors import JobsFailedError
 
 STREAMED = Pass(("resnet50", 256, 256, 56), "NHWC", "BN+ReLU", "forward", "stream", 400)
 RESIDENT = Pass(("resnet50", 64, 1024, 14), "NHWC", "BN+ReLU", "backward", "resident", 100)
@@ -41,5 +42,14 @@ def test_a_launch_too_many_is_an_error():
 
 def test_without_ncu_a_sentence(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(RuntimeError, match="ncu"):
+    with pytest.raises(ValueError, match="ncu is not on the path"):
+        bench.counters()
+
+
+def test_what_ncu_says_is_passed_on(monkeypatch, tmp_path):
+    (tmp_path / "ncu").write_text("#!/bin/sh\necho ERR_NVGPUCTRPERM; exit 3\n")
+    (tmp_path / "ncu").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(bench, "require_gpu", lambda: None)
+    with pytest.raises(JobsFailedError, match="ncu failed: ERR_NVGPUCTRPERM"):
         bench.counters()

@@ -48,7 +48,7 @@ def test_says_which_bars_are_reached(tmp_path, monkeypatch, capsys):
 
 def test_shows_how_far_it_is(monkeypatch, capsys):
     monkeypatch.setattr(cpu, "CASES", SMALL)
-    monkeypatch.setattr("batchnorm.progress.PATIENCE", 0.0)
+    monkeypatch.setattr("batchnorm.progress.PATIENCE", -1.0)
     cpu.cpu(out=None, rounds=1, seconds=0.0, levels=("layers",))
     assert "cases timed: 2 of 8" in capsys.readouterr().err
 

@@ -2,13 +2,20 @@
 
 import os
 import time
-from itertools import pairwise
+from itertools import count, pairwise
+from types import SimpleNamespace
+
+import pytest
 
 from batchnorm.bench import turns
 from batchnorm.bench.turns import alone, workers
 
 
 def measured(number, path):
+    if number < 2:  # the first two wait for each other, so that both processes have work
+        (path.parent / str(number)).touch()
+        while not all((path.parent / str(other)).exists() for other in (0, 1)):
+            time.sleep(0.01)
     with alone(), alone():  # who has the device may ask again
         begin = time.monotonic()
         time.sleep(0.05)
@@ -34,19 +41,22 @@ def test_one_at_a_time(tmp_path, monkeypatch):
     assert "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ
 
 
-def test_none_begins_after_the_time_is_up():
-    with workers(1) as run:
-        assert len(list(run(time.sleep, [(0.3,)] * 5, 0.2))) == 1
+@pytest.mark.parametrize("processes", [0, 1])
+def test_none_begins_after_the_time_is_up(monkeypatch, processes):
+    clock = count()
+    monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with workers(processes) as run:
+        assert len(list(run(int, [("1",)] * 5, 1.5))) == 1  # asked at 1 and at 2
 
 
 def test_without_processes_the_work_is_done_here():
     with workers(0) as run:
-        done = list(run(measured, [(1, os.devnull), (2, os.devnull)], 60.0))
+        done = list(run(measured, [(2, os.devnull), (3, os.devnull)], 60.0))
         assert not list(run(int, [("1",)], 0.0))
         bad, good = run(int, [("x",), ("1",)], 60.0)
     assert isinstance(bad.error, ValueError)
     assert (good.result, good.error) == (1, None)
-    assert [d.result for d in done] == [(1, os.getpid()), (2, os.getpid())]
+    assert [d.result for d in done] == [(2, os.getpid()), (3, os.getpid())]
 
 
 def test_elsewhere_nobody_waits():

@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
 
+from batchnorm.cli import main
 from batchnorm.report.runs import read_runs
 from batchnorm.reproduce.fig1 import Fig1, fig1
 from batchnorm.reproduce.network_run import run
@@ -126,20 +128,18 @@ def test_ctrl_c_leaves_a_checkpoint_and_a_report(tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, str(script), "--out", str(out), "--steps", "1000000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 120
     names = ("with-bn", "without-bn")
     while not all((out / n / "metrics.jsonl").exists() and _steps(out / n) >= 200 for n in names):
         assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate()
     assert process.returncode == 0, text
     assert "stopped before the end" in text
     assert (out / "report.html").exists()
     for name in names:
         state = torch.load(out / name / "checkpoint.pt", weights_only=True)
-        assert state["step"] == _steps(out / name) >= 200
+        assert state["step"] // 100 * 100 == _steps(out / name) >= 200  # it may stop between two lines
         assert not (out / name / "summary.json").exists()
 
 
@@ -149,16 +149,24 @@ def _steps(folder):
     return max(steps, default=0)
 
 
-def test_a_failing_network_is_reported_with_its_traceback(tmp_path):
-    script = tmp_path / "go.py"
-    script.write_text(SCRIPT)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "with-bn").write_text("a file where a folder should be")
-    command = [sys.executable, str(script), "--out", str(tmp_path / "run"), "--steps", "100"]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert process.returncode != 0
-    assert "training with-bn failed" in process.stderr
-    assert "FileExistsError" in process.stderr
+def test_a_file_in_the_way_is_found_before_the_training(tmp_path):
+    (tmp_path / "with-bn").write_text("a file, not a folder")
+    with pytest.raises(FileExistsError, match="with-bn"):
+        fig1(Fig1(steps=100, out=tmp_path))
+    assert not (tmp_path / "without-bn" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_damaged_checkpoint_is_named(tmp_path, processes, capfd):
+    words = ["reproduce", "fig1", "--steps", "10", "--out", str(tmp_path), "--processes", str(processes)]
+    for name in ("with-bn", "without-bn"):
+        folder = RunFolder(tmp_path / name)
+        folder.start({**asdict(Setting(name == "with-bn", steps=10)), "percentiles": [15, 50, 85]})
+        folder.checkpoint.write_text("no checkpoint")
+    assert main([*words, "--resume"]) == {1: 2, 2: 1}[processes]  # refused in this process, or a job that failed
+    error = capfd.readouterr().err
+    assert "checkpoint.pt cannot be read" in error
+    assert "Traceback" not in error
 
 
 def test_a_run_of_other_options_is_not_overwritten(tmp_path):

@@ -1,7 +1,6 @@
 """Figure 4 from members that are really trained, a few steps each, side by side and over several sittings."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -166,7 +165,7 @@ def test_it_goes_on_where_it_was_stopped(data, plan, sitting, tmp_path):
     runs = [tmp_path / "runs" / name / "metrics.jsonl" for name in TWO]
     while process.poll() is None and not any(path.exists() and path.read_text().count("\n") > 1 for path in runs):
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
     code, missing = process.wait(), set(read(tmp_path)["missing"])
     assert missing >= {"ten", "far"}
     assert code == 130 or not missing & set(TWO)  # a quick one may have come to its end

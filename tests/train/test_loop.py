@@ -11,10 +11,11 @@ import pytest
 import torch
 from training import assert_same_outcome, outcome, small, start, train_small
 
-from batchnorm.train import Recipe
+from batchnorm.train import Recipe, Stopped
 from batchnorm.train.checkpoint import load_latest
 from batchnorm.train.command import _summary
 from batchnorm.train.metrics import read
+from batchnorm.train.report import Reporter
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +116,19 @@ def test_killed_at_random_points_ten_times(data, reference, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_save_first(data, reference, tmp_path, number):
-    process = start(data, tmp_path, checkpoint_every=1000, evaluate_every=5)
-    while lines_in(tmp_path) < 3:
-        time.sleep(0.005)
-    os.kill(process.pid, number)
-    process.join()
-    assert process.exitcode == 1  # Stopped
-    steps = [line["step"] for line in read(tmp_path / "metrics.jsonl") if "loss" in line]
-    assert load_latest(tmp_path / "checkpoints").step == steps[-1] < 12
+def test_signals_save_first(data, reference, tmp_path, number, monkeypatch):
+    write = Reporter.line
+
+    def write_and_signal(reporter, record):
+        write(reporter, record)
+        if record["step"] == 3:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reporter, "line", write_and_signal)
+        with pytest.raises(Stopped, match="stopped at step 3"):
+            train_small(data, tmp_path, checkpoint_every=1000, evaluate_every=5)
+    assert load_latest(tmp_path / "checkpoints").step == 3
     train_small(data, tmp_path)
     assert_same_outcome(tmp_path, reference)
 

@@ -17,7 +17,7 @@ import torch
 
 from ..data.identity import check_same_data
 from ..data.prefetch import WORKERS
-from ..errors import at_least, between
+from ..errors import at_least
 from ..results import write_atomically
 from . import metrics
 from .distributed import Ranks
@@ -79,7 +79,7 @@ class Options:
         at_least(1, log_every=self.log_every, checkpoint_every=self.checkpoint_every, max_steps=self.max_steps)
         at_least(1, evaluate_batch=self.evaluate_batch, estimate_batches=self.estimate_batches)
         at_least(0, evaluate_every=self.evaluate_every, monitor_every=self.monitor_every, workers=self.workers)
-        between(0, 1, targets=self.targets or None)
+        at_least(0, targets=self.targets or None)
 
     def folder(self, recipe: Recipe) -> Path:
         """Return the folder of a recipe's run.

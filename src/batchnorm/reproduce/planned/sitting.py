@@ -72,11 +72,11 @@ class Sitting:
             check_installed("PIL", "safetensors")
             device_of(self.device)
             check_writable(self.result_files / "result.json")
-        check_writable(self.out / "result.json")
-        if self.data is None and not any(self.result_files.glob("*.json")):
+        elif not any(self.result_files.glob("*.json")):
             raise FileNotFoundError(
                 f"{self.result_files} holds no result files: give --data DIR to train, or --results DIR"
             )
+        check_writable(self.out / "result.json")
 
     def machine(self, data: Path) -> Machine:
         """Say on what each run runs."""

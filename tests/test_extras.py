@@ -1,0 +1,37 @@
+"""Optional packages: the table that names them is pyproject's."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from batchnorm.extras import EXTRAS, PACKAGES, MissingExtraError, check_installed, require
+
+
+def test_the_extras_are_those_of_pyproject():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    declared = project["optional-dependencies"]
+    for extra, modules in EXTRAS.items():
+        packages = {re.match(r"[\w-]+", requirement)[0] for requirement in declared[extra]}
+        assert packages == {PACKAGES.get(module, module) for module in modules}
+
+
+def test_everything_missing_is_named_at_once(monkeypatch):
+    for module in ("PIL", "matplotlib"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(
+        MissingExtraError,
+        match=r"^pillow and matplotlib are not installed; run: pip install pillow matplotlib, or"
+        r" pip install '\.\[report,train\]' in a clone$",
+    ):
+        check_installed("PIL", "matplotlib", "safetensors")
+
+
+def test_the_package_that_is_missing_is_named_and_not_its_user(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    for name in [name for name in sys.modules if name.startswith(("torch.utils.tensorboard", "tensorboard."))]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(MissingExtraError, match=r"^tensorboard is not installed"):
+        require("torch.utils.tensorboard", "train")
