@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-FLOAT32_MAX = 3.4e38
+LARGEST = {int: 2**63 - 1, float: 3.4e38}  # what torch takes as an integer, and as a float32
 SEED_MAX = 2**32 - 1
 
 
@@ -46,7 +46,7 @@ def at_least(least: float, /, **options: object) -> None:
 
     Beyond the paper: the command line.
     """
-    _check(lambda value: least <= value <= FLOAT32_MAX, f"{least:g} or more", options)
+    _check(lambda value: value >= least, f"{least:g} or more", options)
 
 
 def above(bound: float, /, **options: object) -> None:
@@ -59,7 +59,7 @@ def above(bound: float, /, **options: object) -> None:
 
     Beyond the paper: the command line.
     """
-    _check(lambda value: bound < value <= FLOAT32_MAX, f"above {bound:g}", options)
+    _check(lambda value: value > bound, f"above {bound:g}", options)
 
 
 def between(least: float, most: float, /, **options: object) -> None:
@@ -84,9 +84,10 @@ def _check(fits: Callable[[float], bool], what: str, options: dict[str, object])
             raise ValueError(f"{name} is empty: give at least one number")
         for value in values:
             # A recipe or a plan comes from a file, which may hold anything.
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not fits(value):
-                limit = f" and at most {FLOAT32_MAX:g}" if number and value > FLOAT32_MAX else ""
-                raise ValueError(f"{name}={value!r}: must be {what}{limit}")
+            most = LARGEST.get(type(value))
+            if most is None or not fits(value):
+                raise ValueError(f"{name}={value!r}: must be {what}")
+            if value > most:
+                raise ValueError(f"{name}={value!r}: must be at most {most}")
         if len(set(values)) < len(values):
             raise ValueError(f"{name} has a number twice: {', '.join(f'{value:g}' for value in values)}")

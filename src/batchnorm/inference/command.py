@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Annotated, Any
@@ -56,11 +57,13 @@ def fold(
 
 def _build(factory: str) -> tuple[nn.Module, Any]:
     module, _, name = factory.partition(":")
-    if not name:
+    if not name or not module or module.startswith("."):
         raise ValueError(f"'{factory}' names no function: write module:function, such as mynets:resnet")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        made = getattr(import_module(module), name)()
+        function = getattr(import_module(module), name)
+        _check_call(factory, function)
+        made = function()
     except (ImportError, AttributeError) as error:
         raise ValueError(f"cannot make a network from {factory}: {error}") from error
     finally:
@@ -69,6 +72,15 @@ def _build(factory: str) -> tuple[nn.Module, Any]:
     if not isinstance(net, nn.Module):
         raise ValueError(f"{factory} returned {type(net).__name__}, not a torch.nn.Module")
     return net, example
+
+
+def _check_call(factory: str, function: Any) -> None:
+    try:
+        signature(function).bind()
+    except TypeError as error:
+        raise ValueError(f"{factory} cannot be called without arguments: {error}") from error
+    except ValueError:
+        return  # a builtin, whose arguments are not known
 
 
 def _example(net: nn.Module, shape: tuple[int, ...]) -> Tensor:

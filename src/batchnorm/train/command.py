@@ -87,8 +87,9 @@ def train(
         overrides: fields of the recipe to change.
     """
     chosen = resolve(RECIPES[recipe], overrides)
-    device = device_of(options.device)
-    if options.graph and device.type != "cuda":
+    if not chosen.name:
+        raise ValueError("name is empty: a run has one, and its folder is called so")
+    if options.graph and device_of(options.device).type != "cuda":
         raise ValueError("--graph True captures CUDA graphs, and this run is on the CPU: leave it out")
     if options.tensorboard:
         check_installed("tensorboard")

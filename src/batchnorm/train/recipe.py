@@ -89,8 +89,6 @@ class Recipe:
         Raises:
             ValueError: naming the first field that no run can have.
         """
-        if self.name == "":
-            raise ValueError("name is empty: a run is called something, and so is its folder")
         above(0, width=self.width, init_scale=self.init_scale, rate=self.rate, decay=self.decay)
         above(0, decay_epochs=self.decay_epochs, epochs=self.epochs)
         at_least(0, eps=self.eps, weight_decay=self.weight_decay)
