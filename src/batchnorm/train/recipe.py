@@ -89,9 +89,9 @@ class Recipe:
         Raises:
             ValueError: naming the first field that no run can have.
         """
-        above(0, width=self.width, init_scale=self.init_scale, rate=self.rate, decay=self.decay)
+        above(0, width=self.width, init_scale=self.init_scale, decay=self.decay)
         above(0, decay_epochs=self.decay_epochs, epochs=self.epochs)
-        at_least(0, eps=self.eps, weight_decay=self.weight_decay)
+        at_least(0, rate=self.rate, eps=self.eps, weight_decay=self.weight_decay)
         at_least(1, batch_size=self.batch_size, size=self.size)
         between(0, 1, dropout=self.dropout, averaging=self.averaging, momentum=self.momentum)
         between(0, SEED_MAX, seed=self.seed)

@@ -62,7 +62,6 @@ class Sitting:
 
         Raises:
             FileNotFoundError: if there is no such folder of results.
-            OSError: if nothing can be written there.
             MissingExtraError: if a package is missing that training needs.
             ValueError: if an option is none that can be used.
         """
@@ -71,12 +70,10 @@ class Sitting:
         if self.data is not None:
             check_installed("PIL", "safetensors")
             device_of(self.device)
-            check_writable(self.result_files / "result.json")
         elif not any(self.result_files.glob("*.json")):
             raise FileNotFoundError(
                 f"{self.result_files} holds no result files: give --data DIR to train, or --results DIR"
             )
-        check_writable(self.out / "result.json")
 
     def machine(self, data: Path) -> Machine:
         """Say on what each run runs."""
@@ -88,9 +85,12 @@ class Sitting:
         """Do the jobs side by side, make of the results what there is to be made, and return the path of that.
 
         Raises:
-            RuntimeError: where a job failed; the others count all the same.
-            KeyboardInterrupt: where they were stopped before their end.
+            OSError: if nothing can be written to the folders.
+            RuntimeError: if a job failed; the others count all the same.
+            KeyboardInterrupt: if they were stopped before their end.
         """
+        for folder in (self.out, self.result_files) if waiting else (self.out,):
+            check_writable(folder / "result.json")
         complete, failure = True, None
         try:
             complete = self._side_by_side(waiting)
