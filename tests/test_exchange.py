@@ -53,7 +53,7 @@ def test_the_root_itself_can_be_exchanged():
         ([torch.tensor([float("nan")]), torch.ones(1)], [torch.ones(1), torch.ones(1)], float("inf")),
         (torch.ones(1), torch.tensor([float("inf")]), float("inf")),
         (torch.zeros(2), torch.zeros(2), 0.0),
-        (torch.zeros(0), torch.zeros(0), 0.0),
+        ([torch.zeros(0), torch.ones(1)], [torch.zeros(0), torch.ones(1)], 0.0),
         (torch.tensor([3]), torch.tensor([3]), 0.0),
     ],
 )
