@@ -170,7 +170,7 @@ def _attributes(item: Any) -> list[tuple[str, Any]]:
     attributes = list(found.items()) if isinstance(found, dict) else []
     for kind in type(item).__mro__:
         for name, slot in vars(kind).items():
-            if isinstance(slot, MemberDescriptorType):
+            if isinstance(slot, MemberDescriptorType) and name != "__dict__":
                 with suppress(AttributeError):  # a slot that was never set
                     attributes.append((name, slot.__get__(item)))
     return attributes

@@ -149,7 +149,7 @@ def alone(net: nn.Module, twin: nn.Module) -> Iterator[dict[int, str]]:
 def shared_with_original(what: str) -> SharedWithOriginalError:
     """Return the error to raise when a copy uses a part of the original."""
     return SharedWithOriginalError(
-        f"running a copy of the network used {what} of the network itself, so nothing was changed: a function such as"
+        f"a copy of the network still uses {what} of the original, so nothing was changed: a function such as"
         " self.block = lambda x: self.bn(x) refers to the original in every copy; make it a method or a module, and"
         " let forward= use the network that it is given"
     )

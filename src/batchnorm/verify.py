@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -24,6 +24,8 @@ from .exchange import (
     require_numbers,
     tolerance_for,
 )
+
+Make = Callable[[nn.Module, Any], nn.Module]
 
 AMPLIFICATION = 20.0
 """How much larger than the effect of rounding the original's weights an error may be: the roundings are others."""
@@ -51,14 +53,15 @@ def verify(
     advice: str = "",
     training: bool = False,
     same_weights: bool = False,
+    make: Make | None = None,
     tolerance: float | None = None,
 ) -> float:
     """Return the relative error of a changed network's outputs, and of what it keeps on its modules, for an example.
 
-    An error that is larger than rounding makes in a shallow network is looked at again in float64. There the rounding
-    of the new network's weights is what is left, however deep the network is; how much of it reaches the output is
-    measured by changing the original's weights by as much. A network that does not run in float64 is measured in its
-    own precision.
+    An error that is larger than rounding makes in a shallow network is looked at again in float64, from a float64 copy
+    of the original, if ``make`` gives the new network's weights, not yet rounded. Otherwise the rounding of its weights
+    is left in float64; how much of it reaches the output is measured by changing the original's weights by as much. A
+    network that does not run in float64 is measured like this in its own precision.
 
     Args:
         old: the original.
@@ -69,6 +72,7 @@ def verify(
         advice: what to do about a difference.
         training: the mode to compare in.
         same_weights: whether the new network has the weights of the original, so that float64 leaves no rounding.
+        make: makes the new network from an original and an example.
         tolerance: the largest relative error to accept; by default what rounding can make.
 
     Raises:
@@ -84,7 +88,7 @@ def verify(
         errors = _errors(run(new), was)
         worst = max(errors, key=lambda path: errors[path])
         rounded = tolerance is None and errors[worst] < inf
-        if errors[worst] <= limit or (rounded and _is_rounding(old, new, run, same_weights, limit)):
+        if errors[worst] <= limit or (rounded and _is_rounding(old, new, run, same_weights, make, limit)):
             return max(error for path, error in errors.items() if path not in was.buffers)
         explained = "rounding explains" if tolerance is None else f"{tolerance:.0e}"
         raise DifferenceError(
@@ -125,7 +129,7 @@ class _Run:
     ) -> _Seen:
         """Run a copy, in float64 or not, with weights changed at random by their rounding or by ``change``."""
         twin = private_copy(net).train(self.training)
-        steps = {name: change or torch.finfo(t.dtype).eps for name, t in _floating(twin)}
+        steps = {name: change or _step(t) for name, t in _floating(twin)}
         if double:
             _to_double_(twin)
         if seed is not None:
@@ -138,8 +142,13 @@ class _Run:
         return _Seen(output, _changed(_attributes(twin), before), _changed(dict(twin.named_buffers()), before))
 
 
-def _is_rounding(old: nn.Module, new: nn.Module, run: _Run, same_weights: bool, limit: float) -> bool:
+def _is_rounding(
+    old: nn.Module, new: nn.Module, run: _Run, same_weights: bool, make: Make | None, limit: float
+) -> bool:
     """Say whether two networks differ by no more than rounding does to the original."""
+    wide = _made_in_double(old, new, run.example, make) if make is not None else None
+    if wide is not None:
+        new, same_weights = wide, True
     try:
         was, now = run(old, double=True), run(new, double=True)
         double, limit, change = True, min(limit, EXACT), TINY if same_weights else None
@@ -159,6 +168,28 @@ def _is_rounding(old: nn.Module, new: nn.Module, run: _Run, same_weights: bool, 
         if all(error <= max(limit, AMPLIFICATION * noise[path]) for path, error in errors.items()):
             return True
     return False
+
+
+def _made_in_double(old: nn.Module, new: nn.Module, example: Any, make: Make) -> nn.Module | None:
+    """Make the new network again in float64; None if that fails or gives weights that differ by more than rounding."""
+    try:
+        twin = private_copy(old)
+        _to_double_(twin)
+        with _default_dtype(torch.float64):
+            wide = make(twin, calling.to_device(example, calling.device_of(old), copy=True, dtype=torch.float64))
+    except SharedWithOriginalError:
+        raise
+    except Exception:
+        return None
+    ours, theirs = new.state_dict(), wide.state_dict()
+    alike = ours.keys() == theirs.keys() and all(
+        t.shape == theirs[key].shape and relative(t, theirs[key]) <= 4 * _step(t) for key, t in ours.items()
+    )
+    return wide if alike else None
+
+
+def _step(t: Tensor) -> float:
+    return torch.finfo(t.dtype).eps if t.is_floating_point() else 0.0
 
 
 def _restlessness(run: _Run, net: nn.Module, was: _Seen) -> str:

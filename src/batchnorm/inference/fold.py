@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -115,6 +117,7 @@ def _verify(
         what="the folded network",
         advice="The network's code may read modules in a way that was not observed; keep such layers out of the fold by"
         " giving them a forward hook",
+        make=partial(fold, tolerance=inf, traced=isinstance(new, torch.fx.GraphModule), forward=forward),
         tolerance=tolerance,
     )
 
