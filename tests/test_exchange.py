@@ -83,6 +83,7 @@ class Closures(nn.Module):
             "forward": lambda x: self.bn.forward(x),
             "functional": lambda x: F.batch_norm(x, self.bn.running_mean, self.bn.running_var),
             "caught": lambda x: self.caught(x),
+            "wrapped": lambda x: self.wrapped(x),
             "method": self.norm,
             "partial": partial(self.norm),
         }[name]
@@ -95,12 +96,18 @@ class Closures(nn.Module):
             x = self.bn(x)
         return x
 
+    def wrapped(self, x):
+        try:
+            return self.bn.running_mean + x
+        except Exception as error:
+            raise RuntimeError("wrapped") from error
+
     def forward(self, x):
         return (self.step[0] if isinstance(self.step, list) else self.step)(x)
 
 
 @pytest.mark.parametrize("verb", [bn.fold, bn.convert, bn.insert])
-@pytest.mark.parametrize("name", ["lambda", "list", "forward", "functional", "caught"])
+@pytest.mark.parametrize("name", ["lambda", "list", "forward", "functional", "caught", "wrapped"])
 def test_a_copy_that_uses_the_original_is_refused(name, verb):
     net = Closures(name)
     before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()

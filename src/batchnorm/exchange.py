@@ -113,46 +113,54 @@ class SharedWithOriginalError(ValueError):
 
 
 @contextmanager
-def alone(net: nn.Module, twin: nn.Module) -> Iterator[dict[int, str]]:
-    """Run a copy without gradients, with fixed random numbers, and refuse calls of modules of the original.
+def alone(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]:
+    """Run a copy without gradients, with fixed random numbers, and refuse to use parts of the original.
 
     Functions are not copied: a lambda that refers to ``self`` still refers to the original in a copy, so running the
     copy would move the original's statistics, and changes of the copy would have no effect there.
 
     Yields:
-        The descriptions of the original's tensors by ``id``, for callers that see which tensors are read.
+        A function that refuses an object if it is a module or a tensor of the original; it is called with each module
+        that runs. Callers that see which tensors are read call it with these.
 
     Raises:
-        SharedWithOriginalError: if the copy calls a module of the original, before that runs.
+        SharedWithOriginalError: if a part of the original was used, also if the user's code caught that error.
     """
     copied = _held(twin)
-    foreign = {key: held for key, held in _held(net).items() if key not in copied}
+    foreign = {key: name for key, (name, _) in _held(net).items() if key not in copied}
     used: list[str] = []
 
-    def refuse(module: nn.Module, args: Any) -> None:
-        if id(module) in foreign:
-            used.append(foreign[id(module)][0])
-            raise shared_with_original(used[0])
+    def refuse(item: Any) -> None:
+        if id(item) in foreign:
+            used.append(foreign[id(item)])
+            raise SharedWithOriginalError(used[0])
 
-    devices = {t.device for t in (*twin.parameters(), *twin.buffers()) if t.is_cuda}
-    handle = register_module_forward_pre_hook(refuse)
+    handle = register_module_forward_pre_hook(lambda module, args: refuse(module))
     try:
-        with torch.no_grad(), calling.eagerly(), torch.random.fork_rng(devices):
-            torch.manual_seed(0)
-            yield {key: name for key, (name, item) in foreign.items() if isinstance(item, Tensor)}
+        with torch.no_grad(), calling.eagerly(), _fixed_random_numbers(twin):
+            yield refuse
     finally:
         handle.remove()
-    if used:  # the user's code caught the error
-        raise shared_with_original(used[0])
+        if used:
+            raise SharedWithOriginalError(
+                f"a copy of the network still uses {used[0]} of the original, so nothing was changed: a function such"
+                " as self.block = lambda x: self.bn(x) refers to the original in every copy; make it a method or a"
+                " module, and let forward= use the network that it is given"
+            ) from None
 
 
-def shared_with_original(what: str) -> SharedWithOriginalError:
-    """Return the error to raise when a copy uses a part of the original."""
-    return SharedWithOriginalError(
-        f"a copy of the network still uses {what} of the original, so nothing was changed: a function such as"
-        " self.block = lambda x: self.bn(x) refers to the original in every copy; make it a method or a module, and"
-        " let forward= use the network that it is given"
-    )
+@contextmanager
+def _fixed_random_numbers(net: nn.Module) -> Iterator[None]:
+    """Seed the devices that a network is on, and no others; restore the state of the CPU and of GPUs afterwards."""
+    devices = {t.device for t in (*net.parameters(), *net.buffers())}
+    gpus = [device for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(gpus):
+        if any(device.type not in ("cpu", "cuda") for device in devices):
+            torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
+        for gpu in gpus:
+            torch.cuda.default_generators[gpu.index].manual_seed(0)
+        yield
 
 
 def _held(net: nn.Module) -> dict[int, tuple[str, Any]]:

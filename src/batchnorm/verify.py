@@ -28,12 +28,13 @@ from .exchange import (
 Make = Callable[[nn.Module, Any], nn.Module]
 
 AMPLIFICATION = 20.0
-"""How much larger than the effect of rounding the original's weights an error may be: the roundings are others."""
+"""How much larger an error may be than what rounding the original's weights does to its output."""
 TRIALS = 3
+"""How often that is measured; once is usually enough."""
 EXACT = 1e-6
 """The relative error that is accepted in float64 without asking how the network amplifies rounding."""
 TINY = 1e-12
-"""The relative change of weights, far above float64's rounding, that stands for it where no weight was rounded."""
+"""The relative change of weights that stands for float64's rounding if the networks' weights are the same."""
 
 
 class DifferenceError(ValueError):
@@ -58,10 +59,10 @@ def verify(
 ) -> float:
     """Return the relative error of a changed network's outputs, and of what it keeps on its modules, for an example.
 
-    An error that is larger than rounding makes in a shallow network is looked at again in float64, from a float64 copy
-    of the original, if ``make`` gives the new network's weights, not yet rounded. Otherwise the rounding of its weights
-    is left in float64; how much of it reaches the output is measured by changing the original's weights by as much. A
-    network that does not run in float64 is measured like this in its own precision.
+    An error above what rounding makes in a shallow network is checked again in float64. There, only the rounding of the
+    new network's weights is left, and with ``make``, which can make it with float64 weights, not even that. How much of
+    the rounding reaches the output is measured by changing the original's weights by as much. If the network does not
+    run in float64, this is done in its own precision.
 
     Args:
         old: the original.
@@ -147,11 +148,10 @@ def _is_rounding(
 ) -> bool:
     """Say whether two networks differ by no more than rounding does to the original."""
     wide = _made_in_double(old, new, run.example, make) if make is not None else None
-    if wide is not None:
-        new, same_weights = wide, True
     try:
-        was, now = run(old, double=True), run(new, double=True)
-        double, limit, change = True, min(limit, EXACT), TINY if same_weights else None
+        was, now = run(old, double=True), run(new if wide is None else wide, double=True)
+        double, limit = True, min(limit, EXACT)
+        change = TINY if same_weights or wide is not None else None
     except SharedWithOriginalError:
         raise
     except Exception:
@@ -327,7 +327,7 @@ def _nudge_(net: nn.Module, steps: dict[str, float], seed: int) -> None:
     with torch.no_grad():
         for name, t in _floating(net):
             signs = torch.randint(2, t.shape, generator=generator, dtype=torch.int8).to(t) * 2 - 1
-            t.add_(t * signs * steps[name])
+            t.data = t + t * signs * steps[name]  # not in place: some are expanded
 
 
 @contextmanager

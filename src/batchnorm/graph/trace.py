@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import calling
-from ..exchange import alone, private_copy, shared_with_original
+from ..exchange import alone, private_copy
 from .calls import Call, Graph, Value
 from .kinds import has_hooks, is_leaf
 
@@ -54,13 +54,11 @@ def trace(
     if training is not None:
         twin.train(training)
     example = calling.to_device(example, calling.device_of(net), copy=True)
-    recorder = _Recorder(twin)
-    recorder.watch(twin)
-    with alone(net, twin) as foreign:
-        recorder.foreign = foreign
+    with alone(net, twin) as refuse:
+        recorder = _Recorder(twin, refuse)
+        recorder.watch(twin)
         with recorder, _Resurface():  # type: ignore[no-untyped-call]
             out = calling.call(twin, example, forward)
-    recorder.check()
     del example
     recorder.mark_escaped(out)
     for call in recorder.calls:
@@ -82,8 +80,9 @@ class _Resurface(TorchDispatchMode):
 class _Recorder(TorchFunctionMode):
     """Record calls; while ``_inside`` is not 0 a call is part of one already being recorded."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, refuse: Callable[[Any], None]) -> None:
         super().__init__()
+        self._refuse = refuse
         self.calls: list[Call] = []
         self.values: dict[int, Value] = {}
         # Holding the tensors keeps each id() that of one tensor only.
@@ -93,13 +92,12 @@ class _Recorder(TorchFunctionMode):
         self._scopes: list[str] = []
         self._open: list[tuple[Call, list[tuple[Tensor, int]]]] = []
         self._inside = 0
-        self.foreign: dict[int, str] = {}
-        """What the tensors of the network that the copy was made from are, by ``id``."""
-        self._used: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._refuse_foreign(args, kwargs)
+        for item in (*args, *kwargs.values()):
+            for t in item if isinstance(item, tuple | list) else (item,):
+                self._refuse(t)
         if self._inside:
             return func(*args, **kwargs)
         with self._quietly():
@@ -107,18 +105,6 @@ class _Recorder(TorchFunctionMode):
             out = func(*args, **kwargs)
             self._finish(*before, out)
         return out
-
-    def _refuse_foreign(self, args: Any, kwargs: Any) -> None:
-        for item in (*args, *kwargs.values()):
-            for t in item if isinstance(item, tuple | list) else (item,):
-                if id(t) in self.foreign:
-                    self._used.append(self.foreign[id(t)])
-                    self.check()
-
-    def check(self) -> None:
-        """Raise if a tensor of the original was read, also if the user's code caught the error at the time."""
-        if self._used:
-            raise shared_with_original(self._used[0])
 
     def mark_escaped(self, out: Any) -> None:
         """Mark the values that the network's output holds, or that anything else still refers to after the run.
