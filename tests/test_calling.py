@@ -1,5 +1,7 @@
 """The rule for batches, in its one place."""
 
+from collections import deque
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -62,6 +64,48 @@ def test_moving_copies_on_request_and_keeps_the_form():
     assert moved["list"][1] == "text"
     assert moved["list"][0].data_ptr() != x.data_ptr()
     assert not moved["list"][0].requires_grad
+
+
+class Slotted:
+    __slots__ = ("a", "unset")
+
+    def __init__(self, a):
+        self.a = a
+
+
+class Mirrored(dict):
+    """A dict whose items are attributes too, as the outputs of transformers are."""
+
+    def __init__(self, **items):
+        super().__init__(items)
+        self.__dict__.update(items)
+
+
+def test_tensors_are_found_in_any_object_and_cycles_end():
+    a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)
+    loop = SimpleNamespace(a=a)
+    loop.me = [loop, deque([b])]
+    trees = [
+        (loop, [a, b]),
+        (Slotted(SimpleNamespace(c=c)), [c]),
+        (Mirrored(b=b, c=c), [b, c]),
+        (torch.distributions.Normal(a, b, validate_args=False), [a, b]),
+        ({a}, [a]),
+        ((a, a), [a, a]),
+        (nn.Linear(1, 1), []),
+    ]
+    for tree, expected in trees:
+        assert [id(t) for t in calling.tensors_in(tree)] == [id(t) for t in expected], tree
+
+
+def test_tensors_in_objects_are_moved_in_a_copy():
+    batch = SimpleNamespace(x=torch.zeros(2), n=torch.tensor([3]))
+    moved = calling.to_device([batch], torch.device("cpu"), copy=True, dtype=torch.float64)[0]
+    assert isinstance(moved, SimpleNamespace)
+    assert moved.x.dtype == torch.float64
+    assert moved.n.dtype == torch.int64
+    moved.x.add_(1)
+    assert (batch.x == 0).all()
 
 
 def test_a_network_without_tensors_is_on_the_cpu():

@@ -1,11 +1,15 @@
 """Modules exchanged in a copy: every reference follows, everything shared stays shared."""
 
 import copy
+from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import batchnorm as bn
 from batchnorm.exchange import exchange, outputs, private_copy, relative_error, restored
 
 
@@ -53,12 +57,85 @@ def test_the_root_itself_can_be_exchanged():
         ([torch.tensor([float("nan")]), torch.ones(1)], [torch.ones(1), torch.ones(1)], float("inf")),
         (torch.ones(1), torch.tensor([float("inf")]), float("inf")),
         (torch.zeros(2), torch.zeros(2), 0.0),
-        (torch.zeros(0), torch.zeros(0), 0.0),
+        ([torch.zeros(0), torch.ones(1)], [torch.zeros(0), torch.ones(1)], 0.0),
         (torch.tensor([3]), torch.tensor([3]), 0.0),
     ],
 )
 def test_relative_error(new, old, expected):
     assert relative_error(new, old) == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize("old", [[], torch.zeros(0), torch.full((2,), float("nan"))], ids=["none", "empty", "nan"])
+def test_nothing_to_compare_is_an_error(old):
+    with pytest.raises(ValueError, match="nothing could be compared"):
+        relative_error(old, old)
+
+
+class Closures(nn.Module):
+    """Reach its own layer in many ways; in a copy, some of them still reach the original's."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+        self.step = {
+            "lambda": lambda x: self.bn(x),
+            "list": [lambda x: self.bn(x)],
+            "forward": lambda x: self.bn.forward(x),
+            "functional": lambda x: F.batch_norm(x, self.bn.running_mean, self.bn.running_var),
+            "caught": lambda x: self.caught(x),
+            "wrapped": lambda x: self.wrapped(x),
+            "method": self.norm,
+            "partial": partial(self.norm),
+        }[name]
+
+    def norm(self, x):
+        return self.bn(x)
+
+    def caught(self, x):
+        with suppress(Exception):
+            x = self.bn(x)
+        return x
+
+    def wrapped(self, x):
+        try:
+            return self.bn.running_mean + x
+        except Exception as error:
+            raise RuntimeError("wrapped") from error
+
+    def forward(self, x):
+        return (self.step[0] if isinstance(self.step, list) else self.step)(x)
+
+
+@pytest.mark.parametrize("verb", [bn.fold, bn.convert, bn.insert])
+@pytest.mark.parametrize("name", ["lambda", "list", "forward", "functional", "caught", "wrapped"])
+def test_a_copy_that_uses_the_original_is_refused(name, verb):
+    net = Closures(name)
+    before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"still uses 'bn.* of the original.* make it a method"):
+        verb(net, torch.randn(4, 3, generator=torch.Generator()))
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert net.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", ["method", "partial"])
+def test_methods_and_partials_follow_the_copy(name):
+    assert bn.convert(Closures(name), torch.randn(4, 3)).report["bn"].action == "converted"
+
+
+def test_a_forward_that_ignores_the_network_it_is_given_is_refused():
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match=r"let forward= use the network"):
+        bn.fold(net, torch.randn(4, 3), forward=lambda _, x: net(x))
+
+
+def test_a_closure_used_in_training_only_is_refused():
+    class Training(Closures):
+        def forward(self, x):
+            return self.step(x) if self.training else self.bn(x)
+
+    with pytest.raises(ValueError, match="still uses 'bn'"):
+        bn.convert(Training("lambda"), torch.randn(4, 3))
 
 
 def test_outputs_leave_nothing_behind():

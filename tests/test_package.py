@@ -22,7 +22,7 @@ LAYERS = [
     ["evaluate", "report"],
     ["surgery", "population", "inference", "monitor", "models", "data"],
     ["layers"],
-    ["collectives", "graph"],
+    ["collectives", "graph", "verify"],
     ["ops", "exchange"],
     ["calling", "errors", "extras", "progress", "results", "sites", "tally"],
 ]

@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, nullcontext, suppress
+from copy import deepcopy
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 Forward = Callable[[nn.Module, Any], Any]
+
+LEAVES = (
+    *(
+        Tensor,
+        nn.Module,
+        np.ndarray,
+        str,
+        bytes,
+        int,
+        float,
+        complex,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.Size,
+    ),
+    *(type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.fx.Graph),
+)
+"""What a walk does not look into: values, and code."""
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -85,38 +108,95 @@ def device_of(net: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def to_device(batch: Any, device: torch.device, *, copy: bool = False) -> Any:
-    """Return the batch with its tensors on a device; ``copy`` protects the caller's from in-place code."""
+def to_device(batch: Any, device: torch.device, *, copy: bool = False, dtype: torch.dtype | None = None) -> Any:
+    """Return the batch with its tensors on a device.
+
+    Args:
+        batch: see :func:`arguments`.
+        device: the device.
+        copy: copy tensors that are there already, to protect the caller's from in-place code.
+        dtype: cast floating point tensors to this type.
+    """
 
     def move(t: Tensor) -> Tensor:
-        return t.detach().to(device, copy=copy)
+        return t.detach().to(device, dtype if t.is_floating_point() else None, copy=copy)
 
-    return map_tensors(batch, move)
+    return map_tensors(batch, move, lambda other: _with_tensors(other, move))
 
 
-def map_tensors(tree: Any, fn: Callable[[Tensor], Any]) -> Any:
-    """Apply ``fn`` to each tensor in nested tuples, lists and dicts."""
+def _with_tensors(holder: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of a plain object with ``fn`` of each tensor in it; the object itself if it cannot be copied."""
+    try:
+        memo: dict[int, Any] = {id(t): fn(t) for t in tensors_in(holder)}
+        return deepcopy(holder, memo) if memo else holder
+    except (TypeError, ValueError, RuntimeError):
+        return holder
+
+
+def map_tensors(tree: Any, fn: Callable[[Tensor], Any], other: Callable[[Any], Any] | None = None) -> Any:
+    """Apply ``fn`` to each tensor in nested tuples, lists and dicts, and ``other`` to everything else in them."""
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(x, fn) for x in tree))
+        return type(tree)(*(map_tensors(x, fn, other) for x in tree))
     if isinstance(tree, tuple | list):
-        return type(tree)(map_tensors(x, fn) for x in tree)
+        return type(tree)(map_tensors(x, fn, other) for x in tree)
     if isinstance(tree, dict):
-        return {k: map_tensors(v, fn) for k, v in tree.items()}
-    return tree
+        return {k: map_tensors(v, fn, other) for k, v in tree.items()}
+    return tree if other is None else other(tree)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """List the tensors in nested tuples, lists, dicts and plain objects such as dataclasses, in order."""
+    """List the tensors in a tree of containers and plain objects, in order.
+
+    >>> from types import SimpleNamespace
+    >>> tensors_in({"a": torch.zeros(1), "b": SimpleNamespace(c=torch.ones(1))})
+    [tensor([0.]), tensor([1.])]
+
+    Beyond the paper: what a network returns.
+    """
     if isinstance(tree, Tensor):
         return [tree]
-    if isinstance(tree, Mapping):
-        children: Any = tree.values()
-    elif isinstance(tree, tuple | list):
-        children = tree
-    elif hasattr(tree, "__dataclass_fields__"):
-        children = vars(tree).values()
-    else:
+    return [item for _, item in walk([("", tree)]) if isinstance(item, Tensor)]
+
+
+def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield each object in some trees with its path, such as ``output[0].features``.
+
+    An object that is reached again is not entered again; tensors are yielded each time.
+    """
+    entered: dict[int, Any] = {}  # holding the objects keeps each id() that of one object only
+    waiting = list(roots)[::-1]
+    while waiting:
+        path, item = waiting.pop()
+        yield path, item
+        if not isinstance(item, LEAVES) and id(item) not in entered:
+            entered[id(item)] = item
+            with suppress(Exception):  # a dead proxy, a closed file: an object that cannot be looked into
+                waiting.extend((path + label, part) for label, part in reversed(parts(item)))
+
+
+def parts(item: Any) -> list[tuple[str, Any]]:
+    """List what an object holds, each with its label: the items of a container, attributes, slots."""
+    if isinstance(item, LEAVES):
         return []
-    return [t for child in children for t in tensors_in(child)]
+    inside: list[tuple[str, Any]] = []
+    if isinstance(item, Mapping):
+        inside = [(f"[{key!r}]", item[key]) for key in item]
+    elif isinstance(item, tuple | list | deque | Set):
+        inside = [(f"[{i}]", part) for i, part in enumerate(item)]
+    known = {
+        id(part) for _, part in inside
+    }  # attributes of a dict that mirror its items, as transformers' outputs have
+    return inside + [(f".{name}", part) for name, part in _attributes(item) if id(part) not in known]
+
+
+def _attributes(item: Any) -> list[tuple[str, Any]]:
+    found = getattr(item, "__dict__", None)
+    attributes = list(found.items()) if isinstance(found, dict) else []
+    for kind in type(item).__mro__:
+        for name, slot in vars(kind).items():
+            if isinstance(slot, MemberDescriptorType) and name != "__dict__":
+                with suppress(AttributeError):  # a slot that was never set
+                    attributes.append((name, slot.__get__(item)))
+    return attributes

@@ -1,5 +1,7 @@
 """Who feeds whom, for modules and functions, in place or not, whatever Python the network is made of."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -131,6 +133,70 @@ def test_outputs_in_dicts_and_dataclasses_escape():
     for wrap in (Output, lambda y: {"y": [y]}):
         graph = trace(Net(lambda n, x, wrap=wrap: wrap(n.conv(x))), torch.randn(1, 3, 2, 2))
         assert graph.calls[-1].outputs[0].escapes
+
+
+CAPTURED = []
+
+
+class Holder:
+    __slots__ = ("y",)
+
+    def __init__(self, y):
+        self.y = y
+
+
+def cycle(n, y):
+    n.outer = SimpleNamespace(y=y)
+    n.outer.me = n.outer
+
+
+KEEPING = {
+    "attribute": lambda n, y: setattr(n, "kept", y),
+    "list": lambda n, y: n.__dict__.setdefault("kept", []).append(y),
+    "object": lambda n, y: setattr(n, "kept", Holder(y)),
+    "cycle": cycle,
+    "global": lambda n, y: CAPTURED.append(y),
+    "closure": lambda n, y: setattr(n, "kept", lambda: y),
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_tensors_that_outlive_the_run_escape(name):
+    def code(n, x):
+        y = n.conv(x)
+        KEEPING[name](n, y)
+        return n.bn(y)
+
+    escapes = [call.outputs[0].escapes for call in trace(Net(code), torch.randn(1, 3, 2, 2), training=False).calls]
+    CAPTURED.clear()
+    assert escapes == [True, True]
+
+
+def test_what_a_dead_cycle_held_does_not_escape():
+    def code(n, x):
+        box = SimpleNamespace(y=n.conv(x))
+        box.me = box
+        return n.bn(box.y)
+
+    graph = trace(Net(code), torch.randn(1, 3, 2, 2), training=False)
+    assert [call.outputs[0].escapes for call in graph.calls] == [False, True]
+
+
+def test_an_object_handed_to_a_module_holds_nothing():
+    class Reader(nn.Module):
+        def forward(self, box):
+            return box.y * 2
+
+    net = Net(lambda n, x: n.reader(SimpleNamespace(y=n.conv(x))))
+    net.reader = Reader()
+    graph = trace(net, torch.randn(1, 3, 2, 2))
+    assert [call.outputs[0].escapes for call in graph.calls] == [False, True]
+
+
+def test_training_draws_no_random_numbers_of_the_user():
+    net, state = Net(lambda n, x: n.drop(x)), torch.get_rng_state()
+    trace(net, torch.ones(1, 3, 2, 2), training=True)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_paths_name_the_module_whose_code_calls():

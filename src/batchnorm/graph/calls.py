@@ -23,7 +23,7 @@ class Value:
     handed_on: list[Call] = field(default_factory=list)
     """The calls that gave it on unchanged, such as Dropout's in evaluation; they are no consumers."""
     escapes: bool = False
-    """Whether something other than a call sees it: it is an output of the network, or a user's hook gets it."""
+    """Whether something other than a call sees it: an output of the network, a hook, or whatever kept the tensor."""
 
     @property
     def sole_consumer(self) -> Call | None:

@@ -7,8 +7,10 @@ view of it.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import calling
-from ..exchange import private_copy
+from ..exchange import alone, private_copy
 from .calls import Call, Graph, Value
 from .kinds import has_hooks, is_leaf
 
@@ -52,12 +54,13 @@ def trace(
     if training is not None:
         twin.train(training)
     example = calling.to_device(example, calling.device_of(net), copy=True)
-    recorder = _Recorder(twin)
-    recorder.watch(twin)
-    with torch.no_grad(), calling.eagerly(), recorder, _Resurface():  # type: ignore[no-untyped-call]
-        out = calling.call(twin, example, forward)
-    for t in calling.tensors_in(out):
-        recorder.value(t).escapes = True
+    with alone(net, twin) as refuse:
+        recorder = _Recorder(twin, refuse)
+        recorder.watch(twin)
+        with recorder, _Resurface():  # type: ignore[no-untyped-call]
+            out = calling.call(twin, example, forward)
+    del example
+    recorder.mark_escaped(out)
     for call in recorder.calls:
         call.module = originals.get(call.target) if isinstance(call.target, nn.Module) else None
     return Graph(recorder.calls, {tensors[k]: v for k, v in recorder.values.items() if k in tensors})
@@ -77,8 +80,9 @@ class _Resurface(TorchDispatchMode):
 class _Recorder(TorchFunctionMode):
     """Record calls; while ``_inside`` is not 0 a call is part of one already being recorded."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, refuse: Callable[[Any], None]) -> None:
         super().__init__()
+        self._refuse = refuse
         self.calls: list[Call] = []
         self.values: dict[int, Value] = {}
         # Holding the tensors keeps each id() that of one tensor only.
@@ -91,6 +95,9 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        for item in (*args, *kwargs.values()):
+            for t in item if isinstance(item, tuple | list) else (item,):
+                self._refuse(t)
         if self._inside:
             return func(*args, **kwargs)
         with self._quietly():
@@ -98,6 +105,22 @@ class _Recorder(TorchFunctionMode):
             out = func(*args, **kwargs)
             self._finish(*before, out)
         return out
+
+    def mark_escaped(self, out: Any) -> None:
+        """Mark the values that the network's output holds, or that anything else still refers to after the run.
+
+        A tensor that is alive once this recorder lets go of it was kept: on a module, in a global list, in a closure.
+        """
+        shown = {id(t) for t in calling.tensors_in(out)}
+        kept = [(weakref.ref(t), self.values[id(t)]) for aliases in self._aliases.values() for t in aliases.values()]
+        computed = [(ref, value) for ref, value in kept if value.producer is not None]
+        self._aliases.clear()
+        if any(t is not None and id(t) not in shown for t in (ref() for ref, _ in computed)):
+            gc.collect()  # a cycle of dead objects keeps nothing
+        for ref, value in kept:
+            t = ref()
+            if t is not None and (value.producer is not None or id(t) in shown):
+                value.escapes = True
 
     def watch(self, net: nn.Module) -> None:
         """Hook every module of a network that is only there to be watched."""
@@ -151,7 +174,8 @@ class _Recorder(TorchFunctionMode):
     def _start(
         self, name: str, path: str, target: Any, args: Any, kwargs: Any
     ) -> tuple[Call, list[tuple[Tensor, int]]]:
-        call = Call(name, path, target, calling.map_tensors(args, self.value), calling.map_tensors(kwargs, self.value))
+        replaced = (calling.map_tensors(tree, self.value, _without_tensors) for tree in (args, kwargs))
+        call = Call(name, path, target, *replaced)
         given = calling.tensors_in((args, kwargs))
         call.inputs = [self.value(t) for t in given]
         return call, [(t, _version(t)) for t in given]
@@ -178,6 +202,11 @@ class _Recorder(TorchFunctionMode):
             self.calls.append(call)
             for value in call.inputs:
                 value.consumers.append(call)
+
+
+def _without_tensors(item: Any) -> Any:
+    """Return an argument to record; None for an object with tensors, which would keep them alive."""
+    return None if calling.tensors_in(item) else item
 
 
 def _name_of(func: Any) -> str:

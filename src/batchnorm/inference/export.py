@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import calling
-from ..exchange import outputs, relative_error, tolerance_for
+from ..exchange import outputs, relative_error
 from ..extras import MissingExtraError, require
 from ..sites import Report
+from ..verify import rounding
 from .fold import fold
 
 # A protobuf file ends at 2 GiB; larger networks keep their weights in a file beside it.
@@ -88,7 +89,7 @@ def export(
     example = calling.to_device(example, calling.device_of(folded), copy=True)
     if dynamic_batch and _batch_size(example) == 1:
         example = _repeated(example)  # exporters take a dimension of 1 for fixed
-    limit = tolerance_for(folded) if tolerance is None else tolerance
+    limit = rounding(folded, example) if tolerance is None else tolerance
     batches = [example, _repeated(example)] if dynamic_batch else [example]
     write, run = writers[path.suffix]
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -9,13 +11,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import calling
-from ..exchange import exchange, outputs, private_copy, relative_error, tolerance_for
+from ..exchange import exchange, private_copy
 from ..graph import Graph, trace
 from ..graph.kinds import has_hooks, keeps_torch_forward
 from ..graph.trace import READS
 from ..layers import BatchNorm
 from ..layers.fusion import activations_after
 from ..sites import Report, Site, attach
+from ..verify import verify
 from .affine import map_of
 from .build import makers_for
 from .plan import Plan, has_nonlinear_part, make_plan
@@ -106,15 +109,17 @@ def _reason_to_keep(layer: TorchBatchNorm) -> str:
 def _verify(
     old: nn.Module, new: nn.Module, example: Any, forward: calling.Forward | None, tolerance: float | None
 ) -> float:
-    limit = tolerance_for(old) if tolerance is None else tolerance
-    error = relative_error(outputs(new, example, forward), outputs(old, example, forward, training=False))
-    if not error <= limit:
-        raise ValueError(
-            f"the folded network's output differs from the original's by {error:.2e} (relative), more than {limit:.0e};"
-            " nothing was changed. Either the network computes something else each time it is called, or its code reads"
-            " modules in a way that could not be observed; keep such layers out by giving them a forward hook"
-        )
-    return error
+    return verify(
+        old,
+        new,
+        example,
+        forward,
+        what="the folded network",
+        advice="The network's code may read modules in a way that was not observed; keep such layers out of the fold by"
+        " giving them a forward hook",
+        make=partial(fold, tolerance=inf, traced=isinstance(new, torch.fx.GraphModule), forward=forward),
+        tolerance=tolerance,
+    )
 
 
 def _sites(

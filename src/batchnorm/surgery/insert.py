@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from .. import calling
-from ..exchange import Memo, exchange, outputs, relative_error, tolerance_for
+from ..exchange import Memo, exchange
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from ..layers.normalized import Normalized
 from ..sites import Report, Site, attach
+from ..verify import verify
 from .identity import set_identity
 from .kinds import notes_on, traces
 from .places import Candidate, Place, activation_places, affine_places
@@ -141,11 +142,5 @@ def _describe(place: Place, norm: BatchNorm) -> str:
 
 
 def _compare(old: nn.Module, new: nn.Module, example: Any, forward: calling.Forward | None) -> float:
-    was, now = (outputs(net, example, forward, training=False) for net in (old, new))
-    error = relative_error(now, was)
-    if not error <= tolerance_for(old):
-        raise ValueError(
-            f"with init='identity' the network's output differs by {error:.2e} (relative); nothing was changed. Does"
-            " its code read the weights or biases of layers outside their calls?"
-        )
-    return error
+    advice = "Does its code read the weights or biases of layers outside their calls?"
+    return verify(old, new, example, forward, what="the network with init='identity'", advice=advice)

@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import calling
-from ..exchange import Memo, outputs, relative_error, tolerance_for
+from ..exchange import Memo, SharedWithOriginalError
 from ..graph import Graph, trace
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from ..verify import verify
 
 OURS: dict[type, type[BatchNorm]] = {
     nn.BatchNorm1d: BatchNorm1d,
@@ -39,6 +40,8 @@ def traces(net: nn.Module, example: Any, forward: calling.Forward | None) -> lis
     evaluation = trace(net, example, forward, training=False)
     try:
         return [evaluation, trace(net, example, forward, training=True)]
+    except SharedWithOriginalError:
+        raise
     except Exception:
         # One value per feature, SyncBatchNorm without a GPU, targets wanted: training cannot run on this example.
         return [evaluation]
@@ -53,14 +56,9 @@ def compare(old: nn.Module, new: nn.Module, example: Any, forward: calling.Forwa
     """Return the relative error of the outputs, the larger of evaluation and, with two modes, training.
 
     Raises:
-        ValueError: where it is more than rounding can make.
+        ValueError: if it is more than rounding can make.
     """
-    error = 0.0
-    for training in (False, True)[:modes]:
-        was, now = (outputs(net, example, forward, training=training) for net in (old, new))
-        error = max(error, relative_error(now, was))
-    if not error <= tolerance_for(old):
-        raise ValueError(
-            f"the exchanged network's output differs from the original's by {error:.2e} (relative); nothing was changed"
-        )
-    return error
+    return max(
+        verify(old, new, example, forward, what="the exchanged network", training=training, same_weights=True)
+        for training in (False, True)[:modes]
+    )

@@ -1,0 +1,341 @@
+"""Check that a changed network computes what the original computes, up to rounding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from . import calling
+from .exchange import (
+    SharedWithOriginalError,
+    alone,
+    plain_attributes,
+    private_copy,
+    relative,
+    relative_error,
+    require_numbers,
+    tolerance_for,
+)
+
+Make = Callable[[nn.Module, Any], nn.Module]
+
+AMPLIFICATION = 20.0
+"""How much larger an error may be than what rounding the original's weights does to its output."""
+TRIALS = 3
+"""How often that is measured; once is usually enough."""
+EXACT = 1e-6
+"""The relative error that is accepted in float64 without asking how the network amplifies rounding."""
+TINY = 1e-12
+"""The relative change of weights that stands for float64's rounding if the networks' weights are the same."""
+
+
+class DifferenceError(ValueError):
+    """Say how two networks differ.
+
+    Beyond the paper: checks.
+    """
+
+
+def verify(
+    old: nn.Module,
+    new: nn.Module,
+    example: Any,
+    forward: calling.Forward | None = None,
+    *,
+    what: str,
+    advice: str = "",
+    training: bool = False,
+    same_weights: bool = False,
+    make: Make | None = None,
+    tolerance: float | None = None,
+) -> float:
+    """Return the relative error of a changed network's outputs, and of what it keeps on its modules, for an example.
+
+    An error above what rounding makes in a shallow network is checked again in float64. There, only the rounding of the
+    new network's weights is left, and with ``make``, which can make it with float64 weights, not even that. How much of
+    the rounding reaches the output is measured by changing the original's weights by as much. If the network does not
+    run in float64, this is done in its own precision.
+
+    Args:
+        old: the original.
+        new: the changed network.
+        example: a batch.
+        forward: how to call the networks, if the rule for batches does not fit.
+        what: what to call the new network in errors.
+        advice: what to do about a difference.
+        training: the mode to compare in.
+        same_weights: whether the new network has the weights of the original, so that float64 leaves no rounding.
+        make: makes the new network from an original and an example.
+        tolerance: the largest relative error to accept; by default what rounding can make.
+
+    Raises:
+        ValueError: if the networks differ by more, or if there was nothing to compare.
+
+    Beyond the paper: Alg. 2, l. 11, checked on every network.
+    """
+    run = _Run(example, forward, training)
+    was = run(old)
+    require_numbers([*_numbers(was.output), *was.kept.values()])
+    limit = tolerance_for(old) if tolerance is None else tolerance
+    try:
+        errors = _errors(run(new), was)
+        worst = max(errors, key=lambda path: errors[path])
+        rounded = tolerance is None and errors[worst] < inf
+        if errors[worst] <= limit or (rounded and _is_rounding(old, new, run, same_weights, make, limit)):
+            return max(error for path, error in errors.items() if path not in was.buffers)
+        explained = "rounding explains" if tolerance is None else f"{tolerance:.0e}"
+        raise DifferenceError(
+            f"{worst} differs from the original's by {errors[worst]:.2e} (relative), more than {explained}"
+        )
+    except DifferenceError as difference:
+        reason = _restlessness(run, old, was) or advice
+        raise ValueError(f"{what} computes something else: {difference}; nothing was changed. {reason}") from None
+
+
+def rounding(net: nn.Module, example: Any, *, training: bool = False) -> float:
+    """Return the relative error of outputs that rounding can make in this network, in its own precision."""
+    run = _Run(example, None, training)
+    was = run(net).output
+    noise = max(relative_error(run(net, seed=seed).output, was) for seed in range(TRIALS))
+    return max(tolerance_for(net), AMPLIFICATION * noise)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Hold what a forward pass returned, and the tensors that it left on modules, by path."""
+
+    output: Any
+    kept: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Run copies of networks on one example."""
+
+    example: Any
+    forward: calling.Forward | None
+    training: bool
+
+    def __call__(
+        self, net: nn.Module, *, double: bool = False, seed: int | None = None, change: float | None = None
+    ) -> _Seen:
+        """Run a copy, in float64 or not, with weights changed at random by their rounding or by ``change``."""
+        twin = private_copy(net).train(self.training)
+        steps = {name: change or _step(t) for name, t in _floating(twin)}
+        if double:
+            _to_double_(twin)
+        if seed is not None:
+            _nudge_(twin, steps, seed)
+        dtype = torch.float64 if double else None
+        batch = calling.to_device(self.example, calling.device_of(net), copy=True, dtype=dtype)
+        before = {id(item): (item, copy.deepcopy(item)) for item in (*_attributes(twin).values(), *twin.buffers())}
+        with alone(net, twin), _default_dtype(dtype):
+            output = calling.call(twin, batch, self.forward)
+        return _Seen(output, _changed(_attributes(twin), before), _changed(dict(twin.named_buffers()), before))
+
+
+def _is_rounding(
+    old: nn.Module, new: nn.Module, run: _Run, same_weights: bool, make: Make | None, limit: float
+) -> bool:
+    """Say whether two networks differ by no more than rounding does to the original."""
+    wide = _made_in_double(old, new, run.example, make) if make is not None else None
+    try:
+        was, now = run(old, double=True), run(new if wide is None else wide, double=True)
+        double, limit = True, min(limit, EXACT)
+        change = TINY if same_weights or wide is not None else None
+    except SharedWithOriginalError:
+        raise
+    except Exception:
+        # Code that asks for a type, a device without float64, not enough memory.
+        was, now = run(old), run(new)
+        double, change = False, None
+    errors = _errors(now, was)
+    if max(_errors(run(old, double=double), was).values()) > limit:
+        return False  # it computes something else each time, which would pass for rounding
+    noise = dict.fromkeys(errors, 0.0)
+    for seed in range(TRIALS):
+        changed = _errors(run(old, double=double, seed=seed, change=change), was)
+        noise = {path: max(noise[path], changed.get(path, 0.0)) for path in noise}
+        if all(error <= max(limit, AMPLIFICATION * noise[path]) for path, error in errors.items()):
+            return True
+    return False
+
+
+def _made_in_double(old: nn.Module, new: nn.Module, example: Any, make: Make) -> nn.Module | None:
+    """Make the new network again in float64; None if that fails or gives weights that differ by more than rounding."""
+    try:
+        twin = private_copy(old)
+        _to_double_(twin)
+        with _default_dtype(torch.float64):
+            wide = make(twin, calling.to_device(example, calling.device_of(old), copy=True, dtype=torch.float64))
+    except SharedWithOriginalError:
+        raise
+    except Exception:
+        return None
+    ours, theirs = new.state_dict(), wide.state_dict()
+    alike = ours.keys() == theirs.keys() and all(
+        t.shape == theirs[key].shape and relative(t, theirs[key]) <= 4 * _step(t) for key, t in ours.items()
+    )
+    return wide if alike else None
+
+
+def _step(t: Tensor) -> float:
+    return torch.finfo(t.dtype).eps if t.is_floating_point() else 0.0
+
+
+def _restlessness(run: _Run, net: nn.Module, was: _Seen) -> str:
+    """Say so if the original itself computes something else each time."""
+    try:
+        error = max(_errors(run(net), was).values())
+    except DifferenceError:
+        error = inf
+    if error <= tolerance_for(net):
+        return ""
+    return (
+        f"The original itself differs by {error:.2e} from one run to the next, although random numbers are fixed: make"
+        " it compute the same each time for the same example"
+    )
+
+
+def _errors(new: _Seen, old: _Seen) -> dict[str, float]:
+    """Return the relative errors by path.
+
+    Raises:
+        DifferenceError: if the outputs are not of the same structure, types and shapes.
+    """
+    found = {path: _error(path, a, b) for path, a, b in _pairs(new.output, old.output)}
+    for path, t in old.kept.items():
+        if path not in new.kept:
+            raise DifferenceError(f"a forward pass no longer keeps a tensor in '{path}'")
+        found[path] = _error(path, new.kept[path], t)
+    for path, t in old.buffers.items():
+        if path in new.buffers:  # another kind of layer may keep its statistics elsewhere
+            found[path] = relative(new.buffers[path], t)
+    return found
+
+
+def _error(path: str, new: Tensor, old: Tensor) -> float:
+    if (new.shape, new.dtype) != (old.shape, old.dtype):
+        is_, was = (f"{t.dtype} of shape {tuple(t.shape)}".removeprefix("torch.") for t in (new, old))
+        raise DifferenceError(f"{path} is {is_}, and was {was}")
+    return relative(new, old)
+
+
+def _pairs(new: Any, old: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the tensors and numbers in two outputs side by side."""
+    entered = set()
+    waiting = [("the output", new, old)]
+    while waiting:
+        path, a, b = waiting.pop()
+        x, y = _as_tensor(a), _as_tensor(b)
+        if x is not None and y is not None:
+            yield path, x, y
+        elif _kind(a) != _kind(b):
+            raise DifferenceError(f"{path} is {_kind(a)}, and was {_kind(b)}")
+        elif (id(a), id(b)) not in entered:
+            entered.add((id(a), id(b)))
+            ours, theirs = _parts(a), _parts(b)
+            if [label for label, _ in ours] != [label for label, _ in theirs]:
+                raise DifferenceError(f"{path} holds {len(ours)} things, and held {len(theirs)}, or under other names")
+            pairs = [(path + label, part, other) for (label, part), (_, other) in zip(ours, theirs, strict=True)]
+            waiting.extend(reversed(pairs))
+
+
+def _kind(item: Any) -> str:
+    # By name: a class may be made anew in each forward pass.
+    return f"{type(item).__module__}.{type(item).__qualname__}".removeprefix("builtins.")
+
+
+def _parts(item: Any) -> list[tuple[str, Any]]:
+    found = calling.parts(item)
+    if isinstance(item, Set):  # ordered by chance; the labels stay in order
+        in_order = sorted((part for _, part in found), key=_sort_key)
+        found = [(label, part) for (label, _), part in zip(found, in_order, strict=False)]
+    return found
+
+
+def _sort_key(item: Any) -> tuple[str, str, float]:
+    t = _as_tensor(item)
+    return _kind(item), "" if t is None else str(tuple(t.shape)), 0.0 if t is None else float(t.double().sum())
+
+
+def _as_tensor(item: Any) -> Tensor | None:
+    """Return a tensor, an array or a number as a tensor."""
+    if isinstance(item, Tensor):
+        return item
+    if isinstance(item, np.ndarray | np.generic) and item.dtype.kind in "fiubc":
+        return torch.from_numpy(np.array(item))
+    if isinstance(item, bool | int | float | complex):
+        return torch.tensor(item, dtype=torch.complex128 if isinstance(item, complex) else torch.float64)
+    return None
+
+
+def _numbers(output: Any) -> list[Tensor]:
+    # Not integers, which are lengths and counts more often than results.
+    found = (_as_tensor(item) for _, item in calling.walk([("", output)]) if not isinstance(item, int))
+    return [t for t in found if t is not None]
+
+
+def _attributes(net: nn.Module) -> dict[str, Any]:
+    """Return the tensors and arrays in plain attributes of the user's modules, by path."""
+    roots = [
+        (f"{path}.{name}" if path else name, item)
+        for path, module in net.named_modules()
+        if not type(module).__module__.startswith("torch.")  # weight_norm keeps what it computes on torch.nn's
+        for name, item in plain_attributes(module)
+    ]
+    found = ((path, item) for path, item in calling.walk(roots) if isinstance(item, Tensor | np.ndarray))
+    return {path: item for path, item in found if not isinstance(item, nn.Parameter) and _as_tensor(item) is not None}
+
+
+def _changed(after: dict[str, Any], before: dict[int, tuple[Any, Any]]) -> dict[str, Tensor]:
+    """Return the tensors that a forward pass made or wrote to."""
+    found = {}
+    for path, item in after.items():
+        now, was = _as_tensor(item), _as_tensor(before.get(id(item), (item, None))[1])
+        # Contents, not versions: torch's kernels move running statistics without counting it as a change.
+        if now is not None and (was is None or was.shape != now.shape or relative(now, was) > 0):
+            found[path] = now
+    return found
+
+
+def _floating(net: nn.Module) -> list[tuple[str, Tensor]]:
+    named = (*net.named_parameters(), *net.named_buffers())
+    return [(name, t) for name, t in named if t.is_floating_point()]
+
+
+def _to_double_(net: nn.Module) -> None:
+    net.double()
+    for module in net.modules():
+        for name, item in plain_attributes(module):
+            if isinstance(item, Tensor) and item.is_floating_point():
+                vars(module)[name] = item.double()
+
+
+def _nudge_(net: nn.Module, steps: dict[str, float], seed: int) -> None:
+    """Multiply each number by 1 + step or 1 - step, at random."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, t in _floating(net):
+            signs = torch.randint(2, t.shape, generator=generator, dtype=torch.int8).to(t) * 2 - 1
+            t.data = t + t * signs * steps[name]  # not in place: some are expanded
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Make new tensors of this type, as networks do that call torch.zeros without one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
