@@ -13,6 +13,9 @@ from typing import Any
 import numpy
 import torch
 
+# Far more than any file of ours has, and few enough that printing a value does not exhaust the stack.
+MAX_DEPTH = 100
+
 
 def environment(commit: str | None = None) -> dict[str, Any]:
     """Describe the machine and the software that a measurement ran on.
@@ -56,6 +59,46 @@ def write_json(path: Path, values: Mapping[str, Any]) -> Path:
     """Write a JSON file so that a reader sees the old or the new content, never a part."""
     write_atomically(path, (json.dumps(values, indent=1, default=str) + "\n").encode())
     return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Raises:
+        ValueError: naming the file, if it holds anything else.
+
+    Beyond the paper: result files.
+    """
+    return parse_json(path.read_bytes(), str(path))
+
+
+def parse_json(text: bytes, where: str) -> dict[str, Any]:
+    """Return the object that a JSON text holds; an error starts with ``where`` the text comes from.
+
+    >>> parse_json(b"[1]", "a.json")
+    Traceback (most recent call last):
+        ...
+    ValueError: a.json holds a list, not a JSON object
+
+    Beyond the paper: result files.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} holds a {type(value).__name__}, not a JSON object")
+    if _depth(value) > MAX_DEPTH:
+        raise ValueError(f"{where} is nested more than {MAX_DEPTH} levels deep")
+    return value
+
+
+def _depth(value: object) -> int:
+    """Return how deep lists and dicts are nested, without recursion."""
+    depth, level = 0, [value]
+    while level := [v for v in level if isinstance(v, dict | list)]:
+        depth, level = depth + 1, [x for v in level for x in (v.values() if isinstance(v, dict) else v)]
+    return depth
 
 
 def write_atomically(path: Path, content: bytes) -> None:
