@@ -111,17 +111,25 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if error.errno is None:
+        if not isinstance(error, OSError) or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # not the name of the temporary file
     # The rename itself is on the disk only when the folder is.
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    windows = os.name == "nt"
+    if windows and path.is_dir():
+        return  # Windows can open no folder, and journals renames itself
+    handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
 
 
 def _cpu() -> str:
