@@ -78,7 +78,7 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
     >>> parse_json(b"[1]", "a.json")
     Traceback (most recent call last):
         ...
-    ValueError: a.json holds a list, not a JSON object
+    ValueError: a.json is not a JSON object (it is of type list)
 
     Beyond the paper: result files.
     """
@@ -87,7 +87,7 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{where} holds a {type(value).__name__}, not a JSON object")
+        raise ValueError(f"{where} is not a JSON object (it is of type {type(value).__name__})")
     if _depth(value) > MAX_DEPTH:
         raise ValueError(f"{where} is nested more than {MAX_DEPTH} levels deep")
     return value

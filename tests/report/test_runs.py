@@ -75,7 +75,7 @@ RECORD = {"step": 1, "percentiles": {"relu": {"z": [[0.0], [1.0], [2.0]]}}}
     ("file", "content", "says"),
     [
         ("metrics.jsonl", '{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n', "line 2 is not valid JSON"),
-        ("metrics.jsonl", "[1]\n", "line 1 holds a list, not a JSON object"),
+        ("metrics.jsonl", "[1]\n", "line 1 is not a JSON object"),
         ("metrics.jsonl", "[" * 5000 + "\n", "line 1 is not valid JSON"),
         ("metrics.jsonl", '{"step": "1"}\n', "line 1: step is '1', not a whole number"),
         ("metrics.jsonl", '{"step": -1}\n', "not a whole number"),
@@ -87,7 +87,7 @@ RECORD = {"step": 1, "percentiles": {"relu": {"z": [[0.0], [1.0], [2.0]]}}}
         ("monitor.jsonl", '{"step": 1, "gradient_change": {"a": {"relative": "x"}}}\n', "gradient_change cannot"),
         ("monitor.jsonl", json.dumps(RECORD) + '\n{"step": 2, "percentiles": {"relu": {"z": [[1], [2]]}}}\n', "shape"),
         ("config.json", "", "is not valid JSON"),
-        ("config.json", "[1, 2]", "holds a list, not a JSON object"),
+        ("config.json", "[1, 2]", "is not a JSON object"),
         ("config.json", '{"a": ' + "[" * 200 + "]" * 200 + "}", "nested more than 100 levels"),
         ("config.json", '{"percentiles": ["<script>alert(1)</script>"]}', "percentiles is"),
         ("config.json", '{"percentiles": "<script>alert(1)</script>"}', "percentiles is"),
