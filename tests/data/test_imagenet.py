@@ -1,5 +1,6 @@
 """ImageNet's official tar files, made small, to shards."""
 
+import gzip
 import io
 import tarfile
 
@@ -121,10 +122,22 @@ def test_a_broken_table_is_named(official, content):
         open_official(official)
 
 
+NOTES = tar_of([("a.xml", ANNOTATION.format("a").encode())])
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"nonsense" * 100, tar_of([("a.xml", b"<a")], "w:gz"), tar_of([], "w:gz")[:30]]
+    "content",
+    [
+        b"",
+        b"nonsense" * 100,
+        tar_of([("a.xml", b"<a")]),
+        gzip.compress(NOTES)[:30],
+        gzip.compress(NOTES[:1024])[:-8] + bytes(8),
+    ],
+    ids=["empty", "no tar", "no XML", "cut off", "wrong checksum"],
 )
 def test_broken_annotations_are_named(official, content):
     (official / "ILSVRC2012_bbox_val_v3.tgz").write_bytes(content)
-    with pytest.raises(ValueError, match=r"ILSVRC2012_bbox_val_v3\.tgz"):
+    with pytest.raises(ValueError, match=r"ILSVRC2012_bbox_val_v3\.tgz is not a tar file of annotations") as error:
         open_official(official)
+    assert "\n" not in str(error.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import tarfile
 import xml.etree.ElementTree as ElementTree
 import zlib
@@ -135,5 +136,6 @@ def _from_boxes(path: Path) -> Iterator[tuple[str, str]]:
                 if member.isreg() and member.name.endswith(".xml") and (file := tar.extractfile(member)):
                     root = ElementTree.fromstring(file.read(MAX_ANNOTATION))
                     yield Path(member.name).stem, root.findtext("object/name", "")
-    except (tarfile.TarError, EOFError, zlib.error, ElementTree.ParseError, ValueError) as error:
-        raise ValueError(f"{path} is not a tar file of annotations ({error}): copy it again") from error
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, ElementTree.ParseError, ValueError) as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"{path} is not a tar file of annotations ({why}): copy it again") from error

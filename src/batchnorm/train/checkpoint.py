@@ -143,7 +143,8 @@ def load(path: Path) -> Checkpoint:
             raise TypeError("state.pt holds no dict")
     except Exception as error:
         # The hashes fit, so this is what was written: not by us.
-        raise CheckpointError(f"{path}: model.safetensors or state.pt cannot be read ({error})") from error
+        why = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path}: model.safetensors or state.pt cannot be read ({why})") from error
     return Checkpoint(step, model, state)
 
 
