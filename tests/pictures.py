@@ -1,7 +1,9 @@
 """Image sets for tests: made here, or real ones from ../shared/data where present."""
 
 import io
+import struct
 import tarfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -60,3 +62,13 @@ def real_jpegs(n=None):
     with tarfile.open(shared_data("imagenet-sample-1000-short256.tar")) as tar:
         members = sorted((m for m in tar if m.isfile()), key=lambda m: m.name)
         return [(m.name, tar.extractfile(m).read()) for m in members[:n]]
+
+
+def gigantic():
+    """A PNG of a few bytes that says it has 3.6 billion pixels."""
+
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">II5B", 60_000, 60_000, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")

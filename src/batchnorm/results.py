@@ -14,6 +14,9 @@ from typing import Any
 import numpy
 import torch
 
+# Far more than any file of ours has, and few enough that printing a value does not exhaust the stack.
+MAX_DEPTH = 100
+
 
 def environment(commit: str | None = None) -> dict[str, Any]:
     """Describe the machine and the software that a measurement ran on.
@@ -59,6 +62,46 @@ def write_json(path: Path, values: Mapping[str, Any]) -> Path:
     return path
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Raises:
+        ValueError: naming the file, if it holds anything else.
+
+    Beyond the paper: result files.
+    """
+    return parse_json(path.read_bytes(), str(path))
+
+
+def parse_json(text: bytes, where: str) -> dict[str, Any]:
+    """Return the object that a JSON text holds; an error starts with ``where`` the text comes from.
+
+    >>> parse_json(b"[1]", "a.json")
+    Traceback (most recent call last):
+        ...
+    ValueError: a.json is not a JSON object (it is of type list)
+
+    Beyond the paper: result files.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is not a JSON object (it is of type {type(value).__name__})")
+    if _depth(value) > MAX_DEPTH:
+        raise ValueError(f"{where} is nested more than {MAX_DEPTH} levels deep")
+    return value
+
+
+def _depth(value: object) -> int:
+    """Return how deep lists and dicts are nested, without recursion."""
+    depth, level = 0, [value]
+    while level := [v for v in level if isinstance(v, dict | list)]:
+        depth, level = depth + 1, [x for v in level for x in (v.values() if isinstance(v, dict) else v)]
+    return depth
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write to a temporary file beside ``path``, flush it to the disk, then rename it over ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,17 +112,25 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if error.errno is None:
+        if not isinstance(error, OSError) or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # not the name of the temporary file
     # The rename itself is on the disk only when the folder is.
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    windows = os.name == "nt"
+    if windows and path.is_dir():
+        return  # Windows can open no folder, and journals renames itself
+    handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
 
 
 def check_writable(path: Path) -> None:

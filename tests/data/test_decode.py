@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 import torch
-from pictures import encoded, smooth
+from pictures import encoded, gigantic, smooth
 from PIL import Image
 
 from batchnorm.data.crops import Box
@@ -102,3 +102,8 @@ BROKEN = {
 def test_broken_files_are_told_from_errors_of_our_own(what):
     with pytest.raises(CorruptImageError, match=r"\w+: \w+"):
         crop(BROKEN[what])
+
+
+def test_an_image_of_gigantic_dimensions_is_not_decoded():
+    with pytest.raises(CorruptImageError, match="DecompressionBomb"):
+        crop(gigantic())

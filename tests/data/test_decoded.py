@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from pictures import image_folder
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from batchnorm.data.decoded import discard_decoded, open_decoded
@@ -72,6 +73,42 @@ def test_a_file_that_cannot_be_read_is_written_anew(damage, data, tmp_path):
     whole = file.read_bytes()
     damage(file)
     assert torch.equal(opened(data, tmp_path / "decoded").images, first.images)
+    assert file.read_bytes() == whole
+
+
+def changed(**changes):
+    def change(tensors, metadata):
+        return {**tensors, **changes}, metadata
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors, _: (tensors, None),
+        lambda tensors, _: (tensors, {"corrupt": "nonsense"}),
+        lambda tensors, _: (tensors, {"corrupt": '[{"example": 99, "name": 1, "reason": null}]'}),
+        changed(labels=torch.tensor([-5, 0, 0, 0, 0, 0])),
+        changed(labels=torch.zeros(6)),
+        changed(row_of=torch.full((6,), 1_000_000)),
+        changed(row_of=torch.zeros(2, dtype=torch.int64)),
+        changed(sizes=torch.zeros(6, 2, dtype=torch.int64)),
+        changed(images=torch.zeros(6, 2, 2, 3, dtype=torch.uint8)),
+        changed(images=torch.zeros(6, 10, 10, 3)),
+    ],
+)
+def test_a_tampered_file_is_written_anew(change, data, tmp_path):
+    first = opened(data, tmp_path / "decoded")
+    (file,) = (tmp_path / "decoded").iterdir()
+    whole = file.read_bytes()
+    with safe_open(file, framework="pt") as stored:
+        tensors, metadata = change({name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata())  # noqa: SIM118
+    file.unlink()  # it is mapped
+    save_file(tensors, file, metadata)
+    cache = opened(data, tmp_path / "decoded")
+    assert torch.equal(cache.images, first.images)
+    assert cache.labels.tolist() == first.labels.tolist()
     assert file.read_bytes() == whole
 
 

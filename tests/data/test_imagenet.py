@@ -1,5 +1,6 @@
 """ImageNet's official tar files, made small, to shards."""
 
+import gzip
 import io
 import tarfile
 
@@ -98,5 +99,45 @@ def test_wrong_tars_say_so(official):
     with pytest.raises(ValueError, match=r"holds readme.txt where a tar file of one class is expected"):
         open_official(official)
     (official / "ILSVRC2012_img_train.tar").write_bytes(b"hello" * 300)
-    with pytest.raises(ValueError, match="is not a tar file"):
+    with pytest.raises(ValueError, match="is not a whole, uncompressed tar file"):
         open_official(official)
+
+
+def test_a_tar_cut_between_two_classes_or_two_images(official):
+    path = official / "ILSVRC2012_img_train.tar"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b"n01440764.tar")])
+    with pytest.raises(ValueError, match=r"img_train\.tar is not a whole, uncompressed tar file .*cut off"):
+        open_official(official)
+    inner = tar_of([("n01440764_0.JPEG", picture(0, 0)), ("n01440764_1.JPEG", picture(0, 1))])
+    path.write_bytes(tar_of([("n01440764.tar", inner[: inner.index(b"n01440764_1.JPEG")])]))
+    with pytest.raises(ValueError, match=r"img_train\.tar:n01440764\.tar is not a whole, uncompressed tar file"):
+        open_official(official)
+
+
+@pytest.mark.parametrize("content", [b"", b"ImageId\nx\n", b"ImageId,PredictionString\nx\n", b"\xff\xfe\n\xff"])
+def test_a_broken_table_is_named(official, content):
+    (official / "LOC_val_solution.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=r"LOC_val_solution\.csv"):
+        open_official(official)
+
+
+NOTES = tar_of([("a.xml", ANNOTATION.format("a").encode())])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"nonsense" * 100,
+        tar_of([("a.xml", b"<a")]),
+        gzip.compress(NOTES)[:30],
+        gzip.compress(NOTES[:1024])[:-8] + bytes(8),
+    ],
+    ids=["empty", "no tar", "no XML", "cut off", "wrong checksum"],
+)
+def test_broken_annotations_are_named(official, content):
+    (official / "ILSVRC2012_bbox_val_v3.tgz").write_bytes(content)
+    with pytest.raises(ValueError, match=r"ILSVRC2012_bbox_val_v3\.tgz is not a tar file of annotations") as error:
+        open_official(official)
+    assert "\n" not in str(error.value)

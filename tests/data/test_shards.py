@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from full_disk import no_room
 from pictures import encoded, image_folder, smooth
 
 from batchnorm.data import open_images
@@ -140,6 +141,9 @@ def test_shards_of_others(tmp_path):
         ([("a.cls", b"1")], r"a has no image"),
         ([("a.png", PNG), ("a.jpg", PNG), ("a.cls", b"1")], r"two images of one key: a.png and a.jpg"),
         ([("a.png", PNG), ("a.cls", b"cat")], r"a.cls holds b'cat' where a class number is expected"),
+        ([("a.png", PNG), ("a.cls", b"-5")], r"a.cls holds b'-5' where a class number is expected"),
+        ([("a.png", PNG), ("a.cls", b"200000000")], r"a.cls holds 200000000: class numbers go up to 999,999"),
+        ([("a.png", PNG), ("a.cls", b"1" * 5000)], r"a.cls holds 1111.*: class numbers go up to 999,999"),
     ],
 )
 def test_incomplete_examples(tmp_path, members, message):
@@ -158,6 +162,137 @@ def test_truncated_and_foreign_shards(tmp_path):
     path.write_bytes(b"\x1f\x8b" + whole)
     with pytest.raises(ValueError, match="not a whole, uncompressed tar file"):
         open_source(tmp_path, "train")
+
+
+EXAMPLES = [(f"{k}.{s}", PNG if s == "png" else b"1") for k in range(3) for s in ("png", "cls")]
+
+
+def cut_between_examples(whole):
+    header = whole.index(b"1.png")
+    assert header % 512 == 0
+    return whole[:header]
+
+
+def cut_in_a_header(whole):
+    return cut_between_examples(whole) + whole[:100]
+
+
+def damage_a_header(whole):
+    return whole.replace(b"1.png", b"X.png")
+
+
+def concatenate(whole):
+    return whole + whole
+
+
+def go_backwards(whole):
+    """Give a member a negative size, which tarfile would follow for ever."""
+    info = tarfile.TarInfo("1.txt")
+    info.size = -1024
+    at = whole.index(b"1.png")
+    return whole[:at] + info.tobuf(tarfile.GNU_FORMAT) + whole[at:]
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (cut_between_examples, r"cut off at byte 2,048, without an end-of-archive mark"),
+        (cut_in_a_header, r"cut off"),
+        (damage_a_header, r"the header at byte 2,048 is damaged"),
+        (concatenate, r"data follow its end-of-archive mark"),
+        (go_backwards, r"member '1.txt' does not end inside it"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_no_example_of_a_damaged_shard_goes_missing(tmp_path, damage, says):
+    path = write_tar(tmp_path / "train-0.tar", EXAMPLES)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=rf"train-0\.tar is not a whole, uncompressed tar file .*{says}"):
+        open_source(tmp_path, "train")
+
+
+def test_a_mark_of_one_block_is_enough(tmp_path):
+    path = write_tar(tmp_path / "train-0.tar", EXAMPLES)
+    whole = path.read_bytes().rstrip(b"\0")
+    path.write_bytes(whole + b"\0" * (-len(whole) % 512 + 512))
+    assert len(open_source(tmp_path, "train").labels) == 3
+
+
+def test_a_shard_that_the_index_lists_is_missing(folder, tmp_path):
+    shard(folder, tmp_path / "out", per_shard=8)
+    (tmp_path / "out" / "train-000001.tar").unlink()
+    with pytest.raises(ValueError, match=r"train\.index\.npz lists train-000001\.tar, which is missing"):
+        open_source(tmp_path / "out", "train")
+    (tmp_path / "out" / "train.index.npz").unlink()
+    assert len(open_source(tmp_path / "out", "train").labels) == 13
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"labels": np.array([-5, 1, 1])},
+        {"labels": np.array([1, 1, 200_000_000])},
+        {"labels": np.array([1.0, 1.0, 1.0])},
+        {"labels": np.array([1, 1])},
+        {"spans": np.full((3, 2), -512)},
+        {"spans": np.array([[512, 2**62]] * 3)},
+        {"spans": np.array([[2**62, 8]] * 3)},
+        {"spans": np.zeros(6, dtype=np.int64)},
+        {"shard_of": np.array([0, 0, 7], dtype=np.int32)},
+        {"shard_of": np.array([0, 0, -1], dtype=np.int32)},
+        {"members": np.array([1, 2, 3])},
+        {"members": np.array([print] * 3)},
+        {"shards": np.array(["train-0.tar"])},
+        {"states": np.zeros((2, 2), dtype=np.int64)},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_tampered_index_is_not_believed(tmp_path, changes):
+    path = write_tar(tmp_path / "train-0.tar", EXAMPLES)
+    expected = open_source(tmp_path, "train").index
+    index = tmp_path / "train.index.npz"
+    with np.load(index) as stored:
+        np.savez(index, **{**stored, **changes})
+    source = open_source(tmp_path, "train")
+    assert source.labels.tolist() == [1, 1, 1]
+    assert source.index.spans.tolist() == expected.spans.tolist()
+    assert [source.read(k) for k in range(3)] == [PNG] * 3
+    assert str(path) in source.name(2)
+
+
+def test_a_compressed_index_is_not_unpacked(tmp_path):
+    write_tar(tmp_path / "train-0.tar", EXAMPLES)
+    index = tmp_path / "train.index.npz"
+    open_source(tmp_path, "train")
+    with np.load(index) as stored:
+        np.savez_compressed(index, **{**stored, "labels": np.array([0, 0, 0])})
+    assert open_source(tmp_path, "train").labels.tolist() == [1, 1, 1]
+
+
+def test_a_long_name_does_not_lengthen_all(tmp_path):
+    write_tar(tmp_path / "train-0.tar", [("x" * 5000 + "/a.png", PNG), ("x" * 5000 + "/a.cls", b"0")])
+    source = open_source(tmp_path, "train")
+    assert source.index.members.itemsize == 256
+    assert source.name(0).endswith("xx/a.png")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
+def test_class_names_stay_with_their_labels(tmp_path):
+    names = ["a", "b\u2028c", "d\x85", "e\udcff", "f\x0b"]
+    image_folder(tmp_path / "set", [(8, 8)] * 5, classes=names)
+    shard(tmp_path / "set", tmp_path / "out")
+    assert open_source(tmp_path / "out", "train").classes == tuple(sorted(names))
+    image_folder(tmp_path / "set", [(8, 8)], classes=["g\nh"])
+    with pytest.raises(ValueError, match=r"'g\\nh' has a line break in its name"):
+        shard(tmp_path / "set", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_full_disk_is_told_with_the_folder(folder, tmp_path):
+    with no_room(1000), pytest.raises(OSError, match="too large") as error:
+        shard(folder, tmp_path / "new" / "out")
+    assert error.value.filename == str(tmp_path / "new" / "out")
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_an_empty_shard_is_no_problem_but_an_empty_set_is(tmp_path):

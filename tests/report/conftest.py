@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -22,3 +24,32 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def page(folder):
     return write_report(read_runs([folder]), folder / "report.html")
+
+
+MARKUP = "</script></title><script>hacked=1</script><img src=x onerror=hacked=1>\"' onload=hacked=1 $title \u2028"
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """Two runs of which every text is markup, or the name of a property that every object has."""
+    out = tmp_path / "hostile"
+    for name, batch_norm in (("<script>hacked=1<", True), ("<img src=x onerror=hacked=1>", False)):
+        folder = out / name
+        folder.mkdir(parents=True)
+        layers = (MARKUP, "__proto__", "constructor") if batch_norm else (MARKUP, "toString", "layer")
+        records = [
+            {
+                "step": step,
+                f"{MARKUP} accuracy": 0.5 + step / 100,
+                layers[1]: 1.0,
+                layers[2]: float("nan"),
+                "percentiles": {layer: {"z": [[-1.0 - step, 0.0], [0.0, 1.0], [1.0, 2.0]]} for layer in layers},
+                "gradient_change": {layer: {"relative": 0.5, "cosine": 0.5} for layer in layers},
+            }
+            for step in (1, 2, 3)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        config = {"batch_norm": batch_norm, MARKUP: [MARKUP], "environment": {MARKUP: MARKUP}, "surrogate": "\ud800"}
+        (folder / "config.json").write_text(json.dumps({**config, "percentiles": [15, 50, 85]}))
+        (folder / "summary.json").write_text(json.dumps({"accuracy": {MARKUP: 0.5, "folded": 0.5}}))
+    return out

@@ -8,19 +8,18 @@ from html import unescape
 
 import pytest
 
+from batchnorm.report.page import write_report
+from batchnorm.report.runs import read_runs
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium was found; apt-get install chromium")
 
-# Runs before anything else on the page.
-CATCH = """<script>
+# Runs before anything else on the page, ahead of its policy, and answers when the page has loaded.
+ASK = """<script>
 window.problems = [];
 addEventListener("error", (e) => problems.push(String(e.message || e.target.outerHTML)), true);
 addEventListener("securitypolicyviolation", (e) => problems.push("blocked: " + e.blockedURI));
 console.error = (...a) => problems.push(a.join(" "));
-</script>"""
-
-# Runs after the page's own script; what it returns comes back as JSON.
-ANSWER = """<script>
 addEventListener("load", () => {
   let found;
   try { found = (() => { %s })(); } catch (e) { problems.push(String(e)); }
@@ -33,10 +32,9 @@ addEventListener("load", () => {
 
 
 def ask(page, tmp_path, question, *options, width=1100):
-    """Load the page with a question at its end and return the answer and the browser's own complaints."""
+    """Load the page with a question and return the answer; the browser must not complain."""
     text = page.read_text()
-    # The browser's window is never narrower than 500 pixels: a phone is a frame of its width.
-    text = text.replace("<head>", "<head>" + CATCH).replace("</body>", ANSWER % question + "</body>")
+    text = text.replace("<head>", "<head>" + ASK % question, 1)
     asked = tmp_path / "asked.html"
     asked.write_text(text)
     command = [
@@ -149,6 +147,7 @@ def test_light_and_dark(page, tmp_path, scheme, dark):
 
 
 def test_it_fits_a_phone(page, tmp_path):
+    # The browser's window is never narrower than 500 pixels: a phone is a frame of its width.
     inner = tmp_path / "inner.html"
     inner.write_text(page.read_text())
     outer = tmp_path / "phone.html"
@@ -168,3 +167,38 @@ def test_it_fits_a_phone(page, tmp_path):
     assert found["count"] == 6
     assert found["scroll"] <= found["width"] <= 390  # nothing sticks out sideways
     assert found["right"] <= 390
+
+
+def test_nothing_in_a_run_folder_runs(hostile, tmp_path):
+    page = write_report(read_runs([hostile]), tmp_path / "hostile.html")
+    found = ask(
+        page,
+        tmp_path,
+        """
+        for (const menu of document.querySelectorAll("select")) {
+          for (const option of menu.options) {
+            menu.value = option.value;
+            menu.dispatchEvent(new Event("change"));
+          }
+        }
+        for (const svg of document.querySelectorAll("svg")) {
+          const box = svg.getBoundingClientRect();
+          svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + 60, clientY: box.top + 60 }));
+        }
+        return {
+          ready: document.documentElement.dataset.ready,
+          hacked: window.hacked,
+          foreign: document.querySelectorAll("main :is(img, iframe, script, a, form, base)").length,
+          tips: [...document.querySelectorAll(".tip")].filter((tip) => !tip.hidden).length,
+        };""",
+    )
+    assert found == {"ready": "true", "foreign": 0, "tips": 6}
+
+
+def test_the_policy_stops_a_script_that_the_page_did_not_write(page, tmp_path):
+    planted = tmp_path / "planted.html"
+    planted.write_text(
+        page.read_text().replace("<footer>", "<footer><script>hacked = 1</script><img onerror=hacked=1 src=x>")
+    )
+    with pytest.raises(AssertionError, match="blocked: inline"):
+        ask(planted, tmp_path, "return window.hacked;")

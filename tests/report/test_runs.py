@@ -1,8 +1,10 @@
 import json
+import re
 
 import pytest
 import torch
 
+from batchnorm.cli import main
 from batchnorm.monitor import Percentiles, Record
 from batchnorm.monitor.sinks import as_json
 from batchnorm.report.claims import paper_versus_here, steps_to
@@ -66,15 +68,111 @@ def test_the_page_needs_no_network(page):
         assert reference not in text.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_text_from_a_run_cannot_become_markup(tmp_path):
-    evil = tmp_path / "<img onerror=x>"
-    evil.mkdir()
-    (evil / "metrics.jsonl").write_text(json.dumps({"step": 1, "</script><b>": 1.0}))
-    (evil / "config.json").write_text(json.dumps({"</script>": "<script>alert(1)</script>"}))
+RECORD = {"step": 1, "percentiles": {"relu": {"z": [[0.0], [1.0], [2.0]]}}}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("metrics.jsonl", '{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n', "line 2 is not valid JSON"),
+        ("metrics.jsonl", "[1]\n", "line 1 is not a JSON object"),
+        ("metrics.jsonl", "[" * 5000 + "\n", "line 1 is not valid JSON"),
+        ("metrics.jsonl", '{"step": "1"}\n', "line 1: step is '1', not a whole number"),
+        ("metrics.jsonl", '{"step": -1}\n', "not a whole number"),
+        ("metrics.jsonl", '{"step": 1e999}\n', "not a whole number"),
+        ("monitor.jsonl", '{"step": 1, "percentiles": 3}\n', "percentiles is 3, not an object"),
+        ("monitor.jsonl", '{"step": 1, "percentiles": {"a": [1]}}\n', "percentiles cannot be read"),
+        ("monitor.jsonl", '{"step": 1, "percentiles": {"a": {"z": [[1], [2, 3]]}}}\n', "percentiles cannot be read"),
+        ("monitor.jsonl", '{"step": 1, "percentiles": {"a": {"z": []}}}\n', "percentiles cannot be read"),
+        ("monitor.jsonl", '{"step": 1, "gradient_change": {"a": {"relative": "x"}}}\n', "gradient_change cannot"),
+        ("monitor.jsonl", json.dumps(RECORD) + '\n{"step": 2, "percentiles": {"relu": {"z": [[1], [2]]}}}\n', "shape"),
+        ("config.json", "", "is not valid JSON"),
+        ("config.json", "[1, 2]", "is not a JSON object"),
+        ("config.json", '{"a": ' + "[" * 200 + "]" * 200 + "}", "nested more than 100 levels"),
+        ("config.json", '{"percentiles": ["<script>alert(1)</script>"]}', "percentiles is"),
+        ("config.json", '{"percentiles": "<script>alert(1)</script>"}', "percentiles is"),
+        ("config.json", '{"percentiles": [15, 50]}', r"percentiles is \[15, 50\], but the run's records have 3"),
+        ("summary.json", '{"accuracy": {"running": "high"}}', "running is 'high', not a number"),
+        ("summary.json", f'{{"seconds": 1{"0" * 400}}}', "seconds is 1000"),
+        ("recipe.json", "nonsense", "is not valid JSON"),
+        ("result.json", '{"top1": [1]}', r"accuracy \(folded\) is \[1\], not a number"),
+    ],
+)  # fmt: skip
+def test_a_broken_file_is_named_in_one_sentence(tmp_path, capsys, file, content, says):
+    for name in ("good", "bad"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+        (tmp_path / name / "monitor.jsonl").write_text(json.dumps(RECORD) + "\n")
+    (tmp_path / "bad" / file).write_text(content)
+    page = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "good"), str(tmp_path / "bad"), "--out", str(page)]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / "bad") in error
+    assert file in error or says == "shape"
+    assert re.search(says, error)
+    assert not page.exists()
+
+
+def test_fields_of_any_other_type_are_shown_as_they_are(tmp_path):
+    for name, config in (("a", {"batch_norm": [1], "environment": 3}), ("b", {"batch_norm": {}, "percentiles": "<b>"})):
+        (tmp_path / name).mkdir()
+        lines = [f'{{"step": 1, "loss": 1{"0" * 400}}}', '{"step": 2, "loss": NaN, "note": {"a": null}}', ""]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        (tmp_path / name / "summary.json").write_text('{"accuracy": 0.5}')
     text = render(read_runs([tmp_path]))
+    assert "&lt;b&gt;" in text
+    assert "<b>" not in text
+
+
+def test_layers_that_come_and_go_are_left_out(tmp_path):
+    z = {"z": [[0.0], [1.0]]}
+    lines = [{"step": k, "percentiles": {"always": z, f"only {k}": z}} for k in range(3)]
+    lines += [
+        {"step": 3, "gradient_change": {"a": {"relative": 0.5, "cosine": 1}, "b": {"relative": 0.5, "cosine": 1}}}
+    ]
+    lines += [{"step": 4, "gradient_change": {"b": {"relative": 0.5, "cosine": 1}}}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (run,) = read_runs([tmp_path])
+    assert run.layers == ["always"]
+    assert "always" in render([run])
+
+
+def test_line_separators_inside_a_text_do_not_end_a_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a\u2028\x85": 2.0}\n', encoding="utf-8")
+    assert read_runs([tmp_path])[0].steps == 1
+
+
+def test_runs_validated_at_different_steps_are_compared(tmp_path):
+    for name, steps in (("a", (1, 2)), ("b", (2, 3)), ("c", (5,))):
+        (tmp_path / name).mkdir()
+        lines = [f'{{"step": {step}, "accuracy": 0.{step}}}\n' for step in steps]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
+        (tmp_path / name / "config.json").write_text(json.dumps({"batch_norm": name != "a"}))
+    a, b, c = read_runs([tmp_path])
+    assert paper_versus_here([a, b])[1][0] == "test accuracy at step 2"
+    assert paper_versus_here([a, c])[1][0] == "steps to 95% test accuracy"
+
+
+def test_text_from_a_run_cannot_become_markup(hostile):
+    text = render(read_runs([hostile]))
     assert "<img" not in text
-    assert text.count("</script>") == 2
-    assert "<script>alert" not in text
+    assert text.count("</script>") == text.count("<script") == 2
+    assert "hacked=1<" not in text
+    assert "'unsafe" not in text
+    assert " style=" not in text, "the policy would not apply it"
+
+
+def test_names_that_have_no_utf8_or_control_a_terminal(tmp_path, capsys):
+    folder = tmp_path / "a\x1b[2J\udcff"
+    try:
+        folder.mkdir()
+    except (OSError, UnicodeEncodeError):
+        pytest.skip("this file system has no such names")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    page = report(Report((folder,), tmp_path / "report.html"))
+    assert "a\ufffd[2J\ufffd" in page.read_text(encoding="utf-8")
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_tables(folder):

@@ -1,8 +1,10 @@
 import json
 import os
+import zipfile
 
 import pytest
 import torch
+from full_disk import no_room
 
 from batchnorm.train import checkpoint
 from batchnorm.train.checkpoint import CheckpointError, load, load_latest, save
@@ -60,6 +62,41 @@ def foreign(path):
     (path / "manifest.json").write_text(json.dumps({"format": "someone else's", "step": 2, "files": {}}))
 
 
+def listed(path):
+    (path / "manifest.json").write_text("[1]")
+
+
+def incomplete(path):
+    (path / "manifest.json").write_text(json.dumps({"format": checkpoint.FORMAT, "step": 2, "files": {"state.pt": 3}}))
+
+
+def endless(path):
+    (path / "manifest.json").write_text('{"format": "batchnorm checkpoint 1", "step": Infinity, "files": {}}')
+
+
+def replaced(path, write):
+    """Put another state.pt there, with a manifest that fits it."""
+    write(path / "state.pt")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["state.pt"] = checkpoint._fingerprint(path / "state.pt")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def compress(path):
+    def write(state):
+        with zipfile.ZipFile(state) as file:
+            entries = {name: file.read(name) for name in file.namelist()}
+        with zipfile.ZipFile(state, "w", zipfile.ZIP_DEFLATED) as file:
+            for name, content in entries.items():
+                file.writestr(name, content)
+
+    replaced(path, write)
+
+
+def no_dict(path):
+    replaced(path, lambda state: torch.save([1, 2], state))
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -68,6 +105,11 @@ def foreign(path):
         (lose, r"state\.pt is missing"),
         (empty, "no readable manifest"),
         (foreign, 'its format is "someone else\'s"'),
+        (listed, "no readable manifest"),
+        (incomplete, r"manifest\.json lacks the step"),
+        (endless, r"manifest\.json lacks the step"),
+        (compress, "is compressed"),
+        (no_dict, "holds no dict"),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
@@ -100,10 +142,7 @@ def test_code_in_a_state_file_does_not_run(tmp_path):
             return os.mkdir, (str(tmp_path / "harm"),)
 
     path = save(tmp_path, 1, MODEL, STATE)
-    torch.save(Harmful(), path / "state.pt")
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["state.pt"] = checkpoint._fingerprint(path / "state.pt")
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    replaced(path, lambda state: torch.save(Harmful(), state))
     with pytest.raises(CheckpointError, match=r"state\.pt"):
         load(path)
     assert not (tmp_path / "harm").exists()
@@ -122,3 +161,13 @@ def test_a_write_that_fails_leaves_the_last_good_one(tmp_path, monkeypatch):
     assert load_latest(tmp_path).step == 1
     save(tmp_path, 2, MODEL, STATE)
     assert load_latest(tmp_path).step == 2
+
+
+def test_a_full_disk_leaves_the_last_good_one_and_nothing_else(tmp_path):
+    save(tmp_path, 1, MODEL, STATE)
+    for size in (50, 500):  # for the weights, for all else
+        with no_room(size), pytest.raises(OSError, match="too large") as error:
+            save(tmp_path, 2, MODEL, STATE)
+        assert error.value.filename.endswith("model.safetensors" if size == 50 else "state.pt")
+        assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
+    assert load_latest(tmp_path).step == 1

@@ -3,15 +3,18 @@
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from threading import Thread
 
 import pytest
+from full_disk import no_room
 
 from batchnorm.cli import main
 from batchnorm.data.sizes import small_images_note
 from batchnorm.data.source import open_source
+from batchnorm.train.metrics import read
 
 
 def test_describe_says_what_small_images_do_without(capsys):
@@ -131,3 +134,24 @@ def test_a_damaged_recipe_is_named(data, tmp_path, capsys):
     (tmp_path / "recipe.json").write_text("{")
     assert main(["evaluate", str(tmp_path), "--data", str(data)]) == 2
     assert f"{tmp_path}/recipe.json is not a recipe of this version: Expecting" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(data, tmp_path, capsys):
+    words = ["train", "--recipe", "bn-x5", "--data", str(data), "--out", str(tmp_path / "run"), "--device", "cpu"]
+    words += ["--width", "0.04", "--workers", "0", "--batch-size", "8", "--size", "32", "--max-steps", "2"]
+    words += ["--log-every", "1", "--checkpoint-every", "1", "--estimate-batches", "2"]
+    with no_room(20_000):
+        assert main(words) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(rf"batchnorm train: {tmp_path}/run/checkpoints/.*/model.safetensors: file too large", last)
+    assert main(words) == 0
+    assert [line["step"] for line in read(tmp_path / "run" / "metrics.jsonl") if "loss" in line] == [1, 2]
+
+
+def test_file_names_are_no_markup(data, tmp_path, capsys):
+    broken = shutil.copytree(data, tmp_path / "data")
+    (broken / "val" / "class0" / "[bold].png").write_bytes(b"no image")
+    words = ["train", "--recipe", "bn-x5", "--data", str(broken), "--out", str(tmp_path / "run"), "--device", "cpu"]
+    words += ["--width", "0.04", "--workers", "0", "--batch-size", "8", "--size", "32", "--max-steps", "1"]
+    assert main([*words, "--estimate-batches", "2"]) == 0
+    assert "[bold].png" in capsys.readouterr().out.replace("\n", "")

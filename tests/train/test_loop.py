@@ -12,10 +12,11 @@ import torch
 from training import assert_same_outcome, outcome, small, start, train_small
 
 from batchnorm.train import Recipe, Stopped
-from batchnorm.train.checkpoint import load_latest
+from batchnorm.train.checkpoint import load_latest, save
 from batchnorm.train.command import _summary
 from batchnorm.train.metrics import read
 from batchnorm.train.report import Reporter
+from batchnorm.train.saved import open_run
 
 
 @pytest.fixture(scope="module")
@@ -238,3 +239,35 @@ def test_files_that_cannot_be_read_are_listed(data, tmp_path):
     assert result.corrupt == 2
     assert all("broken.png" in file for file in result.corrupt_files)
     assert "2 file(s) could not be read and were skipped:\n  " in _summary(result, tmp_path)
+
+
+def test_a_checkpoint_without_its_parts_is_told(data, reference, tmp_path):
+    found = load_latest(reference / "checkpoints")
+    for state in ({}, {**found.state, "sums": 3}, {**found.state, "positions": [1]}, {**found.state, "optimizer": []}):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(reference, tmp_path / "run")
+        shutil.rmtree(tmp_path / "run" / "checkpoints")
+        save(tmp_path / "run" / "checkpoints", 12, found.model, state)
+        with pytest.raises(ValueError, match=r"the checkpoint in .*run does not fit the network"):
+            train_small(data, tmp_path / "run")
+
+
+def test_broken_files_of_a_run_are_named(data, reference, tmp_path):
+    run = shutil.copytree(reference, tmp_path / "run")
+    (run / "data.json").write_text("[")
+    with pytest.raises(ValueError, match=r"data\.json is not valid JSON"):
+        train_small(data, run)
+    final = load_latest(run / "final")
+    shutil.rmtree(run / "final")
+    save(run / "final", 12, final.model, {})
+    classes = [f"class{k}" for k in range(3)]
+    with pytest.raises(ValueError, match=r"final does not say which classes and network it is of"):
+        open_run(run).load(classes)
+    manifest = next((run / "final").glob("*/manifest.json"))
+    manifest.write_text('{"format": "batchnorm checkpoint 1"}')
+    with pytest.raises(ValueError, match=r"manifest\.json lacks"):
+        _ = open_run(run).weights
+    shutil.rmtree(run / "final")
+    (run / "result.json").write_text("3")
+    with pytest.raises(ValueError, match=r"result\.json is not a JSON object"):
+        open_run(run).load(classes)

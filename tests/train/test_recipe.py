@@ -1,5 +1,6 @@
 """The recipes against the table of the variants, transcribed here apart from the code."""
 
+import json
 from dataclasses import fields, replace
 
 import pytest
@@ -94,3 +95,27 @@ def test_json_round_trip_and_foreign_fields():
     assert Recipe.from_json(recipe.to_json()) == recipe
     with pytest.raises(ValueError, match="no field colour"):
         Recipe.from_json('{"colour": 1}')
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("activation", "tanh"),
+        ("batch_norm", 1),
+        ("size", "large"),
+        ("size", 32.5),
+        ("per_activation", [1]),
+        ("rate", True),
+    ],
+)
+def test_a_field_of_another_type_is_named(tmp_path, field, value):
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps({**json.loads(Recipe().to_json()), field: value}))
+    with pytest.raises(ValueError, match=rf"recipe\.json is not a recipe of this version: {field} cannot be"):
+        Recipe.read(path)
+
+
+def test_whole_numbers_are_numbers(tmp_path):
+    path = tmp_path / "recipe.json"
+    path.write_text('{"epochs": 3}')
+    assert Recipe.read(path).epochs == 3

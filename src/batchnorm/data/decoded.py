@@ -7,13 +7,13 @@ import hashlib
 import json
 import os
 import warnings
-from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from ..extras import require
+from ..results import sync
 from .cache import DeviceCache, cached_side, check_room
 from .reader import CorruptFile
 from .source import ImageSource, open_source
@@ -35,8 +35,9 @@ def open_decoded(
     source = open_source(data, split)
     side = cached_side(source, size)
     path = folder / f"{split}-{side}px-{_state_of(source, data, split)}.safetensors"
-    with contextlib.suppress(OSError, error):
-        return _load(path, where)
+    # Damaged files raise errors of safetensors, json and others.
+    with contextlib.suppress(Exception):
+        return _load(path, where, source, side)
     cache = DeviceCache.fill(source, size, workers, where)
     try:
         _save(cache, path)
@@ -83,15 +84,39 @@ def _save(cache: DeviceCache, path: Path) -> None:
     host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     try:
         require("safetensors.torch", "train").save_file(host, temporary, {"corrupt": corrupt})
+        sync(temporary)
         temporary.replace(path)  # whole or absent
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _load(path: Path, device: torch.device) -> DeviceCache:
+def _load(path: Path, device: torch.device, source: ImageSource, side: int) -> DeviceCache:
     with require("safetensors", "train").safe_open(path, framework="pt", device=str(device)) as file:
-        check_room(prod(file.get_slice("images").get_shape()), device)
+        if file.get_slice("images").get_shape() != [len(source.labels), side, side, 3]:
+            raise ValueError(f"{path} has images of other shapes")
+        check_room(len(source.labels) * side * side * 3, device)
         images, labels = file.get_tensor("images"), file.get_tensor("labels")
         row_of, sizes = (np.asarray(file.get_tensor(name).cpu()) for name in ("row_of", "sizes"))
         corrupt = [CorruptFile(**entry) for entry in json.loads(file.metadata()["corrupt"])]
-    return DeviceCache(images, labels, row_of, sizes, corrupt)
+    cache = DeviceCache(images, labels, row_of, sizes, corrupt)
+    _check(cache, source, path)
+    return cache
+
+
+def _check(cache: DeviceCache, source: ImageSource, path: Path) -> None:
+    """Check that a file's numbers are of the source: they are used as places in memory, and as labels."""
+    n = len(source.labels)
+    kept = cache.row_of >= 0
+    ok = (
+        [cache.images.dtype, cache.labels.dtype, cache.row_of.dtype, cache.sizes.dtype]
+        == [torch.uint8, torch.int64, np.int64, np.int64]
+        and [cache.labels.shape, cache.row_of.shape, cache.sizes.shape] == [(n,), (n,), (n, 2)]
+        and np.array_equal(cache.row_of[kept], np.arange(kept.sum()))
+        and np.array_equal(cache.labels[: kept.sum()].cpu().numpy(), source.labels[kept])
+        and (cache.sizes[kept] > 0).all()
+        and not cache.sizes[~kept].any()
+        and [file.example for file in cache.corrupt] == np.flatnonzero(~kept).tolist()
+        and all(isinstance(text, str) for file in cache.corrupt for text in (file.name, file.reason))
+    )
+    if not ok:
+        raise ValueError(f"{path} is not of this data")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
-import os
+import gzip
 import tarfile
 import xml.etree.ElementTree as ElementTree
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from .tar import members, read_at
+
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
 # Either says which class a validation image has: the authors' bounding boxes, or the table of Kaggle's copy.
 VAL_BOXES = "ILSVRC2012_bbox_val_v3.tgz"
 VAL_TABLE = "LOC_val_solution.csv"
+MAX_ANNOTATION = 2**20  # bytes of one image's bounding boxes
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,7 @@ class OfficialTar:
 
     def read(self, index: int) -> bytes:
         """Return the encoded image."""
-        offset, length = self.spans[index].tolist()
-        with self.path.open("rb", buffering=0) as file:
-            return os.pread(file.fileno(), length, offset)
+        return read_at(self.path, *self.spans[index].tolist())
 
     def name(self, index: int) -> str:
         """Return the tar file's path and the member's name."""
@@ -53,8 +55,8 @@ def open_official(folder: Path) -> dict[str, OfficialTar]:
     """Open the splits of ImageNet in a folder of its official tar files; the validation part may be missing.
 
     Raises:
-        FileNotFoundError: where the classes of the validation images are not to be found.
-        ValueError: where a tar file is not what it should be.
+        FileNotFoundError: if nothing says which classes the validation images are.
+        ValueError: if a file is not what it should be.
 
     Beyond the paper: the data set's distribution.
     """
@@ -86,20 +88,18 @@ def _source(path: Path, classes: tuple[str, ...], rows: list[Row]) -> OfficialTa
 
 
 def _training_images(path: Path) -> Iterator[Row]:
-    with _open(path) as outer:
-        for part in outer:
-            file = outer.extractfile(part)
-            if file is None or not part.name.endswith(".tar"):
+    with path.open("rb") as file:
+        for part in members(file, str(path)):
+            if not part.name.endswith(".tar"):
                 raise ValueError(f"{path} holds {part.name} where a tar file of one class is expected")
-            with file, tarfile.open(fileobj=file, mode="r:") as inner:
-                wnid = Path(part.name).stem
-                for member in inner:
-                    yield wnid, f"{wnid}/{member.name}", part.offset_data + member.offset_data, member.size
+            wnid = Path(part.name).stem
+            for member in members(file, f"{path}:{part.name}", part.offset_data, part.size):
+                yield wnid, f"{wnid}/{member.name}", member.offset_data, member.size
 
 
 def _validation_images(path: Path, class_of: dict[str, str]) -> Iterator[Row]:
-    with _open(path) as tar:
-        for member in filter(tarfile.TarInfo.isfile, tar):
+    with path.open("rb") as file:
+        for member in members(file, str(path)):
             stem = Path(member.name).stem
             if stem not in class_of:
                 raise ValueError(f"{path}:{member.name} has no class in {VAL_BOXES} or {VAL_TABLE}")
@@ -119,21 +119,23 @@ def _validation_classes(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _from_table(path: Path) -> Iterator[tuple[str, str]]:
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            yield row["ImageId"], row["PredictionString"].split()[0]
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                yield row["ImageId"], row["PredictionString"].split()[0]
+    except (KeyError, IndexError, AttributeError, TypeError, csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} is not Kaggle's table of ImageId and PredictionString ({error!r}): copy it again"
+        ) from error
 
 
 def _from_boxes(path: Path) -> Iterator[tuple[str, str]]:
-    with tarfile.open(path) as tar:
-        for member in tar:
-            file = tar.extractfile(member)
-            if file is not None and member.name.endswith(".xml"):
-                yield Path(member.name).stem, ElementTree.parse(file).findtext("object/name", "")
-
-
-def _open(path: Path) -> tarfile.TarFile:
     try:
-        return tarfile.open(path, "r:")
-    except tarfile.TarError as error:
-        raise ValueError(f"{path} is not a tar file ({error}): copy it again") from error
+        with tarfile.open(path) as tar:
+            for member in tar:
+                if member.isreg() and member.name.endswith(".xml") and (file := tar.extractfile(member)):
+                    root = ElementTree.fromstring(file.read(MAX_ANNOTATION))
+                    yield Path(member.name).stem, root.findtext("object/name", "")
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, ElementTree.ParseError, ValueError) as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"{path} is not a tar file of annotations ({why}): copy it again") from error

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..extras import check_installed
+from ..results import sync, write_atomically
 from .draws import permutation, seed_at
 from .folder import FolderSource
 from .imagenet import TRAIN_TAR, open_official
-from .shards import CLASSES_FILE, TarSource
+from .shards import CLASSES_FILE, TarSource, classes_text
 from .shrink import shrink
 from .source import ImageSource
 
@@ -59,8 +60,9 @@ def shard(
             crops of 224 px.
 
     Raises:
-        FileNotFoundError: where ``folder`` has no images.
-        ValueError: where ``out`` exists, or ``per_shard`` or ``short_side`` is no positive number.
+        FileNotFoundError: if ``folder`` has no images.
+        ValueError: if ``out`` exists, ``per_shard`` or ``short_side`` is no positive number, or a class cannot be named
+            in ``classes.txt``.
 
     Beyond the paper: WebDataset's layout.
     """
@@ -80,9 +82,13 @@ def shard(
             _write_split(source, split, temporary, per_shard, seed, short_side) for split, source in sources.items()
         ]
         temporary.chmod(0o755)
+        sync(temporary)
         temporary.rename(out)
-    except BaseException:
+        sync(out.parent)
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(out)) from error  # a full disk does not name the file
         raise
     for line in written:
         print(line)
@@ -101,7 +107,7 @@ def _open_all(folder: Path) -> Mapping[str, ImageSource]:
 def _write_split(
     source: ImageSource, split: str, out: Path, per_shard: int, seed: int, short_side: int | None
 ) -> ShardedSplit:
-    (out / CLASSES_FILE).write_text("".join(f"{name}\n" for name in source.classes), encoding="utf-8")
+    write_atomically(out / CLASSES_FILE, classes_text(source.classes))
     n = len(source.labels)
     order = permutation(seed_at(seed, 0), n)
     parts = np.array_split(order, -(-n // per_shard))

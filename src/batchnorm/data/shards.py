@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .index import ShardIndex
+from .index import MAX_CLASSES, ShardIndex
+from .tar import read_at
 
 CLASSES_FILE = "classes.txt"
 
@@ -37,7 +39,7 @@ class TarSource:
         highest = int(index.labels.max())
         if not names.exists():
             return cls(root, tuple(map(str, range(highest + 1))), index)
-        classes = tuple(names.read_text(encoding="utf-8").splitlines())
+        classes = read_classes(names)
         if highest >= len(classes):
             raise ValueError(f"{names} names {len(classes)} classes, but {split}-*.tar have label {highest}")
         return cls(root, classes, index)
@@ -54,14 +56,39 @@ class TarSource:
 
     def read(self, index: int) -> bytes:
         """Return the encoded image."""
-        offset, length = self.index.spans[index].tolist()
-        # Opened each time: no descriptors to share with forked workers or to run out of, and it costs microseconds.
-        with (self.root / self._shard(index)).open("rb", buffering=0) as file:
-            return os.pread(file.fileno(), length, offset)
+        return read_at(self.root / self._shard(index), *self.index.spans[index].tolist())
 
     def name(self, index: int) -> str:
         """Return the shard's path and the member's name."""
-        return f"{self.root / self._shard(index)}:{os.fsdecode(self.index.members[index])}"
+        return f"{self.root / self._shard(index)}:{self.index.members[index].decode(errors='replace')}"
 
     def _shard(self, index: int) -> str:
         return os.fsdecode(self.index.shards[self.index.shard_of[index]])
+
+
+def classes_text(classes: Sequence[str]) -> bytes:
+    """Return what ``classes.txt`` holds: a name a line.
+
+    Raises:
+        ValueError: if a name has a line break, which would move all names after it to other labels.
+
+    Beyond the paper: WebDataset's layout.
+    """
+    for name in classes:
+        if "\n" in name or "\r" in name:
+            raise ValueError(f"the class {name!r} has a line break in its name: rename its folder")
+    return "".join(f"{name}\n" for name in classes).encode(errors="surrogateescape")
+
+
+def read_classes(path: Path) -> tuple[str, ...]:
+    """Return the names in a ``classes.txt``, one a line.
+
+    Raises:
+        ValueError: if it names more classes than there can be.
+
+    Beyond the paper: WebDataset's layout.
+    """
+    classes = tuple(path.read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n").split("\n"))
+    if len(classes) > MAX_CLASSES:
+        raise ValueError(f"{path} names {len(classes):,} classes: there can be {MAX_CLASSES:,}")
+    return classes

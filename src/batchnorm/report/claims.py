@@ -35,14 +35,16 @@ def paper_versus_here(runs: Sequence[Run]) -> list[list[str]]:
     if plain is None or bn is None or not (plain.accuracy and bn.accuracy):
         return []
     rows = [["claim", "paper", "here: without BN", "here: with BN"]]
-    last = min(plain.accuracy[-1][0], bn.accuracy[-1][0])
-    rows.append(
-        [
-            f"test accuracy at step {last:,}",
-            '"The batch-normalized network enjoys the higher test accuracy."',
-            *(f"{next(v for s, v in r.accuracy if s == last):.2%}" for r in (plain, bn)),
-        ]
-    )
+    at_step = [dict(r.accuracy) for r in (plain, bn)]
+    if common := at_step[0].keys() & at_step[1].keys():
+        last = max(common)
+        rows.append(
+            [
+                f"test accuracy at step {last:,}",
+                '"The batch-normalized network enjoys the higher test accuracy."',
+                *(f"{accuracy[last]:.2%}" for accuracy in at_step),
+            ]
+        )
     reached = [(r.steps_to(0.95), r) for r in (plain, bn)]
     rows.append(
         [
@@ -51,7 +53,7 @@ def paper_versus_here(runs: Sequence[Run]) -> list[list[str]]:
             *("not reached" if s is None else f"{s:,}" for s, _ in reached),
         ]
     )
-    if len(plain.percentiles) > 1 and len(bn.percentiles) > 1:
+    if all(len(r.percentiles) > 1 and r.layers for r in (plain, bn)):
         rows += _drift_rows(plain, bn)
     return rows
 

@@ -30,7 +30,8 @@ def report(options: Report) -> Path:
     """Read the runs, write the page and return its path.
 
     Raises:
-        FileNotFoundError: where a folder holds no run.
+        FileNotFoundError: if a folder holds no run.
+        ValueError: naming a file that is not what a run leaves.
 
     Beyond the paper: ``batchnorm report``.
     """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..extras import require
+from ..results import write_atomically
 from .runs import Run
 
 COLOURS = {False: "#d9622b", True: "#2a6fc9"}
@@ -20,7 +22,7 @@ def draw(runs: Sequence[Run], out: Path) -> list[Path]:
         out: the folder.
 
     Raises:
-        MissingExtraError: where matplotlib is not installed.
+        MissingExtraError: if matplotlib is not installed.
 
     Paper: Fig. 1
     """
@@ -44,7 +46,10 @@ def draw(runs: Sequence[Run], out: Path) -> list[Path]:
         paths = [out / f"fig1.{kind}" for kind in ("png", "svg")]
         for path in paths:
             # No date in the file: the same run draws the same bytes.
-            figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else None)
+            content = io.BytesIO()
+            no_date = {"Date": None} if path.suffix == ".svg" else None
+            figure.savefig(content, format=path.suffix[1:], dpi=200, metadata=no_date)
+            write_atomically(path, content.getvalue())
         plt.close(figure)
     return paths
 
@@ -67,7 +72,7 @@ def _accuracy(axis: Any, pair: dict[bool, Run | None]) -> None:
 
 def _bands(axis: Any, run: Run | None, title: str, colour: str) -> None:
     axis.set_title(title, fontsize=8)
-    if run is None or not run.percentiles:
+    if run is None or not run.layers:
         axis.text(0.5, 0.5, "no records", ha="center", transform=axis.transAxes)
         return
     layer = run.layers[-1]
@@ -79,7 +84,7 @@ def _bands(axis: Any, run: Run | None, title: str, colour: str) -> None:
         axis.plot(steps, values, color=colour, lw=width)
     for values, text in ((low, "15"), (middle, "50"), (high, "85")):
         axis.annotate(text, (steps[-1], values[-1]), (3, -2), textcoords="offset points", color=colour, fontsize=7)
-    axis.set_ylabel(f"input of unit {unit}, {layer}")
+    axis.set_ylabel(f"input of unit {unit}, {layer}", parse_math=False)
     _thousands(axis)
 
 

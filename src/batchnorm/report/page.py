@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from ..results import write_atomically
 from .claims import paper_versus_here, steps_to
@@ -30,7 +33,8 @@ def write_report(
 
     Beyond the paper: ``batchnorm report``.
     """
-    write_atomically(path, render(runs, title=title, sections=sections).encode())
+    # A lone surrogate, from an undecodable file name or a JSON string, has no UTF-8.
+    write_atomically(path, render(runs, title=title, sections=sections).encode(errors="replace"))
     return path
 
 
@@ -41,24 +45,42 @@ def render(runs: Sequence[Run], *, title: str | None = None, sections: Sequence[
     """
     assets = files(__package__).joinpath("assets")
     text = {name: assets.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", "chart.js", "page.js")}
-    # "</script" in a name would end the element that carries the data.
-    data = json.dumps(payload(runs), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    percentiles = next((r.config["percentiles"] for r in runs if "percentiles" in r.config), ["recorded"])
+    style = "\n" + text["page.css"]
+    script = "\n" + text["chart.js"] + text["page.js"].replace('"use strict";\n', "", 1)
     return Template(text["page.html"]).substitute(
         title=escape(title or _title(runs)),
         subtitle=escape(_subtitle(runs)),
         figures="".join(_figure(k, run) for k, run in enumerate(runs)),
-        percentiles=", ".join(f"{q:g}th" if not isinstance(q, str) else q for q in percentiles),
+        percentiles=escape(_percentiles(runs)),
         tables=_tables(runs, _section41(runs) if sections is None else sections),
         footer=escape(_footer(runs)),
-        css=text["page.css"],
-        data=data,
-        script=text["chart.js"] + text["page.js"].replace('"use strict";\n', "", 1),
+        css=style,
+        css_hash=_hash(style),
+        data=_inert(payload(runs)),
+        script=script,
+        script_hash=_hash(script),
     )
 
 
+def _hash(text: str) -> str:
+    """Return an element's content as the page's Content-Security-Policy names it."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _inert(data: Any) -> str:
+    """Return JSON that no HTML parser sees markup in: a name may hold "</script>"."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"})
+
+
+def _percentiles(runs: Sequence[Run]) -> str:
+    levels = next((r.config["percentiles"] for r in runs if r.percentiles and "percentiles" in r.config), None)
+    return "recorded" if levels is None else ", ".join(f"{q:g}th" for q in levels)
+
+
 def _title(runs: Sequence[Run]) -> str:
-    if {run.config.get("batch_norm") for run in runs} == {True, False}:
+    kinds = [run.config.get("batch_norm") for run in runs]
+    if all(isinstance(kind, bool) for kind in kinds) and True in kinds and False in kinds:
         return "Activations over time, with and without batch normalization"
     return "Runs: " + ", ".join(run.name for run in runs)
 
@@ -79,13 +101,13 @@ def _figure(k: int, run: Run) -> str:
     how = "validation accuracy" if "val_top1" in run.curves else "test accuracy"
     if isinstance(final, dict) and "folded" in final:
         value, how = final["folded"], f"{how} of the folded network"
-    name = f'<i style="background:var(--run{k % 6})"></i>{escape(run.name)}'
+    name = f'<i class="run{k % 6}"></i>{escape(run.name)}'
     return f'<div class="figure"><span>{name}</span><b>{value:.2%}</b><span>{how}</span></div>'
 
 
 def _footer(runs: Sequence[Run]) -> str:
-    environment: dict[str, object] = next((r.config["environment"] for r in runs if "environment" in r.config), {})
-    parts = [f"{key}: {value}" for key, value in environment.items() if value is not None]
+    found = [r.config["environment"] for r in runs if isinstance(r.config.get("environment"), dict)]
+    parts = [f"{key}: {value}" for key, value in (found[0] if found else {}).items() if value is not None]
     return " · ".join(parts)
 
 
@@ -111,7 +133,7 @@ def _tables(runs: Sequence[Run], sections: Sequence[Section]) -> str:
 
 
 def _final(runs: Sequence[Run]) -> list[list[str]]:
-    found = [run.summary.get("accuracy") or {} for run in runs]
+    found = [accuracy if isinstance(accuracy := run.summary.get("accuracy"), dict) else {} for run in runs]
     names = {
         "running": "running averages",
         "population": "population statistics (estimate_)",
@@ -120,7 +142,7 @@ def _final(runs: Sequence[Run]) -> list[list[str]]:
     rows = [
         [names[key], *(f"{f[key]:.2%}" if key in f else "-" for f in found)]
         for key in names
-        if any(key in f for f in found if isinstance(f, dict))
+        if any(key in f for f in found)
     ]
     return [["statistics", *(run.name for run in runs)], *rows]
 

@@ -45,12 +45,12 @@ def payload(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _run(run: Run) -> dict[str, Any]:
     shift: dict[str, Any] = {}
-    if len(run.percentiles) > 1:
+    if len(run.percentiles) > 1 and run.layers:
         shift["z"] = {layer: _curve(run.drift_curve(layer, "z")) for layer in run.layers}
         shift["x"] = {layer: _curve(run.drift_curve(layer, "x")) for layer in run.layers}
     if run.gradient_changes:
         shift["gradient"] = {
-            layer: _curve([(r.step, r.gradient_change[layer].relative) for r in run.gradient_changes])
+            layer: _curve([(r.step, c.relative) for r in run.gradient_changes if (c := r.gradient_change.get(layer))])
             for layer in run.gradient_changes[0].gradient_change
         }
     return {
@@ -73,9 +73,9 @@ def _thin(items: Sequence[Any], limit: int) -> list[Any]:
 
 
 def _percentiles(run: Run) -> dict[str, Any] | None:
-    if not run.percentiles:
+    if not run.layers:
         return None
-    size = sum(p.z.numel() for p in run.percentiles[0].percentiles.values())
+    size = sum(run.percentiles[0].percentiles[layer].z.numel() for layer in run.layers)
     records = _thin(run.percentiles, max(BUDGET // size, 10))
     layers = []
     for name in run.layers:
@@ -83,14 +83,10 @@ def _percentiles(run: Run) -> dict[str, Any] | None:
         layers.append(
             {
                 "name": name,
+                "count": values.shape[1],
                 "units": values.shape[2],
                 "typical": run.typical(name),
                 "data": base64.b64encode(values.numpy().astype("<f4").tobytes()).decode(),
             }
         )
-    count = run.percentiles[0].percentiles[run.layers[0]].z.shape[0]
-    return {
-        "q": run.config.get("percentiles", list(range(count))),
-        "steps": [r.step for r in records],
-        "layers": layers,
-    }
+    return {"steps": [r.step for r in records], "layers": layers}

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from ..monitor import Change, Percentiles, Record, drift, typical_unit
+from ..results import parse_json, read_json
 
+T = TypeVar("T")
 Curve = list[tuple[int, float]]
+
+LAST_STEP = 2**53  # JavaScript's numbers are exact below it
 
 # How names of curves of accuracies end: this library's commands write "accuracy" and "val_top1".
 ACCURACIES = ("accuracy", "top1")
@@ -47,8 +51,9 @@ class Run:
 
     @cached_property
     def layers(self) -> list[str]:
-        """The layers with percentiles, in the order of the network."""
-        return list(self.percentiles[0].percentiles) if self.percentiles else []
+        """The layers that every record has percentiles of, in the order of the network."""
+        first, *others = [r.percentiles for r in self.percentiles] or [{}]
+        return [layer for layer in first if all(layer in p for p in others)]
 
     def typical(self, layer: str) -> int:
         """Return the unit of the median drift in a layer."""
@@ -71,7 +76,7 @@ class Run:
         parts = [f"{self.name}: step {self.steps:,}"]
         final = self.summary.get("accuracy")
         if isinstance(final, dict):
-            parts += [f"accuracy {value:.2%} ({name})" for name, value in final.items()]
+            parts += [f"accuracy {value:.2%} ({_printable(name)})" for name, value in final.items()]
         elif self.accuracy:
             parts.append(f"accuracy {self.accuracy[-1][1]:.2%}")
         if "seconds" in self.summary:
@@ -86,8 +91,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         paths: folders that hold a ``metrics.jsonl``, or folders with such folders in them.
 
     Raises:
-        FileNotFoundError: where a path holds no run.
-        ValueError: without a path, or where a run's settings cannot be read.
+        FileNotFoundError: if a path holds no run.
+        ValueError: without a path, or naming a file that is not what a run leaves.
 
     Beyond the paper: ``batchnorm report``.
     """
@@ -106,31 +111,63 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """Name runs by the last part of their path, or by what tells them apart where that is not enough."""
-    last = [f.resolve().name for f in folders]
+    last = [_printable(f.resolve().name) for f in folders]
     if len(set(last)) == len(last):
         return last
     common = os.path.commonpath([f.resolve() for f in folders])
-    return [str(f.resolve().relative_to(common)) for f in folders]
+    return [_printable(str(f.resolve().relative_to(common))) for f in folders]
+
+
+def _printable(name: str) -> str:
+    """Return a file's name without what a terminal would obey or UTF-8 cannot express."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
 
 def _read(folder: Path, name: str) -> Run:
     curves: dict[str, Curve] = {}
     percentiles: list[Record] = []
     changes: list[Record] = []
-    for line in (*_lines(folder / "metrics.jsonl"), *_lines(folder / "monitor.jsonl")):
+    for where, line in (*_lines(folder / "metrics.jsonl"), *_lines(folder / "monitor.jsonl")):
         step = line.pop("step", None)
-        if not isinstance(step, int) or line.get("final"):
+        if step is None or line.get("final"):
             continue  # a summary of the run, not a point of it
+        if not (_is_number(step) and isinstance(step, int) and 0 <= step < LAST_STEP):
+            raise ValueError(f"{where}: step is {_short(step)}, not a whole number from 0 to 2^53")
         if "percentiles" in line:
-            percentiles.append(Record(step, {k: _percentiles(v) for k, v in line["percentiles"].items()}))
+            percentiles.append(Record(step, _by_layer(line, "percentiles", _percentiles, where)))
         if "gradient_change" in line:
-            changes.append(Record(step, {}, {k: Change(**v) for k, v in line["gradient_change"].items()}))
+            changes.append(Record(step, {}, _by_layer(line, "gradient_change", _change, where)))
         for key, value in line.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                curves.setdefault(key, []).append((step, float(value)))
+            if _is_number(value):
+                curves.setdefault(key, []).append((step, _float(value)))
+    _check_shapes(percentiles, folder)
     ordered = dict(sorted(curves.items(), key=lambda item: _place(item[0])))
-    config = _json(folder / "config.json") or _recipe(folder)
-    return Run(name, config, _json(folder / "summary.json") or _result(folder), ordered, percentiles, changes)
+    return Run(name, _config(folder, percentiles), _summary(folder), ordered, percentiles, changes)
+
+
+def _config(folder: Path, percentiles: Sequence[Record]) -> dict[str, Any]:
+    path = folder / "config.json"
+    config = _json(path)
+    levels, counts = config.get("percentiles"), {len(p.z) for r in percentiles for p in r.percentiles.values()}
+    if counts and levels is not None:
+        numbers = isinstance(levels, list) and all(_is_number(q) and 0 <= q <= 100 for q in levels)
+        if not numbers or counts != {len(levels)}:
+            raise ValueError(
+                f"{path}: percentiles is {_short(levels)}, but the run's records have {max(counts)} of them"
+            )
+    return config or _recipe(folder)
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    path = folder / "summary.json"
+    summary = _json(path)
+    if not summary:
+        return _result(folder)
+    accuracy = summary.get("accuracy")
+    numbers = accuracy if isinstance(accuracy, dict) else {}
+    for key, value in {**numbers, "seconds": summary.get("seconds", 0)}.items():
+        _check_number(value, key, path)
+    return summary
 
 
 def _place(curve: str) -> int:
@@ -150,31 +187,86 @@ def _recipe(folder: Path) -> dict[str, Any]:
 
 def _result(folder: Path) -> dict[str, Any]:
     """Return what a run of ``batchnorm train`` came to, as a ``summary.json`` says it."""
-    result = _json(folder / "result.json")
+    path = folder / "result.json"
+    result = _json(path)
     found = {"running": result.get("running_top1"), "folded": result.get("top1")}
     accuracy = {name: value for name, value in found.items() if value is not None}
+    for name, value in accuracy.items():
+        _check_number(value, f"accuracy ({name})", path)
     return {"accuracy": accuracy} if accuracy else {}
 
 
-def _lines(path: Path) -> Iterable[dict[str, Any]]:
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a file of JSON lines, each with its place for error messages."""
+    if not path.exists():
+        return
+    lines = path.read_bytes().split(b"\n")
+    for number, text in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
         try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue  # the last line of a run that was killed, or is still running
-        if isinstance(line, dict):
-            yield line
+            if text.strip():
+                yield where, parse_json(text, where)
+        except ValueError:
+            # Not terminated: the run was killed, or is still writing.
+            if number < len(lines):
+                raise
 
 
-def _percentiles(table: dict[str, Any]) -> Percentiles:
-    z = torch.tensor(table["z"])
-    return Percentiles(z, torch.tensor(table["x"]) if "x" in table else z)
+def _by_layer(line: dict[str, Any], key: str, read: Callable[[Any], T], where: str) -> dict[str, T]:
+    tables = line.pop(key)
+    if not isinstance(tables, dict):
+        raise ValueError(f"{where}: {key} is {_short(tables)}, not an object with an entry for each layer")
+    try:
+        return {layer: read(table) for layer, table in tables.items()}
+    except (TypeError, ValueError, KeyError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"{where}: {key} cannot be read: {error}") from error
+
+
+def _percentiles(table: Any) -> Percentiles:
+    z = torch.tensor(table["z"], dtype=torch.float32)
+    x = torch.tensor(table["x"], dtype=torch.float32) if "x" in table else z
+    if z.dim() != 2 or len(z) < 2 or not z.numel() or x.shape != z.shape:
+        raise ValueError(f"z {tuple(z.shape)} and x {tuple(x.shape)} are not two percentiles or more of the same units")
+    return Percentiles(z, x)
+
+
+def _change(table: Any) -> Change:
+    if not (isinstance(table, dict) and table.keys() == set(Change._fields) and all(map(_is_number, table.values()))):
+        raise ValueError(f"{_short(table)} is not the two numbers {' and '.join(Change._fields)}")
+    return Change(**{key: _float(value) for key, value in table.items()})
+
+
+def _check_shapes(records: Sequence[Record], folder: Path) -> None:
+    """Check that a layer has the same percentiles and units at every step: they are drawn over time."""
+    shapes: dict[str, torch.Size] = {}
+    for record in records:
+        for layer, (z, _) in record.percentiles.items():
+            if shapes.setdefault(layer, z.shape) != z.shape:
+                raise ValueError(
+                    f"{folder}: the percentiles of {_short(layer)} have the shape {tuple(z.shape)} at step"
+                    f" {record.step}, and {tuple(shapes[layer])} before it"
+                )
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
+    return read_json(path) if path.exists() else {}
+
+
+def _check_number(value: Any, key: str, path: Path) -> None:
+    if not _is_number(value) or math.isinf(_float(value)):
+        raise ValueError(f"{path}: {_printable(key)} is {_short(value)}, not a number")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _float(value: float) -> float:
     try:
-        return dict(json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+
+
+def _short(value: object) -> str:
+    return ascii(value)[:60]

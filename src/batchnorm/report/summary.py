@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..results import write_atomically
+
 Result = dict[str, Any]
 MARKERS = ("<!-- results: written by python -m batchnorm.report.summary -->", "<!-- end of results -->")
 
@@ -302,4 +304,4 @@ def _between_markers(page: str, text: str) -> str:
 
 if __name__ == "__main__":
     for path, page in pages(Path(sys.argv[1] if len(sys.argv) > 1 else ".")).items():
-        path.write_text(page)
+        write_atomically(path, page.encode())

@@ -7,9 +7,11 @@ A checkpoint is a folder ``step-000001234`` of three files: ``model.safetensors`
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..extras import require
+from ..results import read_json, sync, write_atomically
 
 FORMAT = "batchnorm checkpoint 1"
 KEPT = 2
@@ -66,16 +69,25 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
     temporary.mkdir()
     # Copies of their own: safetensors refuses views and shared memory.
     tensors = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in model.items()}
-    safetensors.save_file(tensors, temporary / "model.safetensors")
-    torch.save(state, temporary / "state.pt")
-    files = {name: _fingerprint(temporary / name) for name in ("model.safetensors", "state.pt")}
-    manifest = {"format": FORMAT, "step": step, "files": files}
-    (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2))
-    for path in (*sorted(temporary.iterdir()), temporary):
-        sync(path)
-    if final.exists():  # an unreadable one that a resumed run has passed over
-        shutil.rmtree(final)
-    os.rename(temporary, final)
+    pickled = io.BytesIO()
+    torch.save(state, pickled)
+    # Written by Python: on a full disk both packages would raise errors of their own, which do not name the file.
+    contents = {"model.safetensors": safetensors.save(tensors), "state.pt": pickled.getvalue()}
+    files = {
+        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    }
+    contents["manifest.json"] = json.dumps({"format": FORMAT, "step": step, "files": files}, indent=2).encode()
+    try:
+        for name, content in contents.items():
+            write_atomically(temporary / name, content)
+        sync(temporary)
+        if final.exists():  # an unreadable one that a resumed run has passed over
+            shutil.rmtree(final)
+        os.rename(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # it may be what fills the disk
+        raise
     sync(folder)
     for old in _newest_first(folder)[KEPT:]:
         shutil.rmtree(old)
@@ -107,42 +119,61 @@ def load(path: Path) -> Checkpoint:
     """Read one checkpoint and check it against its manifest.
 
     Raises:
-        CheckpointError: where a file is missing, cut short, altered, or not one of ours.
+        CheckpointError: if a file is missing, cut short, altered, or not one of ours.
 
     Beyond the paper: resuming.
     """
     safetensors = require("safetensors.torch", "train")
-    try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        found, step, files = manifest["format"], int(manifest["step"]), dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: no readable manifest.json ({error!r}); this is not a checkpoint") from error
-    if found != FORMAT:
-        raise CheckpointError(f"{path}: its format is {found!r}, not {FORMAT!r}; it was made by another version")
-    for name in ("model.safetensors", "state.pt"):
+    step, files = _manifest(path)
+    for name, expected in files.items():
         if not (path / name).is_file():
             raise CheckpointError(f"{path}: {name} is missing")
-        expected, actual = files.get(name, {}), _fingerprint(path / name)
+        actual = _fingerprint(path / name)
         if expected.get("bytes") != actual["bytes"]:
             raise CheckpointError(f"{path}: {name} has {actual['bytes']} bytes instead of {expected.get('bytes')}")
         if expected.get("sha256") != actual["sha256"]:
             raise CheckpointError(f"{path}: {name} was altered after it was written (its SHA-256 differs)")
     try:
         model = safetensors.load_file(path / "model.safetensors")
+        with zipfile.ZipFile(path / "state.pt") as file:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
+                raise ValueError("state.pt is compressed, and could unpack to any size")
         state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+        if not isinstance(state, dict):
+            raise TypeError("state.pt holds no dict")
     except Exception as error:
         # The hashes fit, so this is what was written: not by us.
-        raise CheckpointError(f"{path}: model.safetensors or state.pt cannot be read ({error})") from error
+        why = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path}: model.safetensors or state.pt cannot be read ({why})") from error
     return Checkpoint(step, model, state)
 
 
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+def weights_digest(folder: Path) -> str | None:
+    """Return the SHA-256 of the newest checkpoint's weights, as its manifest states it; None if there is none.
+
+    Raises:
+        CheckpointError: if its manifest is not one of ours.
+
+    Beyond the paper: telling runs apart.
+    """
+    found = _newest_first(folder)
+    return str(_manifest(found[0])[1]["model.safetensors"].get("sha256")) if found else None
+
+
+def _manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Return the step, and by name what is known of each file."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        manifest = read_json(path / "manifest.json")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: no readable manifest.json ({error}); this is not a checkpoint") from error
+    if manifest.get("format") != FORMAT:
+        found = manifest.get("format")
+        raise CheckpointError(f"{path}: its format is {found!r:.80}, not {FORMAT!r}; it was made by another version")
+    step, known = manifest.get("step"), manifest.get("files")
+    files = {name: known.get(name) if isinstance(known, dict) else None for name in ("model.safetensors", "state.pt")}
+    if not isinstance(step, int) or step < 0 or not all(isinstance(file, dict) for file in files.values()):
+        raise CheckpointError(f"{path}: its manifest.json lacks the step, or the sizes and SHA-256 of its files")
+    return step, files  # type: ignore[return-value]
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

@@ -104,7 +104,8 @@ def train(
         result = train_recipe(chosen, options)
     except Stopped as stopped:
         raise KeyboardInterrupt(str(stopped)) from stopped
-    Console(quiet=silent).print(_summary(result, options.folder(chosen)))
+    # File names are no markup.
+    Console(quiet=silent).print(_summary(result, options.folder(chosen)), markup=False)
     if result.diverged:
         raise SystemExit(1)
 

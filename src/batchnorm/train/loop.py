@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from ..monitor import Monitor
 from . import checkpoint
 from .distributed import Ranks, ranks
 from .finish import folded_network, population_network
+from .lock import locked
 from .recipe import Recipe
 from .report import Reporter
 from .run import Options, Result, Stopped, StopSignal, claim_folder, compare, hardware, stop_signal, write_result
@@ -39,13 +41,18 @@ def train(recipe: Recipe, options: Options) -> Result:
         The result that is also in ``result.json``; ``metrics.jsonl`` has the course of the run, ``final/`` the network.
 
     Raises:
-        Stopped: where SIGTERM or Ctrl-C came; the state is saved.
-        ValueError: where the data, the folder or its checkpoints do not fit the recipe.
+        Stopped: if SIGTERM or Ctrl-C came; the state is saved.
+        ValueError: if the data, the folder or its checkpoints do not fit the recipe, or another process trains there.
 
     Paper: Sec. 4.2.2; Alg. 2 at the end
     """
     tuned = torch.backends.cudnn.flags(enabled=True, benchmark=True)
-    with ranks(options.device) as here, stop_signal() as stop, tuned:
+    with (
+        ranks(options.device) as here,
+        locked(options.folder(recipe)) if here.main else nullcontext(),
+        stop_signal() as stop,
+        tuned,
+    ):
         return _Run(recipe, options, here, stop).finish()
 
 
@@ -213,21 +220,23 @@ class _Run:
             return (0, 0), None
         for problem in found.passed_over if self.ranks.main else ():
             print(f"passed over a checkpoint: {problem}")
+        state = found.state
         try:
             self.net.load_state_dict(found.model)
             rates = [group["lr"] for group in self.optimizer.param_groups]
-            self.optimizer.load_state_dict(found.state["optimizer"])
+            self.optimizer.load_state_dict(state["optimizer"])
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate  # on a GPU the tensor itself, on its device; its value is set before each step
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise ValueError(f"the checkpoint in {self.folder} does not fit the network: {error}") from error
-        self.step, self.evaluated = found.step, int(found.state["evaluated"])
-        sums = found.state["sums"]
-        same = len(sums) == self.ranks.world_size and found.state["threads"] == torch.get_num_threads()
+            self.step, self.evaluated = found.step, int(state["evaluated"])
+            metrics, monitor = map(int, state["positions"])
+            sums, threads = state["sums"].view(-1, 3), int(state["threads"])
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"the checkpoint in {self.folder} does not fit the network: {error!r}") from error
+        same = len(sums) == self.ranks.world_size and threads == torch.get_num_threads()
         if self.ranks.main:
             note = "" if same else "; the number of ranks or threads differs, so the last bits will"
             print(f"going on from step {found.step:,}{note}", flush=True)
-        return found.state["positions"], sums[self.ranks.rank] if same else sums.sum(0) / self.ranks.world_size
+        return (metrics, monitor), sums[self.ranks.rank] if same else sums.sum(0) / self.ranks.world_size
 
     def _conclude(self, diverged: bool) -> Result:
         """Take Algorithm 2 to its end, keep the network and write down how the run went."""

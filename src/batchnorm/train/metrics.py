@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from ..results import parse_json
 
 
 class Metrics:
@@ -29,32 +32,56 @@ class Metrics:
 
     def __init__(self, path: Path, position: int = 0) -> None:
         path.touch()
-        if path.stat().st_size < position:
+        if not 0 <= position <= path.stat().st_size:
             raise ValueError(f"{path} is shorter than when the checkpoint was written: lines are missing; restore it")
         os.truncate(path, position)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file = path.open("ab", buffering=0)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record; numbers that are not finite become null."""
-        self._file.write(json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
-        self._file.flush()
+        line = memoryview((json.dumps({k: _finite(v) for k, v in record.items()}) + "\n").encode())
+        with self._named():
+            while line:  # a full disk takes a part first
+                line = line[self._file.write(line) :]
 
     def position(self) -> int:
         """Return the length of the file, all of it on the disk."""
-        os.fsync(self._file.fileno())
+        with self._named():
+            os.fsync(self._file.fileno())
         return self._file.tell()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Add the file's name to an error: writing to an open file does not know it."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics file; a last line that is still being written is left out.
 
+    Raises:
+        ValueError: naming the file and the line, if one is not a record.
+
     Beyond the paper: results.
     """
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    *lines, _ = path.read_bytes().split(b"\n")
+    return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _record(line: bytes, where: str) -> dict[str, Any]:
+    record = parse_json(line, where)
+    accuracy = record.get("val_top1")
+    if not isinstance(record.get("step"), int) or not (accuracy is None or isinstance(accuracy, int | float)):
+        raise ValueError(f"{where} is not a record of a step and numbers")
+    return record
 
 
 def curve(records: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:

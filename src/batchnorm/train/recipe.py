@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import nn
 
@@ -162,6 +163,7 @@ class Recipe:
         for key, value in values.items():
             if isinstance(value, list):
                 values[key] = tuple(value)
+        _check_types(values)
         return cls(**values)
 
     @classmethod
@@ -169,12 +171,28 @@ class Recipe:
         """Read a run's recipe.json.
 
         Raises:
-            ValueError: where it is none, or was made by another version of this library.
+            ValueError: if it is none, or was made by another version of this library.
         """
         try:
-            return cls.from_json(path.read_text())
-        except ValueError as error:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a recipe of this version: {error}") from error
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    kinds = get_type_hints(Recipe)
+    for name, value in values.items():
+        kind = kinds[name]
+        if get_origin(kind) is Literal:
+            fits = value in get_args(kind)
+        elif get_origin(kind) is tuple:
+            fits = isinstance(value, tuple) and all(isinstance(part, str) for part in value)
+        else:  # JSON does not tell 1.0 from 1, and Python takes True for 1
+            fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (
+                kind is bool
+            )
+        if not fits:
+            raise ValueError(f"{name} cannot be {value!r:.60}")
 
 
 INCEPTION = Recipe()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,14 @@ class Reporter:
         return self.metrics.position(), self.monitor.position()
 
     def close(self) -> None:
-        """Close all files."""
-        self.metrics.close()
-        self.monitor.close()
-        if self.bar is not None:
-            self.bar.stop()
-        if self.board is not None:
-            self.board.close()
+        """Close all files, even if one cannot be."""
+        with ExitStack() as stack:
+            stack.callback(self.metrics.close)
+            stack.callback(self.monitor.close)
+            if self.bar is not None:
+                stack.callback(self.bar.stop)
+            if self.board is not None:
+                stack.callback(self.board.close)
 
 
 def _shown(key: str, value: Any) -> str:

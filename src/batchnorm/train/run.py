@@ -18,7 +18,7 @@ import torch
 from ..data.identity import check_same_data
 from ..data.prefetch import WORKERS
 from ..errors import at_least
-from ..results import write_atomically
+from ..results import read_json, write_atomically
 from . import metrics
 from .distributed import Ranks
 from .recipe import Recipe
@@ -189,7 +189,7 @@ def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) 
             )
     known = out / "data.json"
     if data is not None and known.exists():
-        check_same_data({f"the run in {out}": json.loads(known.read_text()), "the data given": data})
+        check_same_data({f"the run in {out}": read_json(known), "the data given": data})
     elif data is not None:
         write_atomically(known, json.dumps(data).encode())
     write_atomically(path, recipe.to_json().encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..inference import fold
+from ..results import read_json
 from . import checkpoint
 from .recipe import Recipe
 
@@ -31,9 +31,8 @@ class SavedRun(NamedTuple):
 
     @property
     def weights(self) -> str | None:
-        """The SHA-256 of the final network's weights, as its manifest states it; None where there is none yet."""
-        manifests = sorted((self.folder / "final").glob("step-*/manifest.json"))
-        return str(json.loads(manifests[-1].read_text())["files"]["model.safetensors"]["sha256"]) if manifests else None
+        """The SHA-256 of the final network's weights, as its manifest states it; None if there is none yet."""
+        return checkpoint.weights_digest(self.folder / "final")
 
     def load(self, classes: Sequence[str]) -> nn.Module:
         """Return the folded network with the population statistics of the end of training.
@@ -62,25 +61,28 @@ class SavedRun(NamedTuple):
         saved = checkpoint.load_latest(self.folder / "final")
         if saved is None:
             raise ValueError(f"{self.folder} has no final network: {self._why()}")
-        check_classes(self.folder, saved.state["classes"], classes)
+        trained, network = saved.state.get("classes"), saved.state.get("network", {})
+        if not isinstance(trained, list) or not isinstance(network, dict):
+            raise ValueError(f"{self.folder / 'final'} does not say which classes and network it is of")
+        check_classes(self.folder, trained, classes)
         net = self.recipe.network(len(classes))
         _load_weights(net, saved.model, self.folder)
-        self._check_recipe(saved.state.get("network", {}))
+        self._check_recipe(network)
         return net
 
     def _check_recipe(self, trained: Mapping[str, Any]) -> None:
         """Check what weights alone do not show: an activation, say, has none."""
         now = self.recipe.network_fields
         for name, value in trained.items():
-            if now[name] != value:
+            if now.get(name) != value:
                 raise ValueError(
                     f"the weights in {self.folder / 'final'} were trained with {name} {value}, and"
-                    f" {self.folder / 'recipe.json'} has {now[name]}: was the recipe edited or the folder mixed up?"
+                    f" {self.folder / 'recipe.json'} has {now.get(name)}: was the recipe edited or the folder mixed up?"
                 )
 
     def _why(self) -> str:
         result = self.folder / "result.json"
-        if result.exists() and json.loads(result.read_text()).get("diverged"):
+        if result.exists() and read_json(result).get("diverged"):
             return "it diverged in training, so leave it out"
         return "its training has not ended; start its command again and it goes on"
 

@@ -44,7 +44,7 @@ function chart(panel, { series, yLabel = "", yRange = null, format = number, nam
   if (!shown.length) return;
   const width = Math.max(panel.clientWidth, 220);
   const beside = names && width >= 520;
-  const room = beside ? 14 + 7 * Math.max(...shown.map((s) => s.name.length)) : 14;
+  const room = beside ? Math.min(14 + 7 * Math.max(...shown.map((s) => s.name.length)), width / 2) : 14;
   const box = { left: 46, right: width - room, top: yLabel ? 24 : 10, bottom: height - 36 };
   const steps = shown.flatMap((s) => [s.steps[0], s.steps.at(-1)]);
   const all = shown.flatMap((s) => [...s.values, ...(s.low || []), ...(s.high || [])]).filter(Number.isFinite);
@@ -84,7 +84,8 @@ function chart(panel, { series, yLabel = "", yRange = null, format = number, nam
   }
   if (beside) {
     const places = spread(shown.map((s) => y(s.values.findLast(Number.isFinite)) + 4), 14, box.top, box.bottom);
-    shown.forEach((s, k) => node("text", { class: "name", x: box.right + 8, y: places[k], style: `fill:${s.colour}` }, svg, s.name));
+    // By property: the page's policy forbids style attributes.
+    shown.forEach((s, k) => (node("text", { class: "name", x: box.right + 8, y: places[k] }, svg, s.name).style.fill = s.colour));
   }
   point(panel, svg, { shown, x, box, format });
 }

@@ -19,6 +19,10 @@ function fill(select, options) {
   if (options.some(([value]) => String(value) === kept)) select.value = kept;
 }
 
+// A name may be that of a property every object has, such as "constructor".
+const get = (table, key) => (table && Object.hasOwn(table, key) ? table[key] : undefined);
+const curveOf = (table, key) => get(table, key) || { steps: [], values: [] };
+
 const union = (lists) => [...new Set(lists.flat())];
 const title = (name) => name.charAt(0).toUpperCase() + name.slice(1).replaceAll("_", " ");
 
@@ -50,7 +54,7 @@ function curves() {
   const box = el("curves");
   box.replaceChildren();
   if (innerWidth < 620) legend(box);
-  const series = data.runs.map((run, k) => ({ name: run.name, colour: colour(k), ...(run.curves[key] || { steps: [], values: [] }) }));
+  const series = data.runs.map((run, k) => ({ name: run.name, colour: colour(k), ...curveOf(run.curves, key) }));
   const from = Number(el("from").value);
   const highest = Math.max(from, ...series.flatMap((one) => [...one.values].filter(Number.isFinite)));
   const range = accuracy ? [from, Math.min(1, Math.ceil(10.5 * highest) / 10)] : null;
@@ -67,7 +71,7 @@ const middle = (sorted) => sorted[(sorted.length - 1) >> 1];
 // A unit's percentiles by step; "all" is the median over the units of each percentile.
 function percentiles(run, layer, unit) {
   const values = unpack(layer);
-  const [count, units] = [run.percentiles.q.length, layer.units];
+  const { count, units } = layer;
   const k = unit === "typical" ? layer.typical : Number(unit);
   const at = (t, p) => {
     const start = (t * count + p) * units;
@@ -87,9 +91,9 @@ function bands() {
     const which = unit === "all" ? "median over units" : `unit ${unit === "typical" ? layer.typical : unit}`;
     return [{ name: run.name, which, colour: colour(k), steps: run.percentiles.steps, low, values, high, width: 1.7 }];
   });
-  const all = found.flatMap((s) => [...s.low, ...s.high]);
+  const all = found.flatMap((s) => [...s.low, ...s.high]).filter(Number.isFinite);
   const pad = (Math.max(...all) - Math.min(...all)) * 0.05 || 1;
-  const range = shared ? [Math.min(...all) - pad, Math.max(...all) + pad] : null;
+  const range = shared && all.length ? [Math.min(...all) - pad, Math.max(...all) + pad] : null;
   drawAll(box, found.map((s) => [`${s.name}: ${s.which}`, { series: [s], yLabel: "Input of the nonlinearity", yRange: range, names: false }]));
 }
 
@@ -100,7 +104,7 @@ function shift() {
   box.replaceChildren();
   const layers = union(data.runs.map((run) => Object.keys(run.shift[measure] || {})));
   drawAll(box, layers.map((layer) => {
-    const series = data.runs.map((run, k) => ({ name: run.name, colour: colour(k), width: 1.6, ...((run.shift[measure] || {})[layer] || { steps: [], values: [] }) }));
+    const series = data.runs.map((run, k) => ({ name: run.name, colour: colour(k), width: 1.6, ...curveOf(run.shift[measure], layer) }));
     return [layer, { series, names: false, height: 210 }];
   }));
 }
@@ -108,7 +112,7 @@ function shift() {
 function start() {
   const parts = [[curves, ["curve", "from"], data.runs.some((r) => Object.keys(r.curves).length)]];
   fill(el("curve"), union(data.runs.map((r) => Object.keys(r.curves))).map((k) => [k, title(k)]));
-  const ends = data.runs.flatMap((r) => data.accuracies.filter((k) => r.curves[k]).map((k) => r.curves[k].values.at(-1)));
+  const ends = data.runs.flatMap((r) => data.accuracies.map((k) => curveOf(r.curves, k).values.at(-1)).filter(Number.isFinite));
   if (Math.min(...ends) < 0.8) el("from").value = "0";
   const watched = data.runs.filter((r) => r.percentiles);
   if (watched.length) {

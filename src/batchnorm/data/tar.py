@@ -1,0 +1,70 @@
+"""The members of a tar file that is whole."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+BLOCK = tarfile.BLOCKSIZE
+
+
+def members(file: IO[bytes], name: str, start: int = 0, length: int | None = None) -> Iterator[tarfile.TarInfo]:
+    """Yield the regular files in an uncompressed tar file and check that it is whole.
+
+    ``tarfile`` takes a file that ends between two members, a damaged header and the end of the first of several
+    concatenated archives for the end, so members would be missing without an error. A whole archive ends with a block
+    of zeros, and only zeros may follow it.
+
+    Args:
+        file: seekable; it may be read and moved between two members.
+        name: what to call it in errors.
+        start, length: where the archive lies in the file, if it is not all of it.
+
+    Raises:
+        ValueError: if it is no tar file, or is cut off, damaged or continued.
+
+    Beyond the paper: WebDataset's layout.
+    """
+    stop = file.seek(0, os.SEEK_END) if length is None else start + length
+    file.seek(start)
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                # A negative size, which a tar header can express, would move tarfile backwards, over and over.
+                if not 0 <= member.size <= stop - member.offset_data:
+                    raise ValueError(f"its member {member.name!r:.80} does not end inside it")
+                if member.issparse():
+                    raise ValueError(f"its member {member.name!r:.80} is stored as a sparse file")
+                if member.isreg():
+                    yield member
+            end = tar.offset
+        _check_end(file, end, stop)
+    # tarfile lets a few errors of a damaged header through as they are.
+    except (tarfile.TarError, ValueError, OverflowError, RecursionError, EOFError) as error:
+        raise ValueError(f"{name} is not a whole, uncompressed tar file ({error}): copy it again") from error
+
+
+def read_at(path: Path, offset: int, length: int) -> bytes:
+    """Return a part of a file.
+
+    The file is opened each time: there are no descriptors to share with forked workers or to run out of, and it costs
+    microseconds.
+    """
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        return file.read(length)
+
+
+def _check_end(file: IO[bytes], end: int, stop: int) -> None:
+    file.seek(end)
+    block = file.read(min(BLOCK, stop - end))
+    if len(block) < BLOCK:
+        raise ValueError(f"it is cut off at byte {stop:,}, without an end-of-archive mark")
+    if any(block):
+        raise ValueError(f"the header at byte {end:,} is damaged")
+    while block := file.read(min(1 << 20, stop - file.tell())):
+        if any(block):
+            raise ValueError(f"data follow its end-of-archive mark at byte {end:,}, as in concatenated archives")

@@ -1,0 +1,96 @@
+"""One process at a time in a run's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+LOCK_FILE = "train.lock"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a run's folder inside the block.
+
+    The operating system drops the lock when the process ends, however it ends: a killed run can be resumed at once. On
+    a network file system the lock is as good as that system's.
+
+    Args:
+        folder: made if missing, and then removed again if nothing was put into it.
+
+    Raises:
+        ValueError: if another process has the folder.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp(), "run")
+    >>> with locked(folder): print([path.name for path in folder.iterdir()])
+    ['train.lock']
+    >>> folder.exists()
+    False
+
+    Beyond the paper: resuming.
+    """
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK_FILE
+    file = _open(path, folder)
+    try:
+        yield
+    finally:
+        # Removed while it is locked, so that nobody locks a file that is about to go; Windows refuses that.
+        with contextlib.suppress(OSError):
+            path.unlink()
+        file.close()
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            if made:
+                folder.rmdir()
+
+
+def _open(path: Path, folder: Path) -> IO[bytes]:
+    while True:
+        file = path.open("ab")
+        try:
+            _take(file)
+            if _is_at(file, path):
+                return file
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+                warnings.warn(f"{folder} is not protected from a second process: {error.strerror}", stacklevel=4)
+                return file
+            file.close()
+            raise ValueError(
+                f"another process is training in {folder}: wait for it to end, or choose another --out"
+            ) from error
+        file.close()
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _take(file: IO[bytes]) -> None:
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+
+    def _is_at(file: IO[bytes], path: Path) -> bool:
+        return True  # an open file cannot be removed
+
+else:
+    import fcntl
+
+    def _take(file: IO[bytes]) -> None:
+        # Not flock: workers that this process forks would share it, and keep it for seconds if this process is killed.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _is_at(file: IO[bytes], path: Path) -> bool:
+        """Return whether the locked file is still the one at this path, and not one that its last holder removed."""
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except FileNotFoundError:
+            return False

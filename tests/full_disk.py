@@ -1,0 +1,17 @@
+"""A disk that is full, as far as this process can tell."""
+
+from contextlib import contextmanager
+
+import pytest
+
+
+@contextmanager
+def no_room(size):
+    """Let no file grow beyond ``size`` bytes: writing then fails part of the way, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
