@@ -1,14 +1,14 @@
-"""Run kernels/resident.cu on the CPU: compiled by g++ with emulated.hpp, given the arguments of a real launch."""
+"""Run resident.cu on the CPU: compiled by g++ with emulated.hpp, given the arguments of a real launch."""
 
 import ctypes
 import subprocess
 from functools import cache
 from pathlib import Path
 
-from batchnorm.ops import resident
+from batchnorm.ops.cuda import resident
 
 HERE = Path(__file__).parent
-SOURCE = Path(resident.__file__).parent / "kernels" / "resident.cu"
+SOURCE = Path(resident.__file__).parent / "resident.cu"
 ENTRY = """
 #include "{source}"
 template <class T> T& argument(void** all, int i) {{ return *(T*)all[i]; }}

@@ -1,4 +1,4 @@
-// A GPU for kernels/resident.cu: a program is a thread of the operating system, its threads take turns as fibers.
+// A GPU for resident.cu: a program is a thread of the operating system, its threads take turns as fibers.
 //
 // Copies into shared memory are done no sooner than they are waited for, and what shared memory holds before is NaN.
 

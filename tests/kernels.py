@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from oracle import assert_near, expect
 
-from batchnorm.ops import Activation, launch, plan, resident
-from batchnorm.ops.geometry import geometry_of
+from batchnorm.ops import Activation
+from batchnorm.ops.cuda import launch, resident, schedule
+from batchnorm.ops.cuda.layout import geometry_of
 
 EPS = 1e-5
 
@@ -43,7 +44,7 @@ def run(x, way, activation=None, residual=None, affine=True, running=None, momen
     c = x.shape[1]
     gamma, beta = (torch.randn(c, device=x.device) for _ in range(2)) if affine else (None, None)
     dy = torch.randn_like(x)
-    p = plan.make(geometry_of(x), x.element_size(), *way, 4) if isinstance(way, Way) else way
+    p = schedule.make(geometry_of(x), x.element_size(), *way, 4) if isinstance(way, Way) else way
     signed = residual is not None and act.name in ("relu", "leaky_relu")
     y, stats, bits = launch.forward(x, gamma, beta, residual, running, momentum, EPS, *act, signed, p)
     hidden = residual if residual is not None and act.name != "identity" and not signed else None

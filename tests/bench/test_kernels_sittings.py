@@ -9,9 +9,9 @@ import torch
 
 from batchnorm import ops
 from batchnorm.bench.kernels import write
-from batchnorm.bench.kernels_sittings import code_of, digest, earlier_rows, key_of, provenance
+from batchnorm.bench.kernels_resume import code_of, digest, earlier_rows, key_of, provenance
 from batchnorm.bench.layers import all_layers, short_list
-from batchnorm.ops import resident
+from batchnorm.ops.cuda import resident
 
 MACHINE = {"device": "some GPU", "torch": "2.11"}
 LAYER = short_list()[0]
@@ -60,8 +60,8 @@ def test_digest_knows_the_kernels_and_which_of_them_a_layer_gets(monkeypatch, tm
     # Other kernels.
     shutil.copytree(Path(ops.__file__).parent, tmp_path / "ops")
     monkeypatch.setattr(ops, "__file__", str(tmp_path / "ops" / "__init__.py"))
-    for name in ("kernels/resident.cu", "kernels/tile.py", "launch.py", "forms.py", "resident.py"):
-        with (tmp_path / "ops" / name).open("a") as file:
+    for name in ("resident.cu", "triton/tile.py", "launch.py", "launch_cache.py", "resident.py"):
+        with (tmp_path / "ops" / "cuda" / name).open("a") as file:
             file.write("\nint other;\n" if name.endswith(".cu") else "\nOTHER = 1\n")
         digest.cache_clear()
         found.add(digest(*given))

@@ -6,7 +6,7 @@ from batchnorm.bench.contenders import OURS, STOCK, STOCK_COMPOSED, Timed, chose
 from batchnorm.bench.kernels import kernels
 from batchnorm.bench.train import Measured, check_same_function, report, train
 from batchnorm.layers import BatchNorm
-from batchnorm.models import pools
+from batchnorm.models.bn_inception import pools
 
 
 def test_stock_parts_are_torchs():

@@ -12,7 +12,7 @@ from pictures import real_jpegs
 
 from batchnorm.data import open_images
 from batchnorm.evaluate import Crops, open_squares
-from batchnorm.evaluate.squares import cut_squares, decode
+from batchnorm.evaluate.square_crops import cut_squares, decode
 from batchnorm.evaluate.views import cut_views
 
 

@@ -7,9 +7,10 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from batchnorm.ops.kernels import bias, given, pool
-from batchnorm.ops.kernels.backward import backward
-from batchnorm.ops.kernels.forward import forward
+from batchnorm.models.bn_inception.triton import bias, pool
+from batchnorm.ops.cuda.triton import inference
+from batchnorm.ops.cuda.triton.backward import backward
+from batchnorm.ops.cuda.triton.forward import forward
 
 NUMBERS = (
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane", "width"),
@@ -60,7 +61,7 @@ def main():
             build(kernel, LAST, {"P": 16, "V": 64, "A": 16, "SIGMOID": sigmoid}, "bf16", 1, ())
             count += 1
     for absent in ((), ("residual", "gamma", "beta")):
-        build(given.normalize, LAST, {"BLOCK": 2048}, "bf16", 1, absent)
+        build(inference.normalize, LAST, {"BLOCK": 2048}, "bf16", 1, absent)
         count += 1
     again = ("bits", "gamma", "beta", "running_mean", "running_var", "batches", "skipped")
     for form, absent in ((LAST, again), (FIRST, (*again, "residual"))):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from emulate import compiler
 
-from batchnorm.ops import nvrtc, resident
+from batchnorm.ops.cuda import nvrtc, resident
 
 ON_DEVICE = torch.cuda.is_available()
 
@@ -27,7 +27,7 @@ def emulation(tmp_path_factory):
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def resident_device(request, emulation, monkeypatch):
-    """Where kernels/resident.cu runs: emulated on the CPU, or on a device where there is one."""
+    """Where resident.cu runs: emulated on the CPU, or on a device where there is one."""
     forget = resident._kernel.cache_clear
     if request.param == "cpu":
         if shutil.which("g++") is None:

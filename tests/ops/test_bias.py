@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from batchnorm.ops.bias import bias_act
+from batchnorm.models.bn_inception.bias import bias_act
 
 pytestmark = [
     pytest.mark.usefixtures("unwritten_is_nan"),

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from batchnorm.ops import launch
-from batchnorm.ops.bits import empty_bits, is_woven, rearrange, unpack
-from batchnorm.ops.geometry import geometry_of
+from batchnorm.ops.cuda import launch
+from batchnorm.ops.cuda.layout import geometry_of
+from batchnorm.ops.cuda.sign_bits import empty_bits, is_woven, rearrange, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 

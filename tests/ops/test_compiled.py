@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from batchnorm import layers, ops
 from batchnorm.ops import Activation, Running, cpu
 from batchnorm.ops.activation import IDENTITY, NAMES
-from batchnorm.ops.cpu import compiled, compiler, quick
+from batchnorm.ops.cpu import autograd, compiler, fast_path
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 EPS = 1e-3
@@ -61,7 +61,7 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def whatever_the_size(monkeypatch):
-    monkeypatch.setattr(quick, "LARGE", 1 << 40)
+    monkeypatch.setattr(fast_path, "LARGE", 1 << 40)
 
 
 def new_running(channels):
@@ -73,7 +73,7 @@ def copy_of(running):
 
 
 def run(x, running, momentum=0.1, activation=IDENTITY, gamma=None, beta=None):
-    assert compiled.form_of(x, activation.name == "relu") is not None
+    assert autograd.form_of(x, activation.name == "relu") is not None
     y = cpu.normalize_batch_(x, gamma, beta, running, momentum, EPS, activation)
     if y is not None and y.requires_grad and activation.name in ("identity", "relu"):
         assert type(y.grad_fn).__name__ == "NormalizeBackward"
@@ -143,7 +143,7 @@ def test_any_shape(n, channels, size, channels_last, mean, activation, seed):
 @pytest.mark.parametrize("name", SHAPES)
 def test_threads_change_no_bit(name):
     x = SHAPES[name]()
-    form = compiled.form_of(x, True)
+    form = autograd.form_of(x, True)
     gamma, beta, dy = torch.rand(x.shape[1]), torch.rand(x.shape[1]), torch.randn_like(x)
     found = []
     for threads in (1, 2, 3, 5):
@@ -155,7 +155,7 @@ def test_threads_change_no_bit(name):
 def call(form, threads, x, gamma, beta, dy):
     """Call the kernels with outputs that have room around them, which must stay as it was."""
     around, kernels, channels = 64, compiler.kernels(), x.shape[1]
-    sizes = [x.numel(), compiled.ROWS_KEPT * channels, x.numel(), channels, channels]
+    sizes = [x.numel(), autograd.ROWS_KEPT * channels, x.numel(), channels, channels]
     memory = [torch.full((size + 2 * around,), torch.nan) for size in sizes]
     y, kept, dx, dgamma, dbeta = (m.data_ptr() + 4 * around for m in memory)
     inputs = x.data_ptr(), gamma.data_ptr(), beta.data_ptr()
@@ -364,7 +364,7 @@ def test_other_batches_are_left_to_others():
         torch.randn(4, 0),
         torch.randn(6),
     ):
-        assert compiled.form_of(x, True) is None
+        assert autograd.form_of(x, True) is None
 
 
 def test_fewer_threads_than_were_asked_for(monkeypatch):

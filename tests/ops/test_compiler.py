@@ -11,7 +11,7 @@ from oracle import assert_near, expect
 
 from batchnorm import layers, ops
 from batchnorm.ops import Activation
-from batchnorm.ops.cpu import compiled, compiler
+from batchnorm.ops.cpu import autograd, compiler
 
 RELU = Activation("relu")
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -211,5 +211,5 @@ def test_an_empty_name_is_none(monkeypatch):
 def test_without_threads(monkeypatch):
     monkeypatch.setattr(compiler, "_openmp", lambda: (None, None, None))
     x = torch.randn(8, 6, 64, 64)
-    assert not compiled.form_of(x, False).parallel
+    assert not autograd.form_of(x, False).parallel
     check(x)

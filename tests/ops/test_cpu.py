@@ -8,7 +8,7 @@ from oracle import assert_near, expect, rows
 
 from batchnorm.ops import Activation, cpu, reference
 from batchnorm.ops.activation import NAMES
-from batchnorm.ops.cpu import layout, native
+from batchnorm.ops.cpu import layout, torch_kernels
 from batchnorm.ops.cpu.layout import Matrix, Planes, layout_of
 
 EPS = 1e-3
@@ -32,7 +32,7 @@ def strategy(request, monkeypatch):
 def choose(monkeypatch, name):
     elements, block = STRATEGIES[name]
     for limit in ("ROWS", "IMAGE_ELEMENTS", "FEW_ELEMENTS"):
-        monkeypatch.setattr(native, limit, elements)
+        monkeypatch.setattr(torch_kernels, limit, elements)
     monkeypatch.setattr(layout, "ROWS", block)
     layout._wide.cache_clear()
 

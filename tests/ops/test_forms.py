@@ -3,8 +3,9 @@
 import torch
 from torch.overrides import TorchFunctionMode
 
-from batchnorm.ops import Activation, Running, forms, fused
-from batchnorm.ops.context import is_unseen
+from batchnorm.ops import Activation, Running
+from batchnorm.ops.cuda import autograd, launch_cache
+from batchnorm.ops.torch_state import is_unseen
 
 
 class Kernel:
@@ -26,7 +27,7 @@ class Kernel:
 
 
 def launch_of(kernel):
-    return forms.Launch(kernel, 4, (7, 8), ("constant",), {"num_warps": 4}, torch.device("cpu"))
+    return launch_cache.Launch(kernel, 4, (7, 8), ("constant",), {"num_warps": 4}, torch.device("cpu"))
 
 
 def test_a_launch_is_compiled_once_and_given_addresses():
@@ -71,9 +72,11 @@ class Special(torch.nn.Parameter):
 def test_who_watches_sees_one_operator():
     x = torch.randn(4, 3, requires_grad=True)
     with Watch() as watch:
-        y, _ = fused.batch_norm_(x, None, None, running(3), 0.1, 1e-5, Activation("relu"), None)
+        y, _ = autograd.batch_norm_(x, None, None, running(3), 0.1, 1e-5, Activation("relu"), None)
     assert any("batchnorm" in name for name in watch.seen)
-    torch.testing.assert_close(y, fused.batch_norm_(x, None, None, running(3), 0.1, 1e-5, Activation("relu"), None)[0])
+    torch.testing.assert_close(
+        y, autograd.batch_norm_(x, None, None, running(3), 0.1, 1e-5, Activation("relu"), None)[0]
+    )
 
 
 def test_is_unseen():
@@ -91,7 +94,7 @@ def test_a_layers_way_gives_what_the_general_one_gives():
     x, r = (torch.randn(6, 5, 4, 4, requires_grad=True) for _ in range(2))
     gamma, beta = (torch.randn(5, requires_grad=True) for _ in range(2))
     results = []
-    for call in (fused.normalize_batch_, lambda *args: fused.batch_norm_(*args)[0]):
+    for call in (autograd.normalize_batch_, lambda *args: autograd.batch_norm_(*args)[0]):
         kept = running(5)
         y = call(x, gamma, beta, kept, 0.1, 1e-5, Activation("relu"), r)
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, gamma, beta, r)), *kept))
@@ -104,7 +107,7 @@ def test_a_layers_way_leaves_what_is_special_to_others():
     kept = running(3)
 
     def call(x=x, gamma=gamma, kept=kept, residual=None):
-        return fused.normalize_batch_(x, gamma, None, kept, 0.1, 1e-5, act, residual)
+        return autograd.normalize_batch_(x, gamma, None, kept, 0.1, 1e-5, act, residual)
 
     assert call(x.double()) is None
     assert call(x[:1]) is None  # one value per channel

@@ -4,33 +4,33 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchnorm.ops import forms, geometry, plan
+from batchnorm.ops.cuda import launch_cache, layout, schedule
 
 
 def test_layouts():
     x = torch.empty(4, 6, 5, 5)
-    assert geometry.geometry_of(x) == (False, 6, 100, 25, 150, 25, False)
-    assert geometry.geometry_of(x.contiguous(memory_format=torch.channels_last)) == (True, 6, 100, 25, 6, 1, False)
-    assert geometry.geometry_of(torch.empty(7, 3)) == (True, 3, 7, 1, 3, 1, False)
-    assert geometry.geometry_of(x[:, 1:3]) == (False, 2, 100, 25, 150, 25, False)
-    assert geometry.geometry_of(x[:, :, ::2]) is None
-    assert geometry.geometry_of(torch.empty(2**16, 1, device="meta").expand(2**16, 2**16)) is None
+    assert layout.geometry_of(x) == (False, 6, 100, 25, 150, 25, False)
+    assert layout.geometry_of(x.contiguous(memory_format=torch.channels_last)) == (True, 6, 100, 25, 6, 1, False)
+    assert layout.geometry_of(torch.empty(7, 3)) == (True, 3, 7, 1, 3, 1, False)
+    assert layout.geometry_of(x[:, 1:3]) == (False, 2, 100, 25, 150, 25, False)
+    assert layout.geometry_of(x[:, :, ::2]) is None
+    assert layout.geometry_of(torch.empty(2**16, 1, device="meta").expand(2**16, 2**16)) is None
     big = torch.empty(2**8, 2**8, 2**8, 2**8, device="meta")
-    assert geometry.geometry_of(big).wide
+    assert layout.geometry_of(big).wide
 
 
 def test_dense_strides_are_torchs():
     x = torch.empty(4, 6, 5, 3)
     for form in (torch.contiguous_format, torch.channels_last):
         y = x.contiguous(memory_format=form)
-        assert geometry.dense_strides(geometry.geometry_of(y), tuple(y.shape)) == y.stride()
+        assert layout.dense_strides(layout.geometry_of(y), tuple(y.shape)) == y.stride()
 
 
 @given(width=st.integers(2, 2**20), n=st.integers(0, 2**31 - 1))
 def test_division_by_multiplication(width, n):
-    g = geometry.Geometry(False, 1, width, width, width, width, False)
-    p = plan.make(g, 16, "stream", 64, 0, 1, 0, 4)  # 16-byte items: one to an access
-    *_, units, magic, shift = forms.numbers(g, p)
+    g = layout.Geometry(False, 1, width, width, width, width, False)
+    p = schedule.make(g, 16, "stream", 64, 0, 1, 0, 4)  # 16-byte items: one to an access
+    *_, units, magic, shift = launch_cache.numbers(g, p)
     assert units == width
     assert ((n * (magic % 2**32)) >> 32) >> shift == n // width
 
@@ -43,8 +43,8 @@ def test_division_by_multiplication(width, n):
     backward=st.booleans(),
 )
 def test_every_plan_covers_its_tensor(rows, channels, nhwc, itemsize, backward):
-    g = geometry.Geometry(nhwc, channels, rows, rows, channels if nhwc else channels * rows, 1 if nhwc else rows, False)
-    p = plan.choose(g, itemsize, backward, False, 132)
+    g = layout.Geometry(nhwc, channels, rows, rows, channels if nhwc else channels * rows, 1 if nhwc else rows, False)
+    p = schedule.choose(g, itemsize, backward, False, 132)
     units = rows if nhwc else rows // p.V
     assert (p.parts - 1) * p.share < units <= p.parts * p.share  # nobody comes away empty
     assert p.slices * (p.V if nhwc else 1) >= channels

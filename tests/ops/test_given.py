@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from batchnorm.ops import Activation, given
+from batchnorm.ops import Activation
 from batchnorm.ops.composite import normalize as plain
+from batchnorm.ops.cuda import inference
 
 EPS = 1e-3
 SHAPES = [(1, 1), (5, 3), (4, 7, 6), (2, 8, 4, 4), (3, 5, 7, 3), (2, 70, 9, 9), (2, 3, 2, 5, 4)]
@@ -43,20 +44,20 @@ def test_one_pass(shape, layout, dtype, device):
         (Activation("relu"), residual),
         (Activation("leaky_relu", 0.2), None),
     ):
-        check(given.normalize(x, *given_, EPS, activation, added), x, given_, activation, added, dtype)
+        check(inference.normalize(x, *given_, EPS, activation, added), x, given_, activation, added, dtype)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "tanh", "silu"])
 def test_smooth_nonlinearities_and_no_parameters(name, device):
     x, (mean, var, *_) = drawn((3, 6, 5), "first", torch.float32, device), statistics(6, device)
     given_, activation = (mean, var, None, None), Activation(name)
-    check(given.normalize(x, *given_, EPS, activation, None), x, given_, activation, None, torch.float32)
+    check(inference.normalize(x, *given_, EPS, activation, None), x, given_, activation, None, torch.float32)
 
 
 def test_means_far_from_zero(device):
     x = torch.randn(64, 4, 3, device=device) + 1e6
     given_ = (x.double().mean((0, 2)).float(), torch.ones(4, device=device), None, None)
-    check(given.normalize(x, *given_, EPS, Activation(), None), x, given_, Activation(), None, torch.float32)
+    check(inference.normalize(x, *given_, EPS, Activation(), None), x, given_, Activation(), None, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -65,7 +66,7 @@ def test_gradients(added, dtype, device):
     x, residual = (drawn((4, 6, 5, 5), "last", dtype, device).requires_grad_() for _ in range(2))
     mean, var, gamma, beta = statistics(6, device)
     leaves = [x, gamma.requires_grad_(), beta.requires_grad_(), *([residual] if added else [])]
-    y = given.normalize(x, mean, var, gamma, beta, EPS, Activation("relu"), residual if added else None)
+    y = inference.normalize(x, mean, var, gamma, beta, EPS, Activation("relu"), residual if added else None)
     check(y, x, (mean, var, gamma, beta), Activation("relu"), residual if added else None, dtype)
     dy = torch.randn_like(y)
     got = torch.autograd.grad(y, leaves, dy)
@@ -80,7 +81,7 @@ def test_gradients(added, dtype, device):
 def test_a_wider_residual_leaves_the_type_alone(device):
     x, residual = (torch.randn(4, 3, 5, device=device, requires_grad=True) for _ in range(2))
     given_ = statistics(3, device)
-    y = given.normalize(x, *given_, EPS, Activation("relu"), residual.double())
+    y = inference.normalize(x, *given_, EPS, Activation("relu"), residual.double())
     check(y, x, given_, Activation("relu"), residual, torch.float32)
     y.sum().backward()
     assert residual.grad.dtype == torch.float32

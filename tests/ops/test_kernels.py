@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kernels import EPS, Way, arranged, compare, kept, run
 from oracle import assert_near
 
-from batchnorm.ops import forms, launch, plan
-from batchnorm.ops.geometry import geometry_of
+from batchnorm.ops.cuda import launch, launch_cache, schedule
+from batchnorm.ops.cuda.layout import geometry_of
 
 # Triton's interpreter meets it in numpy >= 1.25.
 pytestmark = [
@@ -116,8 +116,8 @@ def test_hard_inputs(device, x, way):
 
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_64_bit_offsets(device, layout, monkeypatch):
-    find = forms.find_geometry
-    monkeypatch.setattr(forms, "find_geometry", lambda *lies: find(*lies)._replace(wide=True))
+    find = launch_cache.find_geometry
+    monkeypatch.setattr(launch_cache, "find_geometry", lambda *lies: find(*lies)._replace(wide=True))
     x = arranged((3, 10, 4, 4), layout, torch.float32, device)
     residual = torch.randn_like(x)
     got, e = run(x, MET, ("relu",), residual)
@@ -183,12 +183,12 @@ def test_a_single_value_is_no_information(device):
 
 @pytest.mark.parametrize("at_once", [0, 1, 2, 16])
 def test_launches_that_overlap_leave_each_other_room(at_once, monkeypatch):
-    monkeypatch.setattr(plan, "AT_ONCE", at_once)
+    monkeypatch.setattr(schedule, "AT_ONCE", at_once)
     capacity = 132 * 16  # warps of 128 registers a thread
     for channels, rows in ((64, 32 * 32 * 32), (192, 32 * 16 * 16), (96, 32 * 8 * 8), (320, 32 * 4 * 4), (64, 10**6)):
         g = geometry_of(torch.empty(1, rows, 1, channels, device="meta").permute(0, 3, 1, 2))
         for backward in (False, True):
-            p = plan.choose.__wrapped__(g, 2, backward, False, 132)
+            p = schedule.choose.__wrapped__(g, 2, backward, False, 132)
             waiting = p.parts * (p.beside if p.ticket else p.slices)
             fits = at_once > 0 and waiting * p.warps * at_once <= capacity
             assert p.path == "stream" or p.alone or fits
@@ -199,7 +199,7 @@ def test_bits_tell_of_a_residual_whose_gradient_is_not_wanted(device, monkeypatc
 
     def form_of(x, backward, residual, p=None):
         asked.append(residual)
-        return forms.form_of(x, backward, residual, p)
+        return launch_cache.form_of(x, backward, residual, p)
 
     monkeypatch.setattr(launch, "form_of", form_of)
     x, residual = (torch.randn(4, 8, 5, 5, device=device) for _ in range(2))

@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from batchnorm.models import pools
-from batchnorm.ops import pool
-from batchnorm.ops.channels_last import takes
+from batchnorm.models.bn_inception import pooling, pools
+from batchnorm.models.bn_inception.channels_last import takes
 
 # Triton's interpreter meets it in numpy >= 1.25.
 pytestmark = [
@@ -48,14 +47,14 @@ def check(ours, theirs, x, sliced):
 def test_the_largest_of_each_window(shape, sliced, dtype, device):
     x = values(shape, dtype, device, sliced)
     for stride in (1, 2):
-        check(lambda v, s=stride: pool.max_pool(v, s), lambda v, s=stride: F.max_pool2d(v, 3, s, 1), x, sliced)
+        check(lambda v, s=stride: pooling.max_pool(v, s), lambda v, s=stride: F.max_pool2d(v, 3, s, 1), x, sliced)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_hooks_that_lose_the_layout_of_what_is_saved(stride, device):
     x = values((2, 16, 6, 7), torch.float32, device, False).requires_grad_()
     with torch.autograd.graph.save_on_cpu(pin_memory=True):
-        y = pool.max_pool(x, stride)
+        y = pooling.max_pool(x, stride)
     (expected,) = torch.autograd.grad(F.max_pool2d(x, 3, stride, 1).square().sum(), x)
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], expected)
 
@@ -69,9 +68,9 @@ def second_derivative(pooled, x):
 def test_second_derivatives(shape, device):
     x = values(shape, torch.float32, device, sliced=False)
     for ours, theirs in (
-        (lambda v: pool.max_pool(v, 1), lambda v: F.max_pool2d(v, 3, 1, 1)),
-        (lambda v: pool.max_pool(v, 2), lambda v: F.max_pool2d(v, 3, 2, 1)),
-        (pool.average_pool, lambda v: F.avg_pool2d(v, 3, 1, 1, count_include_pad=False)),
+        (lambda v: pooling.max_pool(v, 1), lambda v: F.max_pool2d(v, 3, 1, 1)),
+        (lambda v: pooling.max_pool(v, 2), lambda v: F.max_pool2d(v, 3, 2, 1)),
+        (pooling.average_pool, lambda v: F.avg_pool2d(v, 3, 1, 1, count_include_pad=False)),
     ):
         expected = second_derivative(theirs, x.cpu().double().contiguous().requires_grad_())
         torch.testing.assert_close(second_derivative(ours, x.detach().requires_grad_()), expected)
@@ -82,7 +81,7 @@ def test_second_derivatives(shape, device):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_mean_of_each_window(shape, sliced, dtype, device):
     x = values(shape, dtype, device, sliced)
-    check(pool.average_pool, lambda v: F.avg_pool2d(v, 3, 1, 1, count_include_pad=False), x, sliced)
+    check(pooling.average_pool, lambda v: F.avg_pool2d(v, 3, 1, 1, count_include_pad=False), x, sliced)
 
 
 def test_what_is_not_a_number_is_passed_on_and_takes_the_gradient(device):
@@ -91,7 +90,7 @@ def test_what_is_not_a_number_is_passed_on_and_takes_the_gradient(device):
     x.requires_grad_()
     # Torch's kernels for the CPU and for CUDA differ in where the gradient of a window without a largest value goes.
     on_cpu = x.detach().cpu().requires_grad_()
-    y, expected = pool.max_pool(x, 2), F.max_pool2d(on_cpu, 3, 2, 1)
+    y, expected = pooling.max_pool(x, 2), F.max_pool2d(on_cpu, 3, 2, 1)
     torch.testing.assert_close(y.cpu(), expected, equal_nan=True)
     got, wanted = torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(expected.sum(), on_cpu)[0]
     torch.testing.assert_close(got.cpu(), wanted)
@@ -99,7 +98,7 @@ def test_what_is_not_a_number_is_passed_on_and_takes_the_gradient(device):
 
 def test_a_gradient_in_another_order_is_copied(device):
     x = values((2, 8, 4, 4), torch.float32, device, False).requires_grad_()
-    for pooled in (pool.max_pool(x, 1), pool.average_pool(x)):
+    for pooled in (pooling.max_pool(x, 1), pooling.average_pool(x)):
         dy = torch.randn(2, 8, 4, 4, device=device)
         got, wanted = (
             torch.autograd.grad(pooled, x, g, retain_graph=True)[0]

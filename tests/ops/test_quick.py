@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from batchnorm import layers, ops
 from batchnorm.ops import Activation, Running, cpu
 from batchnorm.ops.activation import IDENTITY, NAMES
-from batchnorm.ops.cpu import compiled, nonlinear, quick
+from batchnorm.ops.cpu import autograd, fast_path, nonlinear
 
 LAST = torch.channels_last
 EPS = 1e-3
@@ -21,7 +21,7 @@ EPS = 1e-3
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch):
-    monkeypatch.setattr(compiled, "form_of", lambda *_: None)
+    monkeypatch.setattr(autograd, "form_of", lambda *_: None)
 
 
 def new_running(channels):
@@ -200,13 +200,13 @@ def test_computed_again_in_a_checkpoint(name, activation, reentrant):
 
 def test_nothing_is_remembered_of_what_is_gone():
     gc.collect()
-    before = len(quick._memories)
+    before = len(fast_path._memories)
     layer = layers.BatchNorm1d(3)
     layer(torch.randn(8, 3))
-    assert len(quick._memories) == before + 1
+    assert len(fast_path._memories) == before + 1
     del layer
     gc.collect()
-    assert len(quick._memories) == before
+    assert len(fast_path._memories) == before
 
 
 def test_a_computed_weight_is_used():

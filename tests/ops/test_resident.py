@@ -11,8 +11,9 @@ from kernels import arranged, compare, kept, planned, run
 from oracle import assert_near
 
 from batchnorm.bench.layers import all_layers
-from batchnorm.ops import batch_norm, explain, nvrtc, resident
-from batchnorm.ops.geometry import geometry_of, magic_of
+from batchnorm.ops import batch_norm, explain
+from batchnorm.ops.cuda import nvrtc, resident
+from batchnorm.ops.cuda.layout import geometry_of, magic_of
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import batchnorm as bn
 from batchnorm import ops
 from batchnorm.bench.memory import peak
-from batchnorm.ops import Activation, Running, fused, launch, saving
+from batchnorm.ops import Activation, Running, recomputation
+from batchnorm.ops.cuda import autograd, launch
 
 CPU = torch.device("cpu")
 INTERPRETED = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
@@ -198,8 +199,8 @@ def test_the_appendix_network():
 def counted(monkeypatch):
     """Number of outputs computed again."""
     times = []
-    compute = saving.Recipe.compute
-    monkeypatch.setattr(saving.Recipe, "compute", lambda recipe: times.append(recipe) or compute(recipe))
+    compute = recomputation.Recipe.compute
+    monkeypatch.setattr(recomputation.Recipe, "compute", lambda recipe: times.append(recipe) or compute(recipe))
     return times
 
 
@@ -235,7 +236,9 @@ def test_nothing_is_left_behind():
         loss = net(x).sum()  # and a graph that no backward pass goes through
     del loss
     gc.collect()
-    assert not [o for o in gc.get_objects() if type(o) in (saving.Recipe, saving.Kept, saving.Registry)]
+    assert not [
+        o for o in gc.get_objects() if type(o) in (recomputation.Recipe, recomputation.Kept, recomputation.Registry)
+    ]
 
 
 def test_around_a_whole_training_loop():
@@ -244,7 +247,7 @@ def test_around_a_whole_training_loop():
     with bn.recompute():
         for _ in range(3):
             got = gradients(net, x, less=False)
-            registry = saving._local.registry
+            registry = recomputation._local.registry
             assert not registry.waiting
             assert len(registry.recipes) <= 2
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
@@ -347,14 +350,14 @@ def test_is_active_in_this_thread_and_no_longer():
         with bn.recompute():
             raise KeyError
 
-    assert not saving.is_active()
+    assert not recomputation.is_active()
     with bn.recompute(), bn.recompute(), ThreadPoolExecutor(1) as other:
-        assert saving.is_active()
-        assert not other.submit(saving.is_active).result()
+        assert recomputation.is_active()
+        assert not other.submit(recomputation.is_active).result()
     with pytest.raises(KeyError):
         fail()
-    assert not saving.is_active()
-    assert saving._active == 0
+    assert not recomputation.is_active()
+    assert recomputation._active == 0
 
 
 def test_nested_in_itself(counted):
@@ -455,9 +458,9 @@ def test_fused_kernels_compute_the_same_bits_again(layout, has_residual, activat
     zero = torch.zeros((), dtype=torch.long, device=device)
     running = Running(torch.zeros(10, device=device), torch.ones(10, device=device), zero, zero.clone())
     with bn.recompute():
-        y, _ = fused.batch_norm_(x, gamma, beta, running, 0.1, 1e-5, Activation(activation, 0.1), added)
+        y, _ = autograd.batch_norm_(x, gamma, beta, running, 0.1, 1e-5, Activation(activation, 0.1), added)
         loss = (y * y).sum()
-        z, _ = fused.batch_norm(x, gamma, beta, 1e-5, Activation(activation, 0.1), added)
+        z, _ = autograd.batch_norm(x, gamma, beta, 1e-5, Activation(activation, 0.1), added)
         other = (z * z).sum()
     again = loss.grad_fn.next_functions[0][0]._saved_self
     assert again.data_ptr() != y.data_ptr()

@@ -10,9 +10,10 @@ from oracle import assert_near, expect
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from batchnorm.bench.layers import all_layers
-from batchnorm.ops import Activation, Running, forms, fused, launch, nvrtc, plan, resident
-from batchnorm.ops.bits import is_woven, unpack
-from batchnorm.ops.geometry import geometry_of
+from batchnorm.ops import Activation, Running
+from batchnorm.ops.cuda import autograd, launch, launch_cache, nvrtc, resident, schedule
+from batchnorm.ops.cuda.layout import geometry_of
+from batchnorm.ops.cuda.sign_bits import is_woven, unpack
 
 pytestmark = [
     pytest.mark.usefixtures("unwritten_is_nan"),
@@ -120,7 +121,7 @@ def test_gradients_of_all_kinds(device, kind):
 @pytest.mark.parametrize("first", ["resident", "other"])
 def test_one_pass_by_other_kernels(device, first, wanted):
     x, residual = drawn(device)
-    ways = [planned(x, 2), plan.make(geometry_of(x), 2, *Way("stream"), 4)]
+    ways = [planned(x, 2), schedule.make(geometry_of(x), 2, *Way("stream"), 4)]
     ways = ways if first == "resident" else ways[::-1]
     _, stats, bits = forward(x, residual, ways[0])
     assert is_woven(bits) == (first == "resident")
@@ -146,7 +147,7 @@ def chosen(device, monkeypatch):
     """Let small tensors and the CPU take the kernel of their own accord."""
     monkeypatch.setattr(resident, "megabytes_of", lambda *_: 100.0)
     monkeypatch.setattr(resident, "runs_on", lambda _: True)
-    caches = (forms._form, resident.choose)
+    caches = (launch_cache._form, resident.choose)
     for one in caches:
         one.cache_clear()
     yield device
@@ -173,7 +174,7 @@ def test_what_the_compiler_is_told(chosen):
 def test_compiles_as_one_graph(chosen, dynamic):
     def call(x, gamma, beta, residual):
         running = Running(*(torch.zeros(SHAPE[1], device=chosen) for _ in range(2)), *counts)
-        return fused.batch_norm_(x, gamma, beta, running, 0.1, EPS, RELU, residual)[0] * 2
+        return autograd.batch_norm_(x, gamma, beta, running, 0.1, EPS, RELU, residual)[0] * 2
 
     given = leaves(chosen)
     counts = [torch.zeros((), dtype=torch.long, device=chosen) for _ in range(2)]
@@ -189,7 +190,7 @@ def test_of_small_tensors_the_compiler_knows_no_more_than_that(monkeypatch):
 
     @torch.compile(fullgraph=True, backend=counter, dynamic=True)
     def call(x, residual):
-        return fused.batch_norm(x, None, None, EPS, RELU, residual)[0] * 2
+        return autograd.batch_norm(x, None, None, EPS, RELU, residual)[0] * 2
 
     counts = []
     for size in (5, 7, 9, 11):
@@ -234,14 +235,14 @@ def test_explain_says_what_runs(chosen, monkeypatch, kind, activation):
     for t in given:
         if t is not None:
             t.requires_grad_()
-    y, _ = fused.batch_norm(*given[:3], EPS, Activation(activation), given[3])
+    y, _ = autograd.batch_norm(*given[:3], EPS, Activation(activation), given[3])
     y.backward(torch.randn_like(y))
     assert ran == {name: True for name, path in zip(names, paths, strict=True) if path == "resident"}
 
 
 def test_double_backward(chosen):
     x, gamma, beta, residual = leaves(chosen, torch.float32)
-    y, _ = fused.batch_norm(x, gamma, beta, EPS, RELU, residual)
+    y, _ = autograd.batch_norm(x, gamma, beta, EPS, RELU, residual)
     dy = torch.randn_like(y)
     plain = torch.autograd.grad(y, (x, residual), dy, retain_graph=True)
     twice = torch.autograd.grad(y, (x, residual), dy, create_graph=True)
@@ -253,7 +254,7 @@ def test_a_relu_lets_through_what_is_no_number(device):
     x, residual = drawn(device)
     residual[1, 2, 3, 4] = float("nan")
     dy = torch.randn_like(x)
-    for p in (planned(x, 2), plan.make(geometry_of(x), 2, *Way("stream"), 4)):
+    for p in (planned(x, 2), schedule.make(geometry_of(x), 2, *Way("stream"), 4)):
         y, stats, bits = forward(x, residual, p)
         assert torch.equal(unpack(bits, x), (y > 0) | y.isnan())
         dr = launch.backward(dy, x, None, bits, stats, *RELU, torch.bfloat16, p)[3]
@@ -268,6 +269,6 @@ def test_hooks_that_lose_the_layout_of_what_is_saved(chosen):
     dy = torch.randn(SHAPE, device=chosen, dtype=torch.bfloat16)
     for pack in (lambda t: t, as_rows):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            y, _ = fused.batch_norm(*given[:3], EPS, RELU, given[3])
+            y, _ = autograd.batch_norm(*given[:3], EPS, RELU, given[3])
         results.append(torch.autograd.grad(y, given, dy))
     torch.testing.assert_close(*results, rtol=0, atol=0)

@@ -5,8 +5,8 @@ import torch
 
 from batchnorm.report.page import write_report
 from batchnorm.report.runs import read_runs
-from batchnorm.reproduce.network_run import run
-from batchnorm.reproduce.training import Setting
+from batchnorm.reproduce.mnist.network_run import run
+from batchnorm.reproduce.mnist.training import Setting
 
 
 @pytest.fixture(scope="session")

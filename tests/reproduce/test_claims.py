@@ -7,15 +7,15 @@ import torch
 
 from batchnorm.data import Digits, mnist
 from batchnorm.models import perceptron
-from batchnorm.reproduce import jacobian as jacobian_module
-from batchnorm.reproduce.comparison import Comparison, comparison
-from batchnorm.reproduce.init import Init, init
-from batchnorm.reproduce.jacobian import Jacobian, jacobian
-from batchnorm.reproduce.optimizers import OPTIMIZERS, Optimizers, optimizers
-from batchnorm.reproduce.placement import Placement, build, placement, shape, shapes
-from batchnorm.reproduce.saturation import Saturation, saturated, saturation
-from batchnorm.reproduce.scale import Scale, identity_gaps, scale
-from batchnorm.reproduce.section2 import Section2, section2, train_bias
+from batchnorm.reproduce.mnist import jacobian as jacobian_module
+from batchnorm.reproduce.mnist.comparison import Comparison, comparison
+from batchnorm.reproduce.mnist.init import Init, init
+from batchnorm.reproduce.mnist.jacobian import Jacobian, jacobian
+from batchnorm.reproduce.mnist.optimizers import OPTIMIZERS, Optimizers, optimizers
+from batchnorm.reproduce.mnist.placement import Placement, build, placement, shape, shapes
+from batchnorm.reproduce.mnist.saturation import Saturation, saturated, saturation
+from batchnorm.reproduce.mnist.scale import Scale, identity_gaps, scale
+from batchnorm.reproduce.mnist.section2 import Section2, section2, train_bias
 
 
 def written(out, name):

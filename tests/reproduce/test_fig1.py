@@ -12,15 +12,15 @@ import torch
 
 from batchnorm.cli import main
 from batchnorm.report.runs import read_runs
-from batchnorm.reproduce.fig1 import Fig1, fig1
-from batchnorm.reproduce.network_run import run
-from batchnorm.reproduce.run_folder import RunFolder
-from batchnorm.reproduce.threads import one_thread
-from batchnorm.reproduce.training import Setting
+from batchnorm.reproduce.mnist.fig1 import Fig1, fig1
+from batchnorm.reproduce.mnist.network_run import run
+from batchnorm.reproduce.mnist.run_folder import RunFolder
+from batchnorm.reproduce.mnist.threads import one_thread
+from batchnorm.reproduce.mnist.training import Setting
 
 SCRIPT = """
 import tyro
-from batchnorm.reproduce.fig1 import Fig1, fig1
+from batchnorm.reproduce.mnist.fig1 import Fig1, fig1
 if __name__ == "__main__":
     fig1(tyro.cli(Fig1))
 """

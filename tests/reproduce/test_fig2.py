@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from training import environment, striped_folder
 
-from batchnorm.reproduce.fig2.__main__ import main
-from batchnorm.reproduce.fig2.command import Fig2, fig2
-from batchnorm.reproduce.fig2.plan import read_plan
+from batchnorm.reproduce.imagenet.fig2 import Fig2, fig2
+from batchnorm.reproduce.imagenet.fig2_main import main
+from batchnorm.reproduce.imagenet.fig2_plan import read_plan
 from batchnorm.train import RECIPES
 
 PLAN = """
@@ -134,7 +134,16 @@ def test_no_jobs_are_too_few(data, plan, tmp_path, capsys):
 
 def test_it_goes_on_where_it_was_stopped(data, plan, sitting, tmp_path):
     words = ["--data", str(data), "--plan", str(plan), "--out", str(tmp_path), "--device", "cpu", "--workers", "0"]
-    command = [sys.executable, "-m", "batchnorm.reproduce.fig2", *words, "--jobs", "2", "--group", "figures"]
+    command = [
+        sys.executable,
+        "-m",
+        "batchnorm.reproduce.imagenet.fig2_main",
+        *words,
+        "--jobs",
+        "2",
+        "--group",
+        "figures",
+    ]
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     runs = [tmp_path / "runs" / name / "metrics.jsonl" for name in ("plain", "normalized")]
     while process.poll() is None and not all(path.exists() and path.read_text().count("\n") > 2 for path in runs):
@@ -279,7 +288,7 @@ def test_the_ablation_takes_back_one_modification_each():
 def test_it_needs_neither_tyro_nor_rich(plan, sitting, tmp_path):
     code = (
         "import sys; sys.modules.update(tyro=None, rich=None)\n"
-        "from batchnorm.reproduce.fig2.__main__ import main; sys.exit(main(sys.argv[1:]))"
+        "from batchnorm.reproduce.imagenet.fig2_main import main; sys.exit(main(sys.argv[1:]))"
     )
     words = ["--plan", str(plan), "--results", str(sitting / "results"), "--out", str(tmp_path)]
     subprocess.run([sys.executable, "-c", code, *words], check=True, env=environment(), capture_output=True)

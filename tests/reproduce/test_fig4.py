@@ -15,12 +15,12 @@ from training import environment, striped_folder, train_small
 
 from batchnorm.evaluate import Predictions
 from batchnorm.report.summary import tables
-from batchnorm.reproduce.fig2.plan import read_plan as read_fig2
-from batchnorm.reproduce.fig4.__main__ import main
-from batchnorm.reproduce.fig4.command import Fig4, fig4
-from batchnorm.reproduce.fig4.member_files import MemberFiles
-from batchnorm.reproduce.fig4.plan import read_plan
-from batchnorm.reproduce.fig4.table import PAPER, Step, figure4
+from batchnorm.reproduce.imagenet.fig2_plan import read_plan as read_fig2
+from batchnorm.reproduce.imagenet.fig4 import Fig4, fig4
+from batchnorm.reproduce.imagenet.fig4_main import main
+from batchnorm.reproduce.imagenet.fig4_plan import read_plan
+from batchnorm.reproduce.imagenet.fig4_table import PAPER, Step, figure4
+from batchnorm.reproduce.imagenet.member_files import MemberFiles
 from batchnorm.train.recipe import MEMBERS, Recipe
 
 PLAN = """
@@ -128,7 +128,7 @@ def test_the_table_is_made_of_the_files_alone(plan, sitting, tmp_path):
     shutil.copytree(sitting / "results", tmp_path / "results")
     code = (
         "import sys; sys.modules.update(tyro=None, rich=None)\n"
-        "from batchnorm.reproduce.fig4.__main__ import main; sys.exit(main(sys.argv[1:]))"
+        "from batchnorm.reproduce.imagenet.fig4_main import main; sys.exit(main(sys.argv[1:]))"
     )
     words = ["--plan", str(plan), "--results", str(tmp_path / "results"), "--out", str(tmp_path / "out")]
     subprocess.run([sys.executable, "-c", code, *words], check=True, env=environment(), capture_output=True)

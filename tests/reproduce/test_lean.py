@@ -9,7 +9,7 @@ from torch import nn
 
 from batchnorm.data import Digits
 from batchnorm.models import perceptron
-from batchnorm.reproduce.lean import LeanSGD
+from batchnorm.reproduce.mnist.lean import LeanSGD
 
 
 def digits(n=600):

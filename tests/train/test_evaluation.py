@@ -10,7 +10,7 @@ from training import small, stripes, train_small
 
 from batchnorm.layers import BatchNorm
 from batchnorm.train import RECIPES
-from batchnorm.train.evaluation import evaluate
+from batchnorm.train.evaluate_command import evaluate
 from batchnorm.train.recipe import BN_X30, MEMBERS
 from batchnorm.train.saved import open_run
 

@@ -13,10 +13,10 @@ from training import assert_same_outcome, outcome, small, start, train_small
 
 from batchnorm.train import Recipe, Stopped
 from batchnorm.train.checkpoint import load_latest, save
-from batchnorm.train.command import _summary
 from batchnorm.train.metrics import read
 from batchnorm.train.report import Reporter
 from batchnorm.train.saved import open_run
+from batchnorm.train.train_command import _summary
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 from training import small
 
 from batchnorm.data import Augment
-from batchnorm.models.blocks import InceptionModule
+from batchnorm.models.bn_inception.blocks import InceptionModule
 from batchnorm.train import RECIPES
 from batchnorm.train.distributed import Ranks
 from batchnorm.train.step import TrainStep, make_optimizer

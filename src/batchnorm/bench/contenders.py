@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import BatchNorm
-from ..models import pools
-from ..models.blocks import InceptionModule, SeparableConv2d
+from ..models.bn_inception import pools
+from ..models.bn_inception.blocks import InceptionModule, SeparableConv2d
 from ..train import RECIPES
 from ..train.distributed import Ranks
 from ..train.step import Compile, TrainStep, make_optimizer

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import JobsFailedError, at_least
-from ..ops import launch
+from ..ops.cuda import launch
 from ..results import check_writable, write_result
 from .graphs import require_gpu
 from .kernels import Parameters, Sets

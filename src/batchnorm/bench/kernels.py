@@ -30,7 +30,7 @@ from ..results import check_writable, write_atomically
 from .graphs import Stopwatch, buffers, copy_bandwidth, require_gpu
 from .kernels_bars import bars, ratio
 from .kernels_picture import picture
-from .kernels_sittings import Given, digest, earlier_rows, hardware, key_of, names_of, provenance
+from .kernels_resume import Given, digest, earlier_rows, hardware, key_of, names_of, provenance
 from .layers import Layer, all_layers, short_list
 from .turns import alone, workers
 

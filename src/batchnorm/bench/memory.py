@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..errors import at_least
 from ..models import inception
-from ..models.blocks import InceptionModule, SeparableConv2d
+from ..models.bn_inception.blocks import InceptionModule, SeparableConv2d
 from ..ops import recompute
 from ..results import check_writable, write_result
 from ..train import RECIPES

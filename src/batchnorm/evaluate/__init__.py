@@ -5,7 +5,7 @@ from .crops import Crops
 from .ensemble import Ensemble, EnsembleReport, Member, evaluate_networks
 from .predict import Predictions, predict
 from .score import Score, score
-from .squares import SquareBatches, open_squares
+from .square_crops import SquareBatches, open_squares
 
 __all__ = [
     "Accuracy",

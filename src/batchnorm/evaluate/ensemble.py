@@ -12,7 +12,7 @@ from ..collectives import add_across_ranks, gather_objects
 from ..data.reader import CorruptFile
 from .predict import Predictions, predict
 from .score import Score, score
-from .squares import SquareBatches
+from .square_crops import SquareBatches
 
 
 class Member(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..data.reader import CorruptFile
 from ..progress import progress
-from .squares import SquareBatches
+from .square_crops import SquareBatches
 from .views import MeanProbabilities
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..data import Normalize
 from .crops import Crops, crop_boxes
-from .squares import Squares
+from .square_crops import Squares
 
 
 def cut_views(squares: Tensor, crops: Crops) -> Tensor:

@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import collectives, ops
 from ..ops.activation import Activation, as_activation
-from ..ops.context import is_transformed
 from ..ops.cpu import forget
 from ..ops.dispatch import quick_
+from ..ops.torch_state import is_transformed
 from .statistics import Statistics, Sync
 from .torch_tools import tool_at
 

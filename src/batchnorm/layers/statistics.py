@@ -11,9 +11,9 @@ from torch import Tensor, distributed
 from .. import collectives, ops
 from ..ops import Moments, Running
 from ..ops.composite import finish, per_channel, scale_and_shift
-from ..ops.context import is_recomputation
 from ..ops.dispatch import Call
 from ..ops.moments import batch_moments
+from ..ops.torch_state import is_recomputation
 
 
 class Statistics(Protocol):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import at_least
-from .blocks import InceptionModule
+from .bn_inception.blocks import InceptionModule
 
 
 class Layer(NamedTuple):

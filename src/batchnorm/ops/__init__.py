@@ -3,8 +3,8 @@
 from .activation import Activation, as_activation
 from .dispatch import Choice, batch_norm, batch_norm_, explain, normalize, normalize_batch_
 from .moments import Moments, merge
+from .recomputation import recompute
 from .running import Running, update_
-from .saving import recompute
 
 __all__ = [
     "Activation",

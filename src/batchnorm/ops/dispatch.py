@@ -7,11 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import composite, cpu, fused, given
+from . import composite, cpu
 from .activation import Activation, as_activation
-from .context import is_forward_mode, is_observed, is_transformed
+from .cuda import autograd, inference
 from .moments import Moments
 from .running import Kept, Running, update_
+from .torch_state import is_forward_mode, is_observed, is_transformed
 
 
 class Choice(NamedTuple):
@@ -97,8 +98,8 @@ def batch_norm_(
                 f"a running {name} of shape {tuple(average.shape)} for features of shape {tuple(features)}"
             )
     path = choose(call).path
-    if path == "cuda" and feature_dims == 1 and fused.moves(running, x):
-        return fused.batch_norm_(x, gamma, beta, running, momentum, eps, call.activation, residual)
+    if path == "cuda" and feature_dims == 1 and autograd.moves(running, x):
+        return autograd.batch_norm_(x, gamma, beta, running, momentum, eps, call.activation, residual)
     y, moments = _batch_norm(call, eps, path, constant_moments=True)
     moments = Moments(*(v.detach() for v in moments))
     update_(running, moments, momentum, plain=path == "cpu")
@@ -145,7 +146,7 @@ def quick_(
 ) -> Tensor | None:
     """Return y by the shortest way and move the running averages; None, and nothing moved, where another way is due."""
     if x.is_cuda:
-        return fused.normalize_batch_(x, gamma, beta, running, momentum, eps, activation, residual)
+        return autograd.normalize_batch_(x, gamma, beta, running, momentum, eps, activation, residual)
     return cpu.normalize_batch_(x, gamma, beta, running, momentum, eps, activation) if residual is None else None
 
 
@@ -180,7 +181,7 @@ def normalize(
     if path == "cpu":
         y = cpu.normalize(call.x, mean, var, *arguments)
     elif path == "cuda" and not torch.compiler.is_compiling():
-        y = given.normalize(call.x, mean, var, *arguments)
+        y = inference.normalize(call.x, mean, var, *arguments)
     else:
         y = composite.normalize(call.x, mean, var, *arguments, call.mask)
     return call.restore(y)
@@ -206,7 +207,7 @@ def explain(
     call = Call(x, gamma, beta, feature_dims, activation, residual, mask)
     path, reason = choose(call)
     if path == "cuda":
-        reason = fused.describe(call.x, call.gamma, call.beta, call.residual, call.activation)
+        reason = autograd.describe(call.x, call.gamma, call.beta, call.residual, call.activation)
     elif path == "cpu":
         reason = cpu.describe(call.x, call.residual)
     return Choice(path, reason)
@@ -310,7 +311,7 @@ def _batch_norm(call: Call, eps: float, path: str, *, constant_moments: bool = F
     if path == "cpu":
         y, moments = cpu.batch_norm(*arguments, constant_moments=constant_moments)
     elif path == "cuda":
-        y, moments = fused.batch_norm(*arguments)
+        y, moments = autograd.batch_norm(*arguments)
     else:
         y, moments = composite.batch_norm(*arguments, call.mask)
     return call.restore(y), call.restore_moments(moments)
@@ -336,6 +337,6 @@ def choose(call: Call) -> Choice:
     if x.device.type == "cpu":
         return Choice("cpu", "a CPU tensor")
     if x.device.type == "cuda":
-        refused = fused.refusal(x)
+        refused = autograd.refusal(x)
         return Choice("cuda", "a CUDA tensor") if refused is None else Choice("composite", refused)
     return Choice("composite", f"no faster path for {x.device.type} tensors")

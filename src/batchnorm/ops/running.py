@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .context import is_recomputation, is_transformed
 from .moments import Moments
+from .torch_state import is_recomputation, is_transformed
 
 
 class Running(NamedTuple):

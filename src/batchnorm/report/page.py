@@ -13,9 +13,9 @@ from string import Template
 from typing import Any
 
 from ..results import write_atomically
-from .claims import paper_versus_here, steps_to
 from .payload import payload
 from .runs import Run
+from .section_4_1 import paper_versus_here, steps_to
 
 Section = tuple[str, str, Sequence[Sequence[str]]]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..data import Augment
 from ..layers import param_groups
-from ..models.blocks import InceptionModule, SeparableConv2d
+from ..models.bn_inception.blocks import InceptionModule, SeparableConv2d
 from .distributed import Ranks
 from .recipe import Recipe
 

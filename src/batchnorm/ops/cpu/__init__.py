@@ -5,20 +5,21 @@ contiguous images are a scalar loop, far from it; in channels_last with few chan
 are channels. ReLU as a second call takes new memory forward and backward. And on a small batch all of this is less than
 what surrounds it: calls of operators, and of Python. Hence
 
-compiled.py  dense float32 in layers in training: one call of kernel.c, if compiler.py could compile it.
-quick.py     what leads there; and the same by torch's kernel, for half precision, without a compiler, and where it is
-             as fast. As little around a kernel as there can be.
-native.py    torch's kernel and its derivative, for small batches, for channels_last with channels enough, and for half
-             precision. The activation is applied in place.
-function.py  everything else: statistics by sums that run at the speed of memory, the transform, the activation in
-             place, torch's kernel for the backward pass where it knows the layout.
-layout.py    what those passes are for planes, for rows, and for rows made of several positions where channels are few.
+autograd.py       dense float32 in layers in training: one call of kernel.c, if compiler.py finds a C compiler.
+fast_path.py      leads there; and the same by torch's kernel, for half precision, without a compiler, and where it is
+                  as fast. As little around a kernel as there can be.
+torch_kernels.py  torch's kernel and its derivative, for small batches, for channels_last with channels enough, and for
+                  half precision. The activation is applied in place.
+passes.py         everything else: statistics by sums that run at the speed of memory, the transform, the activation in
+                  place, torch's kernel for the backward pass where it knows the layout.
+layout.py         what those passes are for planes, for rows, and for rows made of several positions where channels are
+                  few.
 
 ``batchnorm bench cpu`` measures all of it against torch; results/cpu.json holds the numbers.
 
 What torch's kernels compute does not keep its digits when the mean is many standard deviations from zero, for then
-a*x + b is a difference of large numbers. quick, native and function check this on the statistics, and such a batch is
-first shifted by its mean: BN(x) = BN(x - s). The compiled kernel always shifts.
+a*x + b is a difference of large numbers. fast_path, torch_kernels and passes check this on the statistics, and
+such a batch is first shifted by its mean: BN(x) = BN(x - s). The compiled kernel always shifts.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from torch import Tensor
 from .. import composite
 from ..activation import Activation
 from ..moments import Moments, statistics_dtype
-from ..saving import remember
-from . import compiled, compiler, native, nonlinear
-from .function import BatchNormFunction
+from ..recomputation import remember
+from . import autograd, compiler, nonlinear, torch_kernels
+from .fast_path import forget, normalize_batch_
 from .layout import flatten, layout_of, unflatten
-from .quick import forget, normalize_batch_
+from .passes import BatchNormFunction
 
 __all__ = ["batch_norm", "describe", "forget", "normalize", "normalize_batch_"]
 
@@ -46,7 +47,7 @@ def describe(x: Tensor, residual: Tensor | None) -> str:
     missing = compiler.unavailable()
     if missing is not None:
         return f"a CPU tensor, and torch's kernels, for {missing}"
-    if residual is not None or compiled.form_of(x, relu=False) is None:
+    if residual is not None or autograd.form_of(x, relu=False) is None:
         return "a CPU tensor, and torch's kernels: the compiled one takes dense float32 batches without a residual"
     reason = "a CPU tensor; layers in training take the compiled kernel, or torch's if that is as fast"
     found = compiler.kernels()
@@ -70,8 +71,8 @@ def batch_norm(
     ``constant_moments`` says that nobody differentiates the moments, which spares autograd a step.
     """
     # A half-precision sum with the residual would round z before the activation looks at its sign.
-    if native.is_fast(x) and (residual is None or x.dtype.itemsize > 2):
-        found = native.batch_norm(x, gamma, beta, eps, activation, residual, constant_moments)
+    if torch_kernels.is_fast(x) and (residual is None or x.dtype.itemsize > 2):
+        found = torch_kernels.batch_norm(x, gamma, beta, eps, activation, residual, constant_moments)
         if found is not None:
             remember(found[0], _native_again(eps, activation), x, gamma, beta, residual)
             return found
@@ -90,7 +91,7 @@ def batch_norm(
 
 def _native_again(eps: float, activation: Activation) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None) -> Tensor:
-        found = native.batch_norm(x, gamma, beta, eps, activation, residual, constant_moments=True)
+        found = torch_kernels.batch_norm(x, gamma, beta, eps, activation, residual, constant_moments=True)
         assert found is not None  # as it was not the first time
         return found[0]
 
@@ -112,7 +113,7 @@ def normalize(
     mean, var = mean.to(dtype), var.to(dtype)
     gamma, beta = (None if v is None else v.to(dtype) for v in (gamma, beta))
     wanted = mean.requires_grad or var.requires_grad  # the kernel takes them for constants
-    if wanted or not bool((mean.square() <= native.CONDITION**2 * (var + eps)).all()):
+    if wanted or not bool((mean.square() <= torch_kernels.CONDITION**2 * (var + eps)).all()):
         return composite.normalize(x, mean, var, gamma, beta, eps, activation, residual)
     y = F.batch_norm(flatten(x, x), mean, var, gamma, beta, training=False, eps=eps)
     if residual is not None:

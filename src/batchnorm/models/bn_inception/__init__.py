@@ -1,0 +1,1 @@
+"""The network of the paper's appendix, with the kernels that only it needs."""

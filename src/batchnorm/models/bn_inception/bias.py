@@ -1,0 +1,61 @@
+"""A convolution's bias with the nonlinearity behind it, on channels-last CUDA tensors: what BN takes the place of.
+
+Torch adds the bias in one pass, applies the nonlinearity in another, and sums the bias's gradient in a third.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...ops.cuda.schedule import up
+from .channels_last import Tiling, empty, readable, row_stride
+
+PARTS = 256  # programs of a backward pass that keep a GPU busy; each sums a part of the pixels
+
+
+def bias_act(x: Tensor, bias: Tensor, activation: Literal["relu", "sigmoid"]) -> Tensor:
+    """Return g(x + b), with a bias for each channel of (N, C, H, W).
+
+    Paper: Sec. 3.2, z = g(Wu + b)
+    """
+    y: Tensor = _BiasAct.apply(x, bias, activation == "sigmoid")  # type: ignore[no-untyped-call]
+    return y
+
+
+class _BiasAct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, sigmoid: bool) -> Tensor:
+        from .triton.bias import forward
+
+        n, c, h, w = x.shape
+        row, y = row_stride(x), empty(x, tuple(x.shape))
+        t = Tiling(x, (row, c), n * h * w)
+        numbers = (n * h * w, c // t.align, row // t.align)
+        with torch.cuda.device_of(x):  # Triton launches on the current one
+            forward[(t.programs,)](x, bias.contiguous(), y, *numbers, sigmoid, *t.constants)
+        ctx.save_for_backward(y, bias)
+        ctx.sigmoid = sigmoid
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        y, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is to be differentiated: by operations that torch knows
+            dz = dy * (y * (1 - y) if ctx.sigmoid else y > 0)
+            return dz, dz.sum((0, 2, 3)).to(bias.dtype), None
+        from .triton.bias import backward
+
+        n, c, h, w = y.shape
+        dy, row = readable(dy)
+        y = y.contiguous(memory_format=torch.channels_last)  # hooks such as save_on_cpu's may lose the layout
+        dx, pixels = empty(y, tuple(y.shape)), n * h * w
+        t = Tiling(y, (row, c), pixels)
+        tiles = max(1, t.programs // PARTS)
+        parts = up(pixels, t.pixels * tiles)
+        partial = torch.empty((parts, c), dtype=torch.float32, device=y.device)
+        numbers = (pixels, c // t.align, row // t.align, tiles)
+        backward[(parts * t.slices,)](dy, y, dx, partial, *numbers, ctx.sigmoid, *t.constants)
+        return dx, partial.sum(0).to(bias.dtype), None

@@ -1,0 +1,278 @@
+"""The parts that the appendix network is built of: a convolution unit, the separable stem, an Inception module.
+
+Where linear maps follow each other with nothing between, their order is free. On CUDA in training these modules take
+the cheaper order; everywhere else they run as drawn, one child after the other, so that surgery and folding see the
+network of the paper. ``rearrange`` (None: on CUDA in training) decides; the parameters are the same either way.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache
+from typing import Literal, NamedTuple, TypeVar, cast
+
+import torch
+import torch.fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...graph.kinds import has_hooks
+from .bias import bias_act
+from .channels_last import takes
+from .pools import AvgPool2d, MaxPool2d
+
+_NONLINEARITIES: dict[type[nn.Module], Literal["relu", "sigmoid"]] = {nn.ReLU: "relu", nn.Sigmoid: "sigmoid"}
+_A = TypeVar("_A")
+_B = TypeVar("_B")
+
+
+class Row(NamedTuple):
+    """One Inception row of the appendix table: numbers of filters, 0 where the table has none.
+
+    Paper: Appendix, Inception architecture
+    """
+
+    name: str
+    stride: int
+    one: int
+    reduce3: int
+    three: int
+    reduce33: int
+    double33: int
+    pool: Literal["avg", "max"]
+    projection: int
+
+    def outputs(self, inputs: int) -> int:
+        """Return the channels of the concatenation; a pool without projection passes its input through."""
+        return self.one + self.three + self.double33 + (self.projection or inputs)
+
+    def times(self, width: float) -> Row:
+        """Return the row with all numbers of filters times ``width``."""
+        one, reduce3, three, reduce33, double33 = (scaled(n, width) for n in self[2:7])
+        projection = scaled(self.projection, width)
+        return Row(self.name, self.stride, one, reduce3, three, reduce33, double33, self.pool, projection)
+
+
+def scaled(filters: int, width: float) -> int:
+    """Return a number of filters times ``width``, rounded, but never none of some."""
+    return max(1, round(filters * width)) if filters else 0
+
+
+class Unit(nn.Sequential):
+    """A convolution, then its normalization with the nonlinearity fused, or the nonlinearity alone.
+
+    ``rearrange`` adds a convolution's bias together with the nonlinearity.
+
+    Paper: Sec. 3.2, z = g(BN(Wu)); z = g(Wu + b)
+    """
+
+    conv: nn.Conv2d
+    rearrange: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve, normalize, apply the nonlinearity."""
+        if not self._is_plain() or not _rearranged(self, x):
+            return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
+        # Torch's own way from a module to the function: dilation, groups and kinds of padding may have been changed.
+        return self.finish(self.conv._conv_forward(x, self.conv.weight, None))
+
+    def finish(self, product: Tensor) -> Tensor:
+        """Do what follows the convolution, whose bias, if it has one, is not added yet."""
+        bias = self.conv.bias
+        if bias is not None:
+            if self._is_plain() and not torch.compiler.is_compiling() and takes(product):
+                return bias_act(product, bias, _NONLINEARITIES[type(self[1])])
+            product = product + bias.to(product.dtype)[:, None, None]
+        _, *rest = self
+        for module in rest:
+            product = module(product)
+        return product
+
+    def joins(self) -> bool:
+        """Say whether the convolution may be computed together with others: it is torch's, and nobody listens to it."""
+        conv = self[0]
+        plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.stride == (1, 1)
+        return plain and not (has_hooks(self) or has_hooks(conv))
+
+    def _is_plain(self) -> bool:
+        """Say whether a biased convolution and a nonlinearity are all there is, and nobody listens in between."""
+        if len(self) != 2:
+            return False
+        conv, last = self
+        known = type(conv) is nn.Conv2d and conv.bias is not None and type(last) in _NONLINEARITIES
+        return known and not (has_hooks(conv) or has_hooks(last))
+
+
+# (inputs, outputs, kernel, stride, height of the output map, row) -> unit
+MakeUnit = Callable[[int, int, int, int, int, str], Unit]
+
+
+class SeparableConv2d(nn.Sequential):
+    """Convolve each input channel with ``multiplier`` filters of its own, then mix them with a 1x1 convolution.
+
+    W[o, i] = sum_m P[o, i, m] D[i, m] is one dense convolution with the same result; ``rearrange`` uses it: it has
+    more multiply-adds, but runs as one matrix product and keeps no depthwise activations. Where its stride is 2,
+    ``by_blocks`` then reads the image as blocks of 2x2 pixels with four times the channels: the same products again, in
+    an order that suits matrix units better than three channels do.
+
+    >>> conv = SeparableConv2d(3, 64, 7, stride=2, multiplier=8)
+    >>> x, conv.rearrange = torch.randn(1, 3, 16, 16), True
+    >>> torch.allclose(conv(x), conv.pointwise(conv.depthwise(x)), atol=1e-5)
+    True
+
+    Paper: Appendix (separable convolution with depth multiplier 8)
+    """
+
+    depthwise: nn.Conv2d
+    pointwise: nn.Conv2d
+
+    def __init__(
+        self, inputs: int, outputs: int, kernel: int, *, stride: int = 1, multiplier: int = 8, bias: bool = True
+    ) -> None:
+        wide = inputs * multiplier
+        depthwise = nn.Conv2d(inputs, wide, kernel, stride, kernel // 2, groups=inputs, bias=False)
+        pointwise = nn.Conv2d(wide, outputs, 1, bias=bias)
+        super().__init__(OrderedDict(depthwise=depthwise, pointwise=pointwise))
+        self.rearrange: bool | None = None
+        self.by_blocks = True
+
+    def composed_weight(self) -> Tensor:
+        """Return the dense kernel W, differentiable and in the parameters' precision (autocast leaves it alone)."""
+        inputs = self.depthwise.groups
+        p = self.pointwise.weight.unflatten(1, (inputs, -1))
+        d = self.depthwise.weight.squeeze(1).unflatten(0, (inputs, -1))
+        weight: Tensor = (p * d.unsqueeze(0)).sum(2)
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve, in one step or two."""
+        if not _rearranged(self, x):
+            return self.pointwise(self.depthwise(x))  # type: ignore[no-any-return]
+        weight, bias, stride = self.composed_weight(), self.pointwise.bias, self.depthwise.stride
+        if self.by_blocks and stride == (2, 2):
+            return _convolve_blocks(x, weight, bias)
+        return F.conv2d(x, weight, bias, stride, weight.shape[-1] // 2)
+
+
+def _convolve_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Convolve at stride 2 with an odd kernel, padded by half of it, as stride 1 over blocks of 2x2 pixels."""
+    inputs, kernel = weight.shape[1], weight.shape[-1]
+    # A tap of zeros, before or behind the others, makes the kernel even and lets it start at a block's first pixel.
+    front = kernel // 2 % 2
+    taps, before = (kernel + 1) // 2, (kernel // 2 + front) // 2
+    x = F.pad(x, (0, x.shape[-1] % 2, 0, x.shape[-2] % 2)) if x.shape[-1] % 2 or x.shape[-2] % 2 else x
+    rows, columns = x.shape[-2] // 2, x.shape[-1] // 2
+    # In memory: rows, columns, then a block's pixels and channels, rounded up to what matrix units take at once.
+    channels = -(-4 * inputs // 8) * 8
+    blocks = x.new_zeros(len(x), rows + taps - 1, columns + taps - 1, channels)
+    inside = blocks[:, before : before + rows, before : before + columns, : 4 * inputs].unflatten(3, (2, 2, inputs))
+    inside.copy_(x.permute(0, 2, 3, 1).unflatten(2, (columns, 2)).unflatten(1, (rows, 2)).transpose(2, 3))
+    weight = (
+        F.pad(weight, (front, 1 - front) * 2).unflatten(3, (taps, 2)).unflatten(2, (taps, 2)).permute(0, 2, 4, 3, 5, 1)
+    )
+    weight = F.pad(weight.flatten(3), (0, channels - 4 * inputs))
+    return F.conv2d(blocks.permute(0, 3, 1, 2), weight.permute(0, 3, 1, 2), bias)
+
+
+class InceptionModule(nn.Module):
+    """Concatenate a 1x1, a 3x3, a double 3x3 and a pooling branch over the same input.
+
+    ``rearrange`` computes the 1x1 convolutions that read the module's input as one, with their weights side by side,
+    and averages after the projection, on its fewer channels, instead of before: avg(Wx) = W avg(x). ``side_by_side``
+    then runs the double 3x3 branch beside the others, on a second stream of the GPU.
+
+    Args:
+        inputs: input channels.
+        row: the table's row.
+        size: height of the input map.
+        unit: makes convolution, normalization and nonlinearity.
+
+    Paper: Appendix, Inception architecture
+    """
+
+    def __init__(self, inputs: int, row: Row, size: int, unit: MakeUnit) -> None:
+        super().__init__()
+        out = -(-size // row.stride)
+        self.one = unit(inputs, row.one, 1, 1, size, row.name) if row.one else None
+        self.three = nn.Sequential(
+            OrderedDict(
+                reduce=unit(inputs, row.reduce3, 1, 1, size, row.name),
+                conv=unit(row.reduce3, row.three, 3, row.stride, out, row.name),
+            )
+        )
+        self.double33 = nn.Sequential(
+            OrderedDict(
+                reduce=unit(inputs, row.reduce33, 1, 1, size, row.name),
+                conv1=unit(row.reduce33, row.double33, 3, 1, size, row.name),
+                conv2=unit(row.double33, row.double33, 3, row.stride, out, row.name),
+            )
+        )
+        # A constant stays one at the border, which is what lets the average and a biased projection change places.
+        pool: nn.Module = AvgPool2d() if row.pool == "avg" else MaxPool2d(row.stride)
+        self.pool = nn.Sequential(OrderedDict(pool=pool))
+        if row.projection:
+            self.pool.add_module("project", unit(inputs, row.projection, 1, 1, out, row.name))
+        self.projects_first = row.pool == "avg" and bool(row.projection)
+        self.rearrange: bool | None = None
+        self.side_by_side = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the concatenated branches."""
+        if _rearranged(self, x):
+            heads = self._heads()
+            if all(head.joins() for head in heads.values()):
+                return self._joined(x, heads)
+        branches = [branch for branch in (self.one, self.three, self.double33, self.pool) if branch is not None]
+        return torch.cat([branch(x) for branch in branches], 1)
+
+    def _heads(self) -> dict[str, Unit]:
+        """Return the units whose 1x1 convolutions read the module's input, or may."""
+        heads = {"one": self.one, "three": self.three[0], "double": self.double33[0]}
+        if self.projects_first:
+            heads["project"] = self.pool[1]
+        return {name: cast(Unit, head) for name, head in heads.items() if head is not None}
+
+    def _joined(self, x: Tensor, units: dict[str, Unit]) -> Tensor:
+        convolutions = [unit.conv for unit in units.values()]
+        wide = F.conv2d(x, torch.cat([conv.weight for conv in convolutions]))
+        parts = dict(zip(units, wide.split([conv.out_channels for conv in convolutions], 1), strict=True))
+
+        def deep() -> Tensor:
+            y: Tensor = self.double33[2](self.double33[1](units["double"].finish(parts["double"])))
+            return y
+
+        def others() -> tuple[list[Tensor], Tensor]:
+            first = [units["one"].finish(parts["one"])] if "one" in units else []
+            first.append(self.three[1](units["three"].finish(parts["three"])))
+            if not self.projects_first:
+                return first, self.pool(x)
+            return first, units["project"].finish(self.pool[0](parts["project"]))
+
+        double, (first, pooled) = both(deep, others) if self.side_by_side else (deep(), others())
+        return torch.cat([*first, double, pooled], 1)
+
+
+def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
+    """Call two functions whose kernels may run at the same time on a GPU, forward and backward.
+
+    No memory is reused too early: what one stream reads of the other's is freed only after they have met again.
+    """
+    main, side = torch.cuda.current_stream(), _side_stream()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        a = first()
+    b = second()
+    main.wait_stream(side)
+    return a, b
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
+def _rearranged(module: Unit | SeparableConv2d | InceptionModule, x: Tensor | torch.fx.Proxy) -> bool:
+    if isinstance(x, torch.fx.Proxy):  # what torch.fx records is the network as drawn
+        return False
+    return module.training and x.is_cuda if module.rearrange is None else module.rearrange

@@ -1,0 +1,198 @@
+"""The Inception variant of the paper's appendix: the table, literally, and one builder for all its forms."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ...layers import BatchNorm2d
+from .blocks import InceptionModule, Row, SeparableConv2d, Unit, scaled
+from .local_response import LocalResponseNorm
+from .pools import MaxPool2d
+
+# As printed. 4c and 4d sum to 608 channels, while the output column says 576: see `projection` of inception().
+# fmt: off
+APPENDIX = (
+    #   name stride #1x1 3x3 reduce, 3x3  double reduce, double  pool + projection (0: pass through)
+    Row("3a",  1,    64,      64,    64,           64,     96,   "avg",  32),
+    Row("3b",  1,    64,      64,    96,           64,     96,   "avg",  64),
+    Row("3c",  2,     0,     128,   160,           64,     96,   "max",   0),
+    Row("4a",  1,   224,      64,    96,           96,    128,   "avg", 128),
+    Row("4b",  1,   192,      96,   128,           96,    128,   "avg", 128),
+    Row("4c",  1,   160,     128,   160,          128,    160,   "avg", 128),
+    Row("4d",  1,    96,     128,   192,          160,    192,   "avg", 128),
+    Row("4e",  2,     0,     128,   192,          192,    256,   "max",   0),
+    Row("5a",  1,   352,     192,   320,          160,    224,   "avg", 128),
+    Row("5b",  1,   352,     192,   320,          192,    224,   "max", 128),
+)
+# fmt: on
+AMBIGUOUS = ("4c", "4d")
+SMALLEST_MAP = 4  # not in the paper, which has 224 px alone
+
+
+def inception(
+    *,
+    classes: int = 1000,
+    size: int = 224,
+    norm: Literal["batch"] | None = "batch",
+    activation: Literal["relu", "sigmoid"] = "relu",
+    stem: Literal["separable", "plain"] = "separable",
+    projection: Literal[96, 128] = 96,
+    local_response: bool = False,
+    dropout: float = 0.0,
+    per_activation: Collection[str] = (),
+    width: float = 1.0,
+    init: Literal["kaiming", "xavier"] = "kaiming",
+    init_scale: float = 1.0,
+    eps: float = 1e-3,
+    momentum: float | None = 0.1,
+    seed: int | None = None,
+) -> nn.Sequential:
+    """Build the appendix network, from the image to the class scores.
+
+    The defaults are the network of BN-x5 and BN-x30; Inception is ``norm=None, local_response=True, dropout=0.4``.
+    Small images drop early strides, the fewest that leave a last map of at least 4x4: below 97 px the first max pool
+    is left out, below 49 px the first convolution also has stride 1.
+
+    Args:
+        classes: the number of classes.
+        size: height and width of the images, 32 or more.
+        norm: "batch" normalizes before every nonlinearity; None has biases instead.
+        activation: the nonlinearity.
+        stem: the 7x7 convolution, "separable" with depth multiplier 8, or "plain".
+        projection: filters of the pool projection in 4c and 4d. The table prints 128 and outputs that need 96; the
+            outputs are the default.
+        local_response: local response normalization after the first pool and before the second (GoogLeNet's places:
+            the paper names none).
+        dropout: its probability, before the classifier.
+        per_activation: rows, such as ("5b",), whose normalization has statistics, gamma and beta for each activation
+            instead of each feature map.
+        width: factor on all numbers of filters; 1 is the paper's, less is for a quick try on a CPU.
+        init: "kaiming", or "xavier" as in 2014. The paper does not say.
+        init_scale: factor on the initial weights of the convolutions.
+        eps: of the normalization; the paper does not say (1e-3 is TF-slim's).
+        momentum: of the running averages; the paper does not say.
+        seed: of the initial weights; None draws from torch's global generator.
+
+    Raises:
+        ValueError: for images under 32 px, an unknown row, or ``per_activation`` without normalization.
+
+    >>> net = inception(classes=10, size=32)
+    >>> net.eval()(torch.zeros(1, 3, 32, 32)).shape
+    torch.Size([1, 10])
+
+    Paper: Appendix; Sec. 4.2; Sec. 4.2.3 (per activation, larger initial weights)
+    """
+    unknown = set(per_activation) - {row.name for row in APPENDIX}
+    if size < 32:
+        raise ValueError(f"the network takes images of 32 px or more, not {size}: enlarge them first")
+    if unknown or (per_activation and norm is None):
+        raise ValueError(f"per_activation={tuple(per_activation)} needs norm='batch' and rows of the table: 3a to 5b")
+
+    def unit(inputs: int, outputs: int, kernel: int, stride: int, out: int, row: str = "") -> Unit:
+        bias = norm is None  # a bias before the normalization would be subtracted with the mean (Sec. 3.2)
+        conv: nn.Module = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=bias)
+        if row == "stem" and stem == "separable":
+            conv = SeparableConv2d(inputs, outputs, kernel, stride=stride, multiplier=8, bias=bias)
+        if norm is None:
+            return Unit(OrderedDict(conv=conv, activation=nn.ReLU() if activation == "relu" else nn.Sigmoid()))
+        features = (outputs, out, out) if row in per_activation else outputs
+        return Unit(OrderedDict(conv=conv, bn=BatchNorm2d(features, eps, momentum, activation=activation)))
+
+    stem_stride, pool_stride = early_strides(size)
+    first, channels = scaled(64, width), scaled(192, width)
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    layers["stem"] = unit(3, first, 7, stem_stride, size, "stem")
+    size = -(-size // stem_stride)
+    if pool_stride == 2:
+        layers["pool1"] = MaxPool2d(2)
+        size = -(-size // 2)
+    if local_response:
+        layers["lrn1"] = LocalResponseNorm(5, alpha=1e-4, beta=0.75)  # not in the paper: GoogLeNet's constants
+    layers["reduce2"] = unit(first, first, 1, 1, size)
+    layers["conv2"] = unit(first, channels, 3, 1, size)
+    if local_response:
+        layers["lrn2"] = LocalResponseNorm(5, alpha=1e-4, beta=0.75)  # not in the paper: GoogLeNet's constants
+    layers["pool2"] = MaxPool2d(2)
+    size = -(-size // 2)
+    for row in (row.times(width) for row in rows(projection)):
+        layers[f"inception_{row.name}"] = InceptionModule(channels, row, size, unit)
+        size, channels = -(-size // row.stride), row.outputs(channels)
+    layers["pool"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten()
+    layers["dropout"] = nn.Dropout(dropout)
+    layers["classifier"] = nn.Linear(channels, classes)
+    net = nn.Sequential(layers)
+    initialize_(net, init, init_scale, seed)
+    return net
+
+
+def rows(projection: Literal[96, 128] = 96) -> tuple[Row, ...]:
+    """Return the table with one of the two readings of 4c and 4d.
+
+    >>> sum(row.projection for row in rows(96)), sum(row.projection for row in APPENDIX)
+    (800, 864)
+
+    Paper: Appendix, Inception architecture
+    """
+    return tuple(row._replace(projection=projection) if row.name in AMBIGUOUS else row for row in APPENDIX)
+
+
+def early_strides(size: int) -> tuple[int, int]:
+    """Return the strides of the first convolution and the first max pool for images of ``size`` px.
+
+    >>> early_strides(224), early_strides(64), early_strides(32)
+    ((2, 2), (2, 1), (1, 1))
+
+    Beyond the paper: images other than 224 px.
+    """
+    for strides in ((2, 2), (2, 1)):
+        if -(-size // (8 * strides[0] * strides[1])) >= SMALLEST_MAP:
+            return strides
+    return (1, 1)
+
+
+def early_strides_note(size: int) -> str | None:
+    """Say which early strides images of ``size`` px do without; None where they have all.
+
+    >>> early_strides_note(64)
+    'at 64 px the first max pool is left out'
+
+    Beyond the paper: images other than 224 px.
+    """
+    stem, pool = early_strides(size)
+    if (stem, pool) == (2, 2):
+        return None
+    return f"at {size} px the first max pool is left out" + (" and the first convolution has stride 1" * (stem == 1))
+
+
+def initialize_(
+    net: nn.Module, init: Literal["kaiming", "xavier"], scale: float = 1.0, seed: int | None = None
+) -> None:
+    """Draw the weights of convolutions and linear layers from Gaussians, in place; biases become 0.
+
+    sigma = scale * sqrt(2 / fan_in) (kaiming), scale * sqrt(2 / (fan_in + fan_out)) (xavier). Layers that no
+    nonlinearity follows (the classifier, a depthwise stem) take gain 1 instead of 2, and no scale.
+
+    >>> net = nn.Linear(3, 2); initialize_(net, "xavier", seed=0); net.bias.tolist()
+    [0.0, 0.0]
+
+    Beyond the paper: it names no initialization.
+    """
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    for layer in net.modules():
+        if not isinstance(layer, nn.Conv2d | nn.Linear):
+            continue
+        followed = isinstance(layer, nn.Conv2d) and layer.groups == 1
+        receptive = layer.weight[0, 0].numel()
+        fan_in, fan_out = layer.weight.shape[1] * receptive, layer.weight.shape[0] * receptive
+        if isinstance(layer, nn.Conv2d):
+            fan_out //= layer.groups
+        variance = (2.0 if followed else 1.0) / fan_in if init == "kaiming" else 2.0 / (fan_in + fan_out)
+        nn.init.normal_(layer.weight, std=variance**0.5 * (scale if followed else 1.0), generator=generator)
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)

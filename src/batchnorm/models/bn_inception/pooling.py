@@ -1,0 +1,139 @@
+"""Pooling of 3x3 windows on channels-last CUDA tensors: torch's kernels for these take several times the memory's time.
+
+What the backward pass of the largest value needs is one byte per window, where torch keeps an index of eight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .channels_last import Tiling, empty, readable, row_stride
+
+
+def max_pool(x: Tensor, stride: int) -> Tensor:
+    """Return the largest value of each 3x3 window, padded by 1, at stride 1 or 2.
+
+    Beyond the paper: speed; ``F.max_pool2d`` computes the same.
+    """
+    y: Tensor = torch.ops.batchnorm.max_pool(x, stride)[0]
+    return y
+
+
+def average_pool(x: Tensor) -> Tensor:
+    """Return the mean of each 3x3 window at stride 1 over those of its pixels that are in the image.
+
+    Beyond the paper: speed; ``F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)`` computes the same.
+    """
+    y: Tensor = torch.ops.batchnorm.average_pool(x, False)
+    return y
+
+
+def _max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    from .triton.pool import max_forward
+
+    row = row_stride(x)
+    y, where = _fake_max_pool(x, stride)
+    (n, c, h, w), (oh, ow) = x.shape, y.shape[2:]
+    t = Tiling(x, (row, c), n * oh * ow)
+    numbers = (n * oh * ow, c // t.align, h, w, oh, ow, row // t.align, c // t.align)
+    with torch.cuda.device_of(x):  # Triton launches on the current one
+        max_forward[(t.programs,)](x, y, where, *numbers, stride, *t.constants)
+    return y, where
+
+
+def _fake_max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    n, c, h, w = x.shape
+    y = empty(x, (n, c, (h - 1) // stride + 1, (w - 1) // stride + 1))
+    return y, torch.empty_like(y, dtype=torch.uint8)
+
+
+def _max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, width: int) -> Tensor:
+    from .triton.pool import max_backward_1, max_backward_2
+
+    dy, row = readable(dy)
+    where = where.contiguous(memory_format=torch.channels_last)  # hooks such as save_on_cpu's may lose the layout
+    dx = _fake_max_pool_backward(dy, where, stride, height, width)
+    n, c, oh, ow = dy.shape
+    t = Tiling(dy, (row, c), n * oh * ow)
+    count, channels = n * oh * ow, c // t.align
+    if stride == 1:
+        max_backward_1[(t.programs,)](dy, where, dx, count, channels, oh, ow, row // t.align, *t.constants)
+    else:
+        sizes = (height, width, oh, ow)
+        max_backward_2[(t.programs,)](dy, where, dx, count, channels, *sizes, row // t.align, *t.constants)
+    return dx
+
+
+def _fake_max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, width: int) -> Tensor:
+    return empty(dy, (*dy.shape[:2], height, width))
+
+
+def _average_pool(x: Tensor, backward: bool) -> Tensor:
+    from .triton.pool import average
+
+    x, row = readable(x)
+    y = _fake_average_pool(x, backward)
+    n, c, h, w = x.shape
+    t = Tiling(x, (row, c), n * h * w)
+    with torch.cuda.device_of(x):
+        average[(t.programs,)](x, y, n * h * w, c // t.align, h, w, row // t.align, backward, *t.constants)
+    return y
+
+
+def _fake_average_pool(x: Tensor, backward: bool) -> Tensor:
+    return empty(x, tuple(x.shape))
+
+
+def _keep_max(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, ctx.stride = inputs
+    ctx.size = x.shape[2:]
+    ctx.save_for_backward(output[1])
+
+
+def _max_gradient(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor, None]:
+    return torch.ops.batchnorm.max_pool_backward(dy, *ctx.saved_tensors, ctx.stride, *ctx.size), None
+
+
+def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, where, ctx.stride, *_ = inputs
+    ctx.save_for_backward(where)
+
+
+def _second_max_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
+    """Take at each window what stands at its place: the transpose of the backward pass, which is linear in dy."""
+    (where,) = ctx.saved_tensors
+    place = where.long()
+    rows, columns = (torch.arange(n, device=where.device) * ctx.stride - 1 for n in where.shape[2:])
+    at = (rows[:, None] + place // 3) * ddx.shape[3] + columns + place % 3
+    return ddx.flatten(2).gather(2, at.flatten(2)).view(where.shape), None, None, None, None
+
+
+def _average_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    # The transpose of the average, and the other way round.
+    return torch.ops.batchnorm.average_pool(dy, not ctx.backward), None
+
+
+def _keep_average(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.backward = inputs[1]
+
+
+_library = torch.library.Library("batchnorm", "FRAGMENT")
+_library.define("max_pool(Tensor x, int stride) -> (Tensor, Tensor)")
+_library.define("max_pool_backward(Tensor dy, Tensor where, int stride, int height, int width) -> Tensor")
+_library.define("average_pool(Tensor x, bool backward) -> Tensor")
+for _name, _kernel, _fake in (
+    ("max_pool", _max_pool, _fake_max_pool),
+    ("max_pool_backward", _max_pool_backward, _fake_max_pool_backward),
+    ("average_pool", _average_pool, _fake_average_pool),
+):
+    # For every backend, though only CUDA's tensors are sent here: interpreted, the kernels run on CPU tensors.
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"batchnorm::{_name}", _fake, lib=_library)
+torch.library.register_autograd("batchnorm::max_pool", _max_gradient, setup_context=_keep_max, lib=_library)
+torch.library.register_autograd(
+    "batchnorm::max_pool_backward", _second_max_gradient, setup_context=_keep_places, lib=_library
+)
+torch.library.register_autograd("batchnorm::average_pool", _average_gradient, setup_context=_keep_average, lib=_library)

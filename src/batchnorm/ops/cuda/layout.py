@@ -1,0 +1,117 @@
+"""How a tensor (N, C, ...) lies in memory, where the fused kernels can take it: channels last or channels first."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import gcd
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Geometry(NamedTuple):
+    """Describe x to the kernels; see triton/tile.py for units, and ``offsets`` there for the strides.
+
+    Beyond the paper: where the kernels find each value.
+    """
+
+    nhwc: bool
+    channels: int
+    rows: int  # values per channel, the paper's m
+    width: int  # locations of an example
+    stride: int  # of a row (channels last) or an example (channels first)
+    plane: int  # of a channel
+    wide: bool  # offsets need 64 bits
+
+
+def geometry_of(x: Tensor) -> Geometry | None:
+    """Return x's geometry, or None where its strides are neither channels last nor channels first."""
+    shape, stride = x.shape, x.stride()
+    if torch.compiler.is_compiling():
+        return find_geometry(shape, stride)
+    try:
+        return _geometry(shape, stride)
+    except TypeError:  # symbolic sizes have no hash
+        return find_geometry(shape, stride)
+
+
+def _collapse(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
+    """Return the one stride that runs through these dimensions, None where there is none, 0 for a single value."""
+    expected = step = 0
+    for size, s in zip(reversed(shape), reversed(stride), strict=True):
+        if size == 1:
+            continue
+        if expected == 0:
+            step = s
+        elif s != expected:
+            return None
+        expected = s * size
+        if s <= 0:
+            return None
+    return step
+
+
+def find_geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> Geometry | None:
+    """Return the geometry of tensors of this shape and stride; see :func:`geometry_of`."""
+    n, c, *locations = shape
+    width = 1
+    for size in locations:
+        width *= size
+    reach = 1 + sum((size - 1) * s for size, s in zip(shape, stride, strict=True))
+    wide = max(reach, n * c * width) >= 2**31
+    if n * width >= 2**31 - 2**16:
+        return None
+    if width > 1 and _collapse(shape[2:], stride[2:]) == 1 and (c == 1 or stride[1] != 1):
+        return Geometry(False, c, n * width, width, stride[0] if n > 1 else 0, stride[1] if c > 1 else 0, wide)
+    row = _collapse((n, *locations), (stride[0], *stride[2:]))
+    if row is None or (c > 1 and stride[1] != 1):
+        return None
+    return Geometry(True, c, n * width, width, row, 1, wide)
+
+
+_geometry = cache(find_geometry)
+
+
+def dense_strides(geometry: Geometry, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a dense tensor of this shape in this geometry's layout."""
+    order = [0, *range(2, len(shape)), 1] if geometry.nhwc else list(range(len(shape)))
+    strides, step = [0] * len(shape), 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= shape[d]
+    return tuple(strides)
+
+
+def empty_dense(x: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor:
+    """Return an unwritten tensor of x's shape, dense in the geometry's layout."""
+    return torch.empty_strided(x.shape, dense_strides(geometry, tuple(x.shape)), dtype=dtype, device=x.device)
+
+
+def is_dense(t: Tensor, strides: tuple[int, ...]) -> bool:
+    """Say whether ``t`` lies in memory as these strides of a dense tensor say."""
+    return t.stride() == strides or all(n == 1 or s == d for n, s, d in zip(t.shape, t.stride(), strides, strict=True))
+
+
+def as_dense(t: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return ``t``, copied where it does not lie in memory so."""
+    return t if is_dense(t, strides) else t.new_empty_strided(t.shape, strides).copy_(t)
+
+
+def vector(geometry: Geometry, itemsize: int) -> int:
+    """Return how many neighbouring values of a channels-first tensor one access may take."""
+    v = gcd(gcd(geometry.width, geometry.stride), gcd(geometry.plane, 16 // itemsize))
+    while geometry.width // v < 2:
+        v //= 2
+    return v
+
+
+def magic_of(divisor: int) -> tuple[int, int]:
+    """Return m and s with n // divisor == (n * m >> 32) >> s for n < 2^31 (Granlund & Montgomery).
+
+    >>> m, s = magic_of(7)
+    >>> (100 * m >> 32) >> s
+    14
+    """
+    bits = (divisor - 1).bit_length()
+    return (1 << (31 + bits)) // divisor + 1, bits - 1

@@ -1,0 +1,354 @@
+"""Launch resident.cu, which keeps on chip what it has read: for which tensors, and how.
+
+The rules are drawn from measurements on one H200 (results/kernels-h200.json).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activation import NAMES
+from . import nvrtc
+from .layout import Geometry, magic_of
+from .schedule import AT_ONCE, megabytes_of, up
+
+KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+WIDTH = 16  # bytes of a vector
+SHARED = 232_448  # bytes of shared memory that the programs on a multiprocessor may have together
+CACHE = 40_000_000  # bytes that outlive a pass through the L2 cache
+BATCHES = 8  # of 4 vectors: how many copies a thread waits for one after the other
+
+
+class Residence(NamedTuple):
+    """Say how the kernel runs.
+
+    Beyond the paper: the choices behind one launch.
+    """
+
+    threads: int
+    each: int  # programs on a multiprocessor
+    lanes: int  # vectors of a slice's row; 1 where a slice is a channel
+    plane: int  # locations of a channel in one example, where vectors may have values of two channels, else 0
+    kept: int  # vectors a thread keeps of each tensor
+    parts: int
+    slices: int
+    groups: int  # slices worked on at a time
+    added: bool = False  # whether the residual is kept too, all of it
+
+    @property
+    def path(self) -> str:
+        """What ``ops.explain`` calls it."""
+        return "resident"
+
+    def fits(self, g: Geometry, itemsize: int) -> bool:
+        """Whether nothing is read again."""
+        v = WIDTH // itemsize
+        units = g.rows if g.nhwc else g.rows // g.width if self.plane else g.rows // v
+        block = self.threads // self.lanes if g.nhwc or self.plane else self.threads
+        return up(units, block * self.parts) <= self.kept
+
+    @property
+    def kept_parts(self) -> int:
+        """How many parts' sums need a place."""
+        return 0 if self.parts == 1 else self.parts
+
+    @property
+    def words(self) -> int:
+        """How many words the programs meet at."""
+        return 2 + self.slices
+
+    @property
+    def code(self) -> tuple[int, ...]:
+        """What the compiled code depends on."""
+        return self.threads, self.each, self.lanes, self.plane, self.kept, int(self.added)
+
+
+def make(
+    g: Geometry, itemsize: int, tensors: int, processors: int, threads: int, each: int, lanes: int, parts: int
+) -> Residence:
+    """Plan for about ``parts`` parts, with ``tensors`` tensors kept."""
+    v = WIDTH // itemsize
+    plane = 0
+    if g.nhwc:
+        slices, blocks = up(g.channels, lanes * v), up(g.rows, threads // lanes)
+        floats = 2 * max(threads // 32 * lanes * v, threads) + 3 * lanes * v
+    elif g.width % v == 0:
+        slices, blocks = g.channels, up(g.rows // v, threads)
+        floats = 256
+    else:
+        plane = g.width
+        slices, blocks = g.channels * g.width // (lanes * v), up(g.rows // g.width, threads // lanes)
+        floats = 4 * threads + 64
+    parts = min(parts, blocks)
+    kept = min(4 * BATCHES, (SHARED // each - 1024 - 4 * floats) // (threads * WIDTH * tensors))
+    return Residence(threads, each, lanes, plane, kept, parts, slices, min(slices, processors * each // parts))
+
+
+@cache
+def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Residence | None:
+    """Choose for a device with so many multiprocessors; None where other kernels are faster or this one cannot."""
+    v = WIDTH // itemsize
+    if weaves(g, itemsize, backward, residual):
+        find = _of_woven
+    elif residual and (g.channels if g.nhwc else g.rows) % 8:
+        return None  # bits come in bytes
+    elif g.nhwc:
+        if g.channels % v or g.stride % v:
+            return None
+        find = _of_rows
+    else:
+        if g.width % v or g.width < 2 * v or g.stride % v or g.plane % v:
+            return None
+        find = _of_planes
+    found = find(g, itemsize, backward, residual, processors, 2 if backward else 1)
+    if found is None or backward or not residual:
+        return found
+    both = find(g, itemsize, backward, residual, processors, 2)
+    return both._replace(added=True) if both is not None and both.fits(g, itemsize) else found
+
+
+def _of_planes(
+    g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
+) -> Residence | None:
+    """Choose for a channels-first tensor."""
+    megabytes, channel = megabytes_of(g, itemsize), g.rows * itemsize
+    at_once = processors < g.channels <= 2 * processors  # by two programs on a multiprocessor, one part each
+
+    def plan(threads: int, each: int, parts: int = 0) -> Residence:
+        """Plan for so many parts, or for as many as keep all programs at work."""
+        parts = parts or max(1, processors * each // g.channels)
+        return make(g, itemsize, tensors, processors, threads, each, 1, min(parts, processors * each))
+
+    if backward and residual:
+        if megabytes < 4 or (megabytes > 300 and 2 * g.channels <= processors):
+            return None
+        if at_once and (two := plan(256, 2)).fits(g, itemsize):
+            return two
+        room = plan(512, 1).kept * 512 * WIDTH
+        return plan(512, 1, max(up(channel, room), processors // g.channels))
+    if backward:
+        if megabytes < 6 or megabytes > 350:
+            return None
+        if megabytes > 250:
+            return plan(512, 2, up(channel, 100 * 1024)) if processors < g.channels < 2 * processors else None
+        if megabytes >= 20:
+            # Whole channels do not divide well among about as many multiprocessors; quarters do.
+            return plan(512, 2, 4 if 0.95 * processors <= g.channels <= 1.5 * processors else 0)
+        return plan(512, 1) if g.channels <= processors else plan(256, 2)
+    if megabytes < (6 if residual else 16) or megabytes > (200 if residual else 250):
+        return None
+    if residual and at_once and channel > 128 * 1024:
+        return None
+    if not residual and (2 * g.channels <= processors or channel <= 128 * 1024):
+        return plan(384, 2) if megabytes <= 30 or channel <= 128 * 1024 else plan(512, 2)
+    if residual and channel <= 128 * 1024 and (megabytes >= 20 or g.channels > processors):
+        return plan(256, 2)
+    if at_once and channel <= 256 * 1024:
+        return plan(512, 2)
+    if at_once and g.channels < 1.5 * processors:
+        return None  # in a second round most programs would have nothing to do
+    return plan(512, 1, up(channel, 200 * 1024) if g.channels > processors and channel > 2**20 else 0)
+
+
+def _of_woven(
+    g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
+) -> Residence | None:
+    """Choose for a channels-first tensor whose channels are no whole vectors."""
+    lanes = woven_lanes(g, itemsize, residual)
+    assert lanes is not None
+    slices = g.channels * g.width * itemsize // (lanes * WIDTH)
+
+    def plan(threads: int, each: int) -> Residence:
+        parts = max(1, processors * each // slices)
+        return make(g, itemsize, tensors, processors, threads, each, lanes, parts)
+
+    if not backward and not residual and megabytes_of(g, itemsize) >= 30:
+        return plan(384, 2)
+    one, two = plan(512, 1), plan(256, 2)
+    if one.parts == 1 and slices <= processors and one.fits(g, itemsize):
+        return one  # nobody waits for another
+    return one if backward and not two.fits(g, itemsize) else two
+
+
+def _of_rows(
+    g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
+) -> Residence | None:
+    """Choose for a channels-last tensor."""
+    megabytes, plain = megabytes_of(g, itemsize), not backward and not residual
+    least = (1 if residual else 3) if backward else (3 if residual else 6)
+    if megabytes < least or megabytes > (250 if plain else 200):
+        return None
+    # Wide rows use all of memory's bursts, of narrow ones fewer programs meet; few threads should have nothing to do.
+    narrow = megabytes < (30 if plain else 10 if backward and residual else 16)
+    vectors = g.channels * itemsize // WIDTH
+    if megabytes > 50 and vectors % 8 and not plain:
+        return None
+    widths = (4, 2) if narrow else (8, 4, 2)
+    lanes = next((n for n in widths if vectors / (up(vectors, n) * n) > 0.85), 8 if vectors > 4 and not narrow else 4)
+    threads, each = (512, 1) if not (plain and narrow) else (384, 2) if megabytes < 10 else (256, 2)
+    slices = up(vectors, lanes)
+    if slices > processors:
+        return None
+    return make(g, itemsize, tensors, processors, threads, each, lanes, processors * each // slices)
+
+
+def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
+    """Say whether a tensor is one for vectors with values of two channels; with a residual both passes agree."""
+    v = WIDTH // itemsize
+    # The size first: of a tensor whose shape is not known yet the compiler has to know no more.
+    if megabytes_of(g, itemsize) < 4 or g.nhwc or g.width < 2 * v or g.stride % v:
+        return False
+    if woven_lanes(g, itemsize, residual) is None:
+        return False
+    alone = g.width % 2 == 1  # other kernels read value by value
+    least = (4 if alone else 6) if residual else (4 if alone else 10) if backward else (10 if alone else 30)
+    return megabytes_of(g, itemsize) >= least
+
+
+def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
+    """Return how many vectors of an example have whole channels, where a channel's are not whole; None where none do.
+
+    With a residual their bits are whole bytes too.
+
+    >>> from .geometry import geometry_of
+    >>> woven_lanes(geometry_of(torch.empty(2, 64, 7, 7)), 2, False)  # 8 channels of 49 are 49 vectors of 8
+    49
+    """
+    v = WIDTH // itemsize
+    if g.nhwc or g.width % v == 0 or g.width < v or g.plane != g.width:
+        return None
+    values = 8 if residual else v
+    channels = next(n for n in (1, 2, 4, 8) if n * g.width % values == 0)
+    lanes = channels * g.width // v
+    return lanes if g.channels % channels == 0 and lanes <= 128 else None
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    """Say whether the kernel runs on a device: it needs Hopper's shared memory, the run-time compiler and all room."""
+    alone = 0 < AT_ONCE <= 2  # of two streams one waits until the other's programs are done
+    if device.type != "cuda":
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    fits = properties.major >= 9 and getattr(properties, "shared_memory_per_block_optin", SHARED) >= SHARED
+    return alone and fits and nvrtc.unavailable() is None
+
+
+def takes(*tensors: Tensor | None) -> bool:
+    """Say whether tensors begin where 16-byte accesses may."""
+    return all(t is None or t.data_ptr() % WIDTH == 0 for t in tensors)
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("C", "units", "slices", "parts")),
+        *((name, ctypes.c_longlong) for name in ("x_stride", "x_plane", "y_stride", "y_plane", "dy_stride")),
+        *((name, ctypes.c_uint) for name in ("width", "magic", "shift", "passing")),
+    )
+
+
+class _Running(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("mean", "var", "batches", "skipped")),
+        ("momentum", ctypes.c_float),
+        ("cumulative", ctypes.c_int),
+    )
+
+
+@cache
+def _shape(g: Geometry, itemsize: int, r: Residence, dy_stride: int) -> _Shape:
+    """Describe the tensors to the kernel, in bytes."""
+    v, b = WIDTH // itemsize, itemsize
+    passing = g.rows * g.channels * itemsize > CACHE
+    if g.nhwc:
+        strides = g.stride * b, 0, g.channels * b, 0, dy_stride * b
+        return _Shape(g.channels, g.rows, r.slices, r.parts, *strides, 0, 0, 0, passing)
+    strides = g.stride * b, g.plane * b, g.channels * g.width * b, g.width * b, g.channels * g.width * b
+    if r.plane:
+        return _Shape(g.channels, g.rows // g.width, r.slices, r.parts, *strides, 0, 0, 0, passing)
+    division = magic_of(g.width // v)
+    return _Shape(g.channels, g.rows // v, r.slices, r.parts, *strides, g.width // v, *division, passing)
+
+
+@cache
+def _kernel(
+    name: str, kind: int, nhwc: bool, activation: int, residual: bool, code: tuple[int, ...], device: torch.device
+) -> nvrtc.Kernel:
+    threads, each, lanes, plane, kept, added = code
+    definitions = {
+        "KIND": kind, "LAST": int(nhwc), "ACT": activation, "RESIDUAL": int(residual), "ADDED": added,
+        "THREADS": threads, "EACH": each, "SV": lanes, "PLANE": plane, "K": kept, name.upper(): 1,
+    }  # fmt: skip
+    shared = kept * threads * WIDTH * (2 if name == "backward" or added else 1)
+    return nvrtc.load("resident.cu", name, tuple(definitions.items()), threads, shared, device)
+
+
+def forward(
+    tensors: tuple[Tensor | None, ...],
+    running: tuple[Tensor, ...] | None,
+    momentum: float | None,
+    eps: float,
+    activation: str,
+    slope: float,
+    g: Geometry,
+    r: Residence,
+) -> bool:
+    """Fill y, bits and stats; return False where the device refuses the launch.
+
+    ``tensors`` are x, y, residual, bits, gamma, beta, stats, partial and words.
+    """
+    x, residual = tensors[0], tensors[2]
+    assert x is not None
+    addresses = (None,) * 4 if running is None else tuple(t.data_ptr() for t in running)
+    options = (
+        _Running(*addresses, momentum or 0.0, momentum is None),
+        _shape(g, x.element_size(), r, 0),
+        ctypes.c_float(eps),
+        ctypes.c_float(slope),
+    )
+    return _launch("forward", x, tensors, options, activation, residual is not None, g, r)
+
+
+def backward(
+    tensors: tuple[Tensor | None, ...],
+    dy_stride: int,
+    activation: str,
+    slope: float,
+    residual: bool,
+    g: Geometry,
+    r: Residence,
+) -> bool:
+    """Fill the gradients; return False where the device refuses the launch.
+
+    ``tensors`` are dy, x, bits, stats, dx, dresidual, dgamma, dbeta, partial and words.
+    """
+    x = tensors[1]
+    assert x is not None
+    options = (_shape(g, x.element_size(), r, dy_stride), ctypes.c_float(slope))
+    return _launch("backward", x, tensors, options, activation, residual, g, r)
+
+
+def _launch(
+    name: str,
+    x: Tensor,
+    tensors: tuple[Tensor | None, ...],
+    options: tuple[Any, ...],
+    activation: str,
+    residual: bool,
+    g: Geometry,
+    r: Residence,
+) -> bool:
+    kernel = _kernel(name, KINDS[x.dtype], g.nhwc, NAMES.index(activation), residual, r.code, x.device)
+    values = (*(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors), *options)
+    arguments = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+    try:
+        kernel(r.groups * r.parts, arguments, stream)
+    except nvrtc.Refused:
+        return False
+    return True

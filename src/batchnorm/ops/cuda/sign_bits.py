@@ -1,0 +1,53 @@
+"""One bit per element, kept for the backward pass where a residual was added: z > 0, by is_above of triton/tile.py.
+
+Bits lie in one of two orders, and the tensor's dimensions tell which: one dimension, rows (channels last) or channels
+(channels first), each rounded up to whole bytes; or two, an example's bits each, in the order of a dense x. The second
+is for vectors with values of two channels (see resident.cu), where a channel's bits are no whole bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .layout import Geometry, geometry_of
+from .schedule import up
+
+
+def empty_bits(x: Tensor, g: Geometry, woven: bool) -> Tensor:
+    """Return room for a bit per element, in the second order where ``woven``."""
+    if woven:
+        return x.new_empty((g.rows // g.width, g.channels * g.width // 8), dtype=torch.uint8)
+    size = g.rows * up(g.channels, 8) if g.nhwc else g.channels * up(g.rows, 8)
+    return x.new_empty(size, dtype=torch.uint8)
+
+
+def is_woven(bits: Tensor) -> bool:
+    """Say whether bits lie in the second order."""
+    return bits.dim() == 2
+
+
+def unpack(bits: Tensor, x: Tensor) -> Tensor:
+    """Return the bits that a forward pass kept as a bool tensor of x's shape."""
+    g = geometry_of(x)
+    assert g is not None
+    each = bits.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
+    if is_woven(bits):
+        return each.bool().reshape(x.shape)
+    lines, length = (g.rows, g.channels) if g.nhwc else (g.channels, g.rows)
+    flat = each.reshape(lines, -1)[:, :length].bool()
+    if g.nhwc:
+        return flat.reshape(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, 1)
+    return flat.reshape(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1)
+
+
+def rearrange(bits: Tensor, x: Tensor, woven: bool) -> Tensor:
+    """Return the bits of a channels-first ``x`` in the order asked for, by plain operations."""
+    if is_woven(bits) == woven:
+        return bits
+    each = unpack(bits, x).to(torch.uint8)
+    lines = each.flatten(1) if woven else each.transpose(0, 1).flatten(1)
+    eights = pad(lines, (0, -lines.shape[1] % 8)).unflatten(1, (-1, 8))
+    packed: Tensor = (eights << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
+    return packed if woven else packed.flatten()

@@ -1,0 +1,233 @@
+"""The backward pass: two sums of a slice of channels, then dx (and the residual's gradient).
+
+With dz = g'(z) dy and x_hat = (x - mean) / std, Section 3's gradients are
+dbeta = sum(dz), dgamma = sum(dz x_hat), dx = gamma / std * (dz - dbeta / m - x_hat dgamma / m).
+
+PHASE, T and the programs are the forward pass's. z is found again from x with the forward pass's multiply-add, or g'
+from one bit per element where a residual was added.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import barrier
+from .tile import (
+    IDENTITY,
+    LEAKY_RELU,
+    RELU,
+    activate_backward,
+    channels_of,
+    inside,
+    load_bits,
+    load_tile,
+    offsets,
+    opaque,
+    totals,
+)
+
+
+@triton.jit
+def dz_of(
+    dy, tile, first, last, residual, bits, strides, base, scale, offset, slope, piece, channel, shape,
+    ACT: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Return dz = g'(z) dy of one tile in float32, given dy's and x's."""
+    dy = dy.to(tl.float32)
+    if ACT == IDENTITY:
+        return dy
+    elif bits is not None:
+        below = dy * slope if ACT == LEAKY_RELU else 0.0
+        return tl.where(load_bits(bits, first, last, piece, shape, FORM), dy, below)
+    else:
+        z = tl.fma(tile.to(tl.float32) - base[None, :], scale[None, :], offset[None, :])
+        if residual is not None:
+            z += load_tile(residual, strides, first, last, channel, shape, FORM).to(tl.float32)
+        return activate_backward(dy, z, slope, ACT)
+
+
+@triton.jit
+def add_parts(partial, first, last, channel, C):
+    """Add the two sums of parts ``first`` to ``last`` in a fixed order."""
+    PARTS: tl.constexpr = 32
+    s1 = tl.zeros_like(channel).to(tl.float32)
+    s2 = tl.zeros_like(s1)
+    for i in range(first, last, PARTS):
+        part = i + tl.arange(0, PARTS)
+        at = partial + part[:, None] * (2 * C) + channel[None, :]
+        exists = (part < last)[:, None] & (channel < C)[None, :]
+        both = tl.join(tl.load(at, mask=exists, other=0.0), tl.load(at + C, mask=exists, other=0.0))
+        add1, add2 = tl.split(tl.sum(both, 0))
+        s1 += add1
+        s2 += add2
+    return s1, s2
+
+
+@triton.jit
+def store_part(partial, part, s1, s2, channel, C):
+    """Write a part's sums."""
+    at = partial + part * (2 * C) + channel
+    tl.store(at, s1, mask=channel < C)
+    tl.store(at + C, s2, mask=channel < C)
+
+
+@triton.jit
+def publish(stats, dgamma, dbeta, s1, s2, channel, C, write):
+    """Write the gradients of gamma and beta, where ``write``, and return them."""
+    low = tl.load(stats + 4 * C + channel, mask=channel < C, other=0.0)
+    invstd = tl.load(stats + 7 * C + channel, mask=channel < C, other=0.0)
+    dg = (s2 - low * s1) * invstd
+    tl.store(dbeta + channel, s1, mask=(channel < C) & write)
+    tl.store(dgamma + channel, dg, mask=(channel < C) & write)
+    return dg, s1
+
+
+@triton.jit
+def write_tile(dz, tile, first, last, dx, dresidual, strides, base, scale, k2, k0, channel, shape, FORM: tl.constexpr):
+    """Write one tile of dx = scale dz - (k2 (x - base) + k0), and of the residual's gradient dz."""
+    at = offsets(first + tl.arange(0, FORM[1]), strides, channel, shape, FORM)
+    exists = inside(first, last, channel, shape, FORM)
+    mean_terms = tl.fma(tile.to(tl.float32) - base[None, :], k2[None, :], k0[None, :])
+    tl.store(dx + at, tl.fma(dz, scale[None, :], -mean_terms).to(dx.dtype.element_ty), mask=exists)
+    if dresidual is not None:
+        tl.store(dresidual + at, dz.to(dresidual.dtype.element_ty), mask=exists)
+
+
+_NUMBERS = [
+    *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
+    *("width", "magic", "shift", "slope", "dy_stride"),
+]
+# Small tensors may lie anywhere, as views of one flat buffer do: that is no reason to compile again.
+_SMALL = ["dgamma", "dbeta", "words"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
+def backward(
+    dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words,
+    C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift,
+    slope, dy_stride,
+    ACT: tl.constexpr, FORM: tl.constexpr, T: tl.constexpr,
+    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
+    TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
+):  # fmt: skip
+    """Run ``slices * parts`` programs."""
+    R: tl.constexpr = FORM[1]
+    V: tl.constexpr = FORM[2]
+    EACH: tl.constexpr = 1 if FORM[0] else V
+    # A relu's dz is dy or 0, so it can be held in place of dy; the others' is computed twice.
+    HOLDS_DZ: tl.constexpr = ACT == RELU and PHASE == 3
+    C = C * (FORM[3] if FORM[0] else 1)
+    shape = (C, units, width, magic, shift)
+    x_strides = (x_stride, x_plane)
+    y_strides = (y_stride, y_plane)
+    dy_strides = (dy_stride, y_plane)
+    program = tl.program_id(0)
+    if TICKET:
+        program = barrier.take_ticket(words, slices * parts)
+    elif PHASE == 2:
+        program = slices * parts - 1 - program
+    piece, part = barrier.place(program, slices, parts, beside)
+    word = words + 2 + piece
+    channel = channels_of(piece, FORM)
+    here = channel < C
+    first = part * share
+    last = tl.minimum(first + share, units)
+    count = units * EACH
+
+    xs = ()
+    dys = ()
+    if T > 0:
+        for t in tl.static_range(T):
+            xs = xs + (load_tile(x, x_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
+            dys = dys + (load_tile(dy, dy_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
+    base = tl.load(stats + 3 * C + channel, mask=here, other=0.0)
+    scale = tl.load(stats + 5 * C + channel, mask=here, other=0.0)
+    offset = tl.load(stats + 6 * C + channel, mask=here, other=0.0)
+    dzs = ()
+    if PHASE & 1:
+        if PHASE == 3 and not ALONE:
+            side = barrier.side_of(word)
+        t1 = tl.zeros([R, V], tl.float32)
+        t2 = tl.zeros([R, V], tl.float32)
+        if T > 0:
+            for t in tl.static_range(T):
+                dz = dz_of(
+                    dys[t], xs[t], first + t * R, last, residual, bits, y_strides,
+                    base, scale, offset, slope, piece, channel, shape, ACT, FORM,
+                )  # fmt: skip
+                t1 += dz
+                t2 = tl.fma(dz, xs[t].to(tl.float32) - base[None, :], t2)
+                dzs = dzs + (dz.to(dy.dtype.element_ty) if HOLDS_DZ else dys[t],)  # noqa: RUF005
+        else:
+            for start in tl.range(first, last, R, num_stages=STAGES):
+                tile = load_tile(x, x_strides, start, last, channel, shape, FORM)
+                dz = dz_of(
+                    load_tile(dy, dy_strides, start, last, channel, shape, FORM), tile, start, last, residual, bits,
+                    y_strides, base, scale, offset, slope, piece, channel, shape, ACT, FORM,
+                )  # fmt: skip
+                t1 += dz
+                t2 = tl.fma(dz, tile.to(tl.float32) - base[None, :], t2)
+        s1, s2 = totals(t1, t2, FORM)
+        if not ALONE:
+            store_part(partial, part, s1, s2, channel, C)
+        if TREE:
+            twig = part // 32
+            final = tl.minimum((twig + 1) * 32, parts)
+            leaf = words + 2 + slices + piece * 32 + twig
+            if barrier.arrive(leaf, 1) == final - twig * 32 - 1:
+                tl.store(leaf, 0)
+                s1, s2 = add_parts(partial, twig * 32, final, channel, C)
+                upper = partial + parts * (2 * C)
+                twigs = (parts + 31) // 32
+                store_part(upper, twig, s1, s2, channel, C)
+                if barrier.arrive(word, 1) == twigs - 1:
+                    s1, s2 = add_parts(upper, 0, twigs, channel, C)
+                    publish(stats, dgamma, dbeta, s1, s2, channel, C, True)
+                    barrier.release(word, twigs)
+        elif LAST:
+            if barrier.arrive(word, 1) == parts - 1:
+                s1, s2 = add_parts(partial, 0, parts, channel, C)
+                publish(stats, dgamma, dbeta, s1, s2, channel, C, True)
+                barrier.release(word, parts)
+        elif not ALONE:
+            barrier.arrive_to_turn(word, part, parts)
+        if PHASE == 3 and not ALONE:
+            barrier.wait(word, side)
+        if not LAST:
+            if not ALONE:
+                s1, s2 = add_parts(partial, 0, parts, channel, C)
+            dg, db = publish(stats, dgamma, dbeta, s1, s2, channel, C, part == 0)
+    if PHASE & 2:
+        if LAST:
+            db = tl.load(dbeta + channel, mask=here, other=0.0)
+            dg = tl.load(dgamma + channel, mask=here, other=0.0)
+        # Late, not with the others: registers are short while tiles are held.
+        low = tl.load(stats + 4 * C + channel, mask=here, other=0.0)
+        invstd = tl.load(stats + 7 * C + channel, mask=here, other=0.0)
+        k2 = scale * (dg * invstd / count)
+        k0 = scale * (db / count) - low * k2
+        if T > 0:
+            first = opaque(first, ON_DEVICE)
+            for t in tl.static_range(T):
+                tile = opaque(xs[t], ON_DEVICE)
+                if HOLDS_DZ:
+                    dz = opaque(dzs[t], ON_DEVICE).to(tl.float32)
+                else:
+                    dz = dz_of(
+                        opaque(dys[t], ON_DEVICE), tile, first + t * R, last, residual, bits, y_strides,
+                        base, scale, offset, slope, piece, channel, shape, ACT, FORM,
+                    )  # fmt: skip
+                write_tile(
+                    dz, tile, first + t * R, last, dx, dresidual, y_strides, base, scale, k2, k0, channel, shape, FORM
+                )
+        else:
+            tail = first + (last - first - 1) // R * R
+            for back in tl.range(0, last - first, R, num_stages=STAGES):
+                start = tail - back
+                tile = load_tile(x, x_strides, start, last, channel, shape, FORM)
+                dz = dz_of(
+                    load_tile(dy, dy_strides, start, last, channel, shape, FORM), tile, start, last, residual, bits,
+                    y_strides, base, scale, offset, slope, piece, channel, shape, ACT, FORM,
+                )  # fmt: skip
+                write_tile(dz, tile, start, last, dx, dresidual, y_strides, base, scale, k2, k0, channel, shape, FORM)

@@ -1,0 +1,286 @@
+"""The forward pass: statistics of a slice of channels over the batch, then g(BN(x) + residual).
+
+The same code is run three ways, by PHASE: 1 only finds the statistics, 2 only normalizes (two launches, streaming),
+3 does both, the programs of a slice meeting in between. With T > 0 a program holds its T tiles in registers and reads
+x once; with T = 0 it reads them again, from the L2 cache where they fit.
+
+``stats`` has the rows mean, var, count, base, low, scale, offset, invstd. The mean is base + low, base being exact in
+x's neighbourhood, so that nothing is lost when the mean is a million standard deviations.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import barrier
+from .running import load_old, move
+from .tile import activate, channels_of, inside, is_above, load_tile, offsets, opaque, sample, store_bits, totals
+
+
+@triton.jit
+def add_tile(s1, s2, tile, near, first, last, FORM: tl.constexpr):
+    """Add a tile's d = x - near to s1 and d^2 to s2."""
+    exists = (first + tl.arange(0, FORM[1]) < last)[:, None]
+    d = tl.where(exists, tile.to(tl.float32) - near[None, :], 0.0)
+    return s1 + d, tl.fma(d, d, s2)
+
+
+@triton.jit
+def moments_of(
+    x, strides, tiles, near, first, last, channel, shape,
+    FORM: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return low and M2 of this part, whose mean is near + low.
+
+    Sums are shifted by ``near``: E[x^2] - E[x]^2 would lose all digits when the mean is large. A value of a part of n
+    is at most sqrt(n) of its standard deviations from its mean, so however ``near`` was drawn, M2 is right to n
+    roundings.
+    """
+    R: tl.constexpr = FORM[1]
+    V: tl.constexpr = FORM[2]
+    s1 = tl.zeros([R, V], tl.float32)
+    s2 = tl.zeros([R, V], tl.float32)
+    if T > 0:
+        for t in tl.static_range(T):
+            s1, s2 = add_tile(s1, s2, tiles[t], near, first + t * R, last, FORM)
+    else:
+        for start in tl.range(first, last, R, num_stages=STAGES):
+            tile = load_tile(x, strides, start, last, channel, shape, FORM)
+            s1, s2 = add_tile(s1, s2, tile, near, start, last, FORM)
+    sum1, sum2 = totals(s1, s2, FORM)
+    low = sum1 / ((last - first) * (1 if FORM[0] else V))
+    return low, sum2 - sum1 * low
+
+
+@triton.jit
+def merge(partial, first, last, share, channel, shape, EACH: tl.constexpr):
+    """Merge the moments of parts ``first`` to ``last`` in a fixed order: base, low, M2, count of them together.
+
+    M2 = sum of M2_part + n_part (mean_part - mean)^2 (Chan, Golub & LeVeque), with means relative to the first's: the
+    variance of K parts is at least a Kth of the square of what is subtracted at the end.
+    """
+    PARTS: tl.constexpr = 32
+    C = shape[0]
+    start = partial + first * (3 * C) + channel
+    base = tl.load(start, mask=channel < C, other=0.0) + tl.load(start + C, mask=channel < C, other=0.0)
+    s1 = tl.zeros_like(base)
+    s2 = tl.zeros_like(base)
+    for i in range(first, last, PARTS):
+        part = i + tl.arange(0, PARTS)
+        exists = (part < last)[:, None] & (channel < C)[None, :]
+        at = partial + part[:, None] * (3 * C) + channel[None, :]
+        near = tl.load(at, mask=exists, other=0.0)
+        low = tl.load(at + C, mask=exists, other=0.0)
+        m2 = tl.load(at + 2 * C, mask=exists, other=0.0)
+        n = ((tl.minimum((part + 1) * share, shape[1]) - part * share) * EACH).to(tl.float32)[:, None]
+        d = (near - base[None, :]) + low
+        both = tl.where(exists[:, :, None], tl.join(n * d, tl.fma(n * d, d, m2)), 0.0)
+        add1, add2 = tl.split(tl.sum(both, 0))
+        s1 += add1
+        s2 += add2
+    count = ((tl.minimum(last * share, shape[1]) - first * share) * EACH).to(tl.float32)
+    low = s1 / count
+    return base, low, s2 - s1 * low
+
+
+@triton.jit
+def store_part(partial, part, near, low, m2, channel, C):
+    """Write a part's moments."""
+    at = partial + part * (3 * C) + channel
+    tl.store(at, near, mask=channel < C)
+    tl.store(at + C, low, mask=channel < C)
+    tl.store(at + 2 * C, m2, mask=channel < C)
+
+
+@triton.jit
+def load_or(p, channel, C, default):
+    """Load a parameter [W] as float32, ``default`` where the layer has none."""
+    if p is not None:
+        return tl.load(p + channel, mask=channel < C, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros_like(channel).to(tl.float32) + default
+
+
+@triton.jit
+def publish(stats, count, base, low, var, gamma, beta, eps, channel, C, write):
+    """Write the slice's rows of ``stats``, where ``write``, and return its scale and offset."""
+    invstd = 1.0 / tl.sqrt_rn(tl.maximum(var, 0.0, propagate_nan=tl.PropagateNan.ALL) + eps)
+    scale = invstd * gamma
+    offset = tl.fma(-low, scale, beta)
+    at = stats + channel
+    here = (channel < C) & write
+    tl.store(at, base + low, mask=here)
+    tl.store(at + C, var, mask=here)
+    tl.store(at + 2 * C, tl.zeros_like(base) + count, mask=here)
+    tl.store(at + 3 * C, base, mask=here)
+    tl.store(at + 4 * C, low, mask=here)
+    tl.store(at + 5 * C, scale, mask=here)
+    tl.store(at + 6 * C, offset, mask=here)
+    tl.store(at + 7 * C, invstd, mask=here)
+    return scale, offset
+
+
+@triton.jit
+def settle(
+    partial, parts, share, word, arrivals, words, slices, stats, before, gamma, beta, running, eps, momentum,
+    channel, shape,
+    EACH: tl.constexpr, CUMULATIVE: tl.constexpr,
+):  # fmt: skip
+    """Merge all parts of a slice for everyone, and let those who wait go on."""
+    C = shape[0]
+    count = shape[1] * EACH
+    base, low, m2 = merge(partial, 0, parts, share, channel, shape, EACH)
+    var = m2 / count
+    publish(stats, count, base, low, var, gamma, beta, eps, channel, C, True)
+    barrier.release(word, arrivals)
+    if running[0] is not None:
+        old = load_old(running, channel, C)
+        move(words + 1, slices, before, C, count, base + low, var, running, old, momentum, channel, CUMULATIVE)
+
+
+@triton.jit
+def normalize_tile(
+    tile, added, first, last, y, bits, strides, base, scale, offset, slope, piece, channel, shape,
+    ACT: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Write one tile of y, and the bits of z > 0 where the backward pass cannot find z again."""
+    exists = inside(first, last, channel, shape, FORM)
+    at = offsets(first + tl.arange(0, FORM[1]), strides, channel, shape, FORM)
+    z = tl.fma(tile.to(tl.float32) - base[None, :], scale[None, :], offset[None, :])
+    if added is not None:
+        z += added.to(tl.float32)
+    if bits is not None:
+        store_bits(bits, is_above(z, ACT) & exists, first, last, piece, shape, FORM)
+    tl.store(y + at, activate(z, slope, ACT).to(y.dtype.element_ty), mask=exists)
+
+
+_NUMBERS = [
+    *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
+    *("width", "magic", "shift", "eps", "momentum", "slope"),
+]
+# Small tensors may lie anywhere, as views of one flat buffer do: that is no reason to compile again.
+_SMALL = ["gamma", "beta", "words", "running_mean", "running_var", "batches", "skipped"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
+def forward(
+    x, y, residual, bits, gamma, beta, stats, partial, words, running_mean, running_var, batches, skipped,
+    C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift,
+    eps, momentum, slope,
+    ACT: tl.constexpr, CUMULATIVE: tl.constexpr, FORM: tl.constexpr, T: tl.constexpr,
+    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
+    TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
+):  # fmt: skip
+    """Run ``slices * parts`` programs.
+
+    ALONE says that a slice has one part; LAST, that the last part to arrive merges all and writes ``stats`` for the
+    others, who otherwise each merge all themselves; TREE, that it does so in two steps, of 32 parts each.
+    """
+    R: tl.constexpr = FORM[1]
+    EACH: tl.constexpr = 1 if FORM[0] else FORM[2]
+    C = C * (FORM[3] if FORM[0] else 1)
+    shape = (C, units, width, magic, shift)
+    x_strides = (x_stride, x_plane)
+    y_strides = (y_stride, y_plane)
+    running = (running_mean, running_var, batches, skipped)
+    # The running averages before this batch, then the parts' moments.
+    before = partial
+    partial = partial + 2 * C
+    program = tl.program_id(0)
+    if TICKET:
+        program = barrier.take_ticket(words, slices * parts)
+    elif PHASE == 2:
+        # Backwards: what the statistics read last is still in the cache.
+        program = slices * parts - 1 - program
+    piece, part = barrier.place(program, slices, parts, beside)
+    word = words + 2 + piece
+    channel = channels_of(piece, FORM)
+    here = channel < C
+    first = part * share
+    last = tl.minimum(first + share, units)
+    count = units * EACH
+
+    tiles = ()
+    added = ()
+    if T > 0:
+        for t in tl.static_range(T):
+            tiles = tiles + (load_tile(x, x_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
+        if residual is not None:
+            for t in tl.static_range(T):
+                added = added + (load_tile(residual, y_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
+    if PHASE & 1:
+        # Early, while x is on its way.
+        near = sample(x, x_strides, first, last, channel, shape, FORM)
+        g = load_or(gamma, channel, C, 1.0)
+        b = load_or(beta, channel, C, 0.0)
+        if running_mean is not None and not LAST:
+            old = load_old(running, channel, C)
+        if PHASE == 3 and not ALONE:
+            side = barrier.side_of(word)
+        low, m2 = moments_of(x, x_strides, tiles, near, first, last, channel, shape, FORM, T, STAGES)
+        if ALONE:
+            base = near
+        else:
+            store_part(partial, part, near, low, m2, channel, C)
+        if TREE:
+            twig = part // 32
+            final = tl.minimum((twig + 1) * 32, parts)
+            leaf = words + 2 + slices + piece * 32 + twig
+            if barrier.arrive(leaf, 1) == final - twig * 32 - 1:
+                tl.store(leaf, 0)
+                base, low, m2 = merge(partial, twig * 32, final, share, channel, shape, EACH)
+                upper = partial + parts * (3 * C)
+                twigs = (parts + 31) // 32
+                store_part(upper, twig, base, low, m2, channel, C)
+                if barrier.arrive(word, 1) == twigs - 1:
+                    settle(
+                        upper, twigs, share * 32, word, twigs, words, slices, stats, before, g, b, running, eps,
+                        momentum, channel, shape, EACH, CUMULATIVE,
+                    )  # fmt: skip
+        elif LAST:
+            if barrier.arrive(word, 1) == parts - 1:
+                settle(
+                    partial, parts, share, word, parts, words, slices, stats, before, g, b, running, eps, momentum,
+                    channel, shape, EACH, CUMULATIVE,
+                )  # fmt: skip
+        elif not ALONE:
+            barrier.arrive_to_turn(word, part, parts)
+        if PHASE == 3 and not ALONE:
+            barrier.wait(word, side)
+        if not LAST:
+            if not ALONE:
+                base, low, m2 = merge(partial, 0, parts, share, channel, shape, EACH)
+            var = m2 / count
+            scale, offset = publish(stats, count, base, low, var, g, b, eps, channel, C, part == 0)
+            if running_mean is not None:
+                if part == 0:
+                    move(
+                        words + 1, slices, before, C, count, base + low, var, running, old, momentum,
+                        channel, CUMULATIVE,
+                    )  # fmt: skip
+    if PHASE & 2:
+        if LAST:
+            base = tl.load(stats + 3 * C + channel, mask=here, other=0.0)
+            scale = tl.load(stats + 5 * C + channel, mask=here, other=0.0)
+            offset = tl.load(stats + 6 * C + channel, mask=here, other=0.0)
+        if T > 0:
+            first = opaque(first, ON_DEVICE)
+            for t in tl.static_range(T):
+                normalize_tile(
+                    opaque(tiles[t], ON_DEVICE), added[t] if residual is not None else None,
+                    first + t * R, last, y, bits, y_strides,
+                    base, scale, offset, slope, piece, channel, shape, ACT, FORM,
+                )  # fmt: skip
+        else:
+            tail = first + (last - first - 1) // R * R
+            for back in tl.range(0, last - first, R, num_stages=STAGES):
+                start = tail - back
+                tile = load_tile(x, x_strides, start, last, channel, shape, FORM)
+                extra = None
+                if residual is not None:
+                    extra = load_tile(residual, y_strides, start, last, channel, shape, FORM)
+                normalize_tile(
+                    tile, extra, start, last, y, bits, y_strides,
+                    base, scale, offset, slope, piece, channel, shape, ACT, FORM,
+                )  # fmt: skip

@@ -1,0 +1,69 @@
+"""The running averages, moved slice by slice as their moments become known; the rules are those of ops/running.py.
+
+One bad channel makes a batch unusable, and the slices before it have moved by then: each leaves the old values in
+``before``, and whoever finishes the last slice puts them back. Almost always there is nothing to put back, and nobody
+has to wait for all slices.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import barrier
+
+BAD = tl.constexpr(1 << 16)  # a slice with a bad channel counts so many on top of its 1
+
+
+@triton.jit
+def is_number(v):
+    """Say where v is neither infinite nor NaN."""
+    return tl.abs(v) < float("inf")
+
+
+@triton.jit
+def load_old(running, channel, C):
+    """Load a slice's running mean and variance, and the number of the batch."""
+    here = channel < C
+    mean = tl.load(running[0] + channel, mask=here, other=0.0)
+    var = tl.load(running[1] + channel, mask=here, other=0.0)
+    return mean, var, tl.load(running[2]) + 1
+
+
+@triton.jit
+def restore(before, C, running):
+    """Put back what all slices had, and count the batch as skipped."""
+    BLOCK: tl.constexpr = 512
+    for start in range(0, C, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        tl.store(running[0] + c, tl.load(before + c, mask=c < C, other=0.0), mask=c < C)
+        tl.store(running[1] + c, tl.load(before + C + c, mask=c < C, other=0.0), mask=c < C)
+    tl.atomic_add(running[3], 1, sem="relaxed")
+
+
+@triton.jit
+def move(done, slices, before, C, count, mean, var, running, old, momentum, channel, CUMULATIVE: tl.constexpr):
+    """Move one slice's averages by r + factor * (moment - r), with the unbiased variance, and count it as done.
+
+    A single value has no variance to average: it changes nothing, nor do the counts.
+    """
+    if count > 1:
+        here = channel < C
+        old_mean, old_var, seen = old
+        factor = momentum
+        if CUMULATIVE:
+            factor = 1.0 / seen.to(tl.float32)
+        unbias = count.to(tl.float32) / (count - 1).to(tl.float32)
+        tl.store(before + channel, old_mean, mask=here)
+        tl.store(before + C + channel, old_var, mask=here)
+        tl.store(running[0] + channel, old_mean + factor * (mean - old_mean), mask=here)
+        tl.store(running[1] + channel, old_var + factor * (var * unbias - old_var), mask=here)
+        bad = tl.max((here & ~(is_number(mean) & is_number(var))).to(tl.int32), 0)
+        step = 1 + bad * BAD
+        counted = barrier.arrive(done, step) + step
+        if counted % BAD == slices:
+            tl.store(done, 0)
+            if counted < BAD:
+                tl.atomic_add(running[2], 1, sem="relaxed")
+            else:
+                restore(before, C, running)

@@ -1,1 +1,0 @@
-"""Figure 4: one network, many crops, many networks; the networks are run by a plan that is written down first."""

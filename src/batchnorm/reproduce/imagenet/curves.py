@@ -1,0 +1,210 @@
+"""What the runs' curves say: accuracies, steps to them, slopes, and the noise between seeds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from ...train.metrics import steps_to
+from .run_files import Finished
+
+Curve = list[tuple[int, float]]
+# A baseline that rises by less than this over its last quarter has levelled off.
+LEVEL = 0.01
+# Student's t, two-sided 95%, by degrees of freedom.
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """Hold the finished runs of one network that differ in nothing but the seed; there may be none.
+
+    Paper: Fig. 3
+    """
+
+    runs: tuple[Finished, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.runs)
+
+    @property
+    def diverged(self) -> int:
+        """How many of the runs diverged."""
+        return sum(run.diverged for run in self.runs)
+
+    @property
+    def curve(self) -> Curve:
+        """The mean over seeds at the steps that all of them have."""
+        return mean_curve([run.points for run in self.runs])
+
+    @property
+    def curves(self) -> list[Curve]:
+        """Each seed's own."""
+        return [run.points for run in self.runs]
+
+    @property
+    def final(self) -> list[float]:
+        """Each seed's accuracy of the folded network at the end, of those that did not diverge."""
+        return [run.result["top1"] for run in self.runs if run.result["top1"] is not None]
+
+
+def seeds_of(finished: Mapping[str, Finished], group: str, variant: str, **changed: Any) -> Seeds:
+    """Return the runs of a group that derive from a variant and have these fields in their recipe.
+
+    Beyond the paper: more than one seed.
+    """
+    return Seeds(
+        tuple(
+            one
+            for one in finished.values()
+            if one.run.group == group
+            and one.run.variant == variant
+            and all(getattr(one.run.recipe, key) == value for key, value in changed.items())
+        )
+    )
+
+
+def unchanged_seeds_of(finished: Mapping[str, Finished], group: str, variant: str) -> Seeds:
+    """Return the runs of a group in which nothing of a variant but the seed is changed.
+
+    Beyond the paper: more than one seed.
+    """
+    return Seeds(tuple(one for one in seeds_of(finished, group, variant).runs if set(one.run.changed) <= {"seed"}))
+
+
+def network_of(finished: Mapping[str, Finished], variant: str) -> Seeds:
+    """Return the runs of Figure 2 of one of the paper's networks as it is.
+
+    Paper: Fig. 2
+    """
+    return unchanged_seeds_of(finished, "figures", variant)
+
+
+def unnormalized(finished: Mapping[str, Finished]) -> dict[str, Seeds]:
+    """Return Figure 2's networks without batch normalization by names that say what is changed in them.
+
+    Beyond the paper: baselines at rates of their own, and both initializations.
+    """
+    networks: dict[str, list[Finished]] = {}
+    for one in finished.values():
+        recipe = one.run.recipe
+        if one.run.group == "figures" and not recipe.batch_norm:
+            changed = {key: getattr(recipe, key) for key in one.run.changed if key != "seed"}
+            told = (value if isinstance(value, str) else f"{key} {value:g}" for key, value in changed.items())
+            networks.setdefault(", ".join((one.run.variant, *told)), []).append(one)
+    return {name: Seeds(tuple(runs)) for name, runs in networks.items()}
+
+
+def tuned_baseline(finished: Mapping[str, Finished]) -> tuple[str, Seeds] | None:
+    """Return the unnormalized network of Figure 2 with the highest accuracy, and its name.
+
+    Beyond the paper: a baseline at a rate of its own.
+    """
+    networks = {
+        k: seeds for k, seeds in unnormalized(finished).items() if seeds.runs[0].run.recipe.activation == "relu"
+    }
+    tops = {name: top for name, seeds in networks.items() if (top := best(seeds.curve)) is not None}
+    if not tops:
+        return None
+    name = max(tops, key=lambda name: tops[name][1])
+    return name, networks[name]
+
+
+def mean_curve(curves: Sequence[Curve]) -> Curve:
+    """Return the mean of several curves at the steps that all of them have.
+
+    >>> mean_curve([[(1, 0.25), (2, 0.5)], [(1, 0.75), (3, 0.5)]])
+    [(1, 0.5)]
+
+    Paper: Fig. 2
+    """
+    if not curves:
+        return []
+    tables = [dict(curve) for curve in curves]
+    # Rounded, so that a mean of equal numbers is the number itself and counts as reached.
+    return [
+        (step, round(statistics.fmean(table[step] for table in tables), 9))
+        for step, _ in curves[0]
+        if all(step in table for table in tables)
+    ]
+
+
+def best(curve: Curve) -> tuple[int, float] | None:
+    """Return the first step of the highest accuracy, and that; None for an empty curve.
+
+    >>> best([(1, 0.5), (2, 0.75), (3, 0.75)])
+    (2, 0.75)
+
+    Paper: Fig. 3
+    """
+    return max(curve, key=lambda point: (point[1], -point[0]), default=None)
+
+
+def times_fewer(baseline: Curve, curve: Curve) -> float | None:
+    """Return how many times fewer steps a network takes to the baseline's best accuracy; None where it never does.
+
+    >>> times_fewer([(100, 0.3), (200, 0.5)], [(40, 0.5)])
+    5.0
+
+    Paper: Fig. 3, "14 times fewer steps"
+    """
+    top = best(baseline)
+    reached = None if top is None else steps_to(curve, top[1])
+    return None if top is None or reached is None else top[0] / reached
+
+
+def end_slope(curve: Curve) -> float | None:
+    """Return by how much a straight line through the last quarter of the curve rises over that quarter.
+
+    >>> end_slope([(s, 0.5 + 0.001 * s) for s in range(0, 101, 5)])
+    0.025
+
+    Beyond the paper: whether the run is long enough.
+    """
+    last = [(step, value) for step, value in curve if step >= 0.75 * curve[-1][0]]
+    if len(last) < 2:
+        return None
+    slope = statistics.linear_regression(*zip(*last, strict=True)).slope
+    return round(slope * 0.25 * curve[-1][0], 6)
+
+
+def at(curve: Curve, step: float) -> tuple[int, float] | None:
+    """Return the first point at or after a step.
+
+    Paper: Fig. 2
+    """
+    return next((point for point in curve if point[0] >= step), None)
+
+
+def behind_until(curve: Curve, other: Curve) -> int | None:
+    """Return the last step of the beginning at which the other curve is the lower one; None where it never is.
+
+    >>> behind_until([(1, 0.2), (2, 0.3), (3, 0.4)], [(1, 0.1), (2, 0.2), (3, 0.5)])
+    2
+
+    Paper: Sec. 4.2.2, "somewhat slower initially"
+    """
+    values = dict(other)
+    both = [(step, value) for step, value in curve if step in values]
+    return max((step for step, _ in takewhile(lambda point: values[point[0]] < point[1], both)), default=None)
+
+
+def noise(values: Sequence[float]) -> float | None:
+    """Return how far one more run may lie from the mean of these by chance: a 95% prediction interval's half width.
+
+    t s sqrt(1 + 1/n), with s the standard deviation over the n seeds; None for fewer than two.
+
+    >>> round(noise([0.48, 0.50, 0.52]), 4)
+    0.0993
+
+    Beyond the paper: what a difference must exceed.
+    """
+    n = len(values)
+    if n < 2:
+        return None
+    student = STUDENT[min(n - 2, len(STUDENT) - 1)]
+    return student * statistics.stdev(values) * math.sqrt(1 + 1 / n)

@@ -1,0 +1,176 @@
+"""Figures 2 and 3 and their companions as tables: rows of text, for Markdown and for the page alike."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from ...train.metrics import steps_to
+from .claims import Verdict, verdicts
+from .companions import ablation, dropout, rates
+from .curves import LEVEL, Seeds, best, end_slope, network_of, seeds_of, times_fewer, tuned_baseline
+from .fig2_section import Section, show_accuracy, show_steps, show_times
+from .plan import Plan
+from .run_files import Finished
+
+Rows = list[list[str]]
+# Figure 3: steps to 72.2%, and how many times fewer that is than Inception's; maximum accuracy.
+PAPER = {
+    "inception": ("31.0M", "1.0", "72.2%"),
+    "bn-baseline": ("13.3M", "2.3", "72.7%"),
+    "bn-x5": ("2.1M", "14.8", "73.0%"),
+    "bn-x30": ("2.7M", "11.5", "74.8%"),
+    "bn-x5-sigmoid": ("", "", "69.8%"),
+}
+
+# Of the baseline's best accuracy, looked at on the way to it.
+SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)
+
+
+def sections(plan: Plan, finished: Mapping[str, Finished]) -> list[Section]:
+    """Return all tables; those of which nothing is finished are left out.
+
+    Paper: Figs. 2, 3; Sec. 3.3, 3.4, 4.2.1
+    """
+    judged = verdicts(plan, finished)
+    parts = [
+        figure3(finished),
+        on_the_way(finished),
+        Section("What the paper found", "", [list(Verdict._fields), *(list(v) for v in judged)]),
+        failures(finished),
+        rates(finished),
+        dropout(finished),
+        ablation(finished),
+        ran(finished),
+        Section(
+            "Not yet run", "", [["run", "group"], *([r.name, r.group] for r in plan.runs if r.name not in finished)]
+        ),
+    ]
+    return [part for part in parts if len(part.rows) > 1]
+
+
+def figure3(finished: Mapping[str, Finished]) -> Section:
+    """Tabulate steps to the baseline's best accuracy, maximum accuracy and steps to it, beside the paper's.
+
+    Paper: Fig. 3
+    """
+    inception, tuned = network_of(finished, "inception"), tuned_baseline(finished)
+    top = best(inception.curve)
+    target = "the baseline's best" if top is None else f"{top[1]:.1%}"
+    rows = [[
+        "network", "seeds", f"steps to {target}", "paper, to 72.2%", "times fewer", "paper", "maximum accuracy",
+        "paper", "steps to it", "folded, at the end", "times fewer than the best unnormalized",
+    ]]  # fmt: skip
+    for variant, paper in PAPER.items():
+        network = network_of(finished, variant)
+        if network:
+            rows.append([variant, *_row(network, inception, tuned[1] if tuned else inception, paper)])
+    return Section("Figure 3", _figure3_text(inception, tuned), rows)
+
+
+def _row(network: Seeds, inception: Seeds, tuned: Seeds, paper: tuple[str, str, str]) -> list[str]:
+    target, own = best(inception.curve), best(network.curve)
+    tops = [top[1] for curve in network.curves if (top := best(curve)) is not None]
+    reached = [] if target is None else [steps_to(curve, target[1]) for curve in (network.curve, *network.curves)]
+    return [
+        str(len(network.runs)) + (f", {network.diverged} diverged" if network.diverged else ""),
+        "-" if not reached else f"{show_steps(reached[0])}{_spread([show_steps(s) for s in reached[1:]])}",
+        paper[0],
+        show_times(times_fewer(inception.curve, network.curve)),
+        paper[1],
+        "-" if own is None else f"{own[1]:.1%}{_spread([f'{top:.1%}' for top in tops])}",
+        paper[2],
+        "-" if own is None else f"{own[0]:,}",
+        f"{statistics.fmean(network.final):.1%}" if network.final else "-",
+        _times_of_seeds(tuned, network),
+    ]
+
+
+def _times_of_seeds(baseline: Seeds, network: Seeds) -> str:
+    mean, *seeds = (show_times(times_fewer(baseline.curve, curve)) for curve in (network.curve, *network.curves))
+    return mean + (_spread(seeds) if {*seeds} != {show_times(None)} else "")
+
+
+def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
+    parts = ["Validation accuracy at 1 from a single crop, of the mean over seeds; each seed's own in brackets."]
+    slope = end_slope(inception.curve) if inception.curve else None
+    if slope is not None:
+        verdict = "less than 1, it has levelled off" if slope < LEVEL else "1 or more, the runs are too short"
+        own = [f"{100 * rise:.2f}" for curve in inception.curves if (rise := end_slope(curve)) is not None]
+        seeds = f"; {', '.join(own)} by seeds" if len(own) > 1 else ""
+        parts.append(f"Over its last quarter Inception rises by {100 * slope:.2f} points ({verdict}{seeds}).")
+    if tuned is not None and (top := best(tuned[1].curve)) is not None:
+        best_run = f"The best unnormalized run of this length is {tuned[0]}: {top[1]:.1%} at step {top[0]:,}"
+        rise = end_slope(tuned[1].curve)
+        parts.append(
+            best_run + ("." if rise is None else f"; over its last quarter it rises by {100 * rise:.2f} points.")
+        )
+    return " ".join(parts)
+
+
+def on_the_way(finished: Mapping[str, Finished]) -> Section:
+    """Tabulate steps to shares of the baseline's best accuracy, and how many times fewer than the baseline's.
+
+    Beyond the paper: how much of a ratio is the flat end of the baseline's curve.
+    """
+    inception = network_of(finished, "inception").curve
+    top = best(inception)
+    networks = {name: curve for name in PAPER if (curve := network_of(finished, name).curve)}
+    if top is None or len(networks) < 2:
+        return Section("On the way there", "", [])
+    targets = [round(share * top[1], 9) for share in SHARES]
+    rows = [["network", *(f"{target:.1%}" for target in targets)]]
+    baseline = [steps_to(inception, target) for target in targets]
+    for name, curve in networks.items():
+        reached = [steps_to(curve, target) for target in targets]
+        rows.append([name, *map(_steps_and_times, baseline, reached)])
+    shares = f"{', '.join(f'{share:.0%}' for share in SHARES[:-1])} and all"
+    text = f"Steps of the mean over seeds to {shares} of Inception's best, and how many times fewer than Inception's."
+    return Section("On the way there", text, rows)
+
+
+def _steps_and_times(baseline: int | None, reached: int | None) -> str:
+    times = f" ({baseline / reached:.1f})" if baseline and reached else ""
+    return f"{show_steps(reached)}{times}"
+
+
+def failures(finished: Mapping[str, Finished]) -> Section:
+    """Tabulate the two networks that the paper could not train, with both initializations.
+
+    Paper: Sec. 4.2.2
+    """
+    rows = [["network", "initialization", "steps", "diverged", "best accuracy", "at the end"]]
+    for variant in ("inception-x5", "inception-sigmoid"):
+        for one in seeds_of(finished, "figures", variant).runs:
+            top = best(one.points)
+            rows.append(
+                [
+                    variant,
+                    one.run.recipe.init,
+                    f"{one.result['steps']:,}",
+                    "yes" if one.diverged else "no",
+                    "-" if top is None else f"{top[1]:.1%}",
+                    show_accuracy(one),
+                ]
+            )
+    return Section("The reported failures", "", rows)
+
+
+def ran(finished: Mapping[str, Finished]) -> Section:
+    """Tabulate what ran where and how fast.
+
+    Beyond the paper: provenance.
+    """
+    rows = [["run", "steps", "seconds", "steps/s", "on", "torch", "commit"]]
+    for name, one in finished.items():
+        env = one.environment
+        machine = env["gpu"] or f"{env['hardware']}, {env['cores']} cores"
+        pace = "-" if one.steps_per_second is None else f"{one.steps_per_second:g}"
+        cells = [f"{one.result['steps']:,}", f"{one.seconds:.0f}", pace, machine, env["torch"], env["commit"] or "-"]
+        rows.append([name, *cells])
+    text = "Steps/s are those of training alone; seconds count the start, validation and the end as well."
+    return Section("The runs", text, rows)
+
+
+def _spread(values: Sequence[str]) -> str:
+    return f" ({', '.join(values)})" if len(values) > 1 else ""

@@ -1,0 +1,156 @@
+"""Section 4.1's comparison made fair: each network at its own best rate, several seeds, mean and spread."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import above, at_least
+from ...results import check_writable
+from ..publish import colour, label, publish
+from .parallel import accuracies, held_out, spread_out
+from .training import Setting
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Sweep the learning rate for both networks, then compare best against best and at an equal rate.
+
+    Paper: Sec. 4.1; Fig. 1 a
+    """
+
+    rates: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+    """Rates of the sweep."""
+    sweep_steps: int = 5000
+    """Updates of each run of the sweep, on 55,000 digits; the best rate is chosen on the other 5,000."""
+    marks: tuple[int, ...] = (1000, 5000, 15_000, 50_000)
+    """Step counts at which the test accuracies are compared; the last is the length of the runs."""
+    equal_rate: float = 0.1
+    """The rate of the comparison at an equal rate, Figure 1's."""
+    std: float = 0.1
+    """Width of the initial Gaussians."""
+    seeds: int = 3
+    """Seeds of each run."""
+    processes: int | None = None
+    """Processes; by default one per core."""
+    out: Path = Path("runs/comparison")
+    """Folder for comparison.json and comparison.png; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, rates=self.rates, equal_rate=self.equal_rate, std=self.std)
+        at_least(10, sweep_steps=self.sweep_steps)
+        at_least(1, marks=self.marks, seeds=self.seeds, processes=self.processes)
+        if list(self.marks) != sorted(self.marks):
+            raise ValueError(f"marks={self.marks}: give step counts in increasing order")
+
+
+def comparison(options: Comparison) -> dict[str, Any]:
+    """Run the sweep and the comparison, and write their result.
+
+    Paper: Sec. 4.1; Fig. 1 a
+    """
+    check_writable(options.out / "comparison.json")
+    sweep = _sweep(options)
+    best = {kind: max(options.rates, key=lambda rate: _mean(sweep[kind, rate])[-1]) for kind in (False, True)}
+    pairs = {(kind, rate) for kind in (False, True) for rate in (best[kind], options.equal_rate)}
+    full = _trained(options, sorted(pairs))
+    fair = [_row(kind, best[kind], full[kind, best[kind]], options.marks) for kind in (False, True)]
+    findings = {
+        "chosen on": "5,000 digits held out of the training set, mean over seeds, at the sweep's last step",
+        "sweep": [_row(kind, rate, sweep[kind, rate], _early(options)) for kind, rate in sorted(sweep)],
+        "best rate": {label(kind): rate for kind, rate in best.items()},
+        "best against best": fair,
+        "equal rate": [
+            _row(kind, options.equal_rate, full[kind, options.equal_rate], options.marks) for kind in (False, True)
+        ],
+    }
+
+    def draw(plt: Any) -> Any:
+        return _draw(plt, options, sweep, findings)
+
+    claim = "Batch Normalization helps the network train faster and achieve higher accuracy."
+    verdicts = {
+        f"at their best rates, the network with BN is more accurate at step {mark:,}": bn > plain
+        for mark, plain, bn in zip(options.marks, *(row["mean"] for row in fair), strict=True)
+    }
+    return publish("comparison", claim, options, findings, verdicts, draw)
+
+
+Table = dict[tuple[bool, float], list[list[float]]]
+
+
+def _early(options: Comparison) -> tuple[int, ...]:
+    return (options.sweep_steps // 10, options.sweep_steps)
+
+
+def _sweep(options: Comparison) -> Table:
+    jobs = [
+        (Setting(kind, options.sweep_steps, rate, options.std, seed=seed), _early(options))
+        for kind in (False, True)
+        for rate in options.rates
+        for seed in range(options.seeds)
+    ]
+    return _by_kind_and_rate(jobs, spread_out(_on_held_out, jobs, options.processes))
+
+
+def _trained(options: Comparison, pairs: Sequence[tuple[bool, float]]) -> Table:
+    jobs = [
+        (Setting(kind, options.marks[-1], rate, options.std, seed=seed), options.marks)
+        for kind, rate in pairs
+        for seed in range(options.seeds)
+    ]
+    return _by_kind_and_rate(jobs, spread_out(_on_test, jobs, options.processes))
+
+
+def _on_held_out(job: tuple[Setting, Sequence[int]]) -> list[float]:
+    return accuracies(*job, data=held_out())
+
+
+def _on_test(job: tuple[Setting, Sequence[int]]) -> list[float]:
+    return accuracies(*job)
+
+
+def _by_kind_and_rate(jobs: Sequence[tuple[Setting, Any]], results: Sequence[list[float]]) -> Table:
+    table: Table = {}
+    for (setting, _), result in zip(jobs, results, strict=True):
+        table.setdefault((setting.batch_norm, setting.rate), []).append(result)
+    return table
+
+
+def _mean(runs: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.fmean(column) for column in zip(*runs, strict=True)]
+
+
+def _row(kind: bool, rate: float, runs: Sequence[Sequence[float]], marks: Sequence[int]) -> dict[str, Any]:
+    """Tabulate the mean and the spread (sample standard deviation) over seeds at each mark."""
+    columns = list(zip(*runs, strict=True))
+    return {
+        "network": label(kind),
+        "rate": rate,
+        "steps": list(marks),
+        "mean": [round(statistics.fmean(c), 5) for c in columns],
+        "spread": [round(statistics.stdev(c), 5) if len(c) > 1 else None for c in columns],
+        "runs": [list(r) for r in runs],
+    }
+
+
+def _draw(plt: Any, options: Comparison, sweep: Table, findings: dict[str, Any]) -> Any:
+    figure, axes = plt.subplots(1, 4, figsize=(11, 2.6))
+    for axis, mark, k in zip(axes, _early(options), range(2), strict=False):
+        for kind in (False, True):
+            rows = [sweep[kind, rate] for rate in options.rates]
+            mean = [_mean(r)[k] for r in rows]
+            axis.plot(options.rates, mean, "o-", ms=3, color=colour(kind), label=label(kind))
+        axis.set(xscale="log", xlabel="learning rate", title=f"sweep: held-out accuracy at step {mark:,}", ylim=(0, 1))
+    axes[0].legend()
+    for axis, key in zip(axes[2:], ("best against best", "equal rate"), strict=True):
+        for kind, row in zip((False, True), findings[key], strict=True):
+            spread = [s or 0 for s in row["spread"]]
+            name = f"{label(kind)}, rate {row['rate']:g}"
+            axis.errorbar(row["steps"], row["mean"], spread, fmt="o-", ms=3, capsize=2, color=colour(kind), label=name)
+        axis.set(xscale="log", xlabel="training steps", title=f"{key}: test accuracy", ylim=(0.85, 1))
+        axis.legend(loc="lower right")
+    return figure

@@ -1,0 +1,91 @@
+"""Figure 1: test accuracy and sigmoid inputs of Section 4.1's network over training, with and without BN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import between
+from ...report.figure1 import draw
+from ...report.page import write_report
+from ...report.runs import Run, read_runs
+from ...report.section_4_1 import paper_versus_here, steps_to
+from ...results import check_writable, write_json
+from .training import Setting
+from .workers import run_all
+
+
+@dataclass(frozen=True)
+class Fig1:
+    """Train Section 4.1's network with and without batch normalization, and draw Figure 1.
+
+    The paper gives neither the learning rate nor the width of the Gaussians; the defaults here are this project's.
+
+    Paper: Sec. 4.1; Fig. 1
+    """
+
+    steps: int = 50_000
+    """Updates of each network."""
+    rate: float = 0.1
+    """Learning rate of plain stochastic gradient descent, for both networks."""
+    std: float = 0.1
+    """Width of the Gaussians that the weights start from."""
+    batch_size: int = 60
+    """Examples in a mini-batch."""
+    seed: int = 0
+    """Seed of the weights and of the order of the examples; the same for both networks."""
+    out: Path = Path("runs/fig1")
+    """Folder for the runs, the figure and the report."""
+    resume: bool = False
+    """Go on from the checkpoints in the folder."""
+    processes: int = 2
+    """2 trains both networks side by side, one core each; 1 trains one after the other."""
+
+    def __post_init__(self) -> None:
+        between(1, 2, processes=self.processes)
+        self.settings()
+
+    def settings(self) -> dict[str, Setting]:
+        """Return what to train, by name."""
+        return {
+            name: Setting(batch_norm, self.steps, self.rate, self.std, self.batch_size, self.seed)
+            for name, batch_norm in (("without-bn", False), ("with-bn", True))
+        }
+
+
+def fig1(options: Fig1) -> Path:
+    """Run the experiment of Figure 1 and return the path of its report.
+
+    Paper: Sec. 4.1; Fig. 1
+    """
+    check_writable(options.out / "result.json")
+    complete = run_all(options.settings(), options.out, resume=options.resume, processes=options.processes)
+    if not complete:
+        print(f"stopped before the end; what there is follows. Go on with --resume --out {options.out}")
+    folders = [options.out / name for name in options.settings()]
+    runs = read_runs([folder for folder in folders if (folder / "metrics.jsonl").exists()])
+    draw(runs, options.out)
+    page = write_report(runs, options.out / "report.html")
+    result = _result(options, runs)
+    write_json(options.out / "result.json", result)
+    for run in runs:
+        print(run.line())
+    for what, paper, plain, normalized in result["paper versus here"][1:]:
+        print(f"{what}: {plain} without BN, {normalized} with BN; the paper: {paper}")
+    print(f"figure: {options.out / 'fig1.png'}\nreport: {page}")
+    return page
+
+
+def _result(options: Fig1, runs: Sequence[Run]) -> dict[str, Any]:
+    return {
+        "claim": "Batch Normalization helps the network train faster and achieve higher accuracy; it makes the"
+        " distribution more stable and reduces the internal covariate shift.",
+        "options": {key: value for key, value in asdict(options).items() if key not in ("out", "resume")},
+        "environment": runs[0].config["environment"],
+        "runs": {run.name: run.summary for run in runs},
+        "accuracy": {run.name: run.accuracy for run in runs},
+        "steps to": steps_to(runs),
+        "paper versus here": paper_versus_here(runs),
+    }

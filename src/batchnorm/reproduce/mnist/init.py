@@ -1,0 +1,94 @@
+"""Sections 1 and 3.3: "be less careful about initialization"."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import above, at_least
+from ...results import check_writable
+from ..publish import colour, label, publish
+from .parallel import accuracies, spread_out
+from .training import Setting
+
+
+@dataclass(frozen=True)
+class Init:
+    """Train both networks from Gaussians of widths from 1e-3 to 10 and compare their final accuracy.
+
+    Paper: Abstract, "be less careful about initialization"; Sec. 3.3
+    """
+
+    stds: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+    """Widths of the initial Gaussians."""
+    steps: int = 5000
+    """Updates of each run."""
+    rate: float = 1.0
+    """Learning rate of both networks; the plain one's best at these widths is near it."""
+    seeds: int = 3
+    """Seeds of each run."""
+    processes: int | None = None
+    """Processes; by default one per core."""
+    out: Path = Path("runs/init")
+    """Folder for init.json and init.png; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, stds=self.stds, rate=self.rate)
+        at_least(1, steps=self.steps, seeds=self.seeds, processes=self.processes)
+
+
+def init(options: Init) -> dict[str, Any]:
+    """Run the experiment and write its result.
+
+    Paper: Abstract, "be less careful about initialization"; Sec. 3.3
+    """
+    check_writable(options.out / "init.json")
+    jobs = [
+        Setting(kind, options.steps, options.rate, std, seed=seed)
+        for kind in (False, True)
+        for std in options.stds
+        for seed in range(options.seeds)
+    ]
+    results: dict[tuple[bool, float], list[float]] = {}
+    for setting, final in zip(jobs, spread_out(_final, jobs, options.processes), strict=True):
+        results.setdefault((setting.batch_norm, setting.std), []).append(final)
+    rows: list[dict[str, Any]] = [
+        {
+            "network": label(kind),
+            "std": std,
+            "mean": round(statistics.fmean(runs), 5),
+            "spread": round(statistics.stdev(runs), 5) if len(runs) > 1 else None,
+            "runs": runs,
+        }
+        for (kind, std), runs in results.items()
+    ]
+    claim = "Batch Normalization allows us to be less careful about initialization."
+    trained = [
+        {row["std"] for row in rows if row["network"] == label(kind) and row["mean"] > 0.9} for kind in (False, True)
+    ]
+    verdicts = {
+        "BN trains past 90% from more initial widths, and from all that train without it": trained[0] < trained[1]
+    }
+    findings = {"final test accuracy": rows}
+    return publish("init", claim, options, findings, verdicts, lambda plt: _draw(plt, results, options))
+
+
+def _final(setting: Setting) -> float:
+    return accuracies(setting, [setting.steps])[0]
+
+
+def _draw(plt: Any, results: dict[tuple[bool, float], list[float]], options: Init) -> Any:
+    figure, axis = plt.subplots(figsize=(4.6, 2.8))
+    for kind in (False, True):
+        mean = [statistics.fmean(results[kind, std]) for std in options.stds]
+        axis.plot(options.stds, mean, "o-", ms=3, color=colour(kind), label=label(kind))
+        for std in options.stds:
+            axis.plot([std] * options.seeds, results[kind, std], ".", ms=3, color=colour(kind), alpha=0.5)
+    axis.set(
+        xscale="log", xlabel="width of the initial Gaussians", ylabel="test accuracy", ylim=(0, 1),
+        title=f"after {options.steps:,} steps at rate {options.rate:g}, {options.seeds} seeds",
+    )  # fmt: skip
+    axis.legend(loc="lower center")
+    return figure

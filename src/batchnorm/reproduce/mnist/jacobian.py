@@ -1,0 +1,206 @@
+"""Section 3.3's conjecture: do layer Jacobians between normalized vectors have singular values close to 1?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import SEED_MAX, above, at_least, between
+from ...layers import BatchNorm1d
+from ...results import check_writable
+from ..publish import GREY, colour, label, publish
+from .parallel import digits, spread_out
+from .training import Setting, order, train_
+
+
+@dataclass(frozen=True)
+class Jacobian:
+    """Measure the singular values of J = d z_hat / d x_hat between consecutive layers, with and without BN.
+
+    Paper: Sec. 3.3, layer Jacobians
+    """
+
+    steps: int = 5000
+    """Updates of each network; J is measured before and after."""
+    rate: float = 0.1
+    """Learning rate."""
+    std: float = 0.1
+    """Width of the initial Gaussians."""
+    examples: int = 100
+    """Test digits at which J is taken."""
+    seed: int = 0
+    """Seed of the weights and of the order of the examples."""
+    processes: int | None = None
+    """Processes; by default one per core."""
+    out: Path = Path("runs/jacobian")
+    """Folder for jacobian.json and jacobian.png; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, rate=self.rate, std=self.std)
+        at_least(1, steps=self.steps, examples=self.examples, processes=self.processes)
+        between(0, SEED_MAX, seed=self.seed)
+
+
+class Layer(NamedTuple):
+    """Hold a hidden layer as y = gamma x_hat + beta of x_hat = (Wu + b - mu) / sd, by population statistics.
+
+    A network without batch normalization is the case gamma = sd, beta = mu.
+
+    Paper: Sec. 3.3
+    """
+
+    weight: Tensor
+    bias: Tensor
+    mu: Tensor
+    sd: Tensor
+    gamma: Tensor
+    beta: Tensor
+
+
+def jacobian(options: Jacobian) -> dict[str, Any]:
+    """Run the experiment and write its result.
+
+    Paper: Sec. 3.3, layer Jacobians
+    """
+    check_writable(options.out / "jacobian.json")
+    settings = [Setting(kind, options.steps, options.rate, options.std, seed=options.seed) for kind in (False, True)]
+    results = spread_out(_measure, [(s, options.examples) for s in settings], options.processes)
+    rows = [
+        {"network": label(s.batch_norm), **row} for s, found in zip(settings, results, strict=True) for row in found
+    ]
+    claim = "Batch Normalization may lead the layer Jacobians to have singular values close to 1."
+    null = "Gaussian matrices of the same size and Frobenius norm, one for each Jacobian"
+    findings = {"null": null, "pairs": rows}
+    return publish("jacobian", claim, options, findings, _verdicts(rows), lambda plt: _draw(plt, rows))
+
+
+def _verdicts(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
+    last = max(row["step"] for row in rows)
+    near = {(row["layers"], row["network"]): row for row in rows if row["step"] == last}
+    pairs = {layers for layers, _ in near}
+
+    def share(layers: str, kind: bool, of: str) -> float:
+        return float(near[layers, label(kind)][of]["fraction between 1/2 and 2"])
+
+    return {
+        "between all layers, more singular values are near 1 with BN than without": all(
+            share(layers, True, "J") > share(layers, False, "J") for layers in pairs
+        ),
+        "between all layers, more of them are near 1 with BN than in random matrices of the same norm": all(
+            share(layers, True, "J") > share(layers, True, "random") for layers in pairs
+        ),
+    }
+
+
+def _measure(job: tuple[Setting, int]) -> list[dict[str, Any]]:
+    setting, examples = job
+    net, data = setting.network(), digits()
+    images = data.test.images[:examples]
+    rows = []
+    for step, _ in chain([(0, 0.0)], train_(net, data.train, setting, [setting.steps])):
+        batches = [data.train.images[row] for row in order(setting, len(data.train.images), 0, 200).unbind()]
+        if not all(parameter.isfinite().all() for parameter in net.parameters()):
+            raise ValueError(f"the network {label(setting.batch_norm)} diverged: choose a rate below {setting.rate:g}")
+        layers = population_layers(net, batches)
+        for k, (x_hat, *pair) in enumerate(_pairs(layers, images), 1):
+            matrices = layer_jacobian(x_hat, *pair)
+            values = torch.linalg.svdvals(matrices)
+            null = torch.linalg.svdvals(like_random(matrices))
+            rows.append({"step": step, "layers": f"{k} to {k + 1}", "J": _summary(values), "random": _summary(null)})
+    return rows
+
+
+@torch.no_grad()
+def population_layers(net: nn.Sequential, batches: Sequence[Tensor]) -> list[Layer]:
+    """Read a perceptron's hidden layers with population statistics, each from the normalized ones below it.
+
+    Paper: Alg. 2, l. 10; Sec. 3.3
+    """
+    layers: list[Layer] = []
+    u = torch.cat(list(batches)).double()
+    modules = list(net)
+    for k, linear in enumerate(modules[:-1]):
+        if not isinstance(linear, nn.Linear):
+            continue
+        weight = linear.weight.double()
+        given: Tensor | None = linear.bias
+        bias = weight.new_zeros(len(weight)) if given is None else given.double()
+        x = u @ weight.t() + bias
+        var, mu = torch.var_mean(x, 0, correction=1)
+        bn = modules[k + 1]
+        if isinstance(bn, BatchNorm1d):
+            sd = (var + bn.eps).sqrt()
+            layer = Layer(weight, bias, mu, sd, bn.weight.double(), bn.bias.double())
+        else:
+            sd = var.sqrt()
+            layer = Layer(weight, bias, mu, sd, sd, mu)
+        layers.append(layer)
+        u = torch.sigmoid(layer.gamma * (x - mu) / sd + layer.beta)
+    return layers
+
+
+def layer_jacobian(x_hat: Tensor, below: Layer, above: Layer) -> Tensor:
+    """Return J = diag(1/sd') W' diag(g'(gamma x_hat + beta) gamma) for each example, (examples, K', K).
+
+    z_hat = (W' g(gamma x_hat + beta) - mu') / sd', with the primes for the layer above.
+
+    Paper: Sec. 3.3, z_hat = F(x_hat)
+    """
+    z = torch.sigmoid(below.gamma * x_hat + below.beta)
+    slope = z * (1 - z) * below.gamma
+    return above.weight / above.sd[:, None] * slope[:, None, :]
+
+
+def like_random(matrices: Tensor) -> Tensor:
+    """Return Gaussian matrices with the sizes and Frobenius norms of the given ones: what no structure looks like.
+
+    Beyond the paper: the null hypothesis of its conjecture.
+    """
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(matrices.shape, generator=generator, dtype=matrices.dtype)
+    given: Tensor = torch.linalg.matrix_norm(matrices, keepdim=True)
+    scale: Tensor = given / torch.linalg.matrix_norm(random, keepdim=True)
+    return random * scale
+
+
+def _pairs(layers: Sequence[Layer], images: Tensor) -> list[tuple[Tensor, Layer, Layer]]:
+    pairs, u = [], images.double()
+    for k, layer in enumerate(layers[:-1]):
+        x_hat = (u @ layer.weight.t() + layer.bias - layer.mu) / layer.sd
+        pairs.append((x_hat, layer, layers[k + 1]))
+        u = torch.sigmoid(layer.gamma * x_hat + layer.beta)
+    return pairs
+
+
+def _summary(values: Tensor) -> dict[str, Any]:
+    """Summarize singular values (examples, K): percentiles of all, the mean spectrum, and how many are near 1."""
+    q = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95], dtype=values.dtype)
+    near = ((values > 0.5) & (values < 2)).double().mean()
+    return {
+        "percentiles 5, 25, 50, 75, 95": [round(v, 5) for v in values.flatten().quantile(q).tolist()],
+        "fraction between 1/2 and 2": round(near.item(), 4),
+        "largest": round(values[:, 0].median().item(), 5),
+        "condition": float(f"{(values[:, 0] / values[:, -1]).median().item():.4g}"),
+        "mean spectrum": [round(v, 5) for v in values.mean(0).tolist()],
+    }
+
+
+def _draw(plt: Any, rows: Sequence[dict[str, Any]]) -> Any:
+    pairs = sorted({(row["layers"], row["step"]) for row in rows})
+    figure, axes = plt.subplots(1, len(pairs), figsize=(11, 2.7), sharey=True)
+    for axis, (layers, step) in zip(axes, pairs, strict=True):
+        for row in (r for r in rows if (r["layers"], r["step"]) == (layers, step)):
+            kind = row["network"] == label(True)
+            axis.plot(row["J"]["mean spectrum"], color=colour(kind), label=row["network"])
+            axis.plot(row["random"]["mean spectrum"], ":", lw=1, color=colour(kind), label="random of the same norm")
+        axis.axhline(1, color=GREY, lw=0.7)
+        axis.set(title=f"layer {layers}, step {step:,}", xlabel="index", yscale="log", ylim=(1e-3, 30))
+    axes[0].set_ylabel("singular value of J")
+    axes[0].legend(fontsize=6)
+    return figure

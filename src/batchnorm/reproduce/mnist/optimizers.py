@@ -1,0 +1,112 @@
+"""Section 3.1: batch normalization trains with batch gradient descent, SGD and its variants such as Adagrad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import SGD, Adagrad, Optimizer
+
+from ...data import Digits
+from ...errors import SEED_MAX, above, at_least, between
+from ...results import check_writable
+from ..publish import colour, label, publish
+from .eager import train_eagerly_
+from .parallel import digits, spread_out
+from .training import Setting, accuracy
+
+Parameters = Any
+OPTIMIZERS: dict[str, Callable[[Parameters], Optimizer]] = {
+    "batch gradient descent": lambda p: SGD(p, lr=1.0),
+    "SGD": lambda p: SGD(p, lr=0.1),
+    "SGD with momentum": lambda p: SGD(p, lr=0.02, momentum=0.9),
+    "Adagrad": lambda p: Adagrad(p, lr=0.02),
+}
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """Train Section 4.1's network with full-batch gradient descent, SGD, momentum and Adagrad.
+
+    Paper: Sec. 3.1
+    """
+
+    steps: int = 2000
+    """Updates of each network on mini-batches of 60."""
+    batch_steps: int = 200
+    """Updates of batch gradient descent."""
+    batch: int = 6000
+    """Training digits that batch gradient descent sees, all in each step."""
+    std: float = 0.1
+    """Width of the initial Gaussians."""
+    seed: int = 0
+    """Seed of the weights and of the order of the examples."""
+    processes: int | None = None
+    """Processes; by default one per core."""
+    out: Path = Path("runs/optimizers")
+    """Folder for optimizers.json and optimizers.png; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, std=self.std)
+        at_least(1, steps=self.steps, batch_steps=self.batch_steps, processes=self.processes)
+        between(2, 60_000, batch=self.batch)
+        between(0, SEED_MAX, seed=self.seed)
+
+
+def optimizers(options: Optimizers) -> dict[str, Any]:
+    """Run the experiment and write its result.
+
+    Paper: Sec. 3.1
+    """
+    check_writable(options.out / "optimizers.json")
+    jobs = []
+    for name in OPTIMIZERS:
+        full = name == "batch gradient descent"
+        for kind in (False, True):
+            steps, size = (options.batch_steps, options.batch) if full else (options.steps, 60)
+            setting = Setting(kind, steps, std=options.std, batch_size=size, seed=options.seed)
+            jobs.append((name, setting, options.batch if full else 60_000))
+    rows = spread_out(_train, jobs, options.processes)
+    claim = "A model employing Batch Normalization can be trained using batch gradient descent, or Stochastic Gradient"
+    claim += " Descent with a mini-batch size m > 1, or with any of its variants such as Adagrad."
+    verdicts = {
+        f"{row['optimizer']} trains the network with BN past 50%": row["accuracy"][-1] > 0.5
+        for row in rows
+        if row["network"] == label(True)
+    }
+    return publish("optimizers", claim, options, {"runs": rows}, verdicts, lambda plt: _draw(plt, rows))
+
+
+def _train(job: tuple[str, Setting, int]) -> dict[str, Any]:
+    name, setting, examples = job
+    train, test = digits()
+    net: nn.Module = setting.network()
+    optimizer = OPTIMIZERS[name](net.parameters())
+    marks = [max(setting.steps * k // 20, 1) for k in range(1, 21)]
+    data = Digits(train.images[:examples], train.labels[:examples])
+    found = [(step, loss, accuracy(net, test)) for step, loss in train_eagerly_(net, data, setting, optimizer, marks)]
+    steps, losses, accuracies = map(list, zip(*found, strict=True))
+    return {
+        "optimizer": name,
+        "network": label(setting.batch_norm),
+        "settings": {k: v for k, v in optimizer.defaults.items() if isinstance(v, float) and v},
+        "batch size": setting.batch_size,
+        "steps": steps,
+        "loss": losses,
+        "accuracy": accuracies,
+    }
+
+
+def _draw(plt: Any, rows: Sequence[dict[str, Any]]) -> Any:
+    figure, axes = plt.subplots(1, len(OPTIMIZERS), figsize=(11, 2.6), sharey=True)
+    for axis, name in zip(axes, OPTIMIZERS, strict=True):
+        for row in (r for r in rows if r["optimizer"] == name):
+            kind = row["network"] == label(True)
+            axis.plot(row["steps"], row["accuracy"], color=colour(kind), label=row["network"])
+        axis.set(title=name, xlabel="training steps", ylim=(0, 1))
+    axes[0].set_ylabel("test accuracy")
+    axes[0].legend()
+    return figure

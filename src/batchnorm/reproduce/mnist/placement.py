@@ -1,0 +1,181 @@
+"""Sections 3.2 and 5: normalize Wu, before the nonlinearity, or its output?"""
+
+from __future__ import annotations
+
+import statistics
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import above, at_least
+from ...layers import BatchNorm1d
+from ...results import check_writable
+from ..publish import BLUE, GREEN, publish
+from .eager import train_eagerly_
+from .parallel import digits, spread_out
+from .training import Setting, accuracy
+
+Where = Literal["before", "after"]
+NONLINEARITIES = {"sigmoid": nn.Sigmoid, "relu": nn.ReLU}
+STATISTICS = ("skewness", "excess kurtosis", "sparsity")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Compare BN before and after the nonlinearity: the shapes of the distributions of u and Wu, and accuracy.
+
+    Paper: Sec. 3.2, "more Gaussian"; Sec. 5, the standardization layer
+    """
+
+    steps: int = 3000
+    """Updates of each network."""
+    rate: float = 0.1
+    """Learning rate."""
+    std: float = 0.1
+    """Width of the initial Gaussians."""
+    seeds: int = 3
+    """Seeds of each run."""
+    processes: int | None = None
+    """Processes; by default one per core."""
+    out: Path = Path("runs/placement")
+    """Folder for placement.json and placement.png; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, rate=self.rate, std=self.std)
+        at_least(1, steps=self.steps, seeds=self.seeds, processes=self.processes)
+
+
+def placement(options: Placement) -> dict[str, Any]:
+    """Run the experiment and write its result.
+
+    Paper: Sec. 3.2; Sec. 5
+    """
+    check_writable(options.out / "placement.json")
+    kinds: tuple[Where, ...] = ("before", "after")
+    jobs = [
+        (where, name, Setting(True, options.steps, options.rate, options.std, seed=seed))
+        for name in NONLINEARITIES
+        for where in kinds
+        for seed in range(options.seeds)
+    ]
+    results = spread_out(_train, jobs, options.processes)
+    rows = []
+    for name in NONLINEARITIES:
+        for where in kinds:
+            found = [r for job, r in zip(jobs, results, strict=True) if job[:2] == (where, name)]
+            final = [r["accuracy"] for r in found]
+            rows.append(
+                {
+                    "nonlinearity": name,
+                    "batch normalization": f"{where} it",
+                    "accuracy": final,
+                    "mean": round(statistics.fmean(final), 5),
+                    "spread": round(statistics.stdev(final), 5) if len(final) > 1 else None,
+                    "shapes": found[0]["shapes"],
+                }
+            )
+    claim = "Wu + b is more likely to have a symmetric, non-sparse distribution, that is 'more Gaussian'."
+    note = "means over a layer's units, of 5,000 test digits, seed 0; u is the nonlinearity's output"
+    findings = {"shapes are": note, "runs": rows}
+    return publish("placement", claim, options, findings, _verdicts(rows), lambda plt: _draw(plt, rows))
+
+
+def _verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
+    found: dict[str, bool] = {}
+    for before, after in zip(rows[::2], rows[1::2], strict=True):
+        name, shapes = before["nonlinearity"], list(before["shapes"].values())[-1]
+        for key in ("skewness", "sparsity"):
+            less = all(shapes[f"Wu {k + 1}"][key] < shapes[f"u {k}"][key] for k in (1, 2))
+            found[f"{name}, BN before it: Wu has less {key} than u in every layer"] = less
+        found[f"{name}: BN before it is more accurate than after it"] = before["mean"] > after["mean"]
+    return found
+
+
+def build(where: Where, nonlinearity: str, std: float, seed: int) -> nn.Sequential:
+    """Build Section 4.1's network with z = g(BN(Wu)), or with z = BN(g(Wu + b)).
+
+    Paper: Sec. 3.2; Sec. 5
+    """
+    generator = torch.Generator().manual_seed(seed)
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    inputs = 784
+    for k in (1, 2, 3):
+        layers[f"linear{k}"] = nn.Linear(inputs, 100, bias=where == "after")
+        pair = [(f"bn{k}", BatchNorm1d(100)), (f"g{k}", NONLINEARITIES[nonlinearity]())]
+        layers.update(pair if where == "before" else reversed(pair))
+        inputs = 100
+    layers["output"] = nn.Linear(100, 10)
+    for layer in layers.values():
+        if isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=std, generator=generator)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers)
+
+
+def _train(job: tuple[Where, str, Setting]) -> dict[str, Any]:
+    where, name, setting = job
+    net, data = build(where, name, setting.std, setting.seed), digits()
+    optimizer = torch.optim.SGD(net.parameters(), lr=setting.rate)
+    found = {"0": shapes(net, data.test.images[:5000])}
+    for step, _ in train_eagerly_(net, data.train, setting, optimizer, [setting.steps]):
+        found[str(step)] = shapes(net, data.test.images[:5000])
+    return {"accuracy": accuracy(net, data.test), "shapes": found}
+
+
+@torch.no_grad()
+def shapes(net: nn.Sequential, images: Tensor) -> dict[str, dict[str, float]]:
+    """Return skewness, excess kurtosis and sparsity of each layer's Wu and u, in evaluation mode.
+
+    Paper: Sec. 3.2, "symmetric, non-sparse"
+    """
+    mode = net.training
+    net.eval()
+    found = {}
+    v = images
+    for name, module in net.named_children():
+        v = module(v)
+        if name.startswith(("linear", "g")):
+            found[name.replace("linear", "Wu ").replace("g", "u ")] = shape(v.double())
+    net.train(mode)
+    return found
+
+
+def shape(v: Tensor) -> dict[str, float]:
+    """Return three numbers for the shape of (examples, units).
+
+    Skewness E[c^3] / s^3 and excess kurtosis E[c^4] / s^4 - 3 with c = v - E[v] are a unit's over examples, as the
+    mean of their absolute and plain values over units. Sparsity is Hoyer's, (sqrt(K) - |v|_1 / |v|_2) / (sqrt(K) - 1)
+    of an example's K units: 0 where all are equal, 1 where one is not zero; a Gaussian has about 0.2.
+
+    Paper: Sec. 3.2; Sec. 5
+    """
+    c = v - v.mean(0)
+    s = c.square().mean(0).sqrt()
+    alive = s > 1e-9  # a ReLU that never fires has no shape
+    standard = c[:, alive] / s[alive]
+    root = v.shape[1] ** 0.5
+    hoyer = (root - v.abs().sum(1) / v.norm(dim=1).clamp(min=1e-12)) / (root - 1)
+    values = (standard.pow(3).mean(0).abs().mean(), standard.pow(4).mean(0).mean() - 3, hoyer.mean())
+    return {name: round(value.item(), 4) for name, value in zip(STATISTICS, values, strict=True)}
+
+
+def _draw(plt: Any, rows: list[dict[str, Any]]) -> Any:
+    figure, axes = plt.subplots(1, 4, figsize=(11, 2.7))
+    for row in rows:
+        last = list(row["shapes"].values())[-1]
+        where = row["batch normalization"]
+        style = {"color": BLUE if where == "before it" else GREEN}
+        mark = "o" if row["nonlinearity"] == "sigmoid" else "s"
+        for axis, key in zip(axes, STATISTICS, strict=False):
+            axis.plot(list(last), [v[key] for v in last.values()], mark, ms=4, alpha=0.8, **style)
+            axis.set(title=f"{key} after training")
+        name = f"{row['nonlinearity']}, BN {where}"
+        axes[3].errorbar([name], [row["mean"]], [row["spread"] or 0], fmt=mark, ms=4, capsize=2, label=name, **style)
+    axes[3].set(title="test accuracy", xticks=[])
+    axes[3].legend(fontsize=6)
+    return figure

@@ -1,0 +1,120 @@
+"""Sections 1 and 3.3: batch normalization "prevents the network from getting stuck in the saturated modes"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import SEED_MAX, above, at_least, between
+from ...monitor.taps import Taps, probing
+from ...results import check_writable
+from ..publish import colour, label, publish
+from .parallel import digits, spread_out
+from .training import Setting, train_
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """Follow the fraction of saturated sigmoids in each layer over training, with and without BN.
+
+    Paper: Sec. 1, saturated regime; Abstract, "saturating nonlinearities"
+    """
+
+    steps: int = 5000
+    """Updates of each run."""
+    rate: float = 0.1
+    """Learning rate."""
+    stds: tuple[float, ...] = (0.1, 1.0)
+    """Widths of the initial Gaussians: small ones, and careless ones."""
+    tail: float = 0.05
+    """A sigmoid is saturated where its output is within this of 0 or 1."""
+    points: int = 25
+    """Measurements of each run."""
+    seed: int = 0
+    """Seed of the weights and of the order of the examples."""
+    processes: int | None = None
+    """Processes; by default one per core."""
+    out: Path = Path("runs/saturation")
+    """Folder for saturation.json and saturation.png; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, rate=self.rate, stds=self.stds, tail=self.tail)
+        at_least(1, steps=self.steps, processes=self.processes)
+        between(1, self.steps, points=self.points)
+        between(0, 0.5, tail=self.tail)
+        between(0, SEED_MAX, seed=self.seed)
+
+
+def saturation(options: Saturation) -> dict[str, Any]:
+    """Run the experiment and write its result.
+
+    Paper: Sec. 1, saturated regime
+    """
+    check_writable(options.out / "saturation.json")
+    marks = [options.steps * k // options.points for k in range(options.points + 1)]
+    settings = [
+        Setting(kind, options.steps, options.rate, std, seed=options.seed)
+        for std in options.stds
+        for kind in (False, True)
+    ]
+    jobs = [(setting, marks, options.tail) for setting in settings]
+    rows: list[dict[str, Any]] = [
+        {"network": label(s.batch_norm), "std": s.std, "steps": marks, "saturated": fractions}
+        for s, fractions in zip(settings, spread_out(_follow, jobs, options.processes), strict=True)
+    ]
+    claim = "Batch Normalization makes it possible to use saturating nonlinearities by preventing the network from"
+    claim += " getting stuck in the saturated modes."
+    verdicts = {
+        f"initial width {plain['std']:g}: the most saturated layer is less saturated with BN at the end": (
+            max(bn["saturated"][-1].values()) < max(plain["saturated"][-1].values())
+        )
+        for plain, bn in zip(rows[::2], rows[1::2], strict=True)
+    }
+    return publish("saturation", claim, options, {"runs": rows}, verdicts, lambda plt: _draw(plt, options, rows))
+
+
+def _follow(job: tuple[Setting, Sequence[int], float]) -> list[dict[str, float]]:
+    setting, marks, tail = job
+    net, data = setting.network(), digits()
+    probe = data.test.images[:1000]
+    fractions = [saturated(net, probe, tail)]
+    fractions += [saturated(net, probe, tail) for _ in train_(net, data.train, setting, marks)]
+    return fractions
+
+
+def saturated(net: nn.Module, batch: Tensor, tail: float) -> dict[str, float]:
+    """Return the fraction of each layer's sigmoids whose output is within ``tail`` of 0 or 1, over a batch.
+
+    Paper: Sec. 1, "moved into the saturated regime of the nonlinearity"
+    """
+    found: dict[str, float] = {}
+
+    def see(name: str, z: Tensor, x: Tensor) -> None:
+        found[name] = float(((torch.sigmoid(z) - 0.5).abs() > 0.5 - tail).double().mean())
+
+    names = [name for name, m in net.named_modules() if isinstance(m, nn.Sigmoid)]
+    with probing(net), Taps(net, names, see):
+        net(batch)
+    return found
+
+
+def _draw(plt: Any, options: Saturation, rows: Sequence[dict[str, Any]]) -> Any:
+    layers = list(rows[0]["saturated"][0])
+    figure, axes = plt.subplots(len(options.stds), len(layers), figsize=(9, 2.2 * len(options.stds)), sharey=True)
+    grid = axes if len(options.stds) > 1 else [axes]
+    for axes_row, std in zip(grid, options.stds, strict=True):
+        for axis, layer in zip(axes_row, layers, strict=True):
+            for row in (r for r in rows if r["std"] == std):
+                kind = row["network"] == label(True)
+                axis.plot(row["steps"], [f[layer] for f in row["saturated"]], color=colour(kind), label=row["network"])
+            axis.set(title=f"{layer}, initial width {std:g}", ylim=(-0.02, 1))
+        axes_row[0].set_ylabel("saturated fraction")
+    for axis in grid[-1]:
+        axis.set_xlabel("training steps")
+    grid[0][0].legend()
+    return figure

@@ -1,0 +1,160 @@
+"""Section 3.3: batch normalization is unaffected by the scale of a layer's parameters, and holds their growth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import SEED_MAX, above, at_least, between
+from ...layers import BatchNorm1d
+from ...ops import reference
+from ...results import check_writable
+from ..publish import colour, label, publish
+from .parallel import digits, spread_out
+from .training import Setting, train_
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Check Section 3.3's identities along training and follow the growth of weights under large rates.
+
+    Paper: Sec. 3.3
+    """
+
+    steps: int = 3000
+    """Updates of each run."""
+    rates: tuple[float, ...] = (0.1, 1.0, 10.0)
+    """Learning rates."""
+    factors: tuple[float, ...] = (0.1, 0.5, 2.0, 10.0)
+    """The scalars a > 0 that W is multiplied by."""
+    std: float = 0.1
+    """Width of the initial Gaussians."""
+    points: int = 20
+    """Measurements of each run."""
+    seed: int = 0
+    """Seed of the weights and of the order of the examples."""
+    processes: int | None = None
+    """Processes; by default one per core."""
+    out: Path = Path("runs/scale")
+    """Folder for scale.json and scale.png; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, rates=self.rates, factors=self.factors, std=self.std)
+        at_least(1, steps=self.steps, processes=self.processes)
+        between(1, self.steps, points=self.points)
+        between(0, SEED_MAX, seed=self.seed)
+
+
+def scale(options: Scale) -> dict[str, Any]:
+    """Run the experiment and write its result.
+
+    Paper: Sec. 3.3
+    """
+    check_writable(options.out / "scale.json")
+    marks = [max(options.steps * k // options.points, 1) for k in range(1, options.points + 1)]
+    settings = [
+        Setting(kind, options.steps, rate, options.std, seed=options.seed)
+        for kind in (False, True)
+        for rate in options.rates
+    ]
+    results = spread_out(_follow, [(s, marks, options.factors) for s in settings], options.processes)
+    growth = [
+        {"network": label(s.batch_norm), "rate": s.rate, "steps": [0, *marks], **growth}
+        for s, (growth, _) in zip(settings, results, strict=True)
+    ]
+    identities = [{"rate": s.rate, **row} for s, (_, rows) in zip(settings, results, strict=True) for row in rows]
+    claim = "BN((aW)u) = BN(Wu); d BN((aW)u) / du = d BN(Wu) / du; d BN((aW)u) / d(aW) = (1/a) d BN(Wu) / dW;"
+    claim += " larger weights lead to smaller gradients, and Batch Normalization will stabilize the parameter growth."
+    findings: dict[str, Any] = {"growth": growth, "identities": identities, "largest": largest(identities)}
+    verdicts = {"BN((aW)u) = BN(Wu), within the bound that eps sets": findings["largest"]["output"] <= 1}
+    return publish("scale", claim, options, findings, verdicts, lambda plt: _draw(plt, growth))
+
+
+def identity_gaps(u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: float, a: float) -> dict[str, float]:
+    """Return how far each of Section 3.3's identities is from holding, and the bound that eps sets on the first.
+
+    |BN(aWu) - BN(Wu)| <= |gamma x_hat| eps |1 - 1/a^2| / (sigma^2 + eps/a^2), element by element; "output" is the
+    largest ratio of the two sides, at most 1. "du" and "dW" are relative distances of
+    the gradients under one fixed random cotangent.
+
+    Paper: Sec. 3.3
+    """
+    values = [_forward_and_gradients(u, factor * weight, gamma, beta, eps) for factor in (1.0, a)]
+    (one, du, dw), (other, du_a, dw_a) = values
+    bound = (one.y - beta).abs() * eps * abs(1 - a**-2) / (one.var + eps / a**2)
+    # Rounding of float64 stands in for a bound of 0, for units that are constant on the batch.
+    ratio = (other.y - one.y).abs() / (bound + 1e-12 * one.y.abs().clamp(min=1))
+    return {
+        "output": ratio.max().item(),
+        "output gap": (other.y - one.y).abs().max().item(),
+        "du": ((du_a - du).norm() / du.norm()).item(),
+        "dW": ((a * dw_a - dw).norm() / dw.norm()).item(),
+    }
+
+
+def _forward_and_gradients(
+    u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: float
+) -> tuple[reference.Normalized, Tensor, Tensor]:
+    u, weight = u.detach().requires_grad_(), weight.detach().requires_grad_()
+    normalized = reference.batch_norm(u @ weight.t(), gamma, beta, eps)
+    cotangent = torch.randn(normalized.y.shape, generator=torch.Generator().manual_seed(0), dtype=u.dtype)
+    du, dw = torch.autograd.grad(normalized.y, (u, weight), cotangent)
+    return reference.Normalized(*(v.detach() for v in normalized)), du, dw
+
+
+def largest(identities: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the largest of each gap."""
+    return {key: max(row[key] for row in identities) for key in ("output", "output gap", "du", "dW")}
+
+
+def _follow(job: tuple[Setting, Sequence[int], Sequence[float]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    setting, marks, factors = job
+    net, data = setting.network(), digits()
+    batch = data.train.images[:60]
+    norms = [_norms(net)]
+    rows: list[dict[str, Any]] = []
+    for step, _ in train_(net, data.train, setting, marks):
+        norms.append(_norms(net))
+        if setting.batch_norm:
+            rows += [{"step": step, **row} for row in _identities(net, batch, factors)]
+    return {"norms": {name: [n[name] for n in norms] for name in norms[0]}}, rows
+
+
+def _norms(net: nn.Module) -> dict[str, float]:
+    return {name: m.weight.norm().item() for name, m in net.named_modules() if isinstance(m, nn.Linear)}
+
+
+@torch.no_grad()
+def _identities(net: nn.Sequential, batch: Tensor, factors: Sequence[float]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    u = batch.double()
+    for (_, linear), (name, bn) in pairwise(net.named_children()):
+        if not isinstance(bn, BatchNorm1d) or not isinstance(linear, nn.Linear):
+            continue
+        weight = linear.weight.double()
+        gamma, beta = bn.weight.double(), bn.bias.double()
+        with torch.enable_grad():
+            gaps = [{"layer": name, "a": a, **identity_gaps(u, weight, gamma, beta, bn.eps, a)} for a in factors]
+        rows += gaps
+        u = torch.sigmoid(reference.batch_norm(u @ weight.t(), gamma, beta, bn.eps).y)
+    return rows
+
+
+def _draw(plt: Any, growth: Sequence[dict[str, Any]]) -> Any:
+    layers = list(growth[0]["norms"])
+    figure, axes = plt.subplots(1, len(layers), figsize=(11, 2.6))
+    dashes = dict(zip(sorted({row["rate"] for row in growth}), cycle((":", "-", "--", "-.")), strict=False))
+    for axis, layer in zip(axes, layers, strict=True):
+        for row in growth:
+            kind = row["network"] == label(True)
+            name = f"{row['network']}, rate {row['rate']:g}"
+            axis.plot(row["steps"], row["norms"][layer], dashes[row["rate"]], color=colour(kind), label=name)
+        axis.set(title=f"norm of W, {layer}", xlabel="training steps")
+    axes[0].legend(fontsize=6)
+    return figure

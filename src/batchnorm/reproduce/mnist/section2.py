@@ -1,0 +1,198 @@
+"""Section 2: normalization outside the gradient step lets parameters grow while the loss stays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...data import Digits
+from ...errors import SEED_MAX, above, at_least, between
+from ...layers import BatchNorm1d
+from ...models import perceptron
+from ...results import check_writable
+from ..publish import BLUE, GREEN, ORANGE, publish
+from .eager import train_eagerly_
+from .parallel import digits, spread_out
+from .training import Setting
+
+VARIANTS = {
+    "centring outside the gradient": ORANGE,
+    "centring and scaling outside the gradient": GREEN,
+    "batch normalization": BLUE,
+}
+
+
+@dataclass(frozen=True)
+class Section2:
+    """Show what happens when the gradient step ignores the normalization, on one bias and on the whole network.
+
+    Paper: Sec. 2
+    """
+
+    bias_steps: int = 1000
+    """Full-batch steps on b alone."""
+    steps: int = 2000
+    """Steps of the whole network, on mini-batches of 60."""
+    rates: tuple[float, ...] = (0.1, 1.0)
+    """Learning rates of the whole network; the first one also trains b."""
+    std: float = 0.1
+    """Width of the initial Gaussians."""
+    seed: int = 0
+    """Seed of the weights and of the order of the examples."""
+    processes: int | None = None
+    """Processes; by default one per core."""
+    out: Path = Path("runs/section2")
+    """Folder for section2.json and section2.png; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        above(0, rates=self.rates, std=self.std)
+        at_least(1, bias_steps=self.bias_steps, steps=self.steps, processes=self.processes)
+        between(0, SEED_MAX, seed=self.seed)
+
+
+def section2(options: Section2) -> dict[str, Any]:
+    """Run both experiments and write their result.
+
+    Paper: Sec. 2
+    """
+    check_writable(options.out / "section2.json")
+    data = digits().train
+    few = Digits(data.images[:1000], data.labels[:1000])
+    ignored, through = spread_out(partial(_alone, few, options), [False, True], processes=1)
+    alone = {"ignored": ignored, "in the gradient": through}
+    marks = [max(options.steps * k // 20, 1) for k in range(1, 21)]
+    jobs = [
+        (variant, Setting(True, options.steps, rate, options.std, seed=options.seed), marks)
+        for rate in options.rates
+        for variant in VARIANTS
+    ]
+    runs = spread_out(_whole, jobs, options.processes)
+    claim = (
+        "b will grow indefinitely while the loss remains fixed; the model blows up when the normalization parameters"
+    )
+    claim += " are computed outside the gradient descent step."
+    findings = {"b alone": alone, "whole network": runs}
+    norms, losses = ignored["norm of b"], ignored["loss"]
+    verdicts = {
+        "b grows while the loss stays, if the gradient ignores that E[x] depends on b": norms[-1] > norms[0]
+        and max(losses) - min(losses) < 1e-6 * losses[0],
+        "b stays, if the gradient does not ignore it": max(through["norm of b"]) < 1e-3 * norms[-1],
+    }
+    return publish("section2", claim, options, findings, verdicts, lambda plt: _draw(plt, options, alone, runs))
+
+
+def _alone(data: Digits, options: Section2, through: bool) -> dict[str, list[float]]:
+    return train_bias(data, options.bias_steps, options.rates[0], options.seed, through=through)
+
+
+def train_bias(data: Digits, steps: int, rate: float, seed: int, *, through: bool) -> dict[str, list[float]]:
+    """Train the bias of x_hat = u + b - E[u + b] alone, and return its norm and the loss before each step.
+
+    u is a first layer's Wu over all the data, and x_hat goes through fixed sigmoids and a fixed linear layer to the
+    cross-entropy. ``through`` says whether the gradient sees that E depends on b.
+
+    Paper: Sec. 2
+    """
+    net = perceptron(batch_norm=False, widths=(100,), std=0.1, seed=seed).double()
+    u = net.linear1(data.images.double()).detach()  # type: ignore[operator]
+    b = torch.zeros(u.shape[1], dtype=torch.float64, requires_grad=True)
+    norms, losses = [], []
+    for _ in range(steps):
+        x = u + b
+        mean = x.mean(0)
+        x_hat = x - (mean if through else mean.detach())
+        loss = F.cross_entropy(net.output(torch.sigmoid(x_hat)), data.labels)  # type: ignore[operator]
+        (gradient,) = torch.autograd.grad(loss, b)
+        norms.append(b.detach().norm().item())
+        losses.append(loss.item())
+        with torch.no_grad():
+            b -= rate * gradient
+    return {"norm of b": norms, "loss": losses}
+
+
+class OutsideTheGradient(nn.Module):
+    """Normalize by the batch's mean, or mean and deviation, as if these did not depend on the parameters.
+
+    Paper: Sec. 2, "ignores the dependence of E[x] on b"
+    """
+
+    def __init__(self, features: int, *, scale: bool, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
+        self.scale, self.eps = scale, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return gamma x_hat + beta."""
+        var, mean = torch.var_mean(x.detach(), 0, correction=0)
+        x_hat = x - mean
+        if self.scale:
+            x_hat = x_hat * torch.rsqrt(var + self.eps)
+        return self.weight * x_hat + self.bias
+
+
+def build(variant: str, std: float, seed: int) -> nn.Sequential:
+    """Build Section 4.1's network with a bias b before each normalization, of the given variant.
+
+    Paper: Sec. 2
+    """
+    plain = perceptron(batch_norm=False, std=std, seed=seed)
+    layers: list[nn.Module] = []
+    for layer in plain:
+        if isinstance(layer, nn.Sigmoid):
+            outside = OutsideTheGradient(100, scale="scaling" in variant)
+            layers.append(BatchNorm1d(100) if variant == "batch normalization" else outside)
+        layers.append(layer)
+    return nn.Sequential(*layers)
+
+
+def _whole(job: tuple[str, Setting, Sequence[int]]) -> dict[str, Any]:
+    variant, setting, marks = job
+    net, data = build(variant, setting.std, setting.seed), digits()
+    optimizer = torch.optim.SGD(net.parameters(), lr=setting.rate)
+    rows = []
+    for step, loss in train_eagerly_(net, data.train, setting, optimizer, marks):
+        hidden = [m for m in net if isinstance(m, nn.Linear)][:-1]
+        rows.append(
+            {
+                "step": step,
+                "loss": loss,
+                "norm of b": torch.cat([m.bias for m in hidden]).norm().item(),
+                "norm of W": torch.cat([m.weight.flatten() for m in hidden]).norm().item(),
+                "accuracy": _accuracy(net, data.test),
+            }
+        )
+    return {"variant": variant, "rate": setting.rate, "rows": rows}
+
+
+@torch.no_grad()
+def _accuracy(net: nn.Module, test: Digits) -> float:
+    """Return the accuracy with the test set's own statistics, for every variant alike."""
+    return float((net(test.images).argmax(1) == test.labels).double().mean())
+
+
+def _draw(plt: Any, options: Section2, alone: dict[str, Any], runs: Sequence[dict[str, Any]]) -> Any:
+    figure, axes = plt.subplots(1, 4, figsize=(11, 3))
+    for axis, key in zip(axes, ("norm of b", "loss"), strict=False):
+        for name, colour in (("ignored", ORANGE), ("in the gradient", BLUE)):
+            axis.plot(alone[name][key], color=colour, label=f"E[x] {name}")
+        axis.set(title=f"(a) b alone: {key}", xlabel="steps")
+    axes[0].legend()
+    for axis, key in zip(axes[2:], ("norm of b", "accuracy"), strict=True):
+        for run in runs:
+            dash = "-" if run["rate"] == options.rates[0] else "--"
+            steps = [row["step"] for row in run["rows"]]
+            values = [row[key] for row in run["rows"]]
+            named = {"label": run["variant"]} if dash == "-" else {}
+            axis.plot(steps, values, dash, color=VARIANTS[run["variant"]], **named)
+        axis.set(title=f"(b) whole network: {key}", xlabel="steps")
+    axes[2].set_yscale("symlog", linthresh=0.01)
+    names, handles = axes[3].get_legend_handles_labels()[::-1]
+    figure.legend(handles, names, loc="outside lower right", ncols=3, fontsize=7)
+    return figure

@@ -1,0 +1,108 @@
+"""Train Section 4.1's network: the setting, the order of the examples, the loop, the accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ...data import Digits
+from ...errors import SEED_MAX, above, at_least, between
+from ...models import perceptron
+from .lean import LeanSGD
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Describe one training run of Section 4.1's network completely.
+
+    The paper gives neither the learning rate nor the width of the Gaussians.
+
+    Paper: Sec. 4.1
+    """
+
+    batch_norm: bool = True
+    steps: int = 50_000
+    rate: float = 0.1
+    std: float = 0.1
+    batch_size: int = 60
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(1, steps=self.steps)
+        between(2, 60_000, batch_size=self.batch_size)
+        above(0, rate=self.rate, std=self.std)
+        between(0, SEED_MAX, seed=self.seed)
+
+    def network(self) -> nn.Sequential:
+        """Build the network; the weights depend on the seed alone, with and without batch normalization."""
+        return perceptron(batch_norm=self.batch_norm, std=self.std, seed=self.seed)
+
+
+def order(setting: Setting, examples: int, start: int, stop: int) -> Tensor:
+    """Return the examples of the steps ``start`` to ``stop``, (steps, m): each epoch is a new permutation of all.
+
+    It is a function of the seed and the step, so that a resumed run sees what the uninterrupted one would.
+
+    >>> a, b = (order(Setting(), 6000, *span) for span in ((0, 150), (90, 150)))
+    >>> torch.equal(a[90:], b), len(a[:100].unique())
+    (True, 6000)
+
+    Paper: Sec. 4.1
+    """
+    per_epoch = examples // setting.batch_size
+    rows = []
+    for epoch in range(start // per_epoch, -(-stop // per_epoch)):
+        generator = torch.Generator().manual_seed(1_000_003 * (setting.seed + 1) + epoch)
+        permutation = torch.randperm(examples, generator=generator)[: per_epoch * setting.batch_size]
+        first = epoch * per_epoch
+        rows.append(permutation.reshape(per_epoch, -1)[max(start - first, 0) : stop - first])
+    return torch.cat(rows) if rows else torch.empty(0, setting.batch_size, dtype=torch.long)
+
+
+def train_(
+    net: nn.Sequential, data: Digits, setting: Setting, marks: Iterable[int], start: int = 0
+) -> Iterator[tuple[int, float]]:
+    """Train from step ``start`` on and yield (step, loss of its batch) at each of the marks, in order.
+
+    Step t means that t updates were made; between two marks the network is out of sight.
+
+    Paper: Sec. 4.1
+    """
+    sgd = LeanSGD(net, data, setting.rate, setting.batch_size)
+    for mark in sorted({m for m in marks if start < m <= setting.steps}):
+        loss = sgd.run_(order(setting, len(data.images), start, mark))
+        start = mark
+        yield mark, loss
+
+
+@torch.no_grad()
+def accuracy(net: nn.Module, digits: Digits) -> float:
+    """Return the fraction of correct predictions in evaluation mode; the network's mode is kept.
+
+    Paper: Fig. 1 a
+    """
+    mode = net.training
+    net.eval()
+    try:
+        # In parts, whose activations stay in the cache.
+        predictions = torch.cat([net(part).argmax(1) for part in digits.images.split(2000)])
+        return float((predictions == digits.labels).double().mean())
+    finally:
+        net.train(mode)
+
+
+def accuracy_steps(steps: int) -> list[int]:
+    """Return the steps at which accuracy is taken: dense while it rises, then every fiftieth of the run.
+
+    >>> accuracy_steps(50_000)[:3], len(accuracy_steps(50_000)), accuracy_steps(50_000)[-1]
+    ([100, 200, 300], 71, 50000)
+
+    Paper: Fig. 1 a
+    """
+    early = {*range(100, 1000, 100), *range(1000, 5000, 250)}
+    every = max(steps // 50, 100)
+    late = range(every, steps + 1, every)
+    return sorted({s for s in {*early, *late, steps} if s <= steps})

@@ -1,0 +1,174 @@
+"""``batchnorm train`` and ``batchnorm describe``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, make_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints
+
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import OmitArgPrefixes, arg
+
+from ..data.sizes import small_images_note
+from ..data.source import check_complete, open_source
+from ..errors import between
+from ..extras import check_installed
+from ..models import describe as describe_network
+from ..models.bn_inception.appendix import claims
+from ..models.bn_inception.network import early_strides_note
+from .distributed import device_of
+from .loop import train as train_recipe
+from .recipe import RECIPES, Recipe
+from .run import Options, Result, Stopped
+
+RecipeName = Literal[
+    "inception", "bn-baseline", "bn-x5", "bn-x30", "bn-x5-sigmoid", "inception-x5", "inception-sigmoid",
+    "bn-x30-large-init", "bn-x30-dropout-5", "bn-x30-dropout-10", "bn-x30-per-activation",
+    "bn-x30-large-init-dropout-5", "bn-x30-per-activation-dropout-10",
+]  # fmt: skip
+
+
+def _metavar(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"{{{','.join(map(str, get_args(kind)))}}}"
+    return {bool: "{True,False}", float: "FLOAT", int: "INT", str: "STR"}.get(kind, "[STR ...]")
+
+
+def _defaults(name: str) -> str:
+    """Say what a field is in most recipes, then in which of them it is something else."""
+    of_value: dict[str, list[str]] = {}
+    for recipe in RECIPES.values():
+        of_value.setdefault(_shown(getattr(recipe, name)), []).append(recipe.name)
+    usual, *others = sorted(of_value, key=lambda value: -len(of_value[value]))
+    exceptions = [f"{value} in {', '.join(of_value[value])}" for value in others]
+    return f"(default: {'; '.join([usual, *exceptions])})"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(value) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _field(name: str, kind: Any) -> tuple[str, Any, None]:
+    hint = "(default: the recipe's)" if name in ("name", "seed") else _defaults(name)
+    return name, Annotated[Optional[kind], arg(metavar=_metavar(kind), help_behavior_hint=hint)], None  # noqa: UP045
+
+
+if TYPE_CHECKING:
+    Overrides = Recipe
+else:
+    # Every field of a recipe, of the same type or None: what is not given stays the recipe's. As a subclass it takes
+    # the fields' descriptions along.
+    Overrides = make_dataclass(
+        "Overrides",
+        [_field(name, kind) for name, kind in get_type_hints(Recipe).items()],
+        bases=(Recipe,),
+        frozen=True,
+    )
+
+
+def train(
+    recipe: RecipeName,
+    options: Annotated[Options, OmitArgPrefixes, arg(name="run")],
+    overrides: Annotated[Overrides, OmitArgPrefixes] = Overrides(),  # noqa: B008 - frozen
+) -> None:
+    """Train the paper's network, or a variant of it, on images of your own.
+
+    Start the same command again after an interruption: it goes on from the last checkpoint. Under torchrun
+    (torchrun --nproc-per-node 8 -m batchnorm train ...) the batch is spread over the GPUs. The exit status is 0 where
+    the run has ended, 1 where it diverged, 130 where it was stopped.
+
+    Args:
+        recipe: which of the paper's runs.
+        options: where, on what, how often.
+        overrides: fields of the recipe to change.
+    """
+    chosen = resolve(RECIPES[recipe], overrides)
+    if not chosen.name:
+        raise ValueError("name is empty: a run has one, and its folder is called so")
+    if options.graph and device_of(options.device).type != "cuda":
+        raise ValueError("--graph True captures CUDA graphs, and this run is on the CPU: leave it out")
+    if options.tensorboard:
+        check_installed("tensorboard")
+    silent = os.environ.get("RANK", "0") != "0"  # one of torchrun's processes speaks for all
+    sources = {split: open_source(options.data, split) for split in ("train", "val")}
+    for split, source in sources.items():
+        check_complete(source, options.data, split)
+    note = small_images_note(sources["train"], chosen.size)
+    if note is not None and not silent:
+        print(note)
+    try:
+        result = train_recipe(chosen, options)
+    except Stopped as stopped:
+        raise KeyboardInterrupt(str(stopped)) from stopped
+    # File names are no markup.
+    Console(quiet=silent).print(_summary(result, options.folder(chosen)), markup=False)
+    if result.diverged:
+        raise SystemExit(1)
+
+
+def describe(
+    network: Literal["inception"],
+    /,
+    recipe: RecipeName = "bn-x30",
+    classes: int = 1000,
+    size: int = 224,
+    stem: Literal["separable", "plain"] = "separable",
+    projection: Literal[96, 128] = 96,
+) -> None:
+    """Print the network's layers, parameters and multiply-adds, beside what the paper's appendix claims.
+
+    Args:
+        network: which network; inception is the only one yet.
+        recipe: in the form of which of the paper's runs.
+        classes: the number of classes.
+        size: height and width of the images.
+        stem: the first convolution.
+        projection: pool projection in 4c and 4d, where the table contradicts itself.
+    """
+    between(1, 1_000_000, classes=classes)
+    chosen = replace(RECIPES[recipe], size=size, stem=stem, projection=projection)
+    description = describe_network(chosen.network(classes), size)
+    console = Console()
+    console.print(str(description), highlight=False, soft_wrap=True)
+    note = early_strides_note(size)
+    if note:
+        console.print(note, highlight=False, soft_wrap=True)
+    if (classes, size) == (1000, 224):
+        table = Table("the paper says", "computed here")
+        for claim in claims(description):
+            table.add_row(*claim)
+        console.print(table)
+
+
+def resolve(recipe: Recipe, overrides: Recipe) -> Recipe:
+    """Return the recipe with those fields replaced that the overrides give.
+
+    >>> resolve(RECIPES["bn-x30"], Overrides(batch_size=64)).batch_size
+    64
+
+    Beyond the paper: the command line.
+    """
+    given: dict[str, Any] = {field.name: getattr(overrides, field.name) for field in fields(Recipe)}
+    return replace(recipe, **{name: value for name, value in given.items() if value is not None})
+
+
+def _summary(result: Result, out: Path) -> str:
+    if result.diverged:
+        return f"{result.recipe}: diverged by step {result.steps:,}; see {out / 'metrics.jsonl'}"
+    assert result.top1 is not None
+    assert result.top5 is not None
+    lines = [
+        f"{result.recipe}: top-1 {result.top1:.2%}, top-5 {result.top5:.2%} after {result.steps:,} steps"
+        " (folded, population statistics)"
+    ]
+    if result.best_top1 is not None:
+        lines.append(f"best by running averages: {result.best_top1:.2%} at step {result.best_step:,}")
+    lines += [f"steps to {float(k):.1%}: {v if v is None else f'{v:,}'}" for k, v in result.steps_to.items()]
+    if result.corrupt:
+        listed = "".join(f"\n  {file}" for file in result.corrupt_files[:5])
+        lines.append(f"{result.corrupt} file(s) could not be read and were skipped:{listed}")
+    return "\n".join([*lines, f"in {out}"])
