@@ -1,7 +1,11 @@
 import atexit
 import os
 import shutil
+import sys
+import sysconfig
 import tempfile
+from importlib.util import find_spec
+from pathlib import Path
 
 # Before torch is imported. Tests run side by side, one process a core, and no result may depend on how many cores
 # there are.
@@ -47,10 +51,20 @@ def _seed():
     torch.manual_seed(0)
 
 
+def missing():
+    """Say what this machine lacks, by the mark of the tests that need it."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    if not torch.cuda.is_available():
+        yield "gpu", "needs a CUDA device"
+    if shutil.which(compiler) is None or not headers.exists():
+        yield "inductor", "torch.compile needs a C++ compiler and Python's headers"
+    if find_spec("triton") is None:
+        yield "triton", "needs Triton"
+
+
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
-    for item in items:
-        if item.get_closest_marker("gpu"):  # not item.keywords: a folder may be called so
-            item.add_marker(skip)
+    for mark, reason in missing():
+        for item in items:
+            if item.get_closest_marker(mark):  # not item.keywords: a folder may be called so
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -11,7 +11,13 @@ ON_DEVICE = torch.cuda.is_available()
 
 @pytest.fixture(
     params=[
-        pytest.param("cpu", marks=pytest.mark.skipif(ON_DEVICE, reason="compiled, not interpreted, on this machine")),
+        pytest.param(
+            "cpu",
+            marks=[
+                pytest.mark.triton,
+                pytest.mark.skipif(ON_DEVICE, reason="compiled, not interpreted, on this machine"),
+            ],
+        ),
         pytest.param("cuda", marks=pytest.mark.gpu),
     ]
 )
@@ -29,7 +35,7 @@ def emulation(shared_folder):
         return None
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.triton), pytest.param("cuda", marks=pytest.mark.gpu)])
 def resident_device(request, emulation, monkeypatch):
     """Where kernels/resident.cu runs: emulated on the CPU, or on a device where there is one."""
     forget = resident._kernel.cache_clear

@@ -57,6 +57,7 @@ def test_every_path_matches_the_oracle(device, way, shape, layout, dtype, activa
     compare(x, got, e, residual)
 
 
+@pytest.mark.triton
 @settings(max_examples=8)
 @given(
     n=st.integers(1, 5),

@@ -114,6 +114,7 @@ def test_a_gradient_in_another_order_is_copied(device):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
+@pytest.mark.triton
 def test_contiguous_tensors_are_refused():
     with pytest.raises(ValueError, match="channels-last"):
         torch.ops.batchnorm.max_pool(torch.zeros(2, 3, 4, 4), 1)

@@ -192,6 +192,7 @@ def test_compiles_as_one_graph(chosen, dynamic):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.triton
 def test_of_small_tensors_the_compiler_knows_no_more_than_that(monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     monkeypatch.setattr(resident, "runs_on", lambda _: True)
