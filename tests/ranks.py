@@ -14,7 +14,7 @@ from torch import distributed, multiprocessing
 def _rank(rank, world_size, folder, function, args):
     torch.set_num_threads(1)
     distributed.init_process_group(
-        "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size, timeout=timedelta(minutes=20)
     )
     try:
         result = function(rank, world_size, *args)
