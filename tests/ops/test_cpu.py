@@ -297,8 +297,8 @@ def test_many_values_per_channel(shape, format):
     x = draw(*shape, mean=3.0, format=format)
     _, moments = cpu.batch_norm(x, None, None, EPS, Activation(), None)
     x64 = rows(x.double())
-    torch.testing.assert_close(moments.mean.double(), x64.mean(0), rtol=3e-6, atol=0)
-    torch.testing.assert_close(moments.var.double(), x64.var(0, correction=0), rtol=5e-6, atol=0)
+    torch.testing.assert_close(moments.mean.double(), x64.mean(0), rtol=6e-6, atol=0)
+    torch.testing.assert_close(moments.var.double(), x64.var(0, correction=0), rtol=1e-5, atol=0)
 
 
 @pytest.mark.slow
