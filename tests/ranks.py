@@ -11,7 +11,7 @@ import torch
 from torch import distributed, multiprocessing
 
 # What a server of forks imports once for all processes; of its parent's path it knows nothing before Python 3.13.
-PRELOAD = ["torch", "batchnorm.train"]
+PRELOAD = ["torch", "torch._dynamo", "batchnorm.train"]
 
 
 def _rank(rank, world_size, folder, function, args):
