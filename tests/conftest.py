@@ -1,9 +1,24 @@
+import atexit
 import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+# Before torch is imported. Tests run side by side, one process a core, and no result may depend on how many cores
+# there are.
+os.environ["OMP_NUM_THREADS"] = "1"
+if not os.access(os.path.expanduser("~"), os.W_OK):  # torch, Triton, matplotlib and this package keep caches there
+    os.environ["HOME"] = tempfile.mkdtemp()  # inherited by all processes of this run
+    atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+torch.set_num_threads(1)  # if a plugin imported torch before
 if not torch.cuda.is_available():
     # Before anything imports triton: the kernels run on CPU tensors then, one program after the other.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -18,15 +33,38 @@ settings.register_profile(
 settings.load_profile("batchnorm")
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory):
+    """Make a folder that all processes of this test run share."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def folder(name):
+        (base / name).mkdir(exist_ok=True)
+        return base / name
+
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
 
 
+def missing():
+    """Say what this machine lacks, by the mark of the tests that need it."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    if not torch.cuda.is_available():
+        yield "gpu", "needs a CUDA device"
+    if shutil.which(compiler) is None or not headers.exists():
+        yield "inductor", "torch.compile needs a C++ compiler and Python's headers"
+    if find_spec("triton") is None:
+        yield "triton", "needs Triton"
+
+
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
-    for item in items:
-        if item.get_closest_marker("gpu"):  # not item.keywords: a folder may be called so
-            item.add_marker(skip)
+    for mark, reason in missing():
+        for item in items:
+            if item.get_closest_marker(mark):  # not item.keywords: a folder may be called so
+                item.add_marker(pytest.mark.skip(reason=reason))

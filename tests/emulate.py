@@ -1,6 +1,8 @@
 """Run resident.cu on the CPU: compiled by g++ with emulated.hpp, given the arguments of a real launch."""
 
 import ctypes
+import hashlib
+import os
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -34,18 +36,41 @@ class Emulated:
         self.run(programs, arguments)
 
 
+FLAGS = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-ffp-contract=off"]
+# Parsing the standard headers takes half of a compilation; they are compiled once. Old compilers do not know _Float16.
+HEADERS = [line for line in (HERE / "emulated.hpp").read_text().splitlines() if line.startswith("#include <")]
+HEADERS = "\n".join([*HEADERS, "using Half = _Float16;", ""])
+
+
+def written(file, text):
+    """Write a file that another process may be writing too."""
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(text)
+    os.replace(unfinished, file)
+    return file
+
+
+def built(file, flags):
+    """Have g++ make a file unless it is there. Another process may be making it too."""
+    if not file.exists():
+        unfinished = file.with_suffix(f".{os.getpid()}")
+        subprocess.run(["g++", *FLAGS, *flags, "-o", unfinished], check=True, capture_output=True, text=True)
+        os.replace(unfinished, file)
+    return file
+
+
 def compiler(folder):
-    """Return what stands in for nvrtc.load, keeping what it compiles in a folder."""
+    """Return what stands in for nvrtc.load, keeping what it compiles in a folder that processes may share."""
+    headers = written(folder / "headers.hpp", HEADERS)
+    built(folder / "headers.hpp.gch", ["-x", "c++-header", headers])
 
     @cache
     def load(file, name, definitions, threads, shared, device):
         assert file == SOURCE.name
-        target = folder / f"{name}-{abs(hash(definitions))}"
-        target.with_suffix(".cpp").write_text(ENTRY.format(source=SOURCE, call=call_of(name)))
         flags = [f"-D{key}={value}" for key, value in definitions]
-        flags += [f'-DEMULATED="{HERE / "emulated.hpp"}"', "-Wno-unknown-pragmas", "-ffp-contract=off"]
-        command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", *flags]
-        subprocess.run([*command, target.with_suffix(".cpp"), "-o", target.with_suffix(".so")], check=True)
-        return Emulated(ctypes.CDLL(str(target.with_suffix(".so"))))
+        flags += [f'-DEMULATED="{HERE / "emulated.hpp"}"', "-Wno-unknown-pragmas", "-shared", "-include", str(headers)]
+        entry = ENTRY.format(source=SOURCE, call=call_of(name))
+        target = folder / f"{name}-{hashlib.sha256(repr(definitions).encode()).hexdigest()[:16]}.so"
+        return Emulated(ctypes.CDLL(str(built(target, [*flags, written(target.with_suffix(".cpp"), entry)]))))
 
     return load

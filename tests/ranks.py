@@ -10,11 +10,14 @@ from pathlib import Path
 import torch
 from torch import distributed, multiprocessing
 
+# What a server of forks imports once for all processes; of its parent's path it knows nothing before Python 3.13.
+PRELOAD = ["torch", "torch._dynamo", "batchnorm.train"]
+
 
 def _rank(rank, world_size, folder, function, args):
     torch.set_num_threads(1)
     distributed.init_process_group(
-        "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size, timeout=timedelta(minutes=20)
     )
     try:
         result = function(rank, world_size, *args)
@@ -31,5 +34,9 @@ def _rank(rank, world_size, folder, function, args):
 def on_ranks(world_size, function, *args):
     """Return what ``function(rank, world_size, *args)`` returns on each rank; an error comes back as its text."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_rank, (world_size, folder, function, args), nprocs=world_size)
+        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+        multiprocessing.get_context(method).set_forkserver_preload(PRELOAD)
+        multiprocessing.start_processes(
+            _rank, (world_size, folder, function, args), nprocs=world_size, start_method=method
+        )
         return [torch.load(Path(folder, f"{r}.pt"), weights_only=False) for r in range(world_size)]

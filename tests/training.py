@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from PIL import Image
+from ranks import PRELOAD
 
 import batchnorm
 from batchnorm.train import RECIPES, Options, train
@@ -60,7 +61,7 @@ def train_small(data, out, recipe=None, **options):
 def start(*args, **options):
     """Train in a process of its own, forked from one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["training"])
+    context.set_forkserver_preload(PRELOAD)
     process = context.Process(target=train_small, args=args, kwargs=options)
     process.start()
     return process

@@ -33,7 +33,7 @@ def test_statistics_and_gradients_as_without(reentrant, steps):
 def test_around_a_compiled_block(reentrant):
     plain = block()
     saved = copy.deepcopy(plain)
-    compiled = torch.compile(saved, fullgraph=True)
+    compiled = torch.compile(saved, fullgraph=True, backend="aot_eager")
     for _ in range(2):
         x = torch.randn(8, 4)
         plain(x)
@@ -44,7 +44,11 @@ def test_around_a_compiled_block(reentrant):
 
 def test_inside_a_compiled_function():
     net = block()
-    compiled = torch.compile(lambda x: checkpoint(net, x, use_reentrant=False).sum(), fullgraph=True)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x):
+        return checkpoint(net, x, use_reentrant=False).sum()
+
     for n in (1, 2):
         compiled(torch.randn(8, 4, requires_grad=True)).backward()
         assert net[1].num_batches_tracked == n

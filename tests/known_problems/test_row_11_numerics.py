@@ -13,7 +13,7 @@ def data(layout):
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.inductor)])
 def test_layer_is_accurate(layout, compiled):
     x, layer = data(layout), bn.BatchNorm2d(8, momentum=None)
     y = (torch.compile(layer, fullgraph=True) if compiled else layer)(x)

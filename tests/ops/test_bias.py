@@ -1,5 +1,7 @@
 """A bias and a nonlinearity in one kernel, against torch's in float64."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ pytestmark = [
 ]
 SHAPES = [(1, 1, 1, 1), (2, 8, 4, 4), (3, 5, 7, 3), (2, 96, 5, 5), (20, 64, 9, 9), (1, 200, 2, 1)]
 ACTIVATIONS = {"relu": torch.relu, "sigmoid": torch.sigmoid}
+OTHERS = ((False, True), (torch.float32, torch.bfloat16), ACTIVATIONS)
 
 
 def draw(shape, dtype, device, sliced):
@@ -20,10 +23,14 @@ def draw(shape, dtype, device, sliced):
     return whole.permute(0, 3, 1, 2)[:, 8 * sliced : 8 * sliced + c]
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sliced", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "sliced", "dtype", "activation"),
+    [
+        *((shape, False, torch.float32, "relu") for shape in SHAPES),
+        *(((2, 96, 5, 5), sliced, torch.bfloat16, "sigmoid") for sliced in (False, True)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in product(SHAPES, *OTHERS)),
+    ],
+)
 def test_values_and_gradients(shape, sliced, dtype, activation, device):
     x, dy = (draw(shape, dtype, device, sliced) for _ in range(2))
     x, bias = x.requires_grad_(), torch.randn(shape[1], device=device, requires_grad=True)

@@ -1,5 +1,7 @@
 """The CPU path against the float64 oracle, each of its strategies on its own, whatever the dispatcher would choose."""
 
+from functools import wraps
+
 import pytest
 import torch
 from hypothesis import given
@@ -23,10 +25,16 @@ STRATEGIES = {
 }
 
 
-@pytest.fixture(params=STRATEGIES)
-def strategy(request, monkeypatch):
-    choose(monkeypatch, request.param)
-    return request.param
+def by_every_strategy(test):
+    @wraps(test)
+    def run(*args, **kwargs):
+        for name in STRATEGIES:
+            with pytest.MonkeyPatch.context() as patch:
+                choose(patch, name)
+                test(*args, **kwargs)
+        layout._wide.cache_clear()
+
+    return run
 
 
 def choose(monkeypatch, name):
@@ -122,19 +130,22 @@ HARD = {
 
 
 @pytest.mark.parametrize("name", HARD)
-def test_hard_case(name, strategy):
+@by_every_strategy
+def test_hard_case(name):
     check(HARD[name]())
 
 
 @pytest.mark.parametrize("name", HARD)
-def test_hard_case_with_residual_and_relu(name, strategy):
+@by_every_strategy
+def test_hard_case_with_residual_and_relu(name):
     check(HARD[name](), "relu", with_residual=True)
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("activation", [*NAMES, *(Activation("leaky_relu", slope) for slope in (0.3, 0.0, -0.5))])
 @pytest.mark.parametrize("format", [torch.contiguous_format, LAST])
-def test_activation(activation, format, with_residual, strategy):
+@by_every_strategy
+def test_activation(activation, format, with_residual):
     check(draw(4, 6, 7, 5, format=format), activation, with_residual)
 
 
@@ -151,7 +162,8 @@ def test_activation(activation, format, with_residual, strategy):
     ],
     ids=lambda x: f"{tuple(x.shape)} {x.stride()}",
 )
-def test_output_and_gradient_lie_in_memory_as_the_input_does(x, strategy):
+@by_every_strategy
+def test_output_and_gradient_lie_in_memory_as_the_input_does(x):
     x = x.requires_grad_()
     y, _ = cpu.batch_norm(x, None, None, EPS, Activation("relu"), None)
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
@@ -161,7 +173,8 @@ def test_output_and_gradient_lie_in_memory_as_the_input_does(x, strategy):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("parameters", [torch.float32, torch.float16, torch.float64, None])
-def test_parameters_of_another_type(dtype, parameters, strategy):
+@by_every_strategy
+def test_parameters_of_another_type(dtype, parameters):
     x = draw(6, 4, 5, 8, dtype=dtype).requires_grad_()
     gamma, beta = (None, None) if parameters is None else (draw(4, dtype=parameters).requires_grad_() for _ in "12")
     wide = (torch.ones(4), torch.zeros(4)) if gamma is None else (gamma, beta)
@@ -178,7 +191,8 @@ def test_parameters_of_another_type(dtype, parameters, strategy):
 
 
 @pytest.mark.parametrize("wanted", ["x", "gamma", "beta", "residual"])
-def test_only_one_gradient_is_wanted(wanted, strategy):
+@by_every_strategy
+def test_only_one_gradient_is_wanted(wanted):
     tensors = {"x": draw(4, 6, 7, 5), "gamma": draw(6), "beta": draw(6), "residual": draw(4, 6, 7, 5)}
     tensors[wanted].requires_grad_()
     dy = draw(4, 6, 7, 5)
@@ -200,7 +214,8 @@ FORMATS = {
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("loss", ["moments alone", "moments and output"])
 @pytest.mark.parametrize("activation", ["identity", "relu"])
-def test_gradients_through_the_moments(format, loss, activation, strategy):
+@by_every_strategy
+def test_gradients_through_the_moments(format, loss, activation):
     x = FORMATS[format](torch.float32).requires_grad_()
     gamma, beta = torch.rand(x.shape[1]), torch.randn(x.shape[1])
     dy = torch.randn_like(x) if loss == "moments and output" else torch.zeros_like(x)
@@ -221,7 +236,11 @@ def test_gradients_through_the_moments(format, loss, activation, strategy):
 
 @pytest.mark.parametrize("name", ["native", "passes"])
 @pytest.mark.parametrize(
-    ("format", "activation"), [*((f, "tanh") for f in FORMATS), *(("channels_last", g) for g in NAMES if g != "tanh")]
+    ("format", "activation"),
+    [
+        *((f, "tanh") for f in FORMATS),
+        *(pytest.param("channels_last", g, marks=pytest.mark.slow) for g in NAMES if g != "tanh"),
+    ],
 )
 def test_gradcheck_and_gradgradcheck(format, activation, name, monkeypatch):
     choose(monkeypatch, name)
@@ -237,7 +256,8 @@ def test_gradcheck_and_gradgradcheck(format, activation, name, monkeypatch):
     assert torch.autograd.gradgradcheck(run, (x, gamma, beta, residual), fast_mode=x.numel() > 24)
 
 
-def test_hooks_on_the_input_run_once_in_a_gradient_of_a_gradient(strategy):
+@by_every_strategy
+def test_hooks_on_the_input_run_once_in_a_gradient_of_a_gradient():
     x = draw(4, 3, 5, 7).requires_grad_()
     calls = []
     h = x * 1
@@ -250,7 +270,8 @@ def test_hooks_on_the_input_run_once_in_a_gradient_of_a_gradient(strategy):
 
 @pytest.mark.parametrize("format", ["contiguous", "channels_last", "2d", "3d", "strided", "channels_last_3d"])
 @pytest.mark.parametrize(("mean", "bound"), [(1e6, 1e-3), (1e4, 1e-4)])
-def test_mean_far_from_zero(format, mean, bound, strategy):
+@by_every_strategy
+def test_mean_far_from_zero(format, mean, bound):
     # float32 values near 1e6 are multiples of 1/16: a*x + b with b near 1e6 cannot resolve the output.
     shape = {"2d": (512, 8), "3d": (16, 8, 33), "channels_last_3d": (4, 8, 3, 9, 9)}.get(format, (16, 8, 14, 28))
     x = draw(*shape, mean=mean)
@@ -276,10 +297,11 @@ def test_many_values_per_channel(shape, format):
     x = draw(*shape, mean=3.0, format=format)
     _, moments = cpu.batch_norm(x, None, None, EPS, Activation(), None)
     x64 = rows(x.double())
-    torch.testing.assert_close(moments.mean.double(), x64.mean(0), rtol=3e-6, atol=0)
-    torch.testing.assert_close(moments.var.double(), x64.var(0, correction=0), rtol=5e-6, atol=0)
+    torch.testing.assert_close(moments.mean.double(), x64.mean(0), rtol=6e-6, atol=0)
+    torch.testing.assert_close(moments.var.double(), x64.var(0, correction=0), rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_more_half_precision_values_than_float32_can_count_one_by_one():
     # torch's kernel adds up lane by lane in float32, and a lane stops growing at 2^24.
     x = torch.ones(2**13 + 8, 1, 2**7, 2**8, dtype=torch.bfloat16)
@@ -304,7 +326,8 @@ def test_gradients_of_one_sign_over_many_values(format):
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("x", [draw(8, 3), draw(8, 3, 5, 7), draw(8, 3, 5, 7, format=LAST)], ids=lambda x: x.stride())
-def test_a_value_that_is_not_finite_stays_in_its_channel(bad, x, strategy):
+@by_every_strategy
+def test_a_value_that_is_not_finite_stays_in_its_channel(bad, x):
     whole = x.clone().requires_grad_()
     broken = x.clone()
     broken[2, 1] = bad

@@ -1,5 +1,6 @@
 """What launches have in common is found once, and told apart where Triton would compile again."""
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -69,6 +70,7 @@ class Special(torch.nn.Parameter):
     pass
 
 
+@pytest.mark.triton
 def test_who_watches_sees_one_operator():
     x = torch.randn(4, 3, requires_grad=True)
     with Watch() as watch:
@@ -90,6 +92,7 @@ def test_is_unseen():
     assert seen == [False]
 
 
+@pytest.mark.triton
 def test_a_layers_way_gives_what_the_general_one_gives():
     x, r = (torch.randn(6, 5, 4, 4, requires_grad=True) for _ in range(2))
     gamma, beta = (torch.randn(5, requires_grad=True) for _ in range(2))

@@ -36,15 +36,15 @@ CASES = [
     (ALONE, (37, 9), "last", torch.float32, None, True),  # 2-D, odd channels, identity
     (MET, (4, 5, 6, 6), "first", torch.bfloat16, ("leaky_relu", 0.1), True),
     (MET, (4, 5, 7, 7), "first", torch.float32, ("relu",), True),  # bits across examples
-    (MET, (6, 24, 5, 5), "last", torch.float32, ("silu",), True),
+    (MET, (6, 16, 4, 4), "last", torch.float32, ("silu",), True),
     (MET, (3, 11, 4, 3, 3), "last", torch.float32, ("relu",), False),  # 3-D, odd channels
     (AGAIN, (4, 5, 6, 6), "first", torch.float32, ("tanh",), False),
-    (AGAIN, (6, 17, 5, 5), "last", torch.float32, ("leaky_relu", 0.1), False),
+    (AGAIN, (6, 9, 5, 5), "last", torch.float32, ("leaky_relu", 0.1), False),
     (STREAM, (4, 5, 6, 6), "first", torch.float32, ("relu",), True),
-    (STREAM, (6, 24, 5, 5), "last", torch.bfloat16, ("relu",), False),
-    (STREAM, (6, 24, 5, 5), "last", torch.float32, ("tanh",), True),
+    (STREAM, (6, 16, 4, 4), "last", torch.bfloat16, ("relu",), False),
+    (STREAM, (6, 8, 5, 5), "last", torch.float32, ("tanh",), True),
     (TREE, (20, 3, 4, 4), "last", torch.float32, ("relu",), False),
-    (TREE, (66, 2, 4, 4), "first", torch.float32, ("relu",), False),
+    (TREE, (42, 1, 4, 4), "first", torch.float32, ("relu",), False),
     (STREAM, (2, 3, 2, 4, 4), "first", torch.float16, ("silu",), False),
 ]
 
@@ -57,6 +57,7 @@ def test_every_path_matches_the_oracle(device, way, shape, layout, dtype, activa
     compare(x, got, e, residual)
 
 
+@pytest.mark.triton
 @settings(max_examples=8)
 @given(
     n=st.integers(1, 5),
@@ -146,10 +147,10 @@ def test_same_bits_every_time(device, layout, way):
 @pytest.mark.parametrize("way", [ALONE, MET, AGAIN, STREAM])
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_running_averages(device, layout, way):
-    x = arranged((4, 9, 3, 3), layout, torch.float32, device)
-    running = kept(9, device)
+    x = arranged((8, 3, 3, 3), layout, torch.float32, device)
+    running = kept(3, device)
     _, e = run(x, way, running=running)
-    m = x.numel() / 9
+    m = x.numel() / 3
     assert_near(running[0], 0.5 + 0.1 * (e.mean - 0.5), torch.float32, "mean")
     assert_near(running[1], 2.0 + 0.1 * (e.var * m / (m - 1) - 2.0), torch.float32, "var")
     assert [int(v) for v in running[2:]] == [1, 0]
@@ -163,9 +164,9 @@ def test_running_averages(device, layout, way):
 @pytest.mark.parametrize("way", [ALONE, MET, STREAM])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_non_finite_batches_are_counted_and_change_nothing(device, way, value):
-    x = torch.randn(4, 9, 3, 3, device=device)
+    x = torch.randn(8, 5, 3, 3, device=device)
     x[1, 3, 2, 2] = value
-    running = kept(9, device)
+    running = kept(5, device)
     (y, *_), _ = run(x, way, running=running)
     assert y[:, 3].isnan().all()
     assert y[:, 4].isfinite().all()

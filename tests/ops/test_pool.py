@@ -1,5 +1,7 @@
 """The pooling kernels against torch's: interpreted on CPU, or on a device where there is one."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,14 @@ SHAPES = [
     (1, 5, 6, 9),  # no whole vector of channels
     (3, 64, 4, 5),
     (2, 96, 1, 3),  # one row; two slices of channels, the second not full
+]
+CASES = [
+    *((shape, False, torch.float32) for shape in SHAPES),
+    ((2, 8, 7, 7), True, torch.bfloat16),
+    *(
+        pytest.param(*c, marks=pytest.mark.slow)
+        for c in product(SHAPES, (False, True), (torch.float32, torch.bfloat16))
+    ),
 ]
 
 
@@ -41,9 +51,7 @@ def check(ours, theirs, x, sliced):
     torch.testing.assert_close(got.cpu(), wanted.to(x.dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sliced", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "sliced", "dtype"), CASES)
 def test_the_largest_of_each_window(shape, sliced, dtype, device):
     x = values(shape, dtype, device, sliced)
     for stride in (1, 2):
@@ -64,7 +72,7 @@ def second_derivative(pooled, x):
     return torch.autograd.grad(dx.square().sum(), x)[0].cpu().float()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [SHAPES[1], *(pytest.param(s, marks=pytest.mark.slow) for s in SHAPES)])
 def test_second_derivatives(shape, device):
     x = values(shape, torch.float32, device, sliced=False)
     for ours, theirs in (
@@ -76,9 +84,7 @@ def test_second_derivatives(shape, device):
         torch.testing.assert_close(second_derivative(ours, x.detach().requires_grad_()), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sliced", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "sliced", "dtype"), CASES)
 def test_the_mean_of_each_window(shape, sliced, dtype, device):
     x = values(shape, dtype, device, sliced)
     check(pooling.average_pool, lambda v: F.avg_pool2d(v, 3, 1, 1, count_include_pad=False), x, sliced)
@@ -107,6 +113,7 @@ def test_a_gradient_in_another_order_is_copied(device):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
+@pytest.mark.triton
 def test_contiguous_tensors_are_refused():
     with pytest.raises(ValueError, match="channels-last"):
         torch.ops.batchnorm.max_pool(torch.zeros(2, 3, 4, 4), 1)

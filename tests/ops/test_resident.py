@@ -73,26 +73,31 @@ CASES = [
     ((8, 64, 12, 12), "last", torch.bfloat16, ("relu",), True, 5, 1),
     ((8, 64, 12, 12), "last", torch.float16, ("leaky_relu", 0.1), True, 1, 1),
     ((8, 40, 12, 12), "last", torch.float32, ("relu",), True, 3, 2),  # a slice that is not full
-    ((8, 24, 5, 5), "last", torch.float32, ("sigmoid",), False, 4, None),
     ((500, 64), "last", torch.bfloat16, ("tanh",), False, 7, None),
     ((8, 6, 16, 16), "first", torch.bfloat16, ("relu",), False, 3, 2),
-    ((8, 6, 16, 16), "first", torch.bfloat16, ("relu",), True, 1, None),
     ((8, 5, 16, 8), "first", torch.float16, ("silu",), False, 2, 1),
-    ((8, 5, 4, 8, 8), "first", torch.float32, ("leaky_relu", 0.1), True, 2, 1),
-    ((8, 5, 64), "first", torch.float32, None, True, 1, 1),
     ((6, 3, 14, 14), "first", torch.float32, ("relu",), True, 2, 1),  # a byte with bits of two examples
     ((9, 16, 7, 7), "first", torch.bfloat16, ("relu",), False, 1, 1),  # vectors with values of two channels
+    ((9, 16, 7, 7), "first", torch.bfloat16, ("relu",), True, 1, 1),
+    ((9, 16, 7, 3), "first", torch.float32, ("relu",), True, 2, 1),  # two vectors share a byte
+]
+MORE = [
+    ((8, 24, 5, 5), "last", torch.float32, ("sigmoid",), False, 4, None),
+    ((8, 6, 16, 16), "first", torch.bfloat16, ("relu",), True, 1, None),
+    ((8, 5, 4, 8, 8), "first", torch.float32, ("leaky_relu", 0.1), True, 2, 1),
+    ((8, 5, 64), "first", torch.float32, None, True, 1, 1),
     ((9, 16, 3, 3), "first", torch.float16, ("relu",), False, 3, None),
     ((9, 8, 3, 5), "first", torch.float32, ("silu",), False, 2, 1),
     ((20, 6, 14, 2), "first", torch.bfloat16, None, False, 2, 2),
-    ((9, 16, 7, 7), "first", torch.bfloat16, ("relu",), True, 1, 1),
     ((41, 4, 14, 14), "first", torch.float16, ("leaky_relu", 0.1), True, 3, 1),
     ((9, 16, 3, 3), "first", torch.bfloat16, None, True, 2, None),
-    ((9, 16, 7, 3), "first", torch.float32, ("relu",), True, 2, 1),  # two vectors share a byte
 ]
 
 
-@pytest.mark.parametrize(("shape", "layout", "dtype", "activation", "has_residual", "parts", "groups"), CASES)
+@pytest.mark.parametrize(
+    ("shape", "layout", "dtype", "activation", "has_residual", "parts", "groups"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+)
 def test_matches_the_oracle(device, shape, layout, dtype, activation, has_residual, parts, groups):
     x = arranged(shape, layout, dtype, device)
     residual = arranged(shape, layout, dtype, device, 0.0) if has_residual else None
@@ -119,8 +124,13 @@ def test_the_residual_may_be_kept_too(device, shape, layout, groups):
 MANY = [((40, 32, 16, 16), "last"), ((40, 3, 32, 16), "first"), ((500, 16, 7, 7), "first")]
 
 
-@pytest.mark.parametrize(("kept", "parts"), [(14, 3), (27, 4)])  # batches that come one after the other
-@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(
+    ("residual", "kept", "parts"),
+    [
+        (True, 27, 4),  # batches that come one after the other
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 14, 3), (False, 27, 4), (True, 14, 3))),
+    ],
+)
 @pytest.mark.parametrize(("shape", "layout"), MANY)
 def test_many_vectors_of_a_thread(device, shape, layout, residual, kept, parts):
     x = arranged(shape, layout, torch.bfloat16, device)
@@ -184,6 +194,7 @@ def test_running_averages(device, layout):
     assert int(running[3]) == 1
 
 
+@pytest.mark.triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled, not interpreted, on this machine")
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 def test_a_launch_that_the_device_refuses_is_left_to_the_others(monkeypatch):

@@ -184,7 +184,7 @@ def test_other_names_of_concatenation(join):
 
 
 def test_the_appendix_network():
-    net = bn.models.inception(size=32, width=0.25, classes=10)
+    net = bn.models.inception(size=32, width=0.1, classes=10)
     x = torch.randn(4, 3, 32, 32)
     assert_same(net, x)
     for module in net.modules():
@@ -445,18 +445,21 @@ def test_sparse_and_integer_tensors_are_kept_as_they_are():
     assert table.weight.grad.is_sparse
 
 
+@pytest.mark.triton
 @INTERPRETED
 @pytest.mark.parametrize("layout", ["first", "last"])
 @pytest.mark.parametrize("has_residual", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu"])
+@pytest.mark.parametrize(
+    "activation", ["relu", *(pytest.param(n, marks=pytest.mark.slow) for n in ("leaky_relu", "silu"))]
+)
 def test_fused_kernels_compute_the_same_bits_again(layout, has_residual, activation):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    x = torch.randn(3, 10, 4, 4, device=device) + 5
+    x = torch.randn(3, 4, 4, 4, device=device) + 5
     x = (x.movedim(1, -1).contiguous().movedim(-1, 1) if layout == "last" else x).requires_grad_()
-    gamma, beta = (torch.randn(10, device=device, requires_grad=True) for _ in range(2))
+    gamma, beta = (torch.randn(4, device=device, requires_grad=True) for _ in range(2))
     added = torch.randn_like(x).requires_grad_() if has_residual else None
     zero = torch.zeros((), dtype=torch.long, device=device)
-    running = Running(torch.zeros(10, device=device), torch.ones(10, device=device), zero, zero.clone())
+    running = Running(torch.zeros(4, device=device), torch.ones(4, device=device), zero, zero.clone())
     with bn.recompute():
         y, _ = autograd.batch_norm_(x, gamma, beta, running, 0.1, 1e-5, Activation(activation, 0.1), added)
         loss = (y * y).sum()

@@ -42,7 +42,7 @@ def ask(page, tmp_path, question, *options, width=1100):
         f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},2000", "--virtual-time-budget=5000",
         *options, "--dump-dom", asked.as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     answer = re.search(r'<pre id="answer">(.*?)</pre>', done.stdout, re.DOTALL)
     assert answer, done.stdout[-2000:] + done.stderr[-2000:]
     result = json.loads(unescape(answer.group(1)))

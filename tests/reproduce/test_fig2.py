@@ -132,6 +132,7 @@ def test_no_jobs_are_too_few(data, plan, tmp_path, capsys):
     assert "jobs=0: must be 1 or more" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_was_stopped(data, plan, sitting, tmp_path):
     words = ["--data", str(data), "--plan", str(plan), "--out", str(tmp_path), "--device", "cpu", "--workers", "0"]
     command = [

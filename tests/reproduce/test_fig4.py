@@ -158,9 +158,10 @@ def test_a_later_sitting_goes_on_from_the_files_alone(data, plan, sitting, tmp_p
     run(data, plan, tmp_path, minutes=0.0)  # nothing is left to do, and nothing is done
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_was_stopped(data, plan, sitting, tmp_path):
     words = ["--data", str(data), "--plan", str(plan), "--out", str(tmp_path), "--device", "cpu", "--workers", "0"]
-    command = [sys.executable, "-m", "batchnorm.reproduce.fig4", *words, "--jobs", "2", "--only", *TWO]
+    command = [sys.executable, "-m", "batchnorm.reproduce.imagenet.fig4_main", *words, "--jobs", "2", "--only", *TWO]
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     runs = [tmp_path / "runs" / name / "metrics.jsonl" for name in TWO]
     while process.poll() is None and not any(path.exists() and path.read_text().count("\n") > 1 for path in runs):
@@ -175,6 +176,7 @@ def test_it_goes_on_where_it_was_stopped(data, plan, sitting, tmp_path):
         assert read(tmp_path, name)["weights"] == read(sitting, name)["weights"]
 
 
+@pytest.mark.slow
 def test_a_member_that_was_stopped_in_its_evaluation_is_evaluated_again(data, plan, sitting, tmp_path):
     out = shutil.copytree(sitting, tmp_path / "out")
     lines = (out / "runs/five/metrics.jsonl").read_text()
@@ -199,6 +201,7 @@ def test_finished_runs_are_taken(data, plan, sitting, tmp_path):
     assert (tmp_path / "results/five.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_taken_runs_of_the_same_name(data, plan, sitting, tmp_path, monkeypatch):
     for folder in "ab":
         shutil.copytree(sitting / "runs/five", tmp_path / folder / "five")
@@ -207,6 +210,7 @@ def test_taken_runs_of_the_same_name(data, plan, sitting, tmp_path, monkeypatch)
     assert set(read(tmp_path / "out")["members"]) == {"a-five", "b-five"}
 
 
+@pytest.mark.slow
 def test_other_weights_are_evaluated_again(data, plan, sitting, tmp_path):
     taken = shutil.copytree(sitting / "runs/five", tmp_path / "five")
     run(data, plan, tmp_path, runs=(taken,))

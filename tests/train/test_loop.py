@@ -48,6 +48,7 @@ def test_what_a_run_leaves(reference):
     small().network(3).load_state_dict(final.model)
 
 
+@pytest.mark.slow
 def test_it_learns(data, tmp_path):
     result = train_small(data, tmp_path, small(width=0.1, rate=0.02, epochs=12), evaluate_every=0, checkpoint_every=99)
     lines = read(tmp_path / "metrics.jsonl")
@@ -61,9 +62,9 @@ def test_the_training_images_are_scored_as_validation_images_are(data, tmp_path)
     shutil.copytree(data / "train", tmp_path / "data" / "train")
     (tmp_path / "data" / "val").symlink_to(tmp_path / "data" / "train")
     for cache in ("none", "device"):
-        result = train_small(tmp_path / "data", tmp_path / cache, small(epochs=1), score_training=True, cache=cache)
+        result = train_small(tmp_path / "data", tmp_path / cache, small(epochs=0.25), score_training=True, cache=cache)
         assert result.train_top1 == result.top1
-    assert train_small(data, tmp_path / "not asked", small(epochs=1)).train_top1 is None
+    assert train_small(data, tmp_path / "not asked", small(epochs=0.25)).train_top1 is None
 
 
 def test_validations_alone_do_not_save(data, tmp_path):
@@ -95,14 +96,15 @@ def test_on_a_gpu_a_run_goes_on_where_it_stopped(data, tmp_path, cache):
     assert sum(line["loss"] for line in parts[13:]) == pytest.approx(sum(line["loss"] for line in whole[13:]), rel=0.2)
 
 
-def test_killed_at_random_points_ten_times(data, reference, tmp_path):
+@pytest.mark.parametrize("times", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_at_random_points(data, reference, tmp_path, times):
     rng = random.Random(0)
     kills = 0
-    while kills < 10:
+    while kills < times:
         out = tmp_path / f"run{kills}"
         while not (out / "result.json").exists():
             process = start(data, out)
-            if kills < 10:
+            if kills < times:
                 # From before the first step to the last: whatever it is doing then.
                 wanted, delay = rng.randrange(0, 16), rng.uniform(0, 0.2)
                 while process.is_alive() and lines_in(out) < wanted:
