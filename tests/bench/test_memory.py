@@ -29,7 +29,7 @@ def test_small_networks_on_this_machine(tmp_path, capsys):
     assert min(row.peak for row in rows) > 0
     written = json.loads((tmp_path / "memory.json").read_text())
     assert [row["name"] for row in written["rows"]] == names
-    assert written["environment"]["commit"]
+    assert "commit" in written["environment"]  # None outside a git checkout
     assert "ours, as drawn, recompute" in capsys.readouterr().out
 
 
