@@ -235,7 +235,7 @@ ZOO = {
     "shared_norm": (SharedNorm, image, [FOLD]),
     "linear_on_3d": (Sequence, lambda: torch.randn(4, 6, 5), [MAP, FOLD]),
     "recurrent": (Recurrent, lambda: torch.randn(4, 3, 5), [FOLD, FOLD]),
-    "functional": (Functional, image, [MAP, KEEP]),
+    "functional": (Functional, image, [FOLD, FOLD]),
     "transposed": (lambda: Transposed(1), lambda: image(2, 4, 5, 5), [FOLD]),
     "transposed_grouped": (lambda: Transposed(2), lambda: image(2, 4, 5, 5), [FOLD]),
     "branching": (Branching, image, [FOLD]),
@@ -243,7 +243,7 @@ ZOO = {
     "own_forward": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), NormWithActivation(4), nn.Conv2d(4, 2, 1)),
         image,
-        [KEEP],
+        [FOLD],
     ),
     "without_affine": (
         lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)),

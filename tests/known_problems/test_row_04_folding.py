@@ -56,30 +56,28 @@ def test_what_torch_gets_wrong(name):
     assert (fuse(net)(x) - net(x)).abs().max() > 0.1, "torch has mended it: drop this line from KNOWN_PROBLEMS"
 
 
-def test_functional_batch_norm_is_listed_or_folded_in_the_traced_form():
+def test_functional_batch_norm_is_folded_or_counted():
     make, example, _ = ZOO["functional"]
     net, x = scramble_(make()).eval(), example()
-    folded = bn.fold(net, x)
-    (site,) = [site for site in folded.report if site.action == "kept"]
-    assert "functional batch_norm" in site.reason
+    for traced in (None, True):
+        folded = bn.fold(net, x, traced=traced)
+        assert [site.action for site in folded.report] == ["folded into 'functional_conv2d'", "folded into 'conv'"]
+        torch.testing.assert_close(folded(x), net(x), rtol=1e-4, atol=1e-4)
+    with pytest.warns(UserWarning, match=r"1 left: a functional batch_norm"):
+        folded = bn.fold(net, x, traced=False)
     torch.testing.assert_close(folded(x), net(x), rtol=1e-4, atol=1e-4)
-    traced = bn.fold(net, x, traced=True)
-    assert [site.action for site in traced.report] == [
-        "folded into 'functional_conv2d'",
-        "folded into 'conv'",
-    ]
-    torch.testing.assert_close(traced(x), net(x), rtol=1e-4, atol=1e-4)
 
 
-def test_subclasses_with_their_own_forward_are_listed_or_folded_in_the_traced_form():
+def test_subclasses_with_their_own_forward_are_folded_or_counted():
     make, example, _ = ZOO["own_forward"]
     net, x = scramble_(make()).eval(), example()
-    folded = bn.fold(net, x)
-    assert "has its own forward" in folded.report["1"].reason
+    for traced in (None, True):
+        folded = bn.fold(net, x, traced=traced)
+        assert all(site.action.startswith("folded") for site in folded.report)
+        torch.testing.assert_close(folded(x), net(x), rtol=1e-4, atol=1e-5)
+    with pytest.warns(UserWarning, match=r"0 of 1 batch norm folded.*1 left: NormWithActivation has its own forward"):
+        folded = bn.fold(net, x, traced=False)
     torch.testing.assert_close(folded(x), net(x), rtol=0, atol=0)
-    traced = bn.fold(net, x, traced=True)
-    assert all(site.action.startswith("folded") for site in traced.report)
-    torch.testing.assert_close(traced(x), net(x), rtol=1e-4, atol=1e-5)
 
 
 def test_pre_activation_networks_have_no_batch_normalization_left():

@@ -103,3 +103,17 @@ class Graph:
         """Return the functional calls that read a parameter or buffer themselves, outside its module's own call."""
         value = self._values.get(id(parameter))
         return value.consumers if value is not None else []
+
+    def follows_input(self, value: Value) -> bool:
+        """Say whether a value is computed from the network's input, not from parameters and buffers alone."""
+        held = set(self._values.values())
+        waiting, seen = [value], set[Value]()
+        while waiting:
+            value = waiting.pop()
+            if value in seen or value in held:
+                continue
+            seen.add(value)
+            if value.producer is None:
+                return True
+            waiting.extend(value.producer.inputs)
+        return False

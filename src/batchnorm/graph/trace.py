@@ -125,6 +125,8 @@ class _Recorder(TorchFunctionMode):
     def watch(self, net: nn.Module) -> None:
         """Hook every module of a network that is only there to be watched."""
         for module in net.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks; what it calls is seen call by call
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave, with_kwargs=True)
 

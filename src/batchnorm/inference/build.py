@@ -21,6 +21,7 @@ from .affine import fold_after, fold_before, weights_of
 from .fixed import FixedAffine
 from .plan import Plan, has_extras
 
+SETTINGS = (bool, int, float, str, type(None))
 Makers = dict[nn.Module, Callable[[Memo], nn.Module]]
 
 
@@ -36,18 +37,19 @@ def makers_for(net: nn.Module, graph: Graph, plan: Plan, fused: dict[nn.Module, 
     """
     makers: Makers = {module: _folded_affine(module, plan) for module in {**plan.before, **plan.after}}
     for layer in plan.gone:
-        makers[layer] = _constant(_rest_of(layer, graph))
+        makers[layer] = _in_place_of(layer, _rest_of(layer, graph))
     for layer, left in plan.remaining.items():
         activation = (from_module(fused[layer]) if layer in fused else None) or activation_of(layer)
-        makers[layer] = _constant(FixedAffine(_narrow(left.scale, layer), _narrow(left.shift, layer), activation))
+        fixed = FixedAffine(_narrow(left.scale, layer), _narrow(left.shift, layer), activation)
+        makers[layer] = _in_place_of(layer, fixed)
     for module in set(fused.values()):
-        makers[module] = _constant(nn.Identity())
+        makers[module] = _in_place_of(module, nn.Identity())
     for module in net.modules():
         # What insert() added goes where nothing is left of it.
         if isinstance(module, Normalized) and module.norm in plan.gone and _is_dispensable(module, makers):
             makers[module] = _same_as(module.affine)
         if isinstance(module, Fused):
-            makers[module] = _constant(nn.Identity())
+            makers[module] = _in_place_of(module, nn.Identity())
     return makers
 
 
@@ -84,8 +86,12 @@ def _rest_of(layer: TorchBatchNorm, graph: Graph) -> nn.Module:
     return to_module(activation)
 
 
-def _constant(module: nn.Module) -> Callable[[Memo], nn.Module]:
-    return lambda memo: module
+def _in_place_of(old: nn.Module, new: nn.Module) -> Callable[[Memo], nn.Module]:
+    """Let a new module replace an old one, with its plain settings: the user's code may read bn.num_features."""
+    for name, value in vars(old).items():
+        if not name.startswith("_") and isinstance(value, SETTINGS) and not hasattr(new, name):
+            vars(new)[name] = value
+    return lambda memo: new
 
 
 def _same_as(module: nn.Module) -> Callable[[Memo], nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from inspect import signature
@@ -14,7 +15,6 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from .. import calling
 from ..exchange import outputs
 from ..extras import MissingExtraError, check_installed, require
 from .export import export
@@ -48,11 +48,13 @@ def fold(
         example = _example(net, input)
     if example is None:
         raise ValueError(f"{factory} returned a network without an example batch: give its shape, --input 1 3 224 224")
-    before = _size(net)
-    # Asked for by name on the command line, so there is nothing to warn of.
-    done = export(net.eval(), example, output, dynamic_batch=not fixed_batch)
+    # In evaluation mode: folding was asked for by name, so there is no need to warn of training mode.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        done = export(net.eval(), example, output, dynamic_batch=not fixed_batch)
+    for warning in caught:
+        print(f"warning: {warning.message}", file=sys.stderr)
     print(done)
-    print(f"{before:,} bytes of parameters and buffers before, {output.stat().st_size:,} in the file")
 
 
 def _build(factory: str) -> tuple[nn.Module, Any]:
@@ -138,7 +140,3 @@ def _difference(net: nn.Module, state: Mapping[str, Any]) -> str:
         for kind, found in kinds.items()
         if found
     )
-
-
-def _size(net: nn.Module) -> int:
-    return sum(t.numel() * t.element_size() for t in calling.tensors_in(net.state_dict()))

@@ -20,7 +20,7 @@ from ..exchange import outputs, relative_error
 from ..extras import MissingExtraError, require
 from ..sites import Report
 from ..verify import rounding
-from .fold import fold
+from .fold import fold_with_report, warn_of_left
 
 # A protobuf file ends at 2 GiB; larger networks keep their weights in a file beside it.
 LARGEST_FILE = 1_900_000_000
@@ -38,11 +38,16 @@ class Exported:
     """max |file - network| / max |network| over the outputs, the largest over the batch sizes that were run."""
     batch_sizes: tuple[int, ...]
     fold: Report
+    sizes: tuple[int, int, int]
+    """The bytes of parameters and buffers before and after folding, and of what was written."""
 
     def __str__(self) -> str:
-        sizes = " and ".join(map(str, self.batch_sizes))
-        head = f"{self.path}: relative error {self.relative_error:.1e} on batches of {sizes}"
-        return f"{head}\n{self.fold}"
+        batches = " and ".join(map(str, self.batch_sizes))
+        before, after, written = self.sizes
+        return (
+            f"{self.path}: relative error {self.relative_error:.1e} on batches of {batches}\n{self.fold}\n"
+            f"size: {before:,} bytes of parameters and buffers before, {after:,} folded, {written:,} in the file"
+        )
 
 
 def export(
@@ -55,15 +60,18 @@ def export(
     agree. ``net`` is not changed.
 
     Args:
-        net: any network; where it is in training mode, a warning says that its evaluation mode is what is written.
+        net: any network; if it is in training mode, a warning says that its evaluation mode is what is written.
         example: a batch; a dict is passed by name.
         path: ends in ``.onnx`` (needs the extra "export") or ``.pt2``.
         dynamic_batch: let the first dimension of each input vary; the file is then run on two batch sizes.
         tolerance: the largest relative error to accept; by default what rounding can make in the network's precision.
 
+    Warns:
+        UserWarning: if a batch normalization is left in the file, or the network is in training mode.
+
     Raises:
-        FileNotFoundError: where the folder does not exist.
-        ValueError: for another ending, where the exporter cannot express the network, or where outputs differ.
+        FileNotFoundError: if the folder does not exist.
+        ValueError: for another ending, if the exporter cannot express the network, or if outputs differ.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()).eval()
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +92,8 @@ def export(
             " holds now; estimate_ them first, and call net.eval() to say that this is meant",
             stacklevel=2,
         )
-    folded = fold(net, example, tolerance=tolerance)
+    folded, report = fold_with_report(net, example, tolerance)
+    warn_of_left(report)
     # Copied: a program is saved with the memory its example lies in, which may be a whole data set's.
     example = calling.to_device(example, calling.device_of(folded), copy=True)
     if dynamic_batch and _batch_size(example) == 1:
@@ -109,9 +118,11 @@ def export(
                 f"the exported file's output differs from the network's by {error:.2e} (relative), more than"
                 f" {limit:.0e}; nothing was written"
             )
+        written = sum(file.stat().st_size for file in Path(folder).iterdir())
         for file in Path(folder).iterdir():
             os.replace(file, path.parent / file.name)
-    return Exported(path, error, tuple(_batch_size(batch) for batch in batches), folded.report)  # type: ignore[arg-type]
+    batch_sizes = tuple(_batch_size(batch) for batch in batches)
+    return Exported(path, error, batch_sizes, report, (_bytes(net), _bytes(folded), written))
 
 
 Writer = Callable[[nn.Module, Any, Path, bool], None]
@@ -147,7 +158,6 @@ def _run_pt2(path: Path, batch: Any) -> Any:
 def _write_onnx(net: nn.Module, example: Any, path: Path, dynamic: bool) -> None:
     require("onnxscript", "export")
     args, kwargs = calling.arguments(example)
-    size = sum(t.numel() * t.element_size() for t in (*net.parameters(), *net.buffers()))
     torch.onnx.export(
         net,
         args,
@@ -155,7 +165,7 @@ def _write_onnx(net: nn.Module, example: Any, path: Path, dynamic: bool) -> None
         kwargs=kwargs,
         dynamo=True,
         dynamic_shapes=_shapes(args, kwargs, dynamic),
-        external_data=size > LARGEST_FILE,
+        external_data=_bytes(net) > LARGEST_FILE,
         verbose=False,
     )
 
@@ -180,6 +190,10 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> Any
         return {0: batch} if t.dim() else None
 
     return calling.map_tensors(kwargs or args, shape)
+
+
+def _bytes(net: nn.Module) -> int:
+    return sum(t.nbytes for t in (*net.parameters(), *net.buffers()))
 
 
 def _batch_size(batch: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+import warnings
 from math import inf
 from typing import Any
 
@@ -11,17 +11,17 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import calling
-from ..exchange import exchange, private_copy
+from ..exchange import Memo, exchange, private_copy
 from ..graph import Graph, trace
-from ..graph.kinds import has_hooks, keeps_torch_forward
 from ..graph.trace import READS
-from ..layers import BatchNorm
 from ..layers.fusion import activations_after
-from ..sites import Report, Site, attach
+from ..sites import Report, attach
 from ..verify import verify
-from .affine import map_of
-from .build import makers_for
-from .plan import Plan, has_nonlinear_part, make_plan
+from .account import functions_left, owners, reason_to_keep, sites_of
+from .build import Makers, makers_for
+from .opened import UNOPENED, Opened, open_
+from .plan import has_nonlinear_part, make_plan
+from .traced import as_graph_module
 
 
 def fold(
@@ -29,29 +29,37 @@ def fold(
     example: Any,
     *,
     tolerance: float | None = None,
-    traced: bool = False,
+    traced: bool | None = None,
     forward: calling.Forward | None = None,
 ) -> nn.Module:
     """Return the inference network, in which y = scale * x + shift replaces each BN(x) and goes into weights beside it.
 
     A layer goes into the Linear, convolution or transposed convolution that alone makes its input; else into those that
-    alone read its output, where that is exact; else it stays as a fixed affine map with the activation after it. All of
+    alone read its output, if that is exact; else it stays as a fixed affine map with the activation after it. All of
     it follows the data flow of a real forward pass on ``example``, not the order in which modules were made. The result
     is computed in float64 and its output for ``example`` compared with the original's. ``net`` is not changed.
 
+    If a module's own forward normalizes (a batch normalization subclass with its own forward, a call of
+    ``F.batch_norm``), ``torch.fx`` traces that forward alone, and the batch normalization becomes a child of the
+    module. All other Python stays as it is.
+
     Args:
-        net: any network; what is folded is its evaluation mode, whichever it is in.
+        net: any network; its evaluation mode is folded, whichever mode it is in.
         example: a batch that takes the path through the network that inference takes.
         tolerance: the largest relative error to accept; by default what rounding can make in the network's precision.
-        traced: rewrite the network with ``torch.fx`` first, which also reaches functional batch normalization, layers
-            with their own forward and modules called twice. The result is then a ``torch.fx.GraphModule``.
-        forward: how to call the network, where the rule for batches does not fit.
+        traced: True traces the whole network and returns a ``torch.fx.GraphModule``, in which each call of a module
+            that is called twice is folded by itself; False traces nothing.
+        forward: how to call the network, if the rule for batches does not fit.
 
     Returns:
         The network, in evaluation mode, with a ``report`` of what became of each layer and why.
 
+    Warns:
+        UserWarning: if a batch normalization is left.
+
     Raises:
-        ValueError: where the outputs differ by more than the tolerance, or ``traced`` and torch.fx cannot trace it.
+        ValueError: if the outputs differ by more than the tolerance, or with ``traced=True`` if torch.fx cannot trace
+            the network.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.ReLU())
     >>> folded = fold(net, torch.randn(4, 2))
@@ -60,54 +68,119 @@ def fold(
 
     Paper: Alg. 2, l. 11
     """
-    source = net
+    result, report = fold_with_report(net, example, tolerance, traced, forward)
+    warn_of_left(report)
+    return attach(result, report)
+
+
+def warn_of_left(report: Report) -> None:
+    """Warn the caller's caller if batch normalization is left."""
+    if report.paths("kept"):
+        warnings.warn(report.summary, stacklevel=3)
+
+
+def fold_with_report(
+    net: nn.Module,
+    example: Any,
+    tolerance: float | None = None,
+    traced: bool | None = None,
+    forward: calling.Forward | None = None,
+) -> tuple[nn.Module, Report]:
+    """Fold a network as :func:`fold` does, and return the report instead of warning."""
+    # The network itself first: a copy of a copy would not show that a copy still uses the network's own modules.
+    paths = owners(net, trace(net, example, forward, training=False))
+    source = private_copy(net).eval()
     if traced:
-        from .traced import as_graph_module
+        return _fold(net, as_graph_module(source), UNOPENED, example, tolerance, traced, forward)
+    if traced is False:
+        paths = []
+    opened = open_(source, paths, example, forward) if paths else UNOPENED
+    try:
+        return _fold(net, source, opened, example, tolerance, traced, forward)
+    except Exception as error:
+        if not (opened.layers or opened.modules):
+            raise
+        # The network may fold in the user's own Python, if what was traced does not compute the same.
+        reason = f"its traced form failed: {str(error).partition(';')[0]}"
+        opened = UNOPENED._replace(refused=dict.fromkeys(paths, reason))
+        return _fold(net, private_copy(net).eval(), opened, example, tolerance, False, forward)
 
-        source = as_graph_module(private_copy(net).eval())
+
+def _fold(
+    net: nn.Module,
+    source: nn.Module,
+    opened: Opened,
+    example: Any,
+    tolerance: float | None,
+    traced: bool | None,
+    forward: calling.Forward | None,
+) -> tuple[nn.Module, Report]:
+    """Fold ``source``, a copy of ``net`` in evaluation mode."""
     graph = trace(source, example, forward, training=False)
-    layers, kept = _choose(source)
-    plan = make_plan(graph, layers)
-    fused, _ = activations_after([graph], [m for m in plan.remaining if not has_nonlinear_part(graph, m)])
-    result = exchange(source, makers_for(source, graph, plan, fused)).eval()
-    error = _verify(net, result, example, forward, tolerance)
-    reads = graph.functions(*READS)[:1]
-    notes = tuple(f"Python code reads values ({call}): other inputs may take another path" for call in reads)
-    return attach(result, Report("fold", tuple(_sites(source, graph, plan, fused, kept)), error, notes))
+    kept = {module: reason for module in source.modules() if (reason := reason_to_keep(module, graph))}
+    while True:
+        plan = make_plan(graph, [m for m in source.modules() if isinstance(m, TorchBatchNorm) and m not in kept])
+        linear = [m for m in plan.remaining if not has_nonlinear_part(graph, m)]
+        fused = {m: a for m, a in activations_after([graph], linear)[0].items() if a not in kept}
+        made: dict[nn.Module, nn.Module] = {}
+        try:
+            result = exchange(source, _noting(makers_for(source, graph, plan, fused), made)).eval()
+            after = _run(result, example, forward)
+            break
+        except AttributeError as error:
+            module = made.get(error.obj)  # type: ignore[call-overload]
+            if module is None or module in kept:
+                raise
+            kept[module] = f"the network's code reads its attribute '{error.name}'"
+    difference = _verify(net, result, example, tolerance, traced, forward)
+    sites = [*sites_of(source, plan, fused, kept, opened), *functions_left(after, kept, opened)]
+    reads = [
+        f"Python code reads values ({call}): other inputs may take another path" for call in graph.functions(*READS)
+    ]
+    notes = [
+        f"'{path}' runs a traced form of its forward" if path else "its forward is traced" for path in opened.modules
+    ]
+    return result, Report("fold", tuple(sites), difference, (*reads[:1], *notes))
 
 
-def _choose(net: nn.Module) -> tuple[list[TorchBatchNorm], dict[nn.Module, str]]:
-    """Return the layers whose evaluation is a fixed affine map, and for the others the reason to keep them."""
-    layers: list[TorchBatchNorm] = []
-    kept: dict[nn.Module, str] = {}
-    for module in net.modules():
-        if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in getattr(module, "original_name", ""):
-            kept[module] = "it is scripted; fold the network before torch.jit"
-        if not isinstance(module, TorchBatchNorm):
-            continue
-        reason = _reason_to_keep(module)
-        if reason:
-            kept[module] = reason
-        else:
-            layers.append(module)
-    return layers, kept
+def _noting(makers: Makers, made: dict[nn.Module, nn.Module]) -> Makers:
+    """Note which module of the network each new one replaces."""
+
+    def noting(module: nn.Module) -> Any:
+        def make(memo: Memo) -> nn.Module:
+            new = makers[module](memo)
+            made[new] = module
+            return new
+
+        return make
+
+    return {module: noting(module) for module in makers}
 
 
-def _reason_to_keep(layer: TorchBatchNorm) -> str:
-    ours = isinstance(layer, BatchNorm) and type(layer).forward is BatchNorm.forward and "forward" not in vars(layer)
-    if not (ours or keeps_torch_forward(layer)):
-        return f"{type(layer).__name__} has its own forward; fold(..., traced=True) can look into it"
-    if layer.running_mean is None or layer.running_var is None:
-        return "it keeps no running statistics and normalizes by the mini-batch in evaluation too"
-    if has_hooks(layer):
-        return "it has hooks, which would see other values"
-    if not map_of(layer).is_finite:
-        return "its statistics or parameters are not finite numbers"
-    return ""
+def _run(net: nn.Module, example: Any, forward: calling.Forward | None) -> Graph:
+    """Trace the folded network; an attribute that it lacks is an AttributeError of its own module, not of a copy's."""
+    try:
+        return trace(net, example, forward, training=False)
+    except AttributeError:
+        twin = private_copy(net)
+        names = {module: name for name, module in twin.named_modules()}
+        try:
+            with torch.no_grad(), calling.eagerly(), torch.random.fork_rng():
+                calling.call(twin, calling.to_device(example, calling.device_of(net), copy=True), forward)
+        except AttributeError as error:
+            if error.obj in names:
+                error.obj = net.get_submodule(names[error.obj])
+            raise
+        raise
 
 
 def _verify(
-    old: nn.Module, new: nn.Module, example: Any, forward: calling.Forward | None, tolerance: float | None
+    old: nn.Module,
+    new: nn.Module,
+    example: Any,
+    tolerance: float | None,
+    traced: bool | None,
+    forward: calling.Forward | None,
 ) -> float:
     return verify(
         old,
@@ -117,24 +190,6 @@ def _verify(
         what="the folded network",
         advice="The network's code may read modules in a way that was not observed; keep such layers out of the fold by"
         " giving them a forward hook",
-        make=partial(fold, tolerance=inf, traced=isinstance(new, torch.fx.GraphModule), forward=forward),
+        make=lambda net, batch: fold_with_report(net, batch, inf, traced, forward)[0],
         tolerance=tolerance,
     )
-
-
-def _sites(
-    net: nn.Module, graph: Graph, plan: Plan, fused: dict[nn.Module, nn.Module], kept: dict[nn.Module, str]
-) -> list[Site]:
-    names = {module: name for name, module in net.named_modules()}
-    sites: dict[nn.Module, Site] = {}
-    for layer, into in plan.gone.items():
-        sites[layer] = Site(names[layer], "folded into " + ", ".join(f"'{names[m]}'" for m in into))
-    for layer in plan.remaining:
-        with_activation = f" with {type(fused[layer]).__name__}" if layer in fused else ""
-        sites[layer] = Site(names[layer], "fixed affine map" + with_activation, plan.reasons[layer])
-    for module, reason in kept.items():
-        sites[module] = Site(names[module], "kept", reason)
-    ordered = [sites[module] for module in names if module in sites]
-    functional = graph.functions("batch_norm", "native_batch_norm")
-    why = "a functional batch_norm is no module to exchange; fold(..., traced=True) can reach it"
-    return [*ordered, *dict.fromkeys(Site(call.path, "kept", why) for call in functional)]

@@ -57,7 +57,12 @@ def _function_of(inner: Tensor, outer: Tensor, size: int) -> Tensor:
 
 def _replayed(x: Tensor, moves: list[Call]) -> Tensor:
     for move in moves:
-        x = move.replay(x)
+        try:
+            x = move.replay(x.contiguous())
+        except Exception as error:
+            raise Refusal(f"{move} cannot be made again on another tensor ({error})") from error
+        if not isinstance(x, Tensor):
+            raise Refusal(f"{move} returns more than a tensor")
     return x
 
 

@@ -65,7 +65,7 @@ def insert(
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2))
     >>> normalized = insert(net, torch.randn(2, 4))
     >>> print(normalized.report)
-    insert: 2 sites
+    insert: 1 of 2 layers normalized, 1 skipped: feeds no nonlinearity
       0: inserted BatchNorm1d(8)
       2: skipped (feeds no nonlinearity)
 

@@ -1,0 +1,17 @@
+"""Real networks of timm and torchvision; see zoo.py."""
+
+import pytest
+import zoo
+
+# Slow altogether. The warnings are what timm's and torchvision's code causes.
+pytestmark = [pytest.mark.zoo, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("name", zoo.NETWORKS)
+def test_fold_and_convert(name):
+    try:
+        zoo.import_torchvision()
+    except (ImportError, RuntimeError, OSError) as error:
+        pytest.skip(f"the zoo needs torchvision: {error}")
+    pytest.importorskip("timm", reason="the zoo needs timm")
+    assert not zoo.check(name)["problems"]
