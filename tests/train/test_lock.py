@@ -62,7 +62,7 @@ def test_a_killed_run_resumes_at_once_though_its_workers_live_on(data, tmp_path)
     metrics = tmp_path / "parts" / "metrics.jsonl"
     while process.is_alive() and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
         time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.join()
     train_small(data, tmp_path / "parts")
     train_small(data, tmp_path / "whole")

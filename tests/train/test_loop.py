@@ -69,9 +69,9 @@ def test_the_training_images_are_scored_as_validation_images_are(data, tmp_path)
 
 def test_validations_alone_do_not_save(data, tmp_path):
     process = start(data, tmp_path, evaluate_every=1, checkpoint_every=5)
-    while lines_in(tmp_path) < 8:
+    while process.is_alive() and lines_in(tmp_path) < 8:
         time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.join()
     steps = [int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("step-*")]
     assert all(step in (5, 10, 12) for step in steps)
@@ -111,7 +111,7 @@ def test_killed_at_random_points(data, reference, tmp_path, times):
                     time.sleep(0.005)
                 process.join(delay)
                 if process.is_alive():
-                    os.kill(process.pid, signal.SIGKILL)
+                    process.kill()
                     kills += 1
             process.join()
             assert process.exitcode in (0, -signal.SIGKILL)
@@ -171,9 +171,9 @@ def test_dropout_and_order_resume_exactly(data, tmp_path):
     recipe = small(dropout=0.4, local_response=True, shuffle="fixed", photometric="full", batch_norm=False, epochs=1.5)
     train_small(data, tmp_path / "whole", recipe)
     process = start(data, tmp_path / "parts", recipe)
-    while lines_in(tmp_path / "parts") < 2:
+    while process.is_alive() and lines_in(tmp_path / "parts") < 2:
         time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.join()
     train_small(data, tmp_path / "parts", recipe)
     assert_same_outcome(tmp_path / "parts", tmp_path / "whole")
