@@ -151,7 +151,10 @@ def test_a_file_that_others_can_write_to_is_not_loaded(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
 def test_a_file_of_another_user_is_not_loaded(tmp_path):
     file = compiled_once(tmp_path)
-    os.chown(file, 12345, 12345)
+    try:
+        os.chown(file, 12345, 12345)
+    except OSError:
+        pytest.skip("root may not give files away in this container")
     assert compiled_once(tmp_path).stat().st_uid == 0
 
 
