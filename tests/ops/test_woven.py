@@ -21,7 +21,7 @@ pytestmark = [
 ]
 RELU = Activation("relu")
 SHAPE = (9, 16, 7, 7)
-STREAM = Way("stream", 512)  # a channel is one tile: Triton's interpreter takes as long for a small one
+STREAM = Way("stream", 256)  # a channel is two tiles: Triton's interpreter takes as long for small ones
 
 
 @pytest.fixture
