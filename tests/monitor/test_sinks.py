@@ -57,7 +57,7 @@ def test_a_missing_tensorboard_is_named(monkeypatch, tmp_path):
 
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MissingExtraError, match=r"pip install 'batchnorm\[train\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install tensorboard"):
         TensorBoard(tmp_path)
 
 

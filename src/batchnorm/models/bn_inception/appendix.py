@@ -35,7 +35,7 @@ def claims(description: Description) -> tuple[Claim, ...]:
 
     None of the readings of the table gives the 13.6 million parameters of Section 4.2; the number is printed as it is.
 
-    >>> from .describe import describe
+    >>> from ..describe import describe
     >>> from .network import inception
     >>> for claim in claims(describe(inception(stem="plain"))): print(claim.computed)
     11.19 million

@@ -215,7 +215,7 @@ def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
 
     With a residual their bits are whole bytes too.
 
-    >>> from .geometry import geometry_of
+    >>> from .layout import geometry_of
     >>> woven_lanes(geometry_of(torch.empty(2, 64, 7, 7)), 2, False)  # 8 channels of 49 are 49 vectors of 8
     49
     """
