@@ -85,5 +85,23 @@ def test_pre_activation_networks_have_no_batch_normalization_left():
     net, x = scramble_(make()).eval(), example()
     folded = bn.fold(net, x)
     assert not any("BatchNorm" in type(m).__name__ for m in folded.modules())
-    assert [site.action for site in folded.report] == ["fixed affine map with ReLU"] * 3 + ["fixed affine map"]
+    assert [site.action for site in folded.report] == ["fixed affine map"] * 4
+    traced = bn.fold(net, x, traced=True)  # a graph, whose code has no other path
+    assert [site.action for site in traced.report] == ["fixed affine map with ReLU"] * 3 + ["fixed affine map"]
+    torch.testing.assert_close(traced(x), net(x), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(folded(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+def test_an_activation_that_another_path_uses_alone_stays():
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn, self.relu, self.normalized = nn.BatchNorm1d(3), nn.ReLU(), True
+
+        def forward(self, x):
+            return self.relu(self.bn(x)) if self.normalized else self.relu(x)
+
+    net, x = scramble_(Gate()).eval(), torch.randn(4, 3)
+    folded = bn.fold(net, x)
+    net.normalized = folded.normalized = False
+    torch.testing.assert_close(folded(x), net(x))

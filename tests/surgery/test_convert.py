@@ -55,7 +55,7 @@ def test_every_layer_becomes_ours_with_its_activation():
 def test_what_cannot_be_fused_is_listed():
     report = bn.convert(Residual(), torch.randn(2, 3, 8, 8)).report
     assert report["stem.1"].action == "converted with ReLU"
-    assert "also called on the output of add in 'blocks.0'" in report["blocks.0.bn1"].reason
+    assert "the code of 'blocks.0' (BasicBlock) calls it and its activation" in report["blocks.0.bn1"].reason
     assert "its output goes to the function add" in report["blocks.0.bn2"].reason
 
 
@@ -310,3 +310,57 @@ def test_what_a_network_remembers_between_calls_is_not_moved(verb):
 
     result = verb(scramble_(Stateful()), torch.randn(4, 3))
     assert (result.memory == 0).all()
+
+
+class Shortcut(nn.Module):
+    """Use the BN and the activation of a block together, and in training, sometimes, one of them alone."""
+
+    def __init__(self, alone, *, chance=0.3):
+        super().__init__()
+        self.conv, self.bn, self.relu = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU()
+        self.alone, self.chance = alone, chance
+
+    def forward(self, x):
+        if self.training and torch.rand(()) < self.chance:
+            return getattr(self, self.alone)(x)
+        return self.relu(self.bn(self.conv(x)))
+
+
+@pytest.mark.parametrize("alone", ["relu", "bn"])
+def test_a_path_that_the_example_does_not_take_stays_right(alone):
+    net, x = scramble_(Shortcut(alone, chance=0.0)), torch.randn(4, 3, 5, 5)
+    converted = bn.convert(net, x)
+    net.chance = converted.chance = 1.0
+    torch.testing.assert_close(converted(x), net(x))
+
+
+def test_an_activation_referred_to_elsewhere_is_not_fused():
+    for keep in (
+        lambda net: setattr(net, "favourites", [net[2]]),
+        lambda net: setattr(net, "pick", lambda relu=net[2]: relu),
+        lambda net: net.append(nn.Sequential(nn.Identity(), net[2])),
+        lambda net: net.append(net[1]),
+    ):
+        net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())
+        keep(net)
+        converted = bn.convert(net, torch.randn(4, 3, 5, 5))
+        assert converted[1].activation.name == "identity"
+        assert isinstance(converted[2], nn.ReLU)
+
+
+def test_a_sequential_with_code_of_its_own_keeps_its_activation():
+    class Block(nn.Sequential):
+        def normalized(self, x):
+            return self[1](self[0](x))
+
+    net = Block(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU())
+    x = torch.randn(4, 3, 5, 5)
+    converted = bn.convert(net, x)
+    torch.testing.assert_close(converted.normalized(x), net.normalized(x))
+
+
+def test_functional_batch_norm_is_listed():
+    make, example, _ = ZOO["functional"]
+    report = bn.convert(make(), example()).report
+    assert report[""].action == "not converted"
+    assert "functional batch_norm" in report[""].reason

@@ -48,6 +48,8 @@ class Call:
     kwargs: dict[str, Any]
     module: nn.Module | None = None
     """The module of the user's network; None for a function."""
+    caller: str | None = None
+    """The path of the module whose forward made the call; None if no module's did."""
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     writes: bool = False

@@ -178,6 +178,7 @@ class _Recorder(TorchFunctionMode):
     ) -> tuple[Call, list[tuple[Tensor, int]]]:
         replaced = (calling.map_tensors(tree, self.value, _without_tensors) for tree in (args, kwargs))
         call = Call(name, path, target, *replaced)
+        call.caller = self._scopes[-1] if self._scopes else None
         given = calling.tensors_in((args, kwargs))
         call.inputs = [self.value(t) for t in given]
         return call, [(t, _version(t)) for t in given]

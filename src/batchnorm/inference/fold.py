@@ -121,7 +121,7 @@ def _fold(
     while True:
         plan = make_plan(graph, [m for m in source.modules() if isinstance(m, TorchBatchNorm) and m not in kept])
         linear = [m for m in plan.remaining if not has_nonlinear_part(graph, m)]
-        fused = {m: a for m, a in activations_after([graph], linear)[0].items() if a not in kept}
+        fused = {m: a for m, a in activations_after(source, [graph], linear)[0].items() if a not in kept}
         made: dict[nn.Module, nn.Module] = {}
         try:
             result = exchange(source, _noting(makers_for(source, graph, plan, fused), made)).eval()

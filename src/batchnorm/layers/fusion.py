@@ -1,4 +1,4 @@
-"""Which activation module alone consumes a layer's output, so that the layer can apply it itself."""
+"""Find the activation module that a layer can apply itself."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from ..graph import Call, Graph
-from ..graph.kinds import has_hooks, plain_name
+from ..graph.holders import Holder, holders, is_plain_identity, next_in_order, runs_in_order, runs_its_graph
+from ..graph.kinds import has_hooks
 from ..ops.activation import from_module
 
 
 class Fused(nn.Module):
-    """Stand, doing nothing, where an activation module was that a batch normalization now applies itself.
+    """Hold the place of an activation module that a batch normalization now applies itself.
 
-    It remembers that module and those layers, so that ``revert`` can put it back.
+    It keeps that module and those layers, so that ``revert`` can put it back.
 
     >>> Fused(nn.ReLU(), [])
     Fused(was ReLU())
@@ -40,36 +41,41 @@ class Fused(nn.Module):
 
 
 def activations_after(
-    graphs: list[Graph], layers: Iterable[nn.Module]
+    net: nn.Module, graphs: list[Graph], layers: Iterable[nn.Module]
 ) -> tuple[dict[nn.Module, nn.Module], dict[nn.Module, str]]:
     """Return the activation module that each layer can take in, and for the others the reason why not.
 
-    It must be the only consumer of every output of the layer, in each of the forward passes given; and where it is
-    called elsewhere too, on layers that can all take it in.
+    The activation must be the only consumer of every output of the layer, in each of the forward passes given, and no
+    other use of either may exist: a Sequential calls them one after the other, or the network is a torch.fx graph, and
+    nothing else in the network refers to them. The user's own code may take a path that the example did not take.
 
     >>> from batchnorm.graph import trace
     >>> import torch
     >>> net = nn.Sequential(nn.BatchNorm1d(2), nn.ReLU()).eval()
-    >>> activations_after([trace(net, torch.zeros(1, 2))], [net[0]])[0] == {net[0]: net[1]}
+    >>> activations_after(net, [trace(net, torch.zeros(1, 2))], [net[0]])[0] == {net[0]: net[1]}
     True
 
     Beyond the paper: z = g(BN(Wu)) as one call.
     """
+    held = holders(net)
     found: dict[nn.Module, nn.Module] = {}
     refused: dict[nn.Module, str] = {}
     for layer in layers:
         calls = [call for graph in graphs for call in graph.calls_of(layer)]
         activation, reason = _only_activation(layer, calls)
-        if activation is None:
+        if activation is not None:
+            reason = _other_code(net, calls) or _other_use(net, layer, activation, held)
+        if activation is None or reason:
             refused[layer] = reason
         else:
             found[layer] = activation
     for activation in set(found.values()):
-        stranger = _other_use(activation, graphs, found)
-        if stranger is not None:
-            for layer in [layer for layer, a in found.items() if a is activation]:
+        takers = [layer for layer, a in found.items() if a is activation]
+        reason = _other_input(net, activation, graphs, takers, held)
+        if reason:
+            for layer in takers:
                 del found[layer]
-                refused[layer] = f"its activation module is also called on the output of {stranger}"
+                refused[layer] = f"its activation module is also {reason}"
     return found, refused
 
 
@@ -87,7 +93,7 @@ def _only_activation(layer: nn.Module, calls: list[Call]) -> tuple[nn.Module | N
             return None, f"its output is read by {', '.join(readers) or 'nothing'}"
         if consumer.module is None:
             return None, f"its output goes to the function {consumer}, not to a module"
-        between = [c for c in output.handed_on if "dropout" in plain_name(c.name)]
+        between = [c for c in output.handed_on if not is_plain_identity(c.module)]
         if between:
             return None, f"{between[0]} lies between it and its activation"
         modules.add(consumer.module)
@@ -102,11 +108,46 @@ def _only_activation(layer: nn.Module, calls: list[Call]) -> tuple[nn.Module | N
     return module, ""
 
 
-def _other_use(activation: nn.Module, graphs: list[Graph], found: dict[nn.Module, nn.Module]) -> str | None:
+def _other_code(net: nn.Module, calls: list[Call]) -> str:
+    """Say whose code calls the layer or its activation, unless it can call them in one order only."""
+    for call in calls:
+        consumer = call.outputs[0].sole_consumer
+        for caller in (call.caller, consumer.caller if consumer is not None else None):
+            owner = None if caller is None else net.get_submodule(caller)
+            if owner is None or not (runs_in_order(owner) or (owner is net and runs_its_graph(net))):
+                name = (
+                    "forward=" if owner is None else f"'{caller}' ({type(owner).__name__})" if caller else "the network"
+                )
+                return f"the code of {name} calls it and its activation, and may use either without the other"
+    return ""
+
+
+def _other_use(net: nn.Module, layer: nn.Module, activation: nn.Module, held: dict[nn.Module, list[Holder]]) -> str:
+    """Say what refers to the layer other than a Sequential in which the activation follows, or a traced graph."""
+    for holder in held[layer]:
+        if next_in_order(holder) is not activation and not _is_in_graph(net, holder):
+            return f"{type(holder.module).__name__} also refers to it, and may use it without its activation"
+    return ""
+
+
+def _other_input(
+    net: nn.Module,
+    activation: nn.Module,
+    graphs: list[Graph],
+    takers: list[nn.Module],
+    held: dict[nn.Module, list[Holder]],
+) -> str:
+    """Say what else the activation is, or may be, applied to than the outputs of these layers."""
     for call in (call for graph in graphs for call in graph.calls_of(activation)):
         producer = call.inputs[0].producer
-        if producer is None:
-            return "the network's input"
-        if producer.module is None or found.get(producer.module) is not activation:
-            return str(producer)
-    return None
+        if producer is None or producer.module not in takers:
+            return f"called on {f'the output of {producer}' if producer is not None else 'the input of the network'}"
+    followed = [next_in_order(holder) for layer in takers for holder in held[layer]]
+    if len([holder for holder in held[activation] if not _is_in_graph(net, holder)]) > followed.count(activation):
+        return "used elsewhere"
+    return ""
+
+
+def _is_in_graph(net: nn.Module, holder: Holder) -> bool:
+    # torch.fx keeps the modules that its graph calls in plain modules, which have no code of their own.
+    return runs_its_graph(net) and holder.key is not None and (holder.module is net or type(holder.module) is nn.Module)

@@ -27,10 +27,10 @@ def convert(net: nn.Module, example: Any, *, forward: calling.Forward | None = N
     """Return the network with this library's layers in place of ``torch.nn``'s, each with the activation after it.
 
     ``BatchNorm1d/2d/3d`` and ``SyncBatchNorm`` are exchanged; parameters, statistics, hooks, sharing, modes, devices
-    and types stay. An activation module goes into the layer where it alone reads the layer's output, in training and in
-    evaluation. Layers of this library without an activation get one likewise. What is something else (a subclass, a
-    patched forward, a parametrization) is refused and stays as it is. The outputs for ``example`` are compared in both
-    modes. ``net`` is not changed.
+    and types stay. If a Sequential calls an activation module on the layer's output, and nothing else in the network
+    refers to either, the activation goes into the layer. Layers of this library without an activation get one likewise.
+    Anything else (a subclass, a patched forward, a parametrization) is refused and stays as it is, and calls of
+    ``F.batch_norm`` are listed. The outputs for ``example`` are compared in both modes. ``net`` is not changed.
 
     Args:
         net: any network.
@@ -52,7 +52,7 @@ def convert(net: nn.Module, example: Any, *, forward: calling.Forward | None = N
     """
     graphs = traces(net, example, forward)
     layers, refused = _convertible(net, graphs[0])
-    fused, unfused = activations_after(graphs, [m for m in layers if _has_room(m, graphs)])
+    fused, unfused = activations_after(net, graphs, [m for m in layers if _has_room(m, graphs)])
     makers: dict[nn.Module, Any] = {
         layer: partial(_ours, layer, kind, as_activation(fused.get(layer))) for layer, kind in layers.items()
     }
@@ -67,6 +67,9 @@ def convert(net: nn.Module, example: Any, *, forward: calling.Forward | None = N
         elif module in layers:
             action = "converted" + (f" with {type(fused[module]).__name__}" if module in fused else "")
             sites.append(Site(name, action, f"activation: {unfused[module]}" if module in unfused else ""))
+    functional = [call for graph in graphs for call in graph.functions("batch_norm", "native_batch_norm")]
+    why = "a functional batch_norm is no module to exchange"
+    sites.extend(dict.fromkeys(Site(call.path, "not converted", why) for call in functional))
     return attach(result, Report("convert", tuple(sites), error, notes_on(graphs)))
 
 

@@ -1,0 +1,120 @@
+"""Who holds a reference to each module of a network, and whose code is known to call its parts in one order only."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+
+from .kinds import has_hooks
+
+OPAQUE = (Tensor, type, ModuleType, str, bytes, int, float, complex)
+
+
+class Holder(NamedTuple):
+    """Hold a module that refers to another: as the child ``key``, or by an attribute, closure or list (None).
+
+    Beyond the paper: data flow.
+    """
+
+    module: nn.Module
+    key: str | None
+
+
+def holders(net: nn.Module) -> dict[nn.Module, list[Holder]]:
+    """Return everything in a network that refers to each module: parents, and Python objects that parents keep.
+
+    >>> net = nn.Sequential(nn.ReLU(), nn.Tanh())
+    >>> net.favourites = [net[1]]
+    >>> [holder.key for holder in holders(net)[net[1]]]
+    ['1', None]
+
+    Beyond the paper: data flow.
+    """
+    found: dict[nn.Module, list[Holder]] = defaultdict(list)
+    for parent in net.modules():
+        for key, child in parent._modules.items():
+            if child is not None:
+                found[child].append(Holder(parent, key))
+        seen: set[int] = set()
+        for name, value in vars(parent).items():
+            if name != "_modules":
+                for module in _modules_in(value, seen):
+                    found[module].append(Holder(parent, None))
+    return found
+
+
+def _modules_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
+    """Yield the modules that a Python object leads to, not looking into them."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, nn.Module):
+            yield value
+        elif value is not None and not isinstance(value, OPAQUE) and id(value) not in seen:
+            seen.add(id(value))
+            waiting.extend(_parts(value))
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from value.keys()
+        yield from value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from value
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, weakref.ref):
+        yield value()
+    elif isinstance(value, FunctionType):
+        yield from (value.__defaults__, value.__kwdefaults__)
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:
+                continue  # a variable without a value yet
+    else:
+        yield getattr(value, "__dict__", None)
+
+
+def runs_in_order(module: nn.Module) -> bool:
+    """Say whether the module is a Sequential that only torch's code runs: each child on the output of the last.
+
+    >>> runs_in_order(nn.Sequential()), runs_in_order(nn.ModuleList())
+    (True, False)
+
+    Beyond the paper: data flow.
+    """
+    if not isinstance(module, nn.Sequential) or "forward" in vars(module):
+        return False
+    own = [vars(kind) for kind in type(module).__mro__ if kind not in (*nn.Sequential.__mro__,)]
+    return not any(callable(v) or isinstance(v, property) for names in own for k, v in names.items() if k != "__init__")
+
+
+def runs_its_graph(module: nn.Module) -> bool:
+    """Say whether the module is what torch.fx traced: code without branches."""
+    return isinstance(module, fx.GraphModule) and "forward" not in vars(module)
+
+
+def next_in_order(holder: Holder) -> nn.Module | None:
+    """Return what a Sequential calls on a child's output, past identities; None if that is not known."""
+    if holder.key is None or not runs_in_order(holder.module):
+        return None
+    keys = list(holder.module._modules)
+    for key in keys[keys.index(holder.key) + 1 :]:
+        module = holder.module._modules[key]
+        if module is None or not is_plain_identity(module):
+            return module
+    return None
+
+
+def is_plain_identity(module: nn.Module | None) -> bool:
+    """Say whether the module hands its input on and nobody watches it do so."""
+    return type(module) is nn.Identity and "forward" not in vars(module) and not has_hooks(module)
