@@ -117,19 +117,31 @@ class BatchNorm(TorchBatchNorm):
         """Whether a forward pass now would normalize by the statistics of its mini-batch."""
         return not self.frozen_statistics and (self.training or self.running_mean is None or self.running_var is None)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Return g(BN(input) + residual); ``mask`` (N, *locations) is True where a position counts."""
+    def forward(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        activation: str | Activation | None = None,
+    ) -> Tensor:
+        """Return g(BN(input) + residual); ``mask`` (N, *locations) is True where a position counts.
+
+        ``activation`` is g for this call, in place of the layer's own.
+        """
+        g = self.activation if activation is None else as_activation(activation)
         if mask is None and type(input) is Tensor:
-            y = self._quick(input, residual)
+            y = self._quick(input, residual, g)
             if y is not None:
                 return y
         if _is_symbolic(input):
-            return self._as_leaf(input, {"residual": residual, "mask": mask})  # type: ignore[no-any-return]
+            extra = {"residual": residual, "mask": mask, "activation": activation}
+            return self._as_leaf(input, extra)  # type: ignore[no-any-return]
         self._check_input_dim(input)
         self._check_input(input, residual, mask)
         options: dict[str, Any] = {
             "feature_dims": len(self.features),
-            "activation": self.activation,
+            "activation": g,
             "residual": residual,
             "mask": mask,
         }
@@ -150,7 +162,7 @@ class BatchNorm(TorchBatchNorm):
             return ops.batch_norm(input, self.weight, self.bias, self.eps, **options)[0]
         return ops.batch_norm_(input, self.weight, self.bias, running, self._factor, self.eps, **options)[0]
 
-    def _quick(self, input: Tensor, residual: Tensor | None) -> Tensor | None:
+    def _quick(self, input: Tensor, residual: Tensor | None, activation: Activation) -> Tensor | None:
         """Train with nothing to refuse and no policy to apply, as most do; None where something is special."""
         if not (
             self.training
@@ -171,7 +183,7 @@ class BatchNorm(TorchBatchNorm):
         if mean is None or var is None or batches is None or skipped is None:
             return None
         running = (mean, var, batches, skipped)
-        return quick_(input, weight, bias, running, self.momentum, self.eps, self.activation, residual)
+        return quick_(input, weight, bias, running, self.momentum, self.eps, activation, residual)
 
     def _as_leaf(self, proxy: Any, extra: dict[str, Any]) -> Any:
         """Stay one node under torch.fx, which takes modules of torch.nn as leaves but not others."""

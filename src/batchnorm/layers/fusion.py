@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from ..graph import Call, Graph
 from ..graph.holders import Holder, holders, is_plain_identity, next_in_order, runs_in_order, runs_its_graph
 from ..graph.kinds import has_hooks
+from ..graph.rewrite import is_quiet
 from ..ops.activation import from_module
+from .batch_norm import BatchNorm
+from .norm_act import NormAct
 
 
 class Fused(nn.Module):
@@ -38,6 +41,23 @@ class Fused(nn.Module):
     def extra_repr(self) -> str:
         """Say what was here."""
         return f"was {self.activation}"
+
+
+def takes_activation(layer: nn.Module) -> bool:
+    """Say whether a layer can be called with ``residual=`` and ``activation=``: unwatched, and with no g of its own.
+
+    >>> from batchnorm import BatchNorm1d
+    >>> takes_activation(BatchNorm1d(2)), takes_activation(BatchNorm1d(2, activation="relu"))
+    (True, False)
+
+    Beyond the paper: z = g(BN(Wu) + residual) as one call.
+    """
+    if not isinstance(layer, BatchNorm) or layer.activation.name != "identity" or not is_quiet(layer):
+        return False
+    forward = type(layer).forward
+    if forward is NormAct.forward and isinstance(layer, NormAct):
+        return is_plain_identity(layer.drop) and is_plain_identity(layer.act)
+    return forward is BatchNorm.forward
 
 
 def activations_after(

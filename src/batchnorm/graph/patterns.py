@@ -1,0 +1,328 @@
+"""Find BN -> activation and BN -> sum -> activation in a torch.fx graph, and make each a single call."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+
+from ..ops.activation import NAMES, Activation, from_module
+from .holders import is_plain_identity, runs_in_order
+from .kinds import has_hooks, is_affine, keeps_torch_forward
+
+# Every activation that a batch normalization can apply, in each of torch's spellings: F.relu, torch.relu_, x.relu().
+FUNCTIONS: dict[Any, str] = {
+    getattr(owner, spelling): name
+    for name in NAMES
+    for owner in (F, torch, Tensor)
+    for spelling in (name, f"{name}_")
+    if name != "identity" and hasattr(owner, spelling)
+}
+METHODS = {spelling: name for name in NAMES for spelling in (name, f"{name}_") if hasattr(Tensor, spelling)}
+SUMS = {operator.add: False, operator.iadd: True, torch.add: False, Tensor.add: False, Tensor.add_: True}
+SUM_METHODS = {"add": False, "__add__": False, "__radd__": False, "add_": True, "__iadd__": True}
+IN_PLACE = {getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, name[1:])}
+
+
+class Fusion(NamedTuple):
+    """Hold what one call of a batch normalization takes in.
+
+    Beyond the paper: z = g(BN(Wu) + residual) as one call.
+    """
+
+    path: str
+    """The layer's, below the module whose forward was traced."""
+    activation: Activation
+    residual: bool
+
+
+class Match(NamedTuple):
+    """Hold the nodes of one pattern; ``passed`` are identities between them."""
+
+    norm: fx.Node
+    sum: fx.Node | None
+    residual: fx.Node | None
+    activation: fx.Node | None
+    kind: Activation
+    passed: tuple[fx.Node, ...]
+
+    @property
+    def end(self) -> fx.Node:
+        """The node whose value the fused call computes."""
+        return self.activation or self.sum or self.norm
+
+    @property
+    def bypassed(self) -> list[fx.Node]:
+        """The calls of modules that the fused call replaces."""
+        nodes = [*self.passed, *([self.activation] if self.activation is not None else [])]
+        return [node for node in nodes if node.op == "call_module"]
+
+
+def normalize_and_add(
+    norm: Callable[..., Tensor], x: Tensor, residual: Tensor, activation: str | Activation, target: str | None
+) -> Tensor:
+    """Return g(BN(x) + residual); without fusing if the sum promotes types or broadcasts.
+
+    ``target`` is the summand that the sum was written into: "norm", "residual" or None.
+    """
+    if residual.dtype is x.dtype and residual.shape == x.shape and residual.device == x.device:
+        return norm(x, residual, activation=activation)
+    y = norm(x)
+    if target == "norm":
+        y = y.add_(residual)
+    elif target == "residual":
+        y = residual.add_(y)
+    else:
+        y = y + residual
+    g = Activation(activation) if isinstance(activation, str) else activation
+    return g(y)
+
+
+class Matcher:
+    """Find the patterns of a graph and rewrite them.
+
+    Args:
+        root: the module that the graph's targets are paths of.
+        graph: the graph.
+        is_norm: whether a module is a batch normalization that can be called with ``activation=`` and ``residual=``.
+        crossed: how many modules a node's call lies below the code that reads its value; fewer is better.
+
+    Beyond the paper: z = g(BN(Wu) + residual) as one call.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        graph: fx.Graph,
+        is_norm: Callable[[nn.Module], bool],
+        depth: Callable[[fx.Node], int] = lambda node: 0,
+    ) -> None:
+        self.graph = graph
+        self._modules = dict(root.named_modules(remove_duplicate=False))
+        self._is_norm = is_norm
+        self._depth = depth
+        self._order = {node: i for i, node in enumerate(graph.nodes)}
+
+    def matches(self) -> list[Match]:
+        """Return the patterns, each batch normalization in one at most."""
+        found: dict[fx.Node, Match] = {}
+        for node in self.graph.nodes:
+            if self._sum_target(node) is not None:
+                match = self._match_sum(node)
+                if match is not None:
+                    found[match.norm] = match
+        for node in self.graph.nodes:
+            if self._norm_call(node) and node not in found:
+                last, passed = self._follow(node)
+                user = _only_user(last)
+                kind = self._activation(user)
+                if user is not None and kind is not None:
+                    found[node] = Match(node, None, None, user, kind, passed)
+        return list(found.values())
+
+    def apply(self, matches: list[Match]) -> list[Fusion]:
+        """Rewrite the graph, and return what was fused."""
+        return [self._apply(match) for match in matches]
+
+    def ends_in_norm(self) -> bool:
+        """Say whether the value that the graph returns comes from a batch normalization, and goes nowhere else."""
+        (output,) = (node for node in self.graph.nodes if node.op == "output")
+        node = output.args[0]
+        while isinstance(node, fx.Node) and len(node.users) == 1:
+            if self._norm_call(node):
+                return True
+            if not self._passes(node):
+                return False
+            node = node.args[0]
+        return False
+
+    def _match_sum(self, node: fx.Node) -> Match | None:
+        summands = node.args[:2]
+        target = self._sum_target(node)
+        candidates = []
+        for norm, passed in map(self._lead_back, summands):
+            if norm is not None:
+                candidates.append((norm, passed))
+        # Least depth: no module is opened that need not be. Then the last one: nothing is moved past other calls.
+        candidates.sort(key=lambda c: (self._depth(c[0]), -self._order[c[0]]))
+        for norm, passed in candidates:
+            mine = 0 if self._lead_back(summands[0])[0] is norm else 1
+            residual = summands[1 - mine]
+            assert isinstance(residual, fx.Node)
+            # Written into: somebody else may see what it held, unless it was made here for this sum alone.
+            if target == 1 and mine == 1 and not (self._is_fresh(residual) and _only_user(residual) is node):
+                continue
+            if self._moves_past_a_write(norm, node, passed):
+                continue
+            last, after = self._follow(node)
+            user = _only_user(last)
+            kind = self._activation(user)
+            if kind is None:
+                return Match(norm, node, residual, None, Activation(), passed)
+            return Match(norm, node, residual, user, kind, (*passed, *after))
+        return None
+
+    def _apply(self, match: Match) -> Fusion:
+        kind: str | Activation = match.kind if match.kind.name == "leaky_relu" else match.kind.name
+        if match.sum is None:
+            new = match.norm
+            new.kwargs = {"activation": kind}
+        else:
+            target = self._sum_target(match.sum)
+            mine = 0 if self._lead_back(match.sum.args[0])[0] is match.norm else 1
+            into = None if not target else ("norm", "residual")[mine]
+            with self.graph.inserting_before(match.sum):
+                norm = self.graph.get_attr(str(match.norm.target))
+                args = (norm, match.norm.args[0], match.residual, kind, into)
+                new = self.graph.call_function(normalize_and_add, args)
+        match.end.replace_all_uses_with(new)
+        gone = [match.activation, match.sum, *match.passed, match.norm if match.sum is not None else None]
+        for node in sorted((n for n in gone if n is not None), key=lambda n: -self._order[n]):
+            self.graph.erase_node(node)
+        return Fusion(str(match.norm.target), match.kind, match.sum is not None)
+
+    def _module(self, node: fx.Node | None) -> nn.Module | None:
+        return self._modules[str(node.target)] if node is not None and node.op == "call_module" else None
+
+    def _norm_call(self, node: Any) -> bool:
+        if not isinstance(node, fx.Node) or len(node.args) != 1 or node.kwargs:
+            return False
+        module = self._module(node)
+        return module is not None and self._is_norm(module)
+
+    def _passes(self, node: fx.Node) -> bool:
+        return len(node.args) == 1 and not node.kwargs and is_plain_identity(self._module(node))
+
+    def _follow(self, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+        """Walk from a node past identities; return where that ends, and the identities."""
+        passed = []
+        while (user := _only_user(node)) is not None and self._passes(user):
+            passed.append(user)
+            node = user
+        return node, tuple(passed)
+
+    def _lead_back(self, node: Any) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
+        """Walk back from a summand past identities to the batch normalization that alone makes it."""
+        passed: list[fx.Node] = []
+        while isinstance(node, fx.Node) and len(node.users) == 1 and _uses(node) == 1:
+            if self._norm_call(node):
+                return node, tuple(passed)
+            if not self._passes(node):
+                break
+            passed.append(node)
+            node = node.args[0]
+        return None, ()
+
+    def _activation(self, node: fx.Node | None) -> Activation | None:
+        if node is None or not node.args or _uses_of(node, node.args[0]) != 1:
+            return None
+        if node.op == "call_module":
+            module = self._module(node)
+            if module is None or has_hooks(module) or "forward" in vars(module) or len(node.args) > 1 or node.kwargs:
+                return None
+            found = from_module(module)
+            return found if found is not None and found.name != "identity" else None
+        if node.op not in ("call_function", "call_method"):
+            return None
+        name = FUNCTIONS.get(node.target) if node.op == "call_function" else METHODS.get(str(node.target))
+        if name is None:
+            return None
+        rest = {**dict(zip(_PARAMETERS.get(name, ("inplace",)), node.args[1:], strict=False)), **node.kwargs}
+        slope = rest.pop("negative_slope", 0.01)
+        rest.pop("inplace", None)
+        if rest or not isinstance(slope, float | int):
+            return None
+        return Activation(name, float(slope)) if name == "leaky_relu" else Activation(name)
+
+    def _sum_target(self, node: fx.Node) -> int | None:
+        """Return 1 for a sum of two tensors written into the first, 0 for a new tensor, None for no sum."""
+        tables: dict[str, dict[Any, bool]] = {"call_function": SUMS, "call_method": SUM_METHODS}
+        table = tables.get(node.op, {})
+        if node.target not in table or len(node.args) != 2 or node.kwargs or node.args[0] is node.args[1]:
+            return None
+        return int(table[node.target]) if all(isinstance(a, fx.Node) for a in node.args) else None
+
+    def _is_fresh(self, node: fx.Node) -> bool:
+        module = self._module(node)
+        return module is not None and _makes_a_new_tensor(module)
+
+    def _moves_past_a_write(self, norm: fx.Node, end: fx.Node, passed: tuple[fx.Node, ...]) -> bool:
+        """Say whether a call between BN and sum may write what BN reads, or call the same BN: BN would come later."""
+        layer = self._module(norm)
+        assert layer is not None
+        for node in self._between(norm, end):
+            module = self._module(node)
+            if node not in passed and (self._may_write(node) or (module and layer in set(module.modules()))):
+                return True
+        return False
+
+    def _between(self, first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+        node = first.next
+        while node is not last:
+            yield node
+            node = node.next
+
+    def _may_write(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            module = self._module(node)
+            return module is None or _may_write_its_input(module)
+        if node.op == "call_method":
+            name = str(node.target)
+            return (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
+        if node.op != "call_function":
+            return False
+        name = getattr(node.target, "__name__", "_")
+        known = (getattr(node.target, "__module__", None) or "torch").split(".")[0] in (
+            "torch",
+            "_operator",
+            "builtins",
+        )
+        in_place = bool(node.kwargs.get("inplace")) or any(a is True for a in node.args) or "out" in node.kwargs
+        return not known or node.target in IN_PLACE or name.endswith("_") or name == "setitem" or in_place
+
+
+_PARAMETERS = {"leaky_relu": ("negative_slope", "inplace"), "sigmoid": (), "tanh": ()}
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    users = list(node.users)
+    return users[0] if len(users) == 1 and users[0].op != "output" and _uses_of(users[0], node) == 1 else None
+
+
+def _uses(node: fx.Node) -> int:
+    return sum(_uses_of(user, node) for user in node.users)
+
+
+def _uses_of(user: fx.Node, node: Any) -> int:
+    """Return how often a node is an argument of another; nested ones count."""
+    seen: list[fx.Node] = []
+
+    def see(argument: fx.Node) -> fx.Node:
+        seen.append(argument)
+        return argument
+
+    fx.node.map_arg((user.args, user.kwargs), see)
+    return seen.count(node)
+
+
+def _makes_a_new_tensor(module: nn.Module) -> bool:
+    if runs_in_order(module):
+        return len(module) > 0 and _makes_a_new_tensor(list(module.children())[-1])  # type: ignore[arg-type]
+    if isinstance(module, TorchBatchNorm):
+        return True
+    return is_affine(module)
+
+
+def _may_write_its_input(module: nn.Module) -> bool:
+    if isinstance(module, nn.Sequential) and runs_in_order(module):
+        for child in module:
+            if _may_write_its_input(child) or _makes_a_new_tensor(child):
+                return _may_write_its_input(child)
+        return False
+    known = isinstance(module, TorchBatchNorm) or (keeps_torch_forward(module) and not list(module.children()))
+    return not known or bool(getattr(module, "inplace", False))

@@ -1,0 +1,503 @@
+"""Give a module a forward in which patterns of its own code are single calls.
+
+The module becomes an instance of a generated subclass, with nothing added to the instance itself: attributes,
+state-dict keys, hooks and copies stay. Before each call the new forward checks everything that its graph depends on,
+and calls the original forward if anything differs.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+import itertools
+import linecache
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from inspect import Parameter, getattr_static, signature
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+from torch.nn.modules.module import _has_any_global_hook
+
+from .. import calling
+from ..exchange import private_copy
+from .kinds import has_hooks
+from .patterns import Fusion, Match, Matcher
+from .symbolic import Spies, Traced, Untraceable, Unwatchable, freeze, pattern_of, trace_forward
+
+IsNorm = Callable[[nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Hold one traced path through a forward: when it applies, and its code.
+
+    ``scope`` holds the names that the code uses: ("import", module, name) or ("value", value).
+
+    Beyond the paper: z = g(BN(Wu) + residual) as one call.
+    """
+
+    conditions: tuple[str, ...]
+    arguments: tuple[str, ...]
+    source: str
+    scope: tuple[tuple[str, tuple[Any, ...]], ...]
+    fusions: tuple[Fusion, ...]
+
+
+class Rewritten(NamedTuple):
+    """Hold what became of a module's forward in each mode: what was fused, or why nothing was."""
+
+    fusions: dict[bool, tuple[Fusion, ...]]
+    reasons: dict[bool, str]
+
+
+def rewrite_(net: nn.Module, calls: dict[bool, dict[str, Any]], is_norm: IsNorm) -> dict[str, Rewritten]:
+    """Rewrite the forwards of a network's modules, in place, and return what was done by path.
+
+    Args:
+        net: the network; modules that :func:`restore_` could restore should be restored first.
+        calls: by mode (training or not), what :func:`arguments_in` found.
+        is_norm: whether a module is a batch normalization that takes ``residual=`` and ``activation=`` now. It is
+            asked again before every call, so it must be a function that can be imported.
+
+    Beyond the paper: z = g(BN(Wu) + residual) as one call.
+    """
+    found: dict[str, dict[bool, Variant]] = {}
+    done: dict[str, Rewritten] = {}
+    for training, patterns in calls.items():
+        worker = _Worker(net, training, patterns, is_norm)
+        for path, module in reversed([*net.named_modules()]):
+            if not _has_code(module) or not any(is_norm(m) for m in module.modules()):
+                continue
+            entry = done.setdefault(path, Rewritten({}, {}))
+            try:
+                variant = worker.variant(path, module)
+            except Untraceable as error:
+                entry.reasons[training] = str(error)
+                continue
+            if variant is not None:
+                found.setdefault(path, {})[training] = variant
+                entry.fusions[training] = variant.fusions
+    for path, variants in found.items():
+        module = net.get_submodule(path)
+        try:
+            module.__class__ = generated_class(type(module), tuple(dict.fromkeys(variants.values())))
+        except Exception as error:
+            # Classes may have metaclasses, __init_subclass__ or __slots__ that do not take a subclass like this one.
+            done[path] = Rewritten({}, dict.fromkeys(variants, f"{type(module).__name__} takes no subclass: {error}"))
+    return done
+
+
+def restore_(net: nn.Module) -> list[str]:
+    """Give each module of a network its own class back, in place, and return the paths of those that had another."""
+    paths = []
+    for path, module in net.named_modules():
+        if is_rewritten(module):
+            module.__class__ = original_kind(module)
+            paths.append(path)
+    return paths
+
+
+def is_rewritten(module: nn.Module) -> bool:
+    """Say whether a module's class is a generated one."""
+    return "_rewritten_from" in vars(type(module))
+
+
+def original_kind(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class as its author wrote it."""
+    kind = type(module)
+    return vars(kind).get("_rewritten_from", kind)  # type: ignore[no-any-return]
+
+
+def fusions_in(net: nn.Module) -> dict[str, list[Fusion]]:
+    """Return what the rewritten modules of a network fuse, by the path of the batch normalization."""
+    found: dict[str, list[Fusion]] = {}
+    for path, module in net.named_modules():
+        for variant in vars(type(module)).get("_variants", ()):
+            for fusion in variant.fusions:
+                found.setdefault(f"{path}.{fusion.path}".lstrip("."), []).append(fusion)
+    return found
+
+
+def arguments_in(
+    net: nn.Module, example: Any, forward: calling.Forward | None, *, training: bool
+) -> dict[str, dict[str, Any] | str]:
+    """Run a copy of a network, and return the patterns of each module's arguments, or why there are none."""
+    twin = private_copy(net).train(training)
+    found: dict[str, dict[str, Any] | str] = {}
+
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        try:
+            bound = signature(type(module).forward).bind(module, *args, **kwargs)
+            bound.apply_defaults()
+            (_, *given) = bound.arguments.items()
+            found.setdefault(path, {name: pattern_of(value) for name, value in given if name not in _rest(module)})
+        except Unwatchable as error:
+            found.setdefault(path, f"it is called with {error}")
+        except TypeError as error:
+            found.setdefault(path, str(error))
+
+    for path, module in twin.named_modules():
+        if _has_code(module):
+            hook = lambda m, args, kwargs, path=path: note(path, m, args, kwargs)  # noqa: E731
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+    batch = calling.to_device(example, calling.device_of(net), copy=True)
+    with torch.no_grad(), calling.eagerly(), torch.random.fork_rng():
+        calling.call(twin, batch, forward)
+    return found
+
+
+def _rest(module: nn.Module) -> list[str]:
+    """Return the names of *args and **kwargs."""
+    parameters = signature(type(module).forward).parameters.values()
+    return [p.name for p in parameters if p.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
+
+
+def _has_code(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule | fx.GraphModule | TorchBatchNorm) or "forward" in vars(module):
+        return False
+    return bool(module._modules) and isinstance(type(module).forward, FunctionType)
+
+
+class _Worker:
+    """Trace and match the modules of a network in one mode, children before their parents."""
+
+    def __init__(self, net: nn.Module, training: bool, calls: dict[str, Any], is_norm: IsNorm) -> None:
+        self.net, self.calls, self.is_norm = net, calls, is_norm
+        self.twin = private_copy(net).train(training)
+        self.spies = Spies(self.twin)
+        self.ending: set[str] = set()
+
+    def variant(self, path: str, module: nn.Module) -> Variant | None:
+        """Return the rewritten path through a module's forward, or None if there is nothing to rewrite."""
+        patterns = self.calls.get(path, "not called on the example")
+        if isinstance(patterns, str):
+            raise Untraceable(patterns)
+        opened = {p for p in self.ending if not path or p.startswith(f"{path}.")}
+        while True:
+            traced = self._trace(path, patterns, opened)
+            matcher = Matcher(module, traced.graph, self.is_norm, lambda node: len(traced.stacks[node.name]))  # noqa: B023
+            matches = matcher.matches()
+            if matcher.ends_in_norm() and not has_hooks(module):
+                self.ending.add(path)
+            # Open only children whose batch normalization is followed by code outside of them.
+            needed = {p for match in matches for p in _crossed(traced, match)}
+            needed = {f"{path}.{p}".lstrip(".") for p in needed}
+            if needed == {f"{path}.{p}".lstrip(".") for p in traced.opened}:
+                break
+            opened = needed
+        if not matches:
+            return None
+        self._check_surroundings(path, patterns, opened, str(traced.graph))
+        builder = _Builder(self.net, path, module, traced)
+        builder.expect_arguments(patterns)
+        builder.expect_reads()
+        for match in matches:
+            builder.expect_match(match, self.is_norm)
+        return builder.variant(tuple(matcher.apply(matches)))
+
+    def _trace(self, path: str, patterns: dict[str, Any], opened: set[str]) -> Traced:
+        with torch.enable_grad():
+            children = [self.twin.get_submodule(p) for p in opened]
+            return trace_forward(self.twin.get_submodule(path), self.spies, patterns, children)
+
+    def _check_surroundings(self, path: str, patterns: dict[str, Any], opened: set[str], expected: str) -> None:
+        children = [self.twin.get_submodule(p) for p in opened]
+        module = self.twin.get_submodule(path)
+        surroundings: list[AbstractContextManager[Any]] = [torch.no_grad(), torch.autocast("cpu", torch.bfloat16)]
+        for surrounding in surroundings:
+            with surrounding:
+                if str(trace_forward(module, self.spies, patterns, children).graph) != expected:
+                    raise Untraceable("its code depends on the gradient mode or on autocast")
+
+
+def _crossed(traced: Traced, match: Match) -> Iterator[str]:
+    outer = traced.stacks[match.end.name]
+    yield from (p for p in traced.stacks[match.norm.name] if p not in outer)
+
+
+class _Builder:
+    """Collect the conditions of a variant and the names that its code uses."""
+
+    def __init__(self, net: nn.Module, path: str, module: nn.Module, traced: Traced) -> None:
+        self.module, self.traced = module, traced
+        self.conditions: dict[str, None] = {}
+        self.arguments: list[str] = []
+        self.scope: dict[str, tuple[Any, ...]] = {}
+
+    def expect_arguments(self, patterns: dict[str, Any]) -> None:
+        for name in _rest(self.module):
+            self._expect(f"not {name}")
+        for name, pattern in patterns.items():
+            self._expect_pattern(name, pattern)
+
+    def _expect_pattern(self, text: str, pattern: Any) -> None:
+        if pattern is Tensor:
+            self._expect(f"isinstance({text}, Tensor)")
+            self.arguments.append(text)
+        elif pattern[0] in (list, tuple):
+            self._expect(f"type({text}) is {pattern[0].__name__} and len({text}) == {len(pattern) - 1}")
+            for i, inner in enumerate(pattern[1:]):
+                self._expect_pattern(f"{text}[{i}]", inner)
+        else:
+            self._expect_value(text, pattern[1])
+
+    def expect_reads(self) -> None:
+        for path, name in self.traced.reads:
+            owner = self.module.get_submodule(path)
+            text = _spell(path)
+            try:
+                self._expect_read(owner, text, name)
+            except Unwatchable as error:
+                raise Untraceable(f"its code reads '{name}', {error}, which may change unseen") from error
+        for path in self.traced.opened:
+            child = self.module.get_submodule(path)
+            self._expect(f"original_kind({_spell(path)}) is {self._name(type(child))} and is_quiet({_spell(path)})")
+
+    def _expect_read(self, owner: nn.Module, text: str, name: str) -> None:
+        if name == "_modules":
+            self._expect(f"[*{text}._modules] == {list(owner._modules)!r}")
+        elif name.startswith("__"):
+            return
+        elif name in vars(owner):
+            if not isinstance(vars(owner)[name], Tensor):
+                self._expect_value(f"{text}.__dict__[{name!r}]", vars(owner)[name])
+        elif any(name in held for held in (owner._modules, owner._parameters, owner._buffers)):
+            (held,) = (h for h in ("_modules", "_parameters", "_buffers") if name in vars(owner)[h])
+            absent = vars(owner)[held][name] is None
+            self._expect(f"{text}.{held}[{name!r}] is {'None' if absent else 'not None'}")
+        else:
+            found = getattr_static(type(owner), name, Parameter.empty)
+            if found is Parameter.empty:
+                self._expect(f"not hasattr({text}, {name!r})")
+            elif isinstance(found, FunctionType | property | classmethod | staticmethod):
+                self._expect(f"{name!r} not in {text}.__dict__")
+            else:
+                self._expect_value(f"{text}.{name}", getattr(owner, name))
+
+    def _expect_value(self, text: str, value: Any) -> None:
+        if value is None or value is True or value is False:
+            self._expect(f"{text} is {value}")
+        else:
+            freeze(value)
+            self._expect(f"is_same({text}, {self._constant(freeze(value))})")
+
+    def expect_match(self, match: Match, is_norm: IsNorm) -> None:
+        self._expect(f"{self._name(is_norm)}({_spell(str(match.norm.target))})")
+        for node in match.bypassed:
+            text = _spell(str(node.target))
+            module = self.module.get_submodule(str(node.target))
+            self._expect(f"type({text}) is {self._name(type(module))} and is_quiet({text})")
+            if isinstance(module, nn.LeakyReLU):
+                self._expect(f"{text}.negative_slope == {module.negative_slope!r}")
+
+    def _expect(self, condition: str) -> None:
+        self.conditions[condition] = None
+
+    def _constant(self, value: Any) -> str:
+        name = f"c{len(self.scope)}"
+        self.scope[name] = ("value", value)
+        return name
+
+    def _name(self, thing: Any) -> str:
+        name = f"n_{thing.__name__}"
+        while self.scope.get(name, ("value", thing))[1] is not thing:
+            name += "_"
+        self.scope[name] = ("value", thing)
+        return name
+
+    def variant(self, fusions: tuple[Fusion, ...]) -> Variant:
+        for node in reversed(list(self.traced.graph.nodes)):
+            if node.op == "get_attr" and not node.users:
+                self.traced.graph.erase_node(node)
+        code = self.traced.graph.python_code("self")
+        self.scope.update({name: ("value", thing) for name, thing in code.globals.items()})
+        source = code.src[code.src.index("def forward(") :]
+        scope = tuple((name, _by_name(*held)) for name, held in self.scope.items())
+        return Variant(tuple(self.conditions), tuple(self.arguments), source, scope, fusions)
+
+
+def _spell(path: str) -> str:
+    return "self" + "".join(f"._modules[{key!r}]" for key in path.split(".") if path)
+
+
+def _by_name(kind: str, thing: Any) -> tuple[Any, ...]:
+    """Return what a name stands for in a form that pickles, if there is one."""
+    if isinstance(thing, ModuleType):
+        return "import", thing.__name__, ""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
+    if module and name and callable(thing):
+        try:
+            if _import(module, name) is thing:
+                return "import", module, name
+        except (ImportError, AttributeError):
+            pass
+    return kind, thing
+
+
+def _import(module: str, name: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in name.split(".") if name else ():
+        found = getattr(found, part)
+    return found
+
+
+def is_quiet(module: nn.Module) -> bool:
+    """Say whether nobody sees the calls of a module: no hooks, and its class's own forward."""
+    held = module.__dict__
+    return not (
+        held["_forward_hooks"]
+        or held["_forward_pre_hooks"]
+        or held["_backward_hooks"]
+        or held["_backward_pre_hooks"]
+        or "forward" in held
+    )
+
+
+def is_same(value: Any, frozen: Any) -> bool:
+    """Say whether a value is what it was when it was frozen."""
+    try:
+        return bool(freeze(value) == frozen)
+    except Unwatchable:
+        return False
+
+
+_classes: dict[tuple[type, tuple[Variant, ...]], type[nn.Module]] = {}
+_numbers = itertools.count()
+
+
+def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> type[nn.Module]:
+    """Return the subclass of a module's class whose forward runs one of the variants, if its conditions hold."""
+    known = _classes.get((kind, variants))
+    if known is not None:
+        return known
+    given = _Signature(kind.forward)
+    scope: dict[str, Any] = {
+        "Tensor": Tensor,
+        "is_quiet": is_quiet,
+        "is_same": is_same,
+        "original_kind": original_kind,
+        "original": kind,
+        "written": kind.forward,
+        "any_global_hook": _has_any_global_hook,
+        **given.defaults,
+    }
+    lines = [f"def forward(self{given.declared}):"]
+    for i, variant in enumerate(variants):
+        scope[f"run{i}"] = _compiled(variant.source, _scope_of(variant), kind)["forward"]
+        text = [f"def holds(self{given.declared}):", "    try:", "        return ("]
+        text += [f"            {'and ' * (j > 0)}{c}" for j, c in enumerate(_CONDITIONS + variant.conditions)]
+        text += ["        )", "    except (AttributeError, LookupError):", "        return False", ""]
+        scope[f"holds{i}"] = _compiled("\n".join(text), {**scope, **_scope_of(variant)}, kind)["holds"]
+        arguments = "".join(f", {a}" for a in variant.arguments)
+        lines += [f"    if holds{i}(self{given.passed}):", f"        return run{i}(self{arguments})"]
+    lines += [f"    return original.forward(self{given.passed})", ""]
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        """Pickle and copy as the original class does, the generated class by what it is made from."""
+        reduced = kind.__reduce_ex__(self, protocol)
+        if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and reduced[1][0] is made:  # type: ignore[attr-defined]
+            return (_new, (kind, _Pickled(variants, _digest(kind, variants)), *reduced[1][1:]), *reduced[2:])
+        return reduced
+
+    names = {
+        "forward": _compiled("\n".join(lines), scope, kind)["forward"],
+        "__reduce_ex__": reduce_ex,
+        "_rewritten_from": kind,
+        "_variants": variants,
+    }
+    names |= {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    metaclass: Any = type(kind)
+    made = _classes[kind, variants] = metaclass(kind.__name__, (kind,), names)
+    return made  # type: ignore[no-any-return]
+
+
+_CONDITIONS = ("not any_global_hook()", "original.forward is written")
+
+
+class _Signature:
+    """Spell a forward's parameters, as they are declared and as they are passed on."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.defaults: dict[str, Any] = {}
+        declared: list[str] = []
+        passed: list[str] = []
+        (first, *parameters) = signature(forward).parameters.values()
+        before = first.kind
+        named = False
+        for p in parameters:
+            if before is Parameter.POSITIONAL_ONLY and p.kind is not Parameter.POSITIONAL_ONLY:
+                declared.append("/")
+            before = p.kind
+            star = "*" * (p.kind is Parameter.VAR_POSITIONAL) + "**" * (p.kind is Parameter.VAR_KEYWORD)
+            if p.kind is Parameter.KEYWORD_ONLY and not named:
+                declared.append("*")
+            named = named or p.kind in (Parameter.VAR_POSITIONAL, Parameter.KEYWORD_ONLY)
+            text = f"{star}{p.name}"
+            if p.default is not Parameter.empty:
+                self.defaults[f"default_{p.name}"] = p.default
+                text += f"=default_{p.name}"
+            declared.append(text)
+            passed.append(f"{p.name}={p.name}" if p.kind is Parameter.KEYWORD_ONLY else f"{star}{p.name}")
+        if before is Parameter.POSITIONAL_ONLY and parameters:
+            declared.append("/")
+        self.declared = "".join(f", {text}" for text in declared)
+        self.passed = "".join(f", {text}" for text in passed)
+
+
+def _scope_of(variant: Variant) -> dict[str, Any]:
+    return {name: _import(*held[1:]) if held[0] == "import" else held[1] for name, held in variant.scope}
+
+
+def _compiled(source: str, scope: dict[str, Any], kind: type) -> dict[str, Any]:
+    file = f"<batchnorm: {kind.__qualname__} rewritten {next(_numbers)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec"), scope)
+    return scope
+
+
+class _Pickled:
+    """Hold variants and what they were traced from; they pickle as nothing if their code uses what has no name."""
+
+    def __init__(self, variants: tuple[Variant, ...], written: str) -> None:
+        self.variants, self.written = variants, written
+
+    def __deepcopy__(self, memo: Any) -> _Pickled:
+        return self
+
+    def __reduce__(self) -> Any:
+        try:
+            pickle.dumps(self.variants)
+        except Exception:
+            return _Pickled, ((), "")
+        return _Pickled, (self.variants, self.written)
+
+
+def _new(kind: type[nn.Module], pickled: _Pickled, *args: Any) -> nn.Module:
+    # If the code has changed since, or what it uses is not there, the original forward is right.
+    with suppress(ImportError, AttributeError):
+        if pickled.variants and pickled.written == _digest(kind, pickled.variants):
+            kind = generated_class(kind, pickled.variants)
+    return kind.__new__(kind, *args)
+
+
+def _digest(kind: type[nn.Module], variants: tuple[Variant, ...]) -> str:
+    """Return a digest of the code that the variants were traced from."""
+    things = [
+        kind,
+        *(thing for variant in variants for thing in _scope_of(variant).values() if isinstance(thing, type)),
+    ]
+    methods = [f for t in things for k in t.__mro__ for f in vars(k).values() if not k.__module__.startswith("torch.")]
+    texts = sorted(_text_of(f.__code__) for f in methods if isinstance(f, FunctionType))
+    return sha256("".join(texts).encode()).hexdigest()
+
+
+def _text_of(code: CodeType) -> str:
+    constants = [_text_of(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return repr((code.co_code, code.co_names, code.co_varnames, constants))

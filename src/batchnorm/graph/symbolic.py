@@ -1,0 +1,342 @@
+"""Trace the forward of one module with torch.fx, its children as leaves, and record what the code depended on.
+
+torch.fx runs the code once and keeps the path that it took. So everything that may have decided the path is recorded:
+attributes that were read, the arguments that were absent or no tensors, the children of containers. Whatever torch.fx
+would drop without a word is refused: a gradient mode or autocast region around a call, random numbers, attributes set,
+tensors computed apart from the arguments.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from enum import Enum
+from inspect import Parameter, signature
+from math import isnan
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.proxy import Attribute
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+from torch.overrides import TorchFunctionMode
+
+from .kinds import is_affine
+
+LARGEST = 64  # entries of a list or dict that may be compared before every call
+# What may be asked of a tensor that is no argument: it depends on no content.
+QUESTIONS = frozenset({"__get__", "size", "dim", "numel", "is_floating_point", "element_size", "__len__"})
+
+
+class Untraceable(Exception):
+    """Say why a forward cannot be traced."""
+
+
+class Unwatchable(Exception):
+    """Say that a value cannot be compared before every call."""
+
+
+class Traced(NamedTuple):
+    """Hold a graph and what the code that made it depended on."""
+
+    graph: fx.Graph
+    reads: list[tuple[str, str]]
+    """Module paths and the attributes that were read of them; of containers, ``_modules``."""
+    opened: list[str]
+    """The paths of children that are no leaves: their code is part of the graph."""
+    stacks: dict[str, tuple[str, ...]]
+    """For each node, the opened children whose code made it."""
+
+
+def pattern_of(value: Any) -> Any:
+    """Return what a forward's code can tell of an argument: tensors by their place, all else by value.
+
+    >>> pattern_of([torch.zeros(1), None]) == (list, Tensor, ("value", None))
+    True
+
+    Raises:
+        Unwatchable: for a value that cannot be compared before every call.
+    """
+    if isinstance(value, Tensor):
+        return Tensor
+    if type(value) in (list, tuple) and len(value) <= LARGEST:
+        return (type(value), *(pattern_of(v) for v in value))
+    if value is None or isinstance(value, bool | int | float | str | Enum | torch.dtype | torch.device):
+        return ("value", value)
+    raise Unwatchable(f"a {type(value).__name__}")
+
+
+def freeze(value: Any) -> Any:
+    """Return a hashable value that is equal for equal contents, to see later whether an attribute has changed.
+
+    Raises:
+        Unwatchable: for a value that may change without anyone seeing it.
+    """
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum):
+        if isinstance(value, float) and isnan(value):
+            raise Unwatchable("nan")
+        return type(value), value
+    if isinstance(value, torch.dtype | torch.device | torch.memory_format | torch.layout):
+        return value
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+        return value
+    if type(value) in (list, tuple, torch.Size, set, frozenset) and len(value) <= LARGEST:
+        items = [freeze(v) for v in value]
+        return type(value), frozenset(items) if isinstance(value, set | frozenset) else tuple(items)
+    if type(value) is dict and len(value) <= LARGEST:
+        return dict, tuple((freeze(k), freeze(v)) for k, v in value.items())
+    raise Unwatchable(f"a {type(value).__name__}")
+
+
+class Spies:
+    """Give the modules of a network classes that record which attributes the user's code reads of them.
+
+    The network is a copy that is only traced: its modules' classes change for good.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self.reads: dict[nn.Module, dict[str, None]] = defaultdict(dict)
+        kinds: dict[type, type] = {}
+        for module in net.modules():
+            kind = type(module)
+            if isinstance(module, torch.jit.ScriptModule | fx.GraphModule):
+                continue
+            if kind not in kinds:
+                kinds[kind] = self._spy(kind)
+            module.__class__ = kinds[kind]
+
+    def _spy(self, kind: Any) -> type:
+        reads = self.reads
+
+        def read(self: Any, name: str) -> Any:
+            caller = _caller()
+            if not _is_machinery(caller) or (name == "_modules" and caller == "torch.nn.modules.container"):
+                reads[self][name] = None
+            return kind.__getattribute__(self, name)
+
+        def write(self: Any, name: str, value: Any) -> None:
+            if not _is_machinery(_caller()):
+                raise Untraceable(f"its code sets the attribute '{name}'")
+            kind.__setattr__(self, name, value)
+
+        names = {"__getattribute__": read, "__setattr__": write, "_spied": kind, "__module__": kind.__module__}
+        spied: type = type(kind)(kind.__name__, (kind,), names)
+        return spied
+
+
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class, beneath the one that records reads."""
+    kind = type(module)
+    return vars(kind).get("_spied", kind)  # type: ignore[no-any-return]
+
+
+def trace_forward(
+    module: nn.Module, spies: Spies, arguments: dict[str, Any], opened: Collection[nn.Module] = ()
+) -> Traced:
+    """Trace a module's forward, given the patterns of its arguments; children in ``opened`` are traced through.
+
+    Raises:
+        Untraceable: if the graph would not be what the code computes.
+    """
+    before = {m: _containers_of(m) for m in (module, *opened)}
+    generators = _generators()
+    spies.reads.clear()
+    tracer = _Tracer(opened)
+    type(module)._entry = _entry(kind_of(module).forward, arguments)  # type: ignore[attr-defined]
+    try:
+        with _Outsiders(), warnings.catch_warnings(action="ignore"):
+            graph = tracer.trace(module)
+    except Untraceable:
+        raise
+    except Exception as error:
+        raise Untraceable(f"torch.fx cannot trace it ({_first_line(error)})") from error
+    if generators != _generators():
+        raise Untraceable("its code draws random numbers")
+    if any(_containers_of(m) != held for m, held in before.items()):
+        raise Untraceable("its code changes a list or dict that it keeps")
+    reads = {m: list(names) for m, names in spies.reads.items()}
+    for node in graph.nodes:
+        node.type = None
+    paths = {m: name for name, m in module.named_modules()}
+    strangers = [type(m).__name__ for m in reads if m not in paths]
+    if strangers:
+        raise Untraceable(f"its code reads attributes of a {strangers[0]} that is not among its children")
+    read = [(paths[m], name) for m, names in reads.items() for name in names]
+    return Traced(graph, read, [paths[m] for m in tracer.entered], tracer.stacks)
+
+
+def _entry(forward: Callable[..., Any], arguments: dict[str, Any]) -> FunctionType:
+    """Return a function of the tensors among the arguments, one by one, that calls the forward."""
+    names: list[str] = []
+    scope: dict[str, Any] = {"call": _call, "forward": forward}
+
+    def spell(pattern: Any, name: str) -> str:
+        if pattern is Tensor:
+            names.append(name)
+        elif pattern[0] in (list, tuple):
+            inner = "".join(f"{spell(p, f'{name}_{i}')}, " for i, p in enumerate(pattern[1:]))
+            return f"[{inner}]" if pattern[0] is list else f"({inner})"
+        else:
+            scope[name] = pattern[1]
+        return name
+
+    only = [p.name for p in signature(forward).parameters.values() if p.kind is Parameter.POSITIONAL_ONLY]
+    given = {name: spell(pattern, f"a_{name}") for name, pattern in arguments.items()}
+    args = "".join(f"{text}, " for name, text in given.items() if name in only)
+    kwargs = "".join(f"{name!r}: {text}, " for name, text in given.items() if name not in only)
+    exec(f"def entry({', '.join(['self', *names])}):\n    return call(forward, (self, {args}), {{{kwargs}}})\n", scope)
+    return scope["entry"]  # type: ignore[no-any-return]
+
+
+def _call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    before = _ids((args, kwargs))
+    out = forward(*args, **kwargs)
+    if _ids((args, kwargs)) != before:
+        raise Untraceable("its code changes a list that it is called with")
+    return out
+
+
+def _ids(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return [(k, _ids(v)) for k, v in tree.items()]
+    return [_ids(v) for v in tree] if type(tree) in (list, tuple) else id(tree)
+
+
+class _Tracer(fx.Tracer):
+    traced_func_name = "_entry"
+
+    def __init__(self, opened: Collection[nn.Module]) -> None:
+        super().__init__()
+        self._opened = set(opened)
+        self._stack: list[str] = []
+        self._modes = _modes()
+        self.entered: dict[nn.Module, None] = {}
+        self.stacks: dict[str, tuple[str, ...]] = {}
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m not in self._opened
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if m not in self._opened:
+            return super().call_module(m, forward, args, kwargs)
+        self.entered[m] = None
+        self._stack.append(self.path_of_module(m))
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        finally:
+            self._stack.pop()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _modes() != self._modes:
+            raise Untraceable("its code switches gradients, autocast or the saving of tensors for some calls")
+        node = super().create_node(*args, **kwargs)
+        if node.op == "get_attr" and str(node.target).startswith(("_tensor_constant", "_torchbind_obj", "_opaque_obj")):
+            raise Untraceable("its code makes a tensor apart from its arguments")
+        self.stacks[node.name] = tuple(self._stack)
+        return node
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Value(node, self)
+
+
+class _Typed:
+    """Tell the user's code that asks with isinstance what a value will be, or refuse."""
+
+    node: fx.Node
+    tracer: Any
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        if _is_machinery(_caller()):
+            return type(self)
+        if not isinstance(self, Attribute) and _is_tensor(self.node, self.tracer.root):
+            return Tensor
+        raise Untraceable("its code asks for the type of a value")
+
+
+def _is_tensor(node: fx.Node, root: nn.Module) -> bool:
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        return isinstance(module, TorchBatchNorm) or is_affine(module)
+    return node.op == "placeholder"
+
+
+class _Value(_Typed, fx.Proxy):
+    def __getattr__(self, name: str) -> Attribute:
+        return _Attribute(self, name)
+
+
+class _Attribute(_Typed, Attribute):
+    def __getattr__(self, name: str) -> Attribute:
+        return _Attribute(self, name)
+
+
+def _in_place(function: Any) -> Callable[[Any, Any], Any]:
+    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+
+
+# torch.fx itself would make x += y a new tensor.
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul"):
+    for _kind in (_Value, _Attribute):
+        setattr(_kind, f"__i{_name}__", _in_place(getattr(operator, f"i{_name}")))
+
+
+class _Outsiders(TorchFunctionMode):
+    """Refuse calls of torch that have nothing to do with the arguments: they would run once, while tracing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if not _has_proxy((args, kwargs)) and name not in QUESTIONS and not _is_machinery(_caller()):
+            raise Untraceable(f"its code calls {name or func} on no tensor that comes from its arguments")
+        return func(*args, **kwargs)
+
+
+def _has_proxy(tree: Any) -> bool:
+    if isinstance(tree, dict):
+        return any(map(_has_proxy, tree.values()))
+    if type(tree) in (list, tuple):
+        return any(map(_has_proxy, tree))
+    return isinstance(tree, fx.Proxy)
+
+
+def _caller() -> str:
+    """Return the name of the Python module that made the call which a function of this one handles."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name
+
+
+def _is_machinery(name: str) -> bool:
+    return name.partition(".")[0] == "torch" or name == __name__
+
+
+def _modes() -> tuple[Any, ...]:
+    """Return what may be switched around a call and leaves no mark in a graph."""
+    devices = ("cpu", "cuda")
+    saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
+        saving,
+    )
+
+
+def _generators() -> tuple[Any, ...]:
+    """Return the state of the random generators that are shared by all."""
+    numpy = sys.modules.get("numpy")
+    shared = repr(numpy.random.get_state()) if numpy is not None else ""
+    return random.getstate(), shared, bytes(torch.get_rng_state().tolist())
+
+
+def _containers_of(module: nn.Module) -> dict[str, Any]:
+    return {name: _ids(value) for name, value in vars(module).items() if isinstance(value, list | dict)}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

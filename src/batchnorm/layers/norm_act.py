@@ -1,0 +1,69 @@
+"""timm's batch normalization with an activation inside, as a layer of this library."""
+
+from __future__ import annotations
+
+import copyreg
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..graph.holders import is_plain_identity
+from ..graph.rewrite import is_quiet
+from ..ops.activation import Activation, from_module
+from .batch_norm import BatchNorm2d, _is_symbolic
+
+
+class NormAct(BatchNorm2d):
+    """Normalize and apply ``drop`` and ``act``, two children of the layer, in the same call if possible.
+
+    ``convert`` makes layers of this class of timm's ``BatchNormAct2d``; they are instances of timm's class too.
+
+    Beyond the paper: z = g(BN(Wu)) as one call.
+    """
+
+    drop: nn.Module
+    act: nn.Module
+    _made_from: Any
+
+    def forward(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        activation: str | Activation | None = None,
+    ) -> Tensor:
+        """Return act(drop(g(BN(input) + residual))); g is ``activation``, by default the identity."""
+        if _is_symbolic(input):
+            return self._made_from.forward(self, input)  # type: ignore[no-any-return]
+        fused = from_module(self.act) if is_plain_identity(self.drop) and is_quiet(self.act) else None
+        if fused is not None and (activation is None or fused.name == "identity"):
+            return super().forward(input, residual, mask, activation=activation or fused)
+        y = super().forward(input, residual, mask, activation=activation)
+        return self.act(self.drop(y))  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        if reduced[0] is copyreg.__newobj__ and type(self) is joined(self._made_from):  # type: ignore[attr-defined]
+            return (_new, (self._made_from,), *reduced[2:])
+        return reduced
+
+
+def is_norm_act(kind: type) -> bool:
+    """Say whether a class is timm's BatchNormAct2d."""
+    return (
+        kind.__name__ == "BatchNormAct2d" and kind.__module__.startswith("timm.") and issubclass(kind, nn.BatchNorm2d)
+    )
+
+
+@cache  # type: ignore[arg-type]
+def joined(kind: type[nn.BatchNorm2d]) -> type[NormAct]:
+    """Return the class that is both a layer of this library and timm's."""
+    names = {"_made_from": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (NormAct, kind), names)
+
+
+def _new(kind: type[nn.BatchNorm2d]) -> nn.Module:
+    made = joined(kind)
+    return made.__new__(made)
