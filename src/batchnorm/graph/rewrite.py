@@ -13,7 +13,7 @@ import itertools
 import linecache
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from inspect import Parameter, getattr_static, signature
@@ -195,7 +195,7 @@ class _Worker:
         if not matches:
             return None
         self._check_surroundings(path, patterns, opened, str(traced.graph))
-        builder = _Builder(self.net, path, module, traced)
+        builder = _Builder(module, self.twin.get_submodule(path), traced)
         builder.expect_arguments(patterns)
         builder.expect_reads()
         for match in matches:
@@ -209,12 +209,10 @@ class _Worker:
 
     def _check_surroundings(self, path: str, patterns: dict[str, Any], opened: set[str], expected: str) -> None:
         children = [self.twin.get_submodule(p) for p in opened]
-        module = self.twin.get_submodule(path)
-        surroundings: list[AbstractContextManager[Any]] = [torch.no_grad(), torch.autocast("cpu", torch.bfloat16)]
-        for surrounding in surroundings:
-            with surrounding:
-                if str(trace_forward(module, self.spies, patterns, children).graph) != expected:
-                    raise Untraceable("its code depends on the gradient mode or on autocast")
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            graph = trace_forward(self.twin.get_submodule(path), self.spies, patterns, children).graph
+        if str(graph) != expected:
+            raise Untraceable("its code depends on the gradient mode or on autocast")
 
 
 def _crossed(traced: Traced, match: Match) -> Iterator[str]:
@@ -225,8 +223,8 @@ def _crossed(traced: Traced, match: Match) -> Iterator[str]:
 class _Builder:
     """Collect the conditions of a variant and the names that its code uses."""
 
-    def __init__(self, net: nn.Module, path: str, module: nn.Module, traced: Traced) -> None:
-        self.module, self.traced = module, traced
+    def __init__(self, module: nn.Module, twin: nn.Module, traced: Traced) -> None:
+        self.module, self.twin, self.traced = module, twin, traced
         self.conditions: dict[str, None] = {}
         self.arguments: list[str] = []
         self.scope: dict[str, tuple[Any, ...]] = {}
@@ -250,7 +248,7 @@ class _Builder:
 
     def expect_reads(self) -> None:
         for path, name in self.traced.reads:
-            owner = self.module.get_submodule(path)
+            owner = self.twin.get_submodule(path)  # in the mode that was traced
             text = _spell(path)
             try:
                 self._expect_read(owner, text, name)
@@ -317,10 +315,16 @@ class _Builder:
             if node.op == "get_attr" and not node.users:
                 self.traced.graph.erase_node(node)
         code = self.traced.graph.python_code("self")
-        self.scope.update({name: ("value", thing) for name, thing in code.globals.items()})
         source = code.src[code.src.index("def forward(") :]
+        used = _names_in(compile(source, "", "exec"))
+        self.scope.update({name: ("value", thing) for name, thing in code.globals.items() if name in used})
         scope = tuple((name, _by_name(*held)) for name, held in self.scope.items())
         return Variant(tuple(self.conditions), tuple(self.arguments), source, scope, fusions)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (_names_in(c) for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _spell(path: str) -> str:
@@ -385,7 +389,7 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
         "original_kind": original_kind,
         "original": kind,
         "written": kind.forward,
-        "any_global_hook": _has_any_global_hook,
+        "is_watched": is_watched,
         **given.defaults,
     }
     lines = [f"def forward(self{given.declared}):"]
@@ -418,7 +422,24 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
     return made  # type: ignore[no-any-return]
 
 
-_CONDITIONS = ("not any_global_hook()", "original.forward is written")
+_CONDITIONS = ("not is_watched()", "original.forward is written")
+_unwatched = False
+
+
+def is_watched() -> bool:
+    """Say whether somebody sees the calls of all modules."""
+    return not _unwatched and _has_any_global_hook()
+
+
+@contextmanager
+def despite_global_hooks() -> Iterator[None]:
+    """Run rewritten forwards although somebody sees the calls of all modules, who knows about it."""
+    global _unwatched
+    before, _unwatched = _unwatched, True
+    try:
+        yield
+    finally:
+        _unwatched = before
 
 
 class _Signature:

@@ -20,6 +20,7 @@ from math import isnan
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute
@@ -329,9 +330,8 @@ def _modes() -> tuple[Any, ...]:
 
 def _generators() -> tuple[Any, ...]:
     """Return the state of the random generators that are shared by all."""
-    numpy = sys.modules.get("numpy")
-    shared = repr(numpy.random.get_state()) if numpy is not None else ""
-    return random.getstate(), shared, bytes(torch.get_rng_state().tolist())
+    _, keys, *rest = np.random.get_state()
+    return random.getstate(), keys.tobytes(), rest, torch.get_rng_state().numpy().tobytes()
 
 
 def _containers_of(module: nn.Module) -> dict[str, Any]:

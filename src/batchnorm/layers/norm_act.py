@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,13 +56,17 @@ def is_norm_act(kind: type) -> bool:
     )
 
 
-@cache  # type: ignore[arg-type]
-def joined(kind: type[nn.BatchNorm2d]) -> type[NormAct]:
+_joined: dict[type, type[NormAct]] = {}
+
+
+def joined(kind: type[nn.Module]) -> type[NormAct]:
     """Return the class that is both a layer of this library and timm's."""
-    names = {"_made_from": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (NormAct, kind), names)
+    if kind not in _joined:
+        names = {"_made_from": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        _joined[kind] = type(kind.__name__, (NormAct, kind), names)
+    return _joined[kind]
 
 
-def _new(kind: type[nn.BatchNorm2d]) -> nn.Module:
+def _new(kind: type[nn.Module]) -> nn.Module:
     made = joined(kind)
     return made.__new__(made)

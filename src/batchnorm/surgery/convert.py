@@ -1,8 +1,9 @@
-"""Exchange ``torch.nn``'s batch normalization for this library's, with the activation after it fused."""
+"""Exchange ``torch.nn``'s batch normalization for this library's, and fuse the sums and activations after it."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,35 +14,63 @@ from torch.nn.utils import parametrize
 from .. import calling
 from ..exchange import Memo, exchange
 from ..graph import Graph
+from ..graph.holders import runs_in_order
+from ..graph.rewrite import Rewritten, arguments_in, restore_, rewrite_
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Sync
-from ..layers.fusion import Fused, activations_after
+from ..layers.fusion import Fused as Placeholder
+from ..layers.fusion import activations_after, takes_activation
+from ..layers.norm_act import NormAct, is_norm_act, joined
+from ..layers.statistics import Statistics
 from ..ops import Activation
 from ..ops.activation import as_activation
 from ..sites import Report, Site, attach
+from .account import Count, Fused, count, describe, fused_in, headline
 from .kinds import OURS, OWN, THEIRS, compare, has_extras, move_state, notes_on, traces
 
 BY_DIMENSIONS = {2: BatchNorm1d, 3: BatchNorm1d, 4: BatchNorm2d, 5: BatchNorm3d}
 
 
-def convert(net: nn.Module, example: Any, *, forward: calling.Forward | None = None) -> nn.Module:
-    """Return the network with this library's layers in place of ``torch.nn``'s, each with the activation after it.
+def convert(
+    net: nn.Module,
+    example: Any,
+    *,
+    forward: calling.Forward | None = None,
+    rewrite: bool = True,
+    statistics: Statistics | None = None,
+) -> nn.Module:
+    """Return the network with this library's layers in place of ``torch.nn``'s, and what follows them fused.
 
-    ``BatchNorm1d/2d/3d`` and ``SyncBatchNorm`` are exchanged; parameters, statistics, hooks, sharing, modes, devices
-    and types stay. If a Sequential calls an activation module on the layer's output, and nothing else in the network
-    refers to either, the activation goes into the layer. Layers of this library without an activation get one likewise.
-    Anything else (a subclass, a patched forward, a parametrization) is refused and stays as it is, and calls of
-    ``F.batch_norm`` are listed. The outputs for ``example`` are compared in both modes. ``net`` is not changed.
+    ``BatchNorm1d/2d/3d``, ``SyncBatchNorm`` and timm's ``BatchNormAct2d`` are exchanged; parameters, statistics, hooks,
+    sharing, modes, devices and types stay. Anything else (a subclass, a patched forward, a parametrization) is refused
+    and stays as it is, and calls of ``F.batch_norm`` are listed.
+
+    An activation, and a sum with a tensor of the same shape, go into the call of the layer before them, whether they
+    are modules, functions, methods or operators, in place or not. Each module whose forward holds such a pattern is
+    traced with ``torch.fx``, its children as leaves, and becomes an instance of a generated subclass of its class. The
+    new forward runs if everything that the trace depended on is the same: mode, absent arguments, attributes, hooks.
+    Otherwise the original forward runs. In networks made of nothing but ``Sequential`` the layers themselves take in
+    the activation modules.
+
+    Outputs, running statistics and gradients for ``example`` are compared in both modes. ``net`` is not changed.
+    :func:`revert` undoes it all.
+
+    A trace cannot see Python globals that change, ``print`` and other effects, ``type(x)`` of a tensor, and random
+    numbers from generators other than the global ones of ``random``, NumPy and torch. Use ``rewrite=False`` for
+    networks whose forwards depend on these.
 
     Args:
         net: any network.
         example: a batch; with at least two examples training mode is looked at too.
-        forward: how to call the network, where the rule for batches does not fit.
+        forward: how to call the network, if the rule for batches does not fit.
+        rewrite: False exchanges modules only. An activation module is then fused if a ``Sequential`` calls it after the
+            layer and nothing else refers to either; code must not call children of that ``Sequential`` by themselves.
+        statistics: where every layer's statistics come from: ``Sync()``, ``Ghost(size)``, ``Renorm()``.
 
     Returns:
-        The network with a ``report``: each layer, what was done, and what was not, and why.
+        The network with a ``report``: how many layers are fused, each layer, what was done, and what was not, and why.
 
     Raises:
-        ValueError: where the converted network computes something else.
+        ValueError: if the converted network computes something else.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -50,27 +79,83 @@ def convert(net: nn.Module, example: Any, *, forward: calling.Forward | None = N
 
     Beyond the paper: for networks that have batch normalization already.
     """
+    if statistics is not None and (isinstance(statistics, type) or not hasattr(statistics, "batch_norm")):
+        raise TypeError(f"statistics must be a value such as Sync(), Ghost(32) or Renorm(), not {statistics!r}")
     graphs = traces(net, example, forward)
+    modes = dict(zip((False, True), graphs, strict=False))
     layers, refused = _convertible(net, graphs[0])
     fused, unfused = activations_after(net, graphs, [m for m in layers if _has_room(m, graphs)])
+    if rewrite:
+        # In a Sequential that the user's code holds, which may call its children by themselves, rewriting is sound.
+        fused = {layer: activation for layer, activation in fused.items() if _is_all_in_order(net, layer)}
     makers: dict[nn.Module, Any] = {
         layer: partial(_ours, layer, kind, as_activation(fused.get(layer))) for layer, kind in layers.items()
     }
     for activation in set(fused.values()):
         makers[activation] = partial(_fused, activation, [m for m, a in fused.items() if a is activation])
     result = exchange(net, makers)
+    restore_(result)
+    done: dict[str, Rewritten] = {}
+    if rewrite:
+        calls = {mode: arguments_in(result, example, forward, training=mode) for mode in modes}
+        done = rewrite_(result, calls, takes_activation)
     error = compare(net, result, example, forward, modes=len(graphs))
-    sites = []
+    if statistics is not None:
+        for module in result.modules():
+            if isinstance(module, BatchNorm):
+                module.statistics, module._ranks_checked = statistics, False
+    counts = []
+    for mode, graph in modes.items():
+        taken = fused_in(net, result, done, mode)
+        counts.append((count(graph, taken), taken))
+    sites = list(_sites(net, layers, refused, counts, unfused, done, graphs))
+    notes = [*notes_on(graphs), headline(counts)]
+    if not _changes(net, result):
+        notes.append("nothing changed: the network was converted already")
+    return attach(result, Report("convert", tuple(sites), error, tuple(notes)))
+
+
+def _is_all_in_order(net: nn.Module, layer: nn.Module) -> bool:
+    """Say whether nothing but Sequentials holds a layer, from the network down."""
+    return all(runs_in_order(m) for m in net.modules() if m is not layer and layer in set(m.modules()))
+
+
+def _changes(net: nn.Module, result: nn.Module) -> bool:
+    def state(net: nn.Module) -> list[Any]:
+        return [(type(m), getattr(m, "activation", None), getattr(m, "statistics", None)) for m in net.modules()]
+
+    return state(net) != state(result)
+
+
+def _sites(
+    net: nn.Module,
+    layers: dict[TorchBatchNorm, type[BatchNorm]],
+    refused: dict[nn.Module, str],
+    counts: list[tuple[Count, Fused]],
+    unfused: dict[nn.Module, str],
+    done: dict[str, Rewritten],
+    graphs: list[Graph],
+) -> Iterator[Site]:
     for name, module in net.named_modules():
         if module in refused:
-            sites.append(Site(name, "refused", refused[module]))
+            yield Site(name, "refused", refused[module])
         elif module in layers:
-            action = "converted" + (f" with {type(fused[module]).__name__}" if module in fused else "")
-            sites.append(Site(name, action, f"activation: {unfused[module]}" if module in unfused else ""))
+            taken = [fused.get(module) for _, fused in counts]
+            reason = _why_not(module, unfused, done, graphs) if None in taken else ""
+            yield Site(name, "converted" + describe(taken), reason)
     functional = [call for graph in graphs for call in graph.functions("batch_norm", "native_batch_norm")]
     why = "a functional batch_norm is no module to exchange"
-    sites.extend(dict.fromkeys(Site(call.path, "not converted", why) for call in functional))
-    return attach(result, Report("convert", tuple(sites), error, notes_on(graphs)))
+    yield from dict.fromkeys(Site(call.path, "not converted", why) for call in functional)
+
+
+def _why_not(layer: nn.Module, unfused: dict[nn.Module, str], done: dict[str, Rewritten], graphs: list[Graph]) -> str:
+    for call in (call for graph in graphs for call in graph.calls_of(layer)):
+        entry = done.get(call.caller or "")
+        if entry is not None and entry.reasons:
+            (reason, *_) = entry.reasons.values()
+            where = f"'{call.caller}'" if call.caller else "the network"
+            return f"activation: the code of {where} is not rewritten: {reason}"
+    return f"activation: {unfused[layer]}" if layer in unfused else ""
 
 
 def _convertible(net: nn.Module, graph: Graph) -> tuple[dict[TorchBatchNorm, type[BatchNorm]], dict[nn.Module, str]]:
@@ -89,6 +174,10 @@ def _convertible(net: nn.Module, graph: Graph) -> tuple[dict[TorchBatchNorm, typ
             layers[module] = OURS[kind]
         elif isinstance(module, BatchNorm) and kind in THEIRS:
             layers[module] = type(module)
+        elif is_norm_act(kind):
+            layers[module] = joined(kind)
+        elif isinstance(module, NormAct):
+            layers[module] = type(module)
         elif kind is nn.SyncBatchNorm and calls:
             layers[module] = BY_DIMENSIONS[len(calls[0].inputs[0].shape)]
         elif kind is nn.SyncBatchNorm:
@@ -105,7 +194,9 @@ def _has_room(layer: nn.Module, graphs: list[Graph]) -> bool:
 
 
 def _ours(layer: TorchBatchNorm, kind: type[BatchNorm], activation: Activation, memo: Memo) -> nn.Module:
-    new = kind(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+    plain = BatchNorm2d if issubclass(kind, NormAct) else kind
+    new = plain(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+    new.__class__ = kind
     own, skipped = {key: vars(new)[key] for key in OWN}, new.num_batches_skipped
     move_state(layer, new, memo)
     if not isinstance(layer, BatchNorm):
@@ -124,4 +215,4 @@ def _ours(layer: TorchBatchNorm, kind: type[BatchNorm], activation: Activation, 
 
 def _fused(activation: nn.Module, layers: list[nn.Module], memo: Memo) -> nn.Module:
     # Layers are exchanged before activations, so the memo has them.
-    return Fused(copy.deepcopy(activation, memo), [memo[id(layer)] for layer in layers])
+    return Placeholder(copy.deepcopy(activation, memo), [memo[id(layer)] for layer in layers])

@@ -12,8 +12,10 @@ from torch import nn
 from .. import calling
 from ..exchange import Memo, exchange
 from ..graph import Graph
+from ..graph.rewrite import restore_
 from ..layers import BatchNorm, Sync
 from ..layers.fusion import Fused
+from ..layers.norm_act import NormAct
 from ..ops.activation import to_module
 from ..sites import Report, Site, attach
 from .kinds import OWN, THEIRS, compare, has_extras, move_state, traces
@@ -22,18 +24,19 @@ from .kinds import OWN, THEIRS, compare, has_extras, move_state, traces
 def revert(net: nn.Module, example: Any = None, *, forward: calling.Forward | None = None) -> nn.Module:
     """Return the network with plain ``torch.nn`` layers in place of this library's.
 
-    Undoes ``convert``: activation modules go back to where they were. A layer that was made with an activation becomes
-    ``nn.Sequential`` of ``norm`` and ``activation``. ``net`` is not changed.
+    Undoes ``convert``: modules get their own classes and forwards back, and activation modules go back to where they
+    were. A layer that was made with an activation becomes ``nn.Sequential`` of ``norm`` and ``activation``. ``net`` is
+    not changed.
 
     Args:
         net: any network.
         example: a batch to compare the outputs for, and to see a residual or a mask in the calls; without it, code that
             passes these to a layer fails when it runs.
-        forward: how to call the network, where the rule for batches does not fit.
+        forward: how to call the network, if the rule for batches does not fit.
 
     Raises:
-        ValueError: where ``torch.nn`` has no equal (Ghost, Renorm, per activation, frozen statistics, ``on_single``, a
-            residual or a mask in the call), with each such layer and its reason; or where the outputs differ.
+        ValueError: if ``torch.nn`` has no equal (Ghost, Renorm, per activation, frozen statistics, ``on_single``, a
+            residual or a mask in the call), with each such layer and its reason; or if the outputs differ.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
     >>> import torch, batchnorm as bn
@@ -54,12 +57,13 @@ def revert(net: nn.Module, example: Any = None, *, forward: calling.Forward | No
     makers: dict[nn.Module, Any] = {m: partial(_theirs, m, m not in elsewhere) for m in layers}
     makers |= {marker: partial(copy.deepcopy, marker.activation) for marker in markers}
     result = exchange(net, makers)
+    restore_(result)
     error = compare(net, result, example, forward, modes=len(graphs)) if graphs else None
     return attach(result, Report("revert", tuple(Site(names[m], "reverted") for m in layers), error))
 
 
 def _reason_to_refuse(layer: BatchNorm, graphs: list[Graph]) -> str:
-    if type(layer) not in THEIRS:
+    if type(layer) not in THEIRS and not isinstance(layer, NormAct):
         return f"{type(layer).__name__} is a subclass"
     if len(layer.features) > 1:
         return "it normalizes per activation"
@@ -69,12 +73,18 @@ def _reason_to_refuse(layer: BatchNorm, graphs: list[Graph]) -> str:
         return "its statistics are frozen; unfreeze_ it first"
     if layer.on_single != "error":
         return f"on_single={layer.on_single!r}"
+    if isinstance(layer, NormAct) and isinstance(layer.statistics, Sync):
+        return "it is synchronized across ranks"
     return "it is called with a residual or a mask" if has_extras(layer, graphs) else ""
 
 
 def _theirs(layer: BatchNorm, with_activation: bool, memo: Memo) -> nn.Module:
-    kind = nn.SyncBatchNorm if isinstance(layer.statistics, Sync) else THEIRS[type(layer)]
+    kind = nn.BatchNorm2d if isinstance(layer, NormAct) else THEIRS[type(layer)]
+    if isinstance(layer.statistics, Sync):
+        kind = nn.SyncBatchNorm
     new = kind(layer.features[0], layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+    if isinstance(layer, NormAct):
+        new.__class__ = layer._made_from
     move_state(layer, new, memo)
     for key in OWN:
         del vars(new)[key]

@@ -1,0 +1,120 @@
+"""What became of each batch normalization: which feed an activation or a sum, and which of these are one call now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+
+from ..graph import Call, Graph
+from ..graph.holders import is_plain_identity
+from ..graph.kinds import NONLINEAR, plain_name
+from ..graph.patterns import Fusion
+from ..graph.rewrite import Rewritten
+from ..layers import BatchNorm
+from ..layers.norm_act import NormAct
+from ..ops import Activation
+from ..ops.activation import from_module, to_module
+
+Fused = dict[nn.Module, Fusion]
+
+
+class Count(NamedTuple):
+    """Hold which layers feed an activation, directly or through a sum, and which feed nothing but a sum.
+
+    Beyond the paper: z = g(BN(Wu) + residual) as one call.
+    """
+
+    activation: set[nn.Module]
+    sum: set[nn.Module]
+
+
+def fused_in(net: nn.Module, result: nn.Module, done: dict[str, Rewritten], training: bool) -> Fused:
+    """Return what each layer of the original network takes in, in one mode of the converted network."""
+    names = {module: name for name, module in net.named_modules()}
+    rewritten = {
+        f"{path}.{fusion.path}".lstrip("."): fusion
+        for path, entry in done.items()
+        for fusion in entry.fusions.get(training, ())
+    }
+    found: Fused = {}
+    for module, name in names.items():
+        if isinstance(module, TorchBatchNorm):
+            within = _own(result.get_submodule(name))
+            if within is not None:
+                found[module] = Fusion(name, within, False)
+            elif name in rewritten:
+                found[module] = rewritten[name]
+    return found
+
+
+def _own(layer: nn.Module) -> Activation | None:
+    """Return the activation that a layer applies in the same call, if any."""
+    if isinstance(layer, NormAct):
+        found = from_module(layer.act) if is_plain_identity(layer.drop) else None
+    else:
+        found = layer.activation if isinstance(layer, BatchNorm) else None
+    return found if found is not None and found.name != "identity" else None
+
+
+def count(graph: Graph, fused: Fused) -> Count:
+    """Look at what reads the output of each batch normalization in one forward pass."""
+    found = Count(set(), set())
+    for call in graph.calls:
+        if isinstance(call.module, TorchBatchNorm) and _applies_one(call.module):
+            found.activation.add(call.module)
+        elif plain_name(call.name) in NONLINEAR and call.inputs:
+            producer = call.inputs[0].producer
+            if producer is not None and isinstance(producer.module, TorchBatchNorm):
+                found.activation.add(producer.module)
+            elif producer is not None and call.inputs[0].sole_consumer is call:
+                # Where both summands are BN outputs, one of them takes in the other and the activation.
+                norms = list(_summands(producer))
+                found.activation.update([*(m for m in norms if m in fused), *reversed(norms)][:1])
+    for call in graph.calls:
+        found.sum.update(m for m in _summands(call) if m not in found.activation)
+    return found
+
+
+def _summands(call: Call) -> Iterator[nn.Module]:
+    """Yield the layers whose output goes into a sum and nowhere else."""
+    if plain_name(call.name) == "add" and call.module is None:
+        for value in dict.fromkeys(call.inputs[:2]):
+            module = value.producer.module if value.producer is not None else None
+            if isinstance(module, TorchBatchNorm) and value.sole_consumer is call:
+                yield module
+
+
+def _applies_one(layer: nn.Module) -> bool:
+    act = getattr(layer, "act", None)
+    inside = isinstance(act, nn.Module) and not is_plain_identity(act)
+    return inside or (isinstance(layer, BatchNorm) and layer.activation.name != "identity")
+
+
+def headline(counts: list[tuple[Count, Fused]]) -> str:
+    """Say how many layers that feed an activation are fused in every mode that was looked at."""
+    feeding = set[nn.Module]().union(*(c.activation for c, _ in counts))
+    sums = set[nn.Module]().union(*(c.sum for c, _ in counts)) - feeding
+    fused = {m for m in feeding if all(m in f for c, f in counts if m in c.activation)}
+    residual = [m for m in fused if any(m in f and f[m].residual for _, f in counts)]
+    text = f"{len(fused)} of {len(feeding)} BN layers that feed an activation are fused"
+    if residual:
+        text += f", {len(residual)} with a residual"
+    if sums:
+        within = [m for m in sums if all(m in f for c, f in counts if m in c.sum)]
+        text += f"; {len(sums)} feed{'s' * (len(sums) == 1)} a sum" + (f", {len(within)} fused" if within else "")
+    return text
+
+
+def describe(taken: list[Fusion | None]) -> str:
+    """Say what a layer takes in, in evaluation and in training: " with a residual and ReLU"."""
+    fusion = next((f for f in taken if f is not None), None)
+    if fusion is None:
+        return ""
+    parts = ["a residual"] * fusion.residual
+    if fusion.activation.name != "identity":
+        parts.append(type(to_module(fusion.activation)).__name__)
+    only = f" in {('evaluation', 'training')[taken.index(fusion)]}" if None in taken else ""
+    return f" with {' and '.join(parts)}{only}"
