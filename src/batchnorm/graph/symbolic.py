@@ -330,8 +330,8 @@ def _modes() -> tuple[Any, ...]:
 
 def _generators() -> tuple[Any, ...]:
     """Return the state of the random generators that are shared by all."""
-    _, keys, *rest = np.random.get_state()
-    return random.getstate(), keys.tobytes(), rest, torch.get_rng_state().numpy().tobytes()
+    state: Any = np.random.get_state()
+    return random.getstate(), state[1].tobytes(), state[2:], torch.get_rng_state().numpy().tobytes()
 
 
 def _containers_of(module: nn.Module) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from .. import calling
 from ..exchange import Memo, exchange
 from ..graph import Graph
 from ..graph.holders import runs_in_order
-from ..graph.rewrite import Rewritten, arguments_in, restore_, rewrite_
+from ..graph.rewrite import Rewritten, arguments_in, despite_global_hooks, restore_, rewrite_
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Sync
 from ..layers.fusion import Fused as Placeholder
 from ..layers.fusion import activations_after, takes_activation
@@ -25,6 +25,7 @@ from ..ops import Activation
 from ..ops.activation import as_activation
 from ..sites import Report, Site, attach
 from .account import Count, Fused, count, describe, fused_in, headline
+from .check import compare_autocast, compare_gradients
 from .kinds import OURS, OWN, THEIRS, compare, has_extras, move_state, notes_on, traces
 
 BY_DIMENSIONS = {2: BatchNorm1d, 3: BatchNorm1d, 4: BatchNorm2d, 5: BatchNorm3d}
@@ -96,10 +97,19 @@ def convert(
     result = exchange(net, makers)
     restore_(result)
     done: dict[str, Rewritten] = {}
+    notes = [*notes_on(graphs)]
     if rewrite:
         calls = {mode: arguments_in(result, example, forward, training=mode) for mode in modes}
         done = rewrite_(result, calls, takes_activation)
-    error = compare(net, result, example, forward, modes=len(graphs))
+    try:
+        error = _check(net, result, example, forward, modes=len(graphs))
+    except Exception as problem:
+        if not restore_(result):
+            raise
+        # Without the rewriting the network may well be right.
+        error = _check(net, result, example, forward, modes=len(graphs))
+        done = dict.fromkeys(done, Rewritten({}, dict.fromkeys(modes, f"rewritten, {problem}")))
+        notes.append(f"no module was rewritten: rewritten, {problem}")
     if statistics is not None:
         for module in result.modules():
             if isinstance(module, BatchNorm):
@@ -109,10 +119,19 @@ def convert(
         taken = fused_in(net, result, done, mode)
         counts.append((count(graph, taken), taken))
     sites = list(_sites(net, layers, refused, counts, unfused, done, graphs))
-    notes = [*notes_on(graphs), headline(counts)]
+    notes.append(headline(counts))
     if not _changes(net, result):
         notes.append("nothing changed: the network was converted already")
     return attach(result, Report("convert", tuple(sites), error, tuple(notes)))
+
+
+def _check(net: nn.Module, result: nn.Module, example: Any, forward: calling.Forward | None, modes: int) -> float:
+    with despite_global_hooks():
+        error = compare(net, result, example, forward, modes)
+        for training in (False, True)[:modes]:
+            compare_gradients(net, result, example, forward, training)
+            compare_autocast(net, result, example, forward, training)
+    return error
 
 
 def _is_all_in_order(net: nn.Module, layer: nn.Module) -> bool:

@@ -1,0 +1,109 @@
+"""Check gradients, and outputs under autocast, of a converted network against the original's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import calling
+from ..exchange import private_copy, relative_error
+
+Gradients = dict[str, Tensor]
+
+EXACT = 1e-6
+TINY = 1e-12
+AMPLIFICATION = 20.0
+
+
+def compare_gradients(
+    old: nn.Module, new: nn.Module, example: Any, forward: calling.Forward | None, training: bool
+) -> None:
+    """Compare the gradients of all parameters in float64, for a sum of the outputs with random weights.
+
+    Raises:
+        ValueError: if they differ by more than rounding explains.
+    """
+    try:
+        was = _gradients(old, example, forward, training)
+    except Exception:
+        return  # the network has no float64, no gradients, or too little memory for them
+    now = _gradients(new, example, forward, training)
+    if was.keys() != now.keys():
+        name = min(was.keys() ^ now.keys())
+        raise ValueError(f"'{name}' {'no longer gets' if name in was else 'gets'} a gradient")
+    name, error = _worst(now, was)
+    if error <= EXACT:
+        return
+    # A network may amplify rounding: see what becomes of a change of the weights that is larger than rounding.
+    noise = _worst(_gradients(old, example, forward, training, change=TINY), was)[1]
+    if error > AMPLIFICATION * noise:
+        raise ValueError(f"the gradient of '{name}' differs by {error:.2e} (relative)")
+
+
+def _gradients(
+    net: nn.Module, example: Any, forward: calling.Forward | None, training: bool, change: float = 0.0
+) -> Gradients:
+    twin = private_copy(net).double().train(training)
+    batch = calling.map_tensors(calling.to_device(example, calling.device_of(net), copy=True), _double)
+    with torch.enable_grad(), calling.eagerly(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.mul_(1 + change * torch.randn_like(p))
+        torch.manual_seed(0)
+        found = [t for t in calling.tensors_in(calling.call(twin, batch, forward)) if t.requires_grad]
+        torch.manual_seed(0)
+        torch.stack([(t * torch.randn_like(t)).sum() for t in found]).sum().backward()
+    return {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+
+
+def _double(t: Tensor) -> Tensor:
+    return t.double() if t.is_floating_point() else t
+
+
+def _worst(new: Gradients, old: Gradients) -> tuple[str, float]:
+    """Return where the relative error is largest; of what is 0 but for rounding, relative to the largest of all."""
+    largest = max((float(g.abs().max()) for g in old.values() if g.numel()), default=0.0)
+    errors = {"": 0.0}
+    for name, gradient in old.items():
+        if gradient.numel() and not gradient.equal(new[name]):
+            scale = max(float(gradient.abs().max()), EXACT * largest)
+            errors[name] = float((new[name] - gradient).abs().max()) / scale if scale > 0 else float("inf")
+    name = max(errors, key=lambda name: errors[name])
+    return name, errors[name]
+
+
+def compare_autocast(
+    old: nn.Module, new: nn.Module, example: Any, forward: calling.Forward | None, training: bool
+) -> None:
+    """Compare outputs under bf16 autocast: types and shapes, and how far autocast moves them.
+
+    Raises:
+        ValueError: if types or shapes differ, or autocast moves the new network's outputs much further.
+    """
+    try:
+        was = _autocast(old, example, forward, training)
+    except Exception:
+        return  # the original does not run under autocast
+    now = _autocast(new, example, forward, training)
+    kinds = [[(t.dtype, tuple(t.shape)) for t in calling.tensors_in(out)] for out in (now, was)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"under autocast its outputs are {kinds[0]}, and were {kinds[1]}")
+    exact = _autocast(old, example, forward, training, enabled=False)
+    moved, moves = relative_error(was, exact), relative_error(now, exact)
+    if not moves <= 4 * moved + 0.02:
+        raise ValueError(f"autocast changes its outputs by {moves:.2e} (relative), and the original's by {moved:.2e}")
+
+
+def _autocast(
+    net: nn.Module, example: Any, forward: calling.Forward | None, training: bool, enabled: bool = True
+) -> Any:
+    twin = private_copy(net).train(training)
+    device = calling.device_of(net)
+    batch = calling.to_device(example, device, copy=True)
+    with torch.no_grad(), calling.eagerly(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+            return calling.call(twin, batch, forward)
