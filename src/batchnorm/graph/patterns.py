@@ -46,7 +46,8 @@ class Match(NamedTuple):
 
     norm: fx.Node
     sum: fx.Node | None
-    residual: fx.Node | None
+    summand: int
+    """Which summand the batch normalization makes; the other is the residual."""
     activation: fx.Node | None
     kind: Activation
     passed: tuple[fx.Node, ...]
@@ -122,7 +123,7 @@ class Matcher:
                 user = _only_user(last)
                 kind = self._activation(user)
                 if user is not None and kind is not None:
-                    found[node] = Match(node, None, None, user, kind, passed)
+                    found[node] = Match(node, None, 0, user, kind, passed)
         return list(found.values())
 
     def apply(self, matches: list[Match]) -> list[Fusion]:
@@ -142,20 +143,16 @@ class Matcher:
         return False
 
     def _match_sum(self, node: fx.Node) -> Match | None:
-        summands = node.args[:2]
-        target = self._sum_target(node)
         candidates = []
-        for norm, passed in map(self._lead_back, summands):
+        for mine in (0, 1):
+            norm, passed = self._lead_back(node.args[mine])
             if norm is not None:
-                candidates.append((norm, passed))
+                candidates.append((self._depth(norm), -self._order[norm], norm, passed, mine))
         # Least depth: no module is opened that need not be. Then the last one: nothing is moved past other calls.
-        candidates.sort(key=lambda c: (self._depth(c[0]), -self._order[c[0]]))
-        for norm, passed in candidates:
-            mine = 0 if self._lead_back(summands[0])[0] is norm else 1
-            residual = summands[1 - mine]
-            assert isinstance(residual, fx.Node)
+        for _, _, norm, passed, mine in sorted(candidates, key=lambda c: c[:2]):
+            residual = node.args[1 - mine]
             # Written into: somebody else may see what it held, unless it was made here for this sum alone.
-            if target == 1 and mine == 1 and not (self._is_fresh(residual) and _only_user(residual) is node):
+            if self._sum_target(node) and mine and not (self._is_fresh(residual) and _only_user(residual) is node):
                 continue
             if self._moves_past_a_write(norm, node, passed):
                 continue
@@ -163,8 +160,8 @@ class Matcher:
             user = _only_user(last)
             kind = self._activation(user)
             if kind is None:
-                return Match(norm, node, residual, None, Activation(), passed)
-            return Match(norm, node, residual, user, kind, (*passed, *after))
+                return Match(norm, node, mine, None, Activation(), passed)
+            return Match(norm, node, mine, user, kind, (*passed, *after))
         return None
 
     def _apply(self, match: Match) -> Fusion:
@@ -173,12 +170,10 @@ class Matcher:
             new = match.norm
             new.kwargs = {"activation": kind}
         else:
-            target = self._sum_target(match.sum)
-            mine = 0 if self._lead_back(match.sum.args[0])[0] is match.norm else 1
-            into = None if not target else ("norm", "residual")[mine]
+            into = ("norm", "residual")[match.summand] if self._sum_target(match.sum) else None
             with self.graph.inserting_before(match.sum):
                 norm = self.graph.get_attr(str(match.norm.target))
-                args = (norm, match.norm.args[0], match.residual, kind, into)
+                args = (norm, match.norm.args[0], match.sum.args[1 - match.summand], kind, into)
                 new = self.graph.call_function(normalize_and_add, args)
         match.end.replace_all_uses_with(new)
         gone = [match.activation, match.sum, *match.passed, match.norm if match.sum is not None else None]
@@ -247,7 +242,7 @@ class Matcher:
             return None
         return int(table[node.target]) if all(isinstance(a, fx.Node) for a in node.args) else None
 
-    def _is_fresh(self, node: fx.Node) -> bool:
+    def _is_fresh(self, node: Any) -> bool:
         module = self._module(node)
         return module is not None and _makes_a_new_tensor(module)
 
@@ -289,7 +284,7 @@ class Matcher:
 _PARAMETERS = {"leaky_relu": ("negative_slope", "inplace"), "sigmoid": (), "tanh": ()}
 
 
-def _only_user(node: fx.Node) -> fx.Node | None:
+def _only_user(node: Any) -> fx.Node | None:
     users = list(node.users)
     return users[0] if len(users) == 1 and users[0].op != "output" and _uses_of(users[0], node) == 1 else None
 

@@ -315,7 +315,7 @@ class _Builder:
             if node.op == "get_attr" and not node.users:
                 self.traced.graph.erase_node(node)
         code = self.traced.graph.python_code("self")
-        source = code.src[code.src.index("def forward(") :]
+        source = code.src[code.src.index("def forward(") :].replace("def forward(", "def run(", 1)
         used = _names_in(compile(source, "", "exec"))
         self.scope.update({name: ("value", thing) for name, thing in code.globals.items() if name in used})
         scope = tuple((name, _by_name(*held)) for name, held in self.scope.items())
@@ -394,7 +394,7 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
     }
     lines = [f"def forward(self{given.declared}):"]
     for i, variant in enumerate(variants):
-        scope[f"run{i}"] = _compiled(variant.source, _scope_of(variant), kind)["forward"]
+        scope[f"run{i}"] = _compiled(variant.source, _scope_of(variant), kind)["run"]
         text = [f"def holds(self{given.declared}):", "    try:", "        return ("]
         text += [f"            {'and ' * (j > 0)}{c}" for j, c in enumerate(_CONDITIONS + variant.conditions)]
         text += ["        )", "    except (AttributeError, LookupError):", "        return False", ""]

@@ -141,7 +141,7 @@ def _is_all_in_order(net: nn.Module, layer: nn.Module) -> bool:
 
 def _changes(net: nn.Module, result: nn.Module) -> bool:
     def state(net: nn.Module) -> list[Any]:
-        return [(type(m), getattr(m, "activation", None), getattr(m, "statistics", None)) for m in net.modules()]
+        return [(type(m), (m.activation, m.statistics) if isinstance(m, BatchNorm) else None) for m in net.modules()]
 
     return state(net) != state(result)
 

@@ -1,0 +1,469 @@
+"""convert fuses what the data flow shows, however the code spells it, and nothing that would change the result."""
+
+import copy
+import random
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from blocks import Block, Bottleneck, ConvNorm, DenseBlock, RegNetLike, UNet
+from networks import scramble_
+from torch import nn
+
+import batchnorm as bn
+from batchnorm.graph.rewrite import fusions_in, is_rewritten
+
+CLOSE = {"rtol": 1e-8, "atol": 1e-8}
+
+
+def image(channels=4):
+    return torch.randn(3, channels, 6, 6, dtype=torch.double)
+
+
+def rewritten_runs(net, x):
+    """How many rewritten forwards run in a call."""
+    runs = []
+
+    def watch(frame, event, arg):
+        code = frame.f_code
+        if event == "call" and code.co_name == "run" and code.co_filename.startswith("<batchnorm: "):
+            runs.append(code)
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        net(x)
+    finally:
+        sys.setprofile(before)
+    return len(runs)
+
+
+def assert_same(net, converted, x):
+    """Compare outputs, gradients and running statistics in both modes."""
+    for training in (True, False):
+        pair = [copy.deepcopy(n).train(training) for n in (net, converted)]
+        inputs = [x.clone().requires_grad_() for _ in pair]
+        outs = [n(i * 1) for n, i in zip(pair, inputs, strict=True)]
+        torch.testing.assert_close(outs[1], outs[0], **CLOSE)
+        for out in outs:
+            (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
+        torch.testing.assert_close(inputs[1].grad, inputs[0].grad, **CLOSE)
+        for (name, p), q in zip(pair[0].named_parameters(), pair[1].parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad, **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(pair[1].state_dict(), pair[0].state_dict(), **CLOSE)
+
+
+def converted_and_checked(net, x=None):
+    net, x = scramble_(net).double(), image() if x is None else x
+    converted = bn.convert(net, x)
+    assert_same(net, converted, x)
+    return converted
+
+
+def fused(net):
+    """What each BN takes in, as text."""
+    found = {path: {(f.activation.name, f.residual) for f in fs} for path, fs in fusions_in(net).items()}
+    return {path: " ".join([kind] + ["sum"] * residual) for path, ((kind, residual),) in found.items()}
+
+
+ACTIVATIONS = {
+    "F.relu": (lambda n, x: F.relu(n.bn1(n.conv1(x))), "relu"),
+    "F.relu in place": (lambda n, x: F.relu(n.bn1(n.conv1(x)), True), "relu"),
+    "F.relu_": (lambda n, x: F.relu_(n.bn1(n.conv1(x))), "relu"),
+    "torch.relu": (lambda n, x: torch.relu(n.bn1(n.conv1(x))), "relu"),
+    "relu_": (lambda n, x: n.bn1(n.conv1(x)).relu_(), "relu"),
+    "module": (lambda n, x: n.relu(n.bn1(n.conv1(x))), "relu"),
+    "through identities": (lambda n, x: n.relu(n.same(n.same(n.bn1(n.conv1(x))))), "relu"),
+    "leaky": (lambda n, x: F.leaky_relu(n.bn1(n.conv1(x)), 0.3, inplace=True), "leaky_relu"),
+    "sigmoid": (lambda n, x: torch.sigmoid(n.bn1(n.conv1(x))), "sigmoid"),
+    "tanh": (lambda n, x: n.bn1(n.conv1(x)).tanh(), "tanh"),
+    "silu": (lambda n, x: F.silu(n.bn1(n.conv1(x))), "silu"),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_in_every_spelling(name):
+    code, kind = ACTIVATIONS[name]
+    converted = converted_and_checked(Block(code))
+    assert fused(converted) == {"bn1": kind}
+    assert converted.report["bn1"].action.startswith("converted with ")
+
+
+def in_place(n, x):
+    y = n.bn1(n.conv1(x))
+    y += x
+    return n.relu(y)
+
+
+def into_the_other(n, x):
+    y = n.conv2(x)
+    y += n.bn1(n.conv1(x))
+    return n.relu(y)
+
+
+SUMS = {
+    "bn + x": (lambda n, x: n.relu(n.bn1(n.conv1(x)) + x), {"bn1": "relu sum"}),
+    "x + bn": (lambda n, x: F.relu(x + n.same(n.bn1(n.conv1(x)))), {"bn1": "relu sum"}),
+    "torch.add": (lambda n, x: torch.add(x, n.bn1(n.conv1(x))).relu(), {"bn1": "relu sum"}),
+    "add_": (lambda n, x: n.bn1(n.conv1(x)).add_(x).relu_(), {"bn1": "relu sum"}),
+    "in place": (in_place, {"bn1": "relu sum"}),
+    "into the other": (into_the_other, {"bn1": "relu sum"}),
+    "no activation": (lambda n, x: n.bn1(n.conv1(x)) + x, {"bn1": "identity sum"}),
+    "other activation": (lambda n, x: F.gelu(n.bn1(n.conv1(x)) + x), {"bn1": "identity sum"}),
+    "two norms": (lambda n, x: n.relu(n.bn1(n.conv1(x)) + n.bn2(n.conv2(x))), {"bn2": "relu sum"}),
+    "in a child": (lambda n, x: n.relu(n.bn1(n.conv1(x)) + n.shortcut(x)), {"bn1": "relu sum"}),
+    "in a child alone": (lambda n, x: n.relu(x + n.shortcut(x)), {"shortcut.1": "relu sum"}),
+    "three": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x)) + n.bn2(n.conv2(x)) + n.shortcut(x)),
+        {"bn2": "identity sum", "shortcut.1": "relu sum"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_in_every_spelling(name):
+    code, expected = SUMS[name]
+    converted = converted_and_checked(Block(code))
+    assert fused(converted) == expected
+    assert rewritten_runs(converted, image()) == rewritten_runs(converted.eval(), image()) == 1
+
+
+def read_later(n, x):
+    identity = y = n.conv2(x)
+    y += n.bn1(n.conv1(x))
+    return torch.sigmoid(y) * identity
+
+
+def sum_read_twice(n, x):
+    y = n.bn1(n.conv1(x)) + x
+    return torch.relu(y) + y.mean()
+
+
+def written_in_between(n, x):
+    y = n.conv1(x)
+    z = n.bn1(y)
+    y.mul_(2)
+    return torch.sigmoid(z + y)
+
+
+def into_its_input(n, x):
+    x += n.bn1(n.conv1(x))
+    return torch.relu(x)
+
+
+ALONE = {
+    "read twice": lambda n, x: (y := n.bn1(n.conv1(x))) * torch.sigmoid(y),
+    "the sum is read twice": sum_read_twice,
+    "written later": read_later,
+    "written in between": written_in_between,
+    "into its input": into_its_input,
+    "doubled": lambda n, x: (y := n.bn1(n.conv1(x))) + y,
+    "scaled sum": lambda n, x: torch.relu(torch.add(n.bn1(n.conv1(x)), x, alpha=2)),
+    "another activation": lambda n, x: F.elu(n.bn1(n.conv1(x))),
+    "dropout in between": lambda n, x: F.relu(n.drop(n.bn1(n.conv1(x))) if n.training else n.bn1(n.conv1(x)).exp()),
+    "a branch on the data": lambda n, x: F.relu(n.bn1(n.conv1(x))) if x.sum() > 1e9 else n.bn1(n.conv1(x)).exp(),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_would_change_is_left_alone(name):
+    net, x = scramble_(Block(ALONE[name])).double(), image()
+    converted = bn.convert(net, x)
+    assert fused(converted) == ({"bn1": "identity sum"} if name == "the sum is read twice" else {})
+    net.drop.p = converted.drop.p = 0.0
+    for training in (True, False):
+        for n in (net, converted):
+            n.train(training)
+        given = [x.clone(), x.clone()]
+        torch.testing.assert_close(converted(given[1]), net(given[0]), **CLOSE)
+        torch.testing.assert_close(given[1], given[0], **CLOSE)
+
+
+def test_a_residual_that_broadcasts_is_added_as_torch_adds():
+    converted = converted_and_checked(Block(lambda n, x: n.relu(n.bn1(n.conv1(x)) + x.mean((2, 3), keepdim=True))))
+    assert fused(converted) == {"bn1": "relu sum"}
+    converted = converted_and_checked(Block(lambda n, x: n.relu(n.bn1(n.conv1(x[:1])).add(x)) if not n.training else x))
+    assert fused(converted) == {"bn1": "relu sum"}
+
+
+def test_types_are_promoted_as_torch_promotes():
+    net = scramble_(Block(lambda n, x: n.relu(n.bn1(n.conv1(x)) + x.float()))).bfloat16()
+    x = torch.randn(3, 4, 6, 6, dtype=torch.bfloat16)
+    converted = bn.convert(net, x)
+    assert fused(converted) == {"bn1": "relu sum"}
+    assert converted(x).dtype is net(x).dtype is torch.float32
+    inplace = scramble_(Block(lambda n, x: n.relu(n.bn1(n.conv1(x)).add_(x.float())))).bfloat16()
+    assert bn.convert(inplace, x)(x).dtype is inplace(x).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("downsample", [False, True])
+def test_a_bottleneck(downsample):
+    shortcut = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4)) if downsample else None
+    converted = converted_and_checked(Bottleneck(shortcut))
+    assert fused(converted) == {"bn1": "relu", "bn2": "relu", "bn3": "relu sum"}
+    more = "; 1 feeds a sum" if downsample else ""
+    assert f"3 of 3 BN layers that feed an activation are fused, 1 with a residual{more}" in str(converted.report)
+    assert converted.report["bn3"].action == "converted with a residual and ReLU"
+    assert rewritten_runs(converted, image()) == rewritten_runs(converted.eval(), image()) == 1
+
+
+def test_a_batch_norm_at_the_end_of_children():
+    converted = converted_and_checked(RegNetLike())
+    expected = {"f.0.1": "relu", "f.1.bn": "relu", "f.2.1": "relu sum"}
+    assert fused(converted) == expected
+    assert "3 of 3" in str(converted.report)
+    assert fused(converted_and_checked(RegNetLike(project=False))) == expected
+
+
+def test_lists_of_tensors_as_arguments():
+    converted = converted_and_checked(DenseBlock())
+    assert len(fused(converted)) == 4
+    layer, plain = converted["layer0"], bn.revert(converted)["layer0"]
+    x = image()
+    torch.testing.assert_close(layer(x), plain(x))  # a tensor, for which the traced path is not the right one
+
+
+def test_a_u_net():
+    converted = converted_and_checked(UNet())
+    assert len(fused(converted)) == 6
+
+
+def test_shared_blocks():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Bottleneck()
+
+        def forward(self, x):
+            return self.block(self.block(x))
+
+    assert len(fused(converted_and_checked(Twice()))) == 3
+
+
+GUARDED = {
+    "mode": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.training else n.bn1(n.conv1(x)).exp(),
+        lambda n: n.eval(),
+    ),
+    "attribute": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))) if not n.flag else n.relu(x) + n.bn1(n.conv1(x)),
+        lambda n: setattr(n, "flag", True),
+    ),
+    "number": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * n.scale, lambda n: setattr(n, "scale", 3)),
+    "code": (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n: setattr(n, "code", lambda n, x: n.relu(x))),
+    "child": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.drop is not None else n.bn1(n.conv1(x)),
+        lambda n: setattr(n, "drop", None),
+    ),
+    "attribute of a child": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.drop.p < 1 else n.relu(x),
+        lambda n: setattr(n.drop, "p", 1.0),
+    ),
+    "a new attribute": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))) if not hasattr(n, "other") else n.relu(x),
+        lambda n: setattr(n, "other", 1),
+    ),
+    "another activation": (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n: setattr(n, "relu", nn.Tanh())),
+    "another forward": (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n: setattr(n.relu, "forward", torch.sin)),
+    "another norm": (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n: setattr(n, "bn1", nn.Identity())),
+    "an activation of its own": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))),
+        lambda n: setattr(n, "bn1", nn.Sequential(n.bn1, nn.Tanh())),
+    ),
+    "more children": (
+        lambda n, x: n.relu(x + n.shortcut(x)),
+        lambda n: n.shortcut.append(nn.Tanh()),
+    ),
+    "a hook on the activation": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))),
+        lambda n: n.relu.register_forward_hook(lambda m, args, out: out * 2),
+    ),
+    "a hook on the norm": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))),
+        lambda n: n.bn1.register_forward_hook(lambda m, args, out: -out),
+    ),
+    "a hook on a child in between": (
+        lambda n, x: n.relu(x + n.shortcut(x)),
+        lambda n: n.shortcut.register_forward_pre_hook(lambda m, args: (args[0] * 2,)),
+    ),
+    "a hook on an identity": (
+        lambda n, x: n.relu(n.same(n.bn1(n.conv1(x)))),
+        lambda n: n.same.register_forward_hook(lambda m, args, out: -out),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_the_original_forward_runs_if_anything_differs(name):
+    code, change = GUARDED[name]
+    net, x = scramble_(Block(code)).double(), image()
+    converted = bn.convert(net, x)
+    assert rewritten_runs(copy.deepcopy(converted), x) == 1
+    for n in (net, converted):
+        change(n)
+    torch.testing.assert_close(converted(x), net(x), **CLOSE)
+    assert rewritten_runs(converted, x) == 0
+
+
+def test_hooks_on_all_modules_see_every_call():
+    converted, seen = converted_and_checked(Bottleneck()), []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: seen.append(type(m).__name__))
+    try:
+        converted(image())
+    finally:
+        handle.remove()
+    assert seen.count("ReLU") == 3
+
+
+def test_absent_arguments():
+    class Optional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm2d(4)
+
+        def forward(self, x, skip=None, *, double=False):
+            y = self.bn(x)
+            y = F.relu(y) if skip is None else y * skip
+            return y * 2 if double else y
+
+    net, x = scramble_(Optional()).double(), image()
+    converted = bn.convert(net, x)
+    assert fused(converted) == {"bn": "relu"}
+    for args, kwargs in (((x,), {}), ((x, x), {}), ((x,), {"skip": x, "double": True}), ((), {"x": x, "double": 1})):
+        torch.testing.assert_close(converted(*args, **kwargs), net(*args, **kwargs), **CLOSE)
+
+
+COUNTER = []
+
+
+def counts_calls(n, x):
+    n.scale += 1
+    return n.relu(n.bn1(n.conv1(x)))
+
+
+def without_gradients(n, x):
+    with torch.no_grad():
+        y = n.bn1(n.conv1(x))
+    return n.relu(y)
+
+
+REFUSED = {
+    "random": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if random.random() < 2 else x, "draws random numbers"),
+    "torch.rand": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.rand(1) < 2 else x, "calls rand"),
+    "an attribute is set": (counts_calls, "sets the attribute 'scale'"),
+    "gradients": (without_gradients, "switches gradients"),
+    "the gradient mode": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.is_grad_enabled() else n.bn1(n.conv1(x)).relu(),
+        "depends on the gradient mode",
+    ),
+    "the data": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.sum() < 1e9 else x, "control flow"),
+    "a type": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if isinstance(x.shape, tuple) else x, "asks for the type"),
+    "a constant": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.ones(1, dtype=torch.double), "calls ones"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_trace_would_lose_is_refused_and_said(name):
+    code, reason = REFUSED[name]
+    net, x = scramble_(Block(code)).double(), image()
+    converted = bn.convert(net, x)
+    assert not is_rewritten(converted)
+    assert reason in converted.report["bn1"].reason
+    torch.testing.assert_close(converted(x), net(x), **CLOSE)
+
+
+def test_a_list_that_the_code_keeps_or_is_given_is_not_lost():
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn, self.kept = nn.BatchNorm2d(4), []
+
+        def forward(self, xs):
+            self.kept.append(1)
+            xs.append(F.relu(self.bn(xs[0])))
+            return xs[-1]
+
+    converted = bn.convert(Keeps(), [image().float()], forward=lambda net, batch: net(list(batch)))
+    assert not is_rewritten(converted)
+
+
+def test_modules_that_code_calls_by_themselves_stay_right():
+    class Indexes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.which = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU()), None
+
+        def forward(self, x):
+            return self.block(x) if self.which is None else self.block[self.which](x)
+
+    net, x = scramble_(Indexes()).double(), image()
+    converted = bn.convert(net, x)
+    assert "1 of 1" in str(converted.report)
+    for which in (1, 2, slice(0, 2)):
+        net.which = converted.which = which
+        torch.testing.assert_close(converted(x), net(x), **CLOSE)
+
+
+def test_converting_twice_changes_nothing_and_says_so():
+    once = converted_and_checked(RegNetLike())
+    twice = bn.convert(once, image())
+    assert [type(m) for m in twice.modules()] == [type(m) for m in once.modules()]
+    assert fused(twice) == fused(once)
+    assert "nothing changed: the network was converted already" in twice.report.notes
+    assert not any("nothing changed" in note for note in once.report.notes)
+
+
+def test_revert_restores_classes():
+    net = RegNetLike()
+    back = bn.revert(bn.convert(net, image().float()), image().float())
+    assert [type(m) for m in back.modules()] == [type(m) for m in net.modules()]
+    assert repr(back) == repr(net)
+
+
+def test_rewrite_false_exchanges_modules_only():
+    converted = bn.convert(Bottleneck(), image().float(), rewrite=False)
+    assert not any(is_rewritten(m) for m in converted.modules())
+    assert isinstance(converted.bn1, bn.BatchNorm2d)
+
+
+def test_statistics_of_every_layer():
+    converted = bn.convert(RegNetLike(), image().float(), statistics=bn.Ghost(2))
+    assert {m.statistics for m in converted.modules() if isinstance(m, bn.BatchNorm2d)} == {bn.Ghost(2)}
+    with pytest.raises(TypeError, match="statistics must be a value"):
+        bn.convert(Bottleneck(), image().float(), statistics=bn.Sync)
+
+
+def test_fold_of_a_rewritten_network():
+    net, x = scramble_(RegNetLike()).double().eval(), image()
+    folded = bn.fold(bn.convert(net, x), x)
+    torch.testing.assert_close(folded(x), net(x), **CLOSE)
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in folded.modules())
+    assert not any(is_rewritten(m) for m in folded.modules())
+
+
+def test_normalized_layers_of_insert_are_fused():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3)
+
+        def forward(self, x):
+            return F.relu(self.conv(x))
+
+    net = bn.insert(Plain().double(), image())
+    assert fused(bn.convert(net, image())) == {"conv.norm": "relu"}
+
+
+def test_a_child_that_does_not_trace_leaves_the_others_fused():
+    class Partly(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.good, self.bad = ConvNorm(F.relu), Block(REFUSED["torch.rand"][0])
+
+        def forward(self, x):
+            return self.bad(self.good(x))
+
+    converted = converted_and_checked(Partly())
+    assert fused(converted) == {"good.bn": "relu"}
+    assert "1 of 2 BN layers that feed an activation are fused" in str(converted.report)
