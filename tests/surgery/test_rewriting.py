@@ -3,6 +3,7 @@
 import copy
 import random
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -57,6 +58,7 @@ def assert_same(net, converted, x):
 def converted_and_checked(net, x=None):
     net, x = scramble_(net).double(), image() if x is None else x
     converted = bn.convert(net, x)
+    assert not any("no module was rewritten" in note for note in converted.report.notes)
     assert_same(net, converted, x)
     return converted
 
@@ -334,9 +336,6 @@ def test_absent_arguments():
         torch.testing.assert_close(converted(*args, **kwargs), net(*args, **kwargs), **CLOSE)
 
 
-COUNTER = []
-
-
 def counts_calls(n, x):
     n.scale += 1
     return n.relu(n.bn1(n.conv1(x)))
@@ -348,6 +347,18 @@ def without_gradients(n, x):
     return n.relu(y)
 
 
+def in_a_context(n, x):
+    with nullcontext():
+        return n.relu(n.bn1(n.conv1(x)))
+
+
+def catches(n, x):
+    try:
+        return n.relu(n.bn1(n.conv1(x))) if x.sum() < 1e9 else x
+    except Exception:
+        return x
+
+
 REFUSED = {
     "random": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if random.random() < 2 else x, "draws random numbers"),
     "torch.rand": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.rand(1) < 2 else x, "calls rand"),
@@ -357,7 +368,9 @@ REFUSED = {
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.is_grad_enabled() else n.bn1(n.conv1(x)).relu(),
         "depends on the gradient mode",
     ),
-    "the data": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.sum() < 1e9 else x, "control flow"),
+    "the data": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.sum() < 1e9 else x, "control flow depends on the data"),
+    "a with statement": (in_a_context, "has a with statement"),
+    "an exception": (catches, "control flow depends on the data"),
     "a type": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if isinstance(x.shape, tuple) else x, "asks for the type"),
     "a constant": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.ones(1, dtype=torch.double), "calls ones"),
 }
@@ -371,6 +384,45 @@ def test_what_a_trace_would_lose_is_refused_and_said(name):
     assert not is_rewritten(converted)
     assert reason in converted.report["bn1"].reason
     torch.testing.assert_close(converted(x), net(x), **CLOSE)
+
+
+ANSWERED = {
+    "isinstance": lambda n, x: n.relu(n.bn1(n.conv1(x))) if isinstance(x, torch.Tensor) else x,
+    "is_tensor": lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.is_tensor(x) else x,
+    "hasattr": lambda n, x: n.relu(n.bn1(n.conv1(x))) if not hasattr(x, "tensors") else x,
+    "of a layer": lambda n, x: n.relu(y) if isinstance(y := n.bn1(n.conv1(x)), torch.Tensor) else y,
+}
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_questions_about_types_are_answered(name):
+    assert fused(converted_and_checked(Block(ANSWERED[name]))) == {"bn1": "relu"}
+
+
+def test_classes_that_count_their_subclasses_or_have_their_own_call_are_left_alone():
+    known = []
+
+    class Registered(nn.Module):
+        def __init_subclass__(cls):
+            known.append(cls)
+
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            return F.relu(self.bn(x))
+
+    class Calls(nn.Identity):
+        def __call__(self, x):
+            return super().__call__(x) * 2
+
+    net = nn.Sequential(Registered(), Block(lambda n, x: n.relu(n.bn1(n.same(x)))))
+    net[1].same = Calls()
+    converted = bn.convert(net, image().float())
+    assert known == []
+    assert not fused(converted)
+    assert "has its own __call__" in converted.report["1.bn1"].reason
 
 
 def test_a_list_that_the_code_keeps_or_is_given_is_not_lost():

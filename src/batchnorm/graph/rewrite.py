@@ -86,11 +86,7 @@ def rewrite_(net: nn.Module, calls: dict[bool, dict[str, Any]], is_norm: IsNorm)
                 entry.fusions[training] = variant.fusions
     for path, variants in found.items():
         module = net.get_submodule(path)
-        try:
-            module.__class__ = generated_class(type(module), tuple(dict.fromkeys(variants.values())))
-        except Exception as error:
-            # Classes may have metaclasses, __init_subclass__ or __slots__ that do not take a subclass like this one.
-            done[path] = Rewritten({}, dict.fromkeys(variants, f"{type(module).__name__} takes no subclass: {error}"))
+        module.__class__ = generated_class(type(module), tuple(dict.fromkeys(variants.values())))
     return done
 
 

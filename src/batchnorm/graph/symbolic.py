@@ -8,16 +8,19 @@ tensors computed apart from the arguments.
 
 from __future__ import annotations
 
+import dis
 import operator
 import random
 import sys
 import warnings
+from abc import ABCMeta
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from enum import Enum
+from functools import cache, partial
 from inspect import Parameter, signature
 from math import isnan
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,8 +37,8 @@ LARGEST = 64  # entries of a list or dict that may be compared before every call
 QUESTIONS = frozenset({"__get__", "size", "dim", "numel", "is_floating_point", "element_size", "__len__"})
 
 
-class Untraceable(Exception):
-    """Say why a forward cannot be traced."""
+class Untraceable(BaseException):
+    """Say why a forward cannot be traced. Not an Exception: the code that is traced must not catch it."""
 
 
 class Unwatchable(Exception):
@@ -86,6 +89,8 @@ def freeze(value: Any) -> Any:
         return value
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         return value
+    if type(value) is partial:
+        return partial, freeze(value.func), freeze(value.args), freeze(value.keywords)
     if type(value) in (list, tuple, torch.Size, set, frozenset) and len(value) <= LARGEST:
         items = [freeze(v) for v in value]
         return type(value), frozenset(items) if isinstance(value, set | frozenset) else tuple(items)
@@ -102,10 +107,15 @@ class Spies:
 
     def __init__(self, net: nn.Module) -> None:
         self.reads: dict[nn.Module, dict[str, None]] = defaultdict(dict)
+        self.problems: dict[nn.Module, str] = {}
         kinds: dict[type, type] = {}
         for module in net.modules():
             kind = type(module)
             if isinstance(module, torch.jit.ScriptModule | fx.GraphModule):
+                continue  # code without branches on attributes
+            problem = problem_with(kind)
+            if problem:
+                self.problems[module] = problem
                 continue
             if kind not in kinds:
                 kinds[kind] = self._spy(kind)
@@ -130,6 +140,16 @@ class Spies:
         return spied
 
 
+def problem_with(kind: type) -> str:
+    """Say why a module's class can be given no subclass, or calls of it cannot be traced; "" if neither."""
+    own = [k for k in kind.__mro__ if k not in (nn.Module, object)]
+    if any("__init_subclass__" in vars(k) for k in own) or type(kind) not in (type, ABCMeta):
+        return f"{kind.__name__} keeps account of its subclasses"
+    if any("__call__" in vars(k) for k in own):
+        return f"{kind.__name__} has its own __call__"
+    return ""
+
+
 def kind_of(module: nn.Module) -> type[nn.Module]:
     """Return a module's class, beneath the one that records reads."""
     kind = type(module)
@@ -144,6 +164,8 @@ def trace_forward(
     Raises:
         Untraceable: if the graph would not be what the code computes.
     """
+    for problem in (spies.problems[m] for m in module.modules() if m in spies.problems):
+        raise Untraceable(problem)
     before = {m: _containers_of(m) for m in (module, *opened)}
     generators = _generators()
     spies.reads.clear()
@@ -199,7 +221,17 @@ def _call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     out = forward(*args, **kwargs)
     if _ids((args, kwargs)) != before:
         raise Untraceable("its code changes a list that it is called with")
+    if {id(t) for t in _lists_in(out)} & {id(t) for t in _lists_in((*args[1:], *kwargs.values()))}:
+        raise Untraceable("its code returns a list that it is called with")
     return out
+
+
+def _lists_in(tree: Any) -> Iterator[list[Any]]:
+    if type(tree) is list:
+        yield tree
+    if type(tree) in (list, tuple, dict):
+        for item in tree.values() if type(tree) is dict else tree:
+            yield from _lists_in(item)
 
 
 def _ids(tree: Any) -> Any:
@@ -235,6 +267,7 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self._modes:
             raise Untraceable("its code switches gradients, autocast or the saving of tensors for some calls")
+        _refuse_contexts()
         node = super().create_node(*args, **kwargs)
         if node.op == "get_attr" and str(node.target).startswith(("_tensor_constant", "_torchbind_obj", "_opaque_obj")):
             raise Untraceable("its code makes a tensor apart from its arguments")
@@ -243,6 +276,15 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Value(node, self)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        raise Untraceable("its control flow depends on the data or its shape")
+
+    def iter(self, obj: fx.Proxy) -> Any:
+        raise Untraceable("its code loops over a tensor or its shape")
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        raise Untraceable("its code passes on a dict that another module returns")
 
 
 class _Typed:
@@ -253,7 +295,7 @@ class _Typed:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        if _is_machinery(_caller()):
+        if _is_machinery(_caller()) and sys._getframe(1).f_code is not torch.is_tensor.__code__:
             return type(self)
         if not isinstance(self, Attribute) and _is_tensor(self.node, self.tracer.root):
             return Tensor
@@ -269,7 +311,11 @@ def _is_tensor(node: fx.Node, root: nn.Module) -> bool:
 
 class _Value(_Typed, fx.Proxy):
     def __getattr__(self, name: str) -> Attribute:
-        return _Attribute(self, name)
+        if hasattr(Tensor, name):
+            return _Attribute(self, name)
+        if name.startswith("__") or _is_tensor(self.node, self.tracer.root):
+            raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+        raise Untraceable(f"its code reads '{name}' of what another module returns")
 
 
 class _Attribute(_Typed, Attribute):
@@ -314,6 +360,24 @@ def _caller() -> str:
 
 def _is_machinery(name: str) -> bool:
     return name.partition(".")[0] == "torch" or name == __name__
+
+
+@cache
+def _has_context(code: CodeType) -> bool:
+    return any(i.opname in ("BEFORE_WITH", "LOAD_SPECIAL") for i in dis.get_instructions(code))
+
+
+def _refuse_contexts() -> None:
+    """Refuse a call by code that has a with statement: torch.fx does not keep it around the call."""
+    frame: FrameType | None = sys._getframe(2)
+    found = False
+    while frame is not None:
+        if frame.f_code is _call.__code__:
+            if found:
+                raise Untraceable("its code has a with statement, of which a graph keeps nothing")
+            return
+        found |= not _is_machinery(frame.f_globals.get("__name__", "")) and _has_context(frame.f_code)
+        frame = frame.f_back
 
 
 def _modes() -> tuple[Any, ...]:

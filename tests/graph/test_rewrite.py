@@ -1,0 +1,141 @@
+"""A rewritten module is an instance of its own class in every respect but its forward, wherever it is copied to."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from blocks import Bottleneck, ConvNorm, RegNetLike
+from networks import scramble_
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import batchnorm as bn
+from batchnorm.graph.rewrite import fusions_in, is_rewritten, original_kind, restore_
+
+
+@pytest.fixture
+def net():
+    return scramble_(Bottleneck(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))))
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, 4, 6, 6)
+
+
+def saved_and_loaded(net):
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, copy.copy, saved_and_loaded, lambda net: pickle.loads(pickle.dumps(net))]
+)
+def test_copies_are_rewritten_too(net, x, duplicate):
+    converted = bn.convert(net, x)
+    other = duplicate(converted)
+    assert type(other) is type(converted)
+    assert other is not converted
+    for m in other.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            nn.init.constant_(m.bias, 0.3)  # of the copy; copy.copy shares it
+    expected = bn.revert(other)
+    torch.testing.assert_close(other(x), expected(x))
+
+
+def test_it_is_what_it_was(net, x):
+    net.register_forward_hook(lambda m, args, out: out * 2)
+    converted = bn.convert(net, x)
+    assert isinstance(converted, Bottleneck)
+    assert is_rewritten(converted)
+    assert original_kind(converted) is Bottleneck
+    assert repr(converted).splitlines()[0] == "Bottleneck("
+    assert converted.state_dict().keys() == net.state_dict().keys()
+    assert vars(converted).keys() - {"report"} == vars(net).keys()
+    torch.testing.assert_close(converted(x), net(x))
+    converted.load_state_dict(net.state_dict())
+
+
+def test_equal_modules_have_one_class(x):
+    pair = bn.convert(
+        nn.ModuleList([ConvNorm(torch.relu), ConvNorm(torch.relu)]), x, forward=lambda n, x: n[1](n[0](x))
+    )
+    assert type(pair[0]) is type(pair[1])
+    assert is_rewritten(pair[0])
+
+
+def test_a_module_whose_code_has_changed_since_unpickles_as_its_own_class(net, x, monkeypatch):
+    dumped = pickle.dumps(bn.convert(net, x))
+    monkeypatch.setattr(Bottleneck, "forward", lambda self, x: self.conv1(x))
+    loaded = pickle.loads(dumped)
+    assert type(loaded) is Bottleneck
+
+
+def test_a_forward_that_its_class_gets_later_is_respected(net, x, monkeypatch):
+    converted = bn.convert(net, x)
+    monkeypatch.setattr(Bottleneck, "forward", lambda self, x: self.conv1(x))
+    torch.testing.assert_close(converted(x), converted.conv1(x))
+
+
+def test_code_that_uses_what_cannot_be_imported_pickles_as_its_own_class(x):
+    class Local(nn.Module):  # cannot be pickled itself, but its variants are what is looked at
+        def __init__(self):
+            super().__init__()
+            self.bn, self.g = nn.BatchNorm2d(4), torch.relu
+
+        def forward(self, x):
+            return self.g(self.bn(x))
+
+    converted = bn.convert(Local(), x)
+    assert is_rewritten(converted)
+    assert type(copy.deepcopy(converted)) is type(converted)
+    reduced = converted.__reduce_ex__(2)
+    assert reduced[1][0] is Local
+
+
+def test_replicas_of_data_parallel(net, x):
+    converted = bn.convert(net, x)
+    replica = converted._replicate_for_data_parallel()
+    assert type(replica) is type(converted)
+    replica.conv1 = nn.Identity()
+    assert isinstance(converted.conv1, nn.Conv2d)
+
+
+def test_parametrizations(net, x):
+    converted = bn.convert(net, x)
+    for n in (net, converted):
+        nn.utils.parametrizations.weight_norm(n.conv1)
+    assert len(fusions_in(converted)) == 3
+    torch.testing.assert_close(converted(x), net(x))
+
+
+def test_checkpointing(net, x):
+    converted = bn.convert(net.double(), x.double())
+    pair = [copy.deepcopy(converted), copy.deepcopy(converted)]
+    inputs = [x.double().requires_grad_() for _ in pair]
+    pair[0](inputs[0]).sum().backward()
+    checkpoint(pair[1], inputs[1], use_reentrant=False).sum().backward()
+    for p, q in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    torch.testing.assert_close(pair[1].state_dict(), pair[0].state_dict())
+
+
+def test_torch_compile_sees_one_graph(x):
+    net = scramble_(RegNetLike())
+    converted = bn.convert(net, x)
+    for training in (True, False):
+        pair = [copy.deepcopy(n).train(training) for n in (net, converted)]
+        compiled = torch.compile(pair[1], backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), pair[0](x), rtol=1e-4, atol=1e-5)
+
+
+def test_restore(net, x):
+    converted = bn.convert(net, x)
+    assert restore_(converted) == [""]
+    assert type(converted) is Bottleneck
+    assert restore_(converted) == []
+    torch.testing.assert_close(converted(x), net(x))
