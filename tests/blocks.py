@@ -15,6 +15,7 @@ class Block(nn.Module):
         self.shortcut = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))
         self.relu = activation or nn.ReLU(inplace=True)
         self.same, self.drop = nn.Identity(), nn.Dropout(0.5)
+        self.f, self.g = ConvNorm(), ConvNorm()
         self.flag, self.scale = False, 2
         self.code = code
 

@@ -104,6 +104,13 @@ def into_the_other(n, x):
     return n.relu(y)
 
 
+def past_others(n, x):
+    y = n.bn1(x)
+    z = n.f(x) + n.g(x)
+    z += y
+    return n.relu(z)
+
+
 SUMS = {
     "bn + x": (lambda n, x: n.relu(n.bn1(n.conv1(x)) + x), {"bn1": "relu sum"}),
     "x + bn": (lambda n, x: F.relu(x + n.same(n.bn1(n.conv1(x)))), {"bn1": "relu sum"}),
@@ -115,6 +122,7 @@ SUMS = {
     "other activation": (lambda n, x: F.gelu(n.bn1(n.conv1(x)) + x), {"bn1": "identity sum"}),
     "two norms": (lambda n, x: n.relu(n.bn1(n.conv1(x)) + n.bn2(n.conv2(x))), {"bn2": "relu sum"}),
     "in a child": (lambda n, x: n.relu(n.bn1(n.conv1(x)) + n.shortcut(x)), {"bn1": "relu sum"}),
+    "past other children": (past_others, {"bn1": "relu sum", "g.bn": "identity sum"}),
     "in a child alone": (lambda n, x: n.relu(x + n.shortcut(x)), {"shortcut.1": "relu sum"}),
     "three": (
         lambda n, x: n.relu(n.bn1(n.conv1(x)) + n.bn2(n.conv2(x)) + n.shortcut(x)),

@@ -26,6 +26,8 @@ FUNCTIONS: dict[Any, str] = {
 METHODS = {spelling: name for name in NAMES for spelling in (name, f"{name}_") if hasattr(Tensor, spelling)}
 SUMS = {operator.add: False, operator.iadd: True, torch.add: False, Tensor.add: False, Tensor.add_: True}
 SUM_METHODS = {"add": False, "__add__": False, "__radd__": False, "add_": True, "__iadd__": True}
+# Functions whose result is a tensor of its own.
+NEW = {operator.add, operator.sub, operator.mul, operator.truediv, torch.add, torch.sub, torch.mul, torch.div}
 IN_PLACE = {getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, name[1:])}
 
 
@@ -151,6 +153,7 @@ class Matcher:
         # Least depth: no module is opened that need not be. Then the last one: nothing is moved past other calls.
         for _, _, norm, passed, mine in sorted(candidates, key=lambda c: c[:2]):
             residual = node.args[1 - mine]
+            assert isinstance(residual, fx.Node)
             # Written into: somebody else may see what it held, unless it was made here for this sum alone.
             if self._sum_target(node) and mine and not (self._is_fresh(residual) and _only_user(residual) is node):
                 continue
@@ -242,9 +245,14 @@ class Matcher:
             return None
         return int(table[node.target]) if all(isinstance(a, fx.Node) for a in node.args) else None
 
-    def _is_fresh(self, node: Any) -> bool:
+    def _is_fresh(self, node: fx.Node) -> bool:
+        """Say whether a node makes a new tensor, or hands on one that nobody else has."""
+        if self._passes(node):
+            return _only_user(node.args[0]) is node and self._is_fresh(node.args[0])  # type: ignore[arg-type]
         module = self._module(node)
-        return module is not None and _makes_a_new_tensor(module)
+        if module is not None:
+            return _makes_a_new_tensor(module)
+        return node.op == "call_function" and node.target in NEW and any(isinstance(a, fx.Node) for a in node.args)
 
     def _moves_past_a_write(self, norm: fx.Node, end: fx.Node, passed: tuple[fx.Node, ...]) -> bool:
         """Say whether a call between BN and sum may write what BN reads, or call the same BN: BN would come later."""
@@ -265,7 +273,7 @@ class Matcher:
     def _may_write(self, node: fx.Node) -> bool:
         if node.op == "call_module":
             module = self._module(node)
-            return module is None or _may_write_its_input(module)
+            return module is None or may_write_its_input(module)
         if node.op == "call_method":
             name = str(node.target)
             return (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
@@ -313,11 +321,12 @@ def _makes_a_new_tensor(module: nn.Module) -> bool:
     return is_affine(module)
 
 
-def _may_write_its_input(module: nn.Module) -> bool:
+def may_write_its_input(module: nn.Module) -> bool:
+    """Say whether a module is not known to leave its input alone."""
     if isinstance(module, nn.Sequential) and runs_in_order(module):
         for child in module:
-            if _may_write_its_input(child) or _makes_a_new_tensor(child):
-                return _may_write_its_input(child)
+            if may_write_its_input(child) or _makes_a_new_tensor(child):
+                return may_write_its_input(child)
         return False
     known = isinstance(module, TorchBatchNorm) or (keeps_torch_forward(module) and not list(module.children()))
     return not known or bool(getattr(module, "inplace", False))

@@ -28,7 +28,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from .. import calling
 from ..exchange import private_copy
 from .kinds import has_hooks
-from .patterns import Fusion, Match, Matcher
+from .patterns import Fusion, Match, Matcher, may_write_its_input
 from .symbolic import Spies, Traced, Untraceable, Unwatchable, freeze, pattern_of, trace_forward
 
 IsNorm = Callable[[nn.Module], bool]
@@ -183,7 +183,7 @@ class _Worker:
             if matcher.ends_in_norm() and not has_hooks(module):
                 self.ending.add(path)
             # Open only children whose batch normalization is followed by code outside of them.
-            needed = {p for match in matches for p in _crossed(traced, match)}
+            needed = {p for match in matches for p in _crossed(module, traced, match)}
             needed = {f"{path}.{p}".lstrip(".") for p in needed}
             if needed == {f"{path}.{p}".lstrip(".") for p in traced.opened}:
                 break
@@ -211,9 +211,15 @@ class _Worker:
             raise Untraceable("its code depends on the gradient mode or on autocast")
 
 
-def _crossed(traced: Traced, match: Match) -> Iterator[str]:
+def _crossed(module: nn.Module, traced: Traced, match: Match) -> Iterator[str]:
+    """Yield the children that have to be open: a pattern begins in them, or moves BN past them."""
     outer = traced.stacks[match.end.name]
     yield from (p for p in traced.stacks[match.norm.name] if p not in outer)
+    node = match.norm
+    while match.sum is not None and node is not match.sum:
+        passed = (p for p in traced.stacks[node.name] if p not in outer)
+        yield from (p for p in passed if may_write_its_input(module.get_submodule(p)))
+        node = node.next
 
 
 class _Builder:

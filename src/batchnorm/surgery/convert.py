@@ -168,11 +168,13 @@ def _sites(
 
 
 def _why_not(layer: nn.Module, unfused: dict[nn.Module, str], done: dict[str, Rewritten], graphs: list[Graph]) -> str:
-    for call in (call for graph in graphs for call in graph.calls_of(layer)):
-        entry = done.get(call.caller or "")
+    calls = [call for graph in graphs for call in graph.calls_of(layer)]
+    readers = [reader for call in calls for reader in call.outputs[0].consumers]
+    for caller in dict.fromkeys(call.caller for call in (*calls, *readers)):
+        entry = done.get(caller or "")
         if entry is not None and entry.reasons:
             (reason, *_) = entry.reasons.values()
-            where = f"'{call.caller}'" if call.caller else "the network"
+            where = f"'{caller}'" if caller else "the network"
             return f"activation: the code of {where} is not rewritten: {reason}"
     return f"activation: {unfused[layer]}" if layer in unfused else ""
 
