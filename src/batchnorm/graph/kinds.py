@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
@@ -11,6 +13,10 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 Affine = nn.Linear | Convolution | Transposed
 
+# operator.iadd and its like: x += y.
+IN_PLACE = frozenset(
+    getattr(operator, name) for name in dir(operator) if name[:1] == "i" and hasattr(operator, name[1:])
+)
 # Names as plain_name() gives them, so that F.leaky_relu and nn.LeakyReLU are one word.
 NONLINEAR = frozenset(
     """relu relu6 leakyrelu prelu rrelu elu selu celu gelu silu mish sigmoid tanh hardtanh hardsigmoid hardswish
@@ -63,6 +69,11 @@ def is_leaf(module: nn.Module) -> bool:
 def is_affine(module: nn.Module | None) -> bool:
     """Say whether the module computes Wu + b as ``torch.nn`` does: Linear, a convolution, a transposed convolution."""
     return isinstance(module, Affine) and keeps_torch_forward(module)
+
+
+def is_in_place(module: nn.Module) -> bool:
+    """Say whether a module of ``torch.nn`` writes into its input and returns it."""
+    return bool(getattr(module, "inplace", False))
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from ..ops.activation import NAMES, Activation, from_module
 from .holders import is_plain_identity, runs_in_order
-from .kinds import has_hooks, is_affine, keeps_torch_forward
+from .kinds import IN_PLACE, has_hooks, is_affine, is_in_place, keeps_torch_forward
 
 # Every activation that a batch normalization can apply, in each of torch's spellings: F.relu, torch.relu_, x.relu().
 FUNCTIONS: dict[Any, str] = {
@@ -28,7 +28,6 @@ SUMS = {operator.add: False, operator.iadd: True, torch.add: False, Tensor.add: 
 SUM_METHODS = {"add": False, "__add__": False, "__radd__": False, "add_": True, "__iadd__": True}
 # Functions whose result is a tensor of its own.
 NEW = {operator.add, operator.sub, operator.mul, operator.truediv, torch.add, torch.sub, torch.mul, torch.div}
-IN_PLACE = {getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, name[1:])}
 
 
 class Fusion(NamedTuple):
@@ -69,11 +68,11 @@ class Match(NamedTuple):
 def normalize_and_add(
     norm: Callable[..., Tensor], x: Tensor, residual: Tensor, activation: str | Activation, target: str | None
 ) -> Tensor:
-    """Return g(BN(x) + residual); without fusing if the sum promotes types or broadcasts.
+    """Return g(BN(x) + residual); not fused if the sum promotes types, broadcasts or has strides of its own.
 
     ``target`` is the summand that the sum was written into: "norm", "residual" or None.
     """
-    if residual.dtype is x.dtype and residual.shape == x.shape and residual.device == x.device:
+    if residual.dtype is x.dtype and residual.shape == x.shape and residual.stride() == x.stride():
         return norm(x, residual, activation=activation)
     y = norm(x)
     if target == "norm":
@@ -329,4 +328,4 @@ def may_write_its_input(module: nn.Module) -> bool:
                 return may_write_its_input(child)
         return False
     known = isinstance(module, TorchBatchNorm) or (keeps_torch_forward(module) and not list(module.children()))
-    return not known or bool(getattr(module, "inplace", False))
+    return not known or is_in_place(module)

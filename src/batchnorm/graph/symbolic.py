@@ -30,7 +30,7 @@ from torch.fx.proxy import Attribute
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.overrides import TorchFunctionMode
 
-from .kinds import is_affine
+from .kinds import IN_PLACE, is_affine, is_in_place, keeps_torch_forward
 
 LARGEST = 64  # entries of a list or dict that may be compared before every call
 # What may be asked of a tensor that is no argument: it depends on no content.
@@ -277,6 +277,23 @@ class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Value(node, self)
 
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
+        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
+        first = args[0] if args else None
+        if isinstance(first, _Value) and self._returns_its_input(kind, target, kwargs):
+            first.node = proxy.node  # every name for the tensor stands for what it holds now
+            return first
+        return proxy
+
+    def _returns_its_input(self, kind: str, target: Any, kwargs: Any) -> bool:
+        if kind == "call_module":
+            module = self.root.get_submodule(target)
+            return keeps_torch_forward(module) and (isinstance(module, nn.Identity) or is_in_place(module))
+        name = target if kind == "call_method" else getattr(target, "__name__", "")
+        if kind == "call_function" and target in IN_PLACE:
+            return True
+        return (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
+
     def to_bool(self, obj: fx.Proxy) -> bool:
         raise Untraceable("its control flow depends on the data or its shape")
 
@@ -328,9 +345,9 @@ def _in_place(function: Any) -> Callable[[Any, Any], Any]:
 
 
 # torch.fx itself would make x += y a new tensor.
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul"):
+for _function in IN_PLACE - {operator.iconcat}:
     for _kind in (_Value, _Attribute):
-        setattr(_kind, f"__i{_name}__", _in_place(getattr(operator, f"i{_name}")))
+        setattr(_kind, f"__{_function.__name__}__", _in_place(_function))
 
 
 class _Outsiders(TorchFunctionMode):

@@ -54,7 +54,9 @@ def _gradients(
         torch.manual_seed(0)
         found = [t for t in calling.tensors_in(calling.call(twin, batch, forward)) if t.requires_grad]
         torch.manual_seed(0)
-        torch.stack([(t * torch.randn_like(t)).sum() for t in found]).sum().backward()
+        # Not randn_like, whose numbers depend on the strides.
+        weighted = [(t * torch.randn(t.shape, dtype=t.dtype, device=t.device)).sum() for t in found]
+        torch.stack(weighted).sum().backward()
     return {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
 
 
