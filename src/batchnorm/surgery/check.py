@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import calling
-from ..exchange import private_copy, relative_error
+from ..exchange import alone, private_copy, relative_error
 
 Gradients = dict[str, Tensor]
 
@@ -46,22 +46,18 @@ def _gradients(
     net: nn.Module, example: Any, forward: calling.Forward | None, training: bool, change: float = 0.0
 ) -> Gradients:
     twin = private_copy(net).double().train(training)
-    batch = calling.map_tensors(calling.to_device(example, calling.device_of(net), copy=True), _double)
-    with torch.enable_grad(), calling.eagerly(), torch.random.fork_rng():
-        with torch.no_grad():
-            for p in twin.parameters() if change else ():
-                p.mul_(1 + change * torch.randn_like(p))
-        torch.manual_seed(0)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        for p in twin.parameters() if change else ():
+            p.mul_(1 + change * torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device))
+    batch = calling.to_device(example, calling.device_of(net), copy=True, dtype=torch.float64)
+    with alone(net, twin), torch.enable_grad():
         found = [t for t in calling.tensors_in(calling.call(twin, batch, forward)) if t.requires_grad]
         torch.manual_seed(0)
         # Not randn_like, whose numbers depend on the strides.
         weighted = [(t * torch.randn(t.shape, dtype=t.dtype, device=t.device)).sum() for t in found]
         torch.stack(weighted).sum().backward()
     return {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
-
-
-def _double(t: Tensor) -> Tensor:
-    return t.double() if t.is_floating_point() else t
 
 
 def _worst(new: Gradients, old: Gradients) -> tuple[str, float]:
@@ -104,7 +100,5 @@ def _autocast(
     twin = private_copy(net).train(training)
     device = calling.device_of(net)
     batch = calling.to_device(example, device, copy=True)
-    with torch.no_grad(), calling.eagerly(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
-            return calling.call(twin, batch, forward)
+    with alone(net, twin), torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+        return calling.call(twin, batch, forward)
