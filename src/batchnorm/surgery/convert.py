@@ -193,12 +193,10 @@ def _convertible(net: nn.Module, graph: Graph) -> tuple[dict[TorchBatchNorm, typ
             refused[module] = "its forward is patched"
         elif kind in OURS:
             layers[module] = OURS[kind]
-        elif isinstance(module, BatchNorm) and kind in THEIRS:
+        elif isinstance(module, BatchNorm) and (kind in THEIRS or isinstance(module, NormAct)):
             layers[module] = type(module)
         elif is_norm_act(kind):
             layers[module] = joined(kind)
-        elif isinstance(module, NormAct):
-            layers[module] = type(module)
         elif kind is nn.SyncBatchNorm and calls:
             layers[module] = BY_DIMENSIONS[len(calls[0].inputs[0].shape)]
         elif kind is nn.SyncBatchNorm:
