@@ -97,6 +97,23 @@ def test_code_that_uses_what_cannot_be_imported_pickles_as_its_own_class(x):
     assert reduced[1][0] is Local
 
 
+def test_parameters_may_have_any_name(x):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm2d(4)
+
+        def forward(self, type, len=(1, 2), /, original=None, *rest, children, **isinstance):
+            return torch.relu(self.bn(type)) * children
+
+    net = Odd()
+    converted = bn.convert(net, x, forward=lambda net, x: net(x, children=2.0))
+    assert is_rewritten(converted)
+    for args, kwargs in (((x,), {}), ((x, (3,), 1, 2), {"children": 1.0}), ((x,), {"children": 3.0, "more": 4})):
+        given = {"children": 2.0, **kwargs}
+        torch.testing.assert_close(converted(*args, **given), net(*args, **given))
+
+
 def test_replicas_of_data_parallel(net, x):
     converted = bn.convert(net, x)
     replica = converted._replicate_for_data_parallel()

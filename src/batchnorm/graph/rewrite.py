@@ -239,10 +239,10 @@ class _Builder:
 
     def _expect_pattern(self, text: str, pattern: Any) -> None:
         if pattern is Tensor:
-            self._expect(f"isinstance({text}, Tensor)")
+            self._expect(f"_isinstance({text}, _Tensor)")
             self.arguments.append(text)
         elif pattern[0] in (list, tuple):
-            self._expect(f"type({text}) is {pattern[0].__name__} and len({text}) == {len(pattern) - 1}")
+            self._expect(f"_type({text}) is _{pattern[0].__name__} and _len({text}) == {len(pattern) - 1}")
             for i, inner in enumerate(pattern[1:]):
                 self._expect_pattern(f"{text}[{i}]", inner)
         else:
@@ -258,7 +258,7 @@ class _Builder:
                 raise Untraceable(f"its code reads '{name}', {error}, which may change unseen") from error
         for path in self.traced.opened:
             child = self.module.get_submodule(path)
-            self._expect(f"original_kind({_spell(path)}) is {self._name(type(child))} and is_quiet({_spell(path)})")
+            self._expect(f"_original_kind({_spell(path)}) is {self._name(type(child))} and _is_quiet({_spell(path)})")
 
     def _expect_read(self, owner: nn.Module, text: str, name: str) -> None:
         if name == "_modules":
@@ -275,7 +275,7 @@ class _Builder:
         else:
             found = getattr_static(type(owner), name, Parameter.empty)
             if found is Parameter.empty:
-                self._expect(f"not hasattr({text}, {name!r})")
+                self._expect(f"not _hasattr({text}, {name!r})")
             elif isinstance(found, FunctionType | property | classmethod | staticmethod):
                 self._expect(f"{name!r} not in {text}.__dict__")
             else:
@@ -286,14 +286,14 @@ class _Builder:
             self._expect(f"{text} is {value}")
         else:
             freeze(value)
-            self._expect(f"is_same({text}, {self._constant(freeze(value))})")
+            self._expect(f"_is_same({text}, {self._constant(freeze(value))})")
 
     def expect_match(self, match: Match, is_norm: IsNorm) -> None:
         self._expect(f"{self._name(is_norm)}({_spell(str(match.norm.target))})")
         for node in match.bypassed:
             text = _spell(str(node.target))
             module = self.module.get_submodule(str(node.target))
-            self._expect(f"type({text}) is {self._name(type(module))} and is_quiet({text})")
+            self._expect(f"_type({text}) is {self._name(type(module))} and _is_quiet({text})")
             if isinstance(module, nn.LeakyReLU):
                 self._expect(f"{text}.negative_slope == {module.negative_slope!r}")
 
@@ -301,12 +301,12 @@ class _Builder:
         self.conditions[condition] = None
 
     def _constant(self, value: Any) -> str:
-        name = f"c{len(self.scope)}"
+        name = f"_c{len(self.scope)}"
         self.scope[name] = ("value", value)
         return name
 
     def _name(self, thing: Any) -> str:
-        name = f"n_{thing.__name__}"
+        name = f"_n_{thing.__name__}"
         while self.scope.get(name, ("value", thing))[1] is not thing:
             name += "_"
         self.scope[name] = ("value", thing)
@@ -330,7 +330,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _spell(path: str) -> str:
-    return "self" + "".join(f"._modules[{key!r}]" for key in path.split(".") if path)
+    return "_children" + "._modules".join(f"[{key!r}]" for key in path.split(".")) if path else "self"
 
 
 def _by_name(kind: str, thing: Any) -> tuple[Any, ...]:
@@ -384,26 +384,37 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
     if known is not None:
         return known
     given = _Signature(kind.forward)
-    scope: dict[str, Any] = {
-        "Tensor": Tensor,
-        "is_quiet": is_quiet,
-        "is_same": is_same,
-        "original_kind": original_kind,
-        "original": kind,
-        "written": kind.forward,
-        "is_watched": is_watched,
-        **given.defaults,
-    }
+    named: tuple[Any, ...] = (
+        Tensor,
+        is_quiet,
+        is_same,
+        is_watched,
+        original_kind,
+        isinstance,
+        type,
+        len,
+        list,
+        tuple,
+        hasattr,
+    )
+    # With an underscore, also builtins: a parameter of the forward may have any other name.
+    scope: dict[str, Any] = {f"_{thing.__name__}": thing for thing in named}
+    scope |= {"_original": kind, "_written": kind.forward, **given.defaults}
     lines = [f"def forward(self{given.declared}):"]
     for i, variant in enumerate(variants):
-        scope[f"run{i}"] = _compiled(variant.source, _scope_of(variant), kind)["run"]
-        text = [f"def holds(self{given.declared}):", "    try:", "        return ("]
+        scope[f"_run{i}"] = _compiled(variant.source, _scope_of(variant), kind)["run"]
+        text = [
+            f"def holds(self{given.declared}):",
+            "    try:",
+            "        _children = self._modules",
+            "        return (",
+        ]
         text += [f"            {'and ' * (j > 0)}{c}" for j, c in enumerate(_CONDITIONS + variant.conditions)]
         text += ["        )", "    except (AttributeError, LookupError):", "        return False", ""]
-        scope[f"holds{i}"] = _compiled("\n".join(text), {**scope, **_scope_of(variant)}, kind)["holds"]
+        scope[f"_holds{i}"] = _compiled("\n".join(text), {**scope, **_scope_of(variant)}, kind)["holds"]
         arguments = "".join(f", {a}" for a in variant.arguments)
-        lines += [f"    if holds{i}(self{given.passed}):", f"        return run{i}(self{arguments})"]
-    lines += [f"    return original.forward(self{given.passed})", ""]
+        lines += [f"    if _holds{i}(self{given.passed}):", f"        return _run{i}(self{arguments})"]
+    lines += [f"    return _original.forward(self{given.passed})", ""]
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         """Pickle and copy as the original class does, the generated class by what it is made from."""
@@ -424,7 +435,7 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
     return made  # type: ignore[no-any-return]
 
 
-_CONDITIONS = ("not is_watched()", "original.forward is written")
+_CONDITIONS = ("not _is_watched()", "_original.forward is _written")
 _unwatched = False
 
 
@@ -464,8 +475,8 @@ class _Signature:
             named = named or p.kind in (Parameter.VAR_POSITIONAL, Parameter.KEYWORD_ONLY)
             text = f"{star}{p.name}"
             if p.default is not Parameter.empty:
-                self.defaults[f"default_{p.name}"] = p.default
-                text += f"=default_{p.name}"
+                self.defaults[f"_default_{p.name}"] = p.default
+                text += f"=_default_{p.name}"
             declared.append(text)
             passed.append(f"{p.name}={p.name}" if p.kind is Parameter.KEYWORD_ONLY else f"{star}{p.name}")
         if before is Parameter.POSITIONAL_ONLY and parameters:

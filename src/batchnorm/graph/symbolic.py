@@ -376,7 +376,7 @@ def _caller() -> str:
 
 
 def _is_machinery(name: str) -> bool:
-    return name.partition(".")[0] == "torch" or name == __name__
+    return name.partition(".")[0] == "torch" or name.rpartition(".")[0] == __package__
 
 
 @cache
