@@ -11,7 +11,7 @@ import batchnorm as bn
 from batchnorm.graph.rewrite import fusions_in
 from batchnorm.ops.activation import NAMES
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.zoo, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 NETWORKS = """resnet18 resnet50 resnext50_32x4d mobilenet_v2 mobilenet_v3_large googlenet inception_v3 densenet121
 efficientnet_b0 regnet_y_400mf shufflenet_v2_x1_0 mnasnet1_0 vgg16_bn timm:resnet50 timm:efficientnet_lite0

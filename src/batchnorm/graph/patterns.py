@@ -66,23 +66,18 @@ class Match(NamedTuple):
 
 
 def normalize_and_add(
-    norm: Callable[..., Tensor], x: Tensor, residual: Tensor, activation: str | Activation, target: str | None
+    norm: Callable[..., Tensor], x: Tensor, residual: Tensor, activation: str | Activation, first: bool, in_place: bool
 ) -> Tensor:
     """Return g(BN(x) + residual); not fused if the sum promotes types, broadcasts or has strides of its own.
 
-    ``target`` is the summand that the sum was written into: "norm", "residual" or None.
+    ``first`` says whether BN(x) was the first summand, ``in_place`` whether the sum was written into the first.
     """
     if residual.dtype is x.dtype and residual.shape == x.shape and residual.stride() == x.stride():
         return norm(x, residual, activation=activation)
     y = norm(x)
-    if target == "norm":
-        y = y.add_(residual)
-    elif target == "residual":
-        y = residual.add_(y)
-    else:
-        y = y + residual
+    a, b = (y, residual) if first else (residual, y)
     g = Activation(activation) if isinstance(activation, str) else activation
-    return g(y)
+    return g(a.add_(b) if in_place else a + b)
 
 
 class Matcher:
@@ -172,10 +167,10 @@ class Matcher:
             new = match.norm
             new.kwargs = {"activation": kind}
         else:
-            into = ("norm", "residual")[match.summand] if self._sum_target(match.sum) else None
+            order = (match.summand == 0, bool(self._sum_target(match.sum)))
             with self.graph.inserting_before(match.sum):
                 norm = self.graph.get_attr(str(match.norm.target))
-                args = (norm, match.norm.args[0], match.sum.args[1 - match.summand], kind, into)
+                args = (norm, match.norm.args[0], match.sum.args[1 - match.summand], kind, *order)
                 new = self.graph.call_function(normalize_and_add, args)
         match.end.replace_all_uses_with(new)
         gone = [match.activation, match.sum, *match.passed, match.norm if match.sum is not None else None]
