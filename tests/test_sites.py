@@ -46,8 +46,10 @@ def sites(**actions):
         ),
         (Report("fold", ()), "fold: no batch norms found"),
         (
-            Report("convert", (Site("a", "converted with ReLU"), Site("b", "refused", "a subclass"))),
-            "convert: 1 of 2 batch norms converted, 1 with the activation after it, 1 refused: a subclass",
+            Report(
+                "convert", (Site("a", "converted with ReLU"), Site("b", "refused", "why")), fusion="1 of 1 is fused"
+            ),
+            "convert: 1 of 1 is fused; 1 of 2 batch norms converted, 1 refused: why",
         ),
         (
             Report("insert", (Site("a", "inserted BatchNorm1d(3)"), Site("b", "skipped", "last"))),

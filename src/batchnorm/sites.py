@@ -45,6 +45,8 @@ class Report:
     relative_error: float | None = None
     """max |new - old| / max |old| over the outputs for the example, where outputs were compared."""
     notes: tuple[str, ...] = field(default=())
+    fusion: str = ""
+    """How many layers take in what follows them, in words."""
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
@@ -74,12 +76,10 @@ class Report:
         parts = [f"{count} of {_counted(len(self.sites), noun)} {done}"]
         if maps:
             parts = [f"{parts[0]} into weights", f"{maps} as {'a ' * (maps == 1)}fixed affine map{'s' * (maps > 1)}"]
-        if self.verb == "convert" and (fused := sum(" with " in s.action for s in self.sites)):
-            parts.append(f"{fused} with the activation after {'it' if fused == 1 else 'them'}")
         if self.relative_error is not None:
             parts.append(f"relative error {self.relative_error:.1e}")
         parts += [f"{n} {'left' if word == 'kept' else word}{self._why(word)}" for word, n in words.items()]
-        return f"{self.verb}: {', '.join(parts)}"
+        return f"{self.verb}: {f'{self.fusion}; ' if self.fusion else ''}{', '.join(parts)}"
 
     def _why(self, word: str) -> str:
         """Give the reason for an action, if there is one."""

@@ -58,7 +58,7 @@ def test_a_layer_with_its_own_forward_is_opened_alone():
     folded = check(net)
     assert [(s.path, s.action) for s in folded.report] == [
         ("0.norm", "folded into '0.conv'"),
-        ("3", "fixed affine map with SiLU"),
+        ("3", "fixed affine map"),
     ]
     assert not left(folded)
     assert type(folded[0]) is Data

@@ -136,4 +136,7 @@ def test_sum_and_activation_of_a_parent_go_into_a_layer_without_its_own():
 def test_fold():
     net, x = network(nn.ReLU()).eval(), image()
     for n in (bn.convert(net, x), net):
-        torch.testing.assert_close(bn.fold(n, x, traced=True)(x), net(x), **CLOSE)
+        for traced in (None, True):
+            folded = bn.fold(n, x, traced=traced)
+            assert not any(isinstance(m, nn.BatchNorm2d) for m in folded.modules())
+            torch.testing.assert_close(folded(x), net(x), **CLOSE)

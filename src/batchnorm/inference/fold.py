@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from .. import calling
 from ..exchange import Memo, exchange, private_copy
 from ..graph import Graph, trace
+from ..graph.rewrite import restore_
 from ..graph.trace import READS
 from ..layers.fusion import activations_after
 from ..sites import Report, attach
@@ -89,7 +90,7 @@ def fold_with_report(
     """Fold a network as :func:`fold` does, and return the report instead of warning."""
     # The network itself first: a copy of a copy would not show that a copy still uses the network's own modules.
     paths = owners(net, trace(net, example, forward, training=False))
-    source = private_copy(net).eval()
+    source = _copy(net)
     if traced:
         return _fold(net, as_graph_module(source), UNOPENED, example, tolerance, traced, forward)
     if traced is False:
@@ -103,7 +104,14 @@ def fold_with_report(
         # The network may fold in the user's own Python, if what was traced does not compute the same.
         reason = f"its traced form failed: {str(error).partition(';')[0]}"
         opened = UNOPENED._replace(refused=dict.fromkeys(paths, reason))
-        return _fold(net, private_copy(net).eval(), opened, example, tolerance, False, forward)
+        return _fold(net, _copy(net), opened, example, tolerance, False, forward)
+
+
+def _copy(net: nn.Module) -> nn.Module:
+    """Return a copy in evaluation mode in which each module has its own forward, not one that ``convert`` gave it."""
+    source = private_copy(net).eval()
+    restore_(source)
+    return source
 
 
 def _fold(

@@ -119,10 +119,9 @@ def convert(
         taken = fused_in(net, result, done, mode)
         counts.append((count(graph, taken), taken))
     sites = list(_sites(net, layers, refused, counts, unfused, done, graphs))
-    notes.append(headline(counts))
     if not _changes(net, result):
         notes.append("nothing changed: the network was converted already")
-    return attach(result, Report("convert", tuple(sites), error, tuple(notes)))
+    return attach(result, Report("convert", tuple(sites), error, tuple(notes), headline(counts)))
 
 
 def _check(net: nn.Module, result: nn.Module, example: Any, forward: calling.Forward | None, modes: int) -> float:
