@@ -87,7 +87,7 @@ class Matcher:
         root: the module that the graph's targets are paths of.
         graph: the graph.
         is_norm: whether a module is a batch normalization that can be called with ``activation=`` and ``residual=``.
-        crossed: how many modules a node's call lies below the code that reads its value; fewer is better.
+        depth: how deep in opened children a node's call lies.
 
     Beyond the paper: z = g(BN(Wu) + residual) as one call.
     """
