@@ -111,7 +111,15 @@ def past_others(n, x):
     return n.relu(z)
 
 
+def one_after_the_other(n, x):
+    y = n.conv1(x) + x
+    y += n.bn1(x)
+    y += n.bn2(x)
+    return n.relu(y)
+
+
 SUMS = {
+    "one after the other": (one_after_the_other, {"bn1": "identity sum", "bn2": "relu sum"}),
     "bn + x": (lambda n, x: n.relu(n.bn1(n.conv1(x)) + x), {"bn1": "relu sum"}),
     "x + bn": (lambda n, x: F.relu(x + n.same(n.bn1(n.conv1(x)))), {"bn1": "relu sum"}),
     "torch.add": (lambda n, x: torch.add(x, n.bn1(n.conv1(x))).relu(), {"bn1": "relu sum"}),

@@ -241,7 +241,7 @@ class Matcher:
 
     def _is_fresh(self, node: fx.Node) -> bool:
         """Say whether a node makes a new tensor, or hands on one that nobody else has."""
-        if self._passes(node):
+        if self._passes(node) or self._sum_target(node):  # x += y is x
             return _only_user(node.args[0]) is node and self._is_fresh(node.args[0])  # type: ignore[arg-type]
         module = self._module(node)
         if module is not None:
