@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 LOCK_FILE = "train.lock"
 
@@ -58,7 +58,7 @@ def _open(path: Path, folder: Path) -> IO[bytes]:
     while True:
         file = path.open("ab")
         try:
-            _take(file)
+            take(file)
             if _is_at(file, path):
                 return file
         except OSError as error:
@@ -75,7 +75,8 @@ def _open(path: Path, folder: Path) -> IO[bytes]:
 if sys.platform == "win32":
     import msvcrt
 
-    def _take(file: IO[bytes]) -> None:
+    def take(file: IO[Any]) -> None:
+        """Lock an open file, or raise OSError if another process has it."""
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
 
     def _is_at(file: IO[bytes], path: Path) -> bool:
@@ -84,7 +85,8 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-    def _take(file: IO[bytes]) -> None:
+    def take(file: IO[Any]) -> None:
+        """Lock an open file, or raise OSError if another process has it."""
         # Not flock: workers that this process forks would share it, and keep it for seconds if this process is killed.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

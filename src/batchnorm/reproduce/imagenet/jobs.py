@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import os
 import sys
@@ -17,6 +16,7 @@ from typing import Protocol
 
 from ...errors import JobsFailedError
 from ...train import Stopped
+from ...train.lock import take
 from ...train.run import stop_signal
 from .jobs_display import Watch
 
@@ -117,7 +117,7 @@ def _own(folder: Path) -> Iterator[int]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("a") as log:
         try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take(log)
         except OSError:
             print(f"another process is at work in {folder}", file=sys.stderr)
             sys.exit(FAILED)
