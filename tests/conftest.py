@@ -4,6 +4,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -59,8 +60,12 @@ def missing():
         yield "gpu", "needs a CUDA device"
     if shutil.which(compiler) is None or not headers.exists():
         yield "inductor", "torch.compile needs a C++ compiler and Python's headers"
+    if " " in torch.__file__:
+        yield "inductor", "torch.compile cannot link torch's libraries from a path with a space"
     if find_spec("triton") is None:
         yield "triton", "needs Triton"
+    elif not torch.cuda.is_available() and version("triton") >= "3.7":
+        yield "triton", "Triton 3.7's interpreter fails on these kernels, and there is no GPU to compile them for"
 
 
 def pytest_collection_modifyitems(items):
