@@ -23,8 +23,8 @@ LAYERS = [
     ["surgery", "population", "inference", "monitor", "models", "data"],
     ["layers"],
     ["collectives", "graph", "verify"],
-    ["ops", "exchange"],
-    ["calling", "errors", "extras", "progress", "results", "sites", "tally"],
+    ["ops", "network_copy"],
+    ["errors", "extras", "network_call", "progress", "results", "tally", "verb_report"],
 ]
 LEVEL = {name: -i for i, row in enumerate(LAYERS) for name in row}
 

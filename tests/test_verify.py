@@ -12,7 +12,7 @@ from networks import scramble_
 from torch import nn
 
 import batchnorm as bn
-from batchnorm.exchange import outputs, relative_error
+from batchnorm.network_copy import outputs, relative_error
 from batchnorm.verify import rounding, verify
 
 

@@ -127,7 +127,7 @@ def run(net, batch):
     """Return the tensors that a network computes, with fixed random numbers."""
     torch.manual_seed(0)
     with torch.no_grad():
-        return bn.calling.tensors_in(copy.deepcopy(net)(batch))
+        return bn.network_call.tensors_in(copy.deepcopy(net)(batch))
 
 
 def difference(new, old, batches):

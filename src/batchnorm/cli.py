@@ -19,7 +19,10 @@ from .extras import MissingExtraError, check_installed
 
 # word(s) -> (module:function, what it does). Modules are imported only when their word is used.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "fold": ("batchnorm.inference.command:fold", "fold a network's BN into its weights and write ONNX or torch.export"),
+    "fold": (
+        "batchnorm.inference.fold_command:fold",
+        "fold a network's BN into its weights and write ONNX or torch.export",
+    ),
     "train": ("batchnorm.train.train_command:train", "train the paper's network, or a variant, on images of your own"),
     "evaluate": (
         "batchnorm.train.evaluate_command:evaluate",

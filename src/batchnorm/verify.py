@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import calling
-from .exchange import (
+from . import network_call
+from .network_copy import (
     SharedWithOriginalError,
     alone,
     plain_attributes,
@@ -48,7 +48,7 @@ def verify(
     old: nn.Module,
     new: nn.Module,
     example: Any,
-    forward: calling.Forward | None = None,
+    forward: network_call.Forward | None = None,
     *,
     what: str,
     advice: str = "",
@@ -122,7 +122,7 @@ class _Run:
     """Run copies of networks on one example."""
 
     example: Any
-    forward: calling.Forward | None
+    forward: network_call.Forward | None
     training: bool
 
     def __call__(
@@ -136,10 +136,10 @@ class _Run:
         if seed is not None:
             _nudge_(twin, steps, seed)
         dtype = torch.float64 if double else None
-        batch = calling.to_device(self.example, calling.device_of(net), copy=True, dtype=dtype)
+        batch = network_call.to_device(self.example, network_call.device_of(net), copy=True, dtype=dtype)
         before = {id(item): (item, copy.deepcopy(item)) for item in (*_attributes(twin).values(), *twin.buffers())}
         with alone(net, twin), _default_dtype(dtype):
-            output = calling.call(twin, batch, self.forward)
+            output = network_call.call(twin, batch, self.forward)
         return _Seen(output, _changed(_attributes(twin), before), _changed(dict(twin.named_buffers()), before))
 
 
@@ -176,7 +176,9 @@ def _made_in_double(old: nn.Module, new: nn.Module, example: Any, make: Make) ->
         twin = private_copy(old)
         _to_double_(twin)
         with _default_dtype(torch.float64):
-            wide = make(twin, calling.to_device(example, calling.device_of(old), copy=True, dtype=torch.float64))
+            wide = make(
+                twin, network_call.to_device(example, network_call.device_of(old), copy=True, dtype=torch.float64)
+            )
     except SharedWithOriginalError:
         raise
     except Exception:
@@ -256,7 +258,7 @@ def _kind(item: Any) -> str:
 
 
 def _parts(item: Any) -> list[tuple[str, Any]]:
-    found = calling.parts(item)
+    found = network_call.parts(item)
     if isinstance(item, Set):  # ordered by chance; the labels stay in order
         in_order = sorted((part for _, part in found), key=_sort_key)
         found = [(label, part) for (label, _), part in zip(found, in_order, strict=False)]
@@ -281,7 +283,7 @@ def _as_tensor(item: Any) -> Tensor | None:
 
 def _numbers(output: Any) -> list[Tensor]:
     # Not integers, which are lengths and counts more often than results.
-    found = (_as_tensor(item) for _, item in calling.walk([("", output)]) if not isinstance(item, int))
+    found = (_as_tensor(item) for _, item in network_call.walk([("", output)]) if not isinstance(item, int))
     return [t for t in found if t is not None]
 
 
@@ -293,7 +295,7 @@ def _attributes(net: nn.Module) -> dict[str, Any]:
         if not type(module).__module__.startswith("torch.")  # weight_norm keeps what it computes on torch.nn's
         for name, item in plain_attributes(module)
     ]
-    found = ((path, item) for path, item in calling.walk(roots) if isinstance(item, Tensor | np.ndarray))
+    found = ((path, item) for path, item in network_call.walk(roots) if isinstance(item, Tensor | np.ndarray))
     return {path: item for path, item in found if not isinstance(item, nn.Parameter) and _as_tensor(item) is not None}
 
 

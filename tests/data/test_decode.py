@@ -8,7 +8,7 @@ import torch
 from pictures import encoded, gigantic, smooth
 from PIL import Image
 
-from batchnorm.data.crops import Box
+from batchnorm.data.crop_boxes import Box
 from batchnorm.data.decode import CorruptImageError, _load, decode_crop
 
 SIZE = 32

@@ -10,7 +10,7 @@ from pictures import real_jpegs, sharded, shared_data
 from PIL import Image
 
 from batchnorm.data import Augment, Normalize, open_images, seed_at
-from batchnorm.data.crops import Box
+from batchnorm.data.crop_boxes import Box
 from batchnorm.data.decode import decode_crop
 
 

@@ -1,7 +1,7 @@
 """Data: the embedded MNIST, images from folders and tar shards, and batches fit for batch normalization."""
 
 from .augment import Augment, Normalize
-from .batches import BalancedBatches
+from .balanced_batches import BalancedBatches
 from .digits import MNIST, Digits, mnist
 from .draws import seed_at
 from .images import ImageBatches, TooManyCorruptError, open_images

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .crops import CENTRE_SHARE, Box
+from .crop_boxes import CENTRE_SHARE, Box
 from .decode import decode_crop
 from .prefetch import Prefetcher
 from .reader import BatchReader, CorruptFile, Crop, Request, WholeImage

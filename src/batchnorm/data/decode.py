@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..extras import require
-from .crops import Box
+from .crop_boxes import Box
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .cache import DeviceCache
-from .crops import CROP_AREA
+from .crop_boxes import CROP_AREA
 from .decoded import open_decoded
 from .order import Order, Shuffle
 from .prefetch import Prefetcher

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .crops import CROP_AREA, DRAWS, Box, centre_box, random_box
+from .crop_boxes import CROP_AREA, DRAWS, Box, centre_box, random_box
 from .decode import Choose, CorruptImageError, decode_crop
 from .draws import seed_at, uniforms
 from .source import ImageSource

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ..data.crops import centre_box
+from ..data.crop_boxes import centre_box
 from ..data.decode import CorruptImageError, decode_crop, to_rgb
 from ..data.order import Order
 from ..data.reader import CorruptFile

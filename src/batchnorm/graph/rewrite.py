@@ -25,8 +25,8 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 
-from .. import calling
-from ..exchange import alone, private_copy
+from .. import network_call
+from ..network_copy import alone, private_copy
 from .kinds import has_hooks
 from .patterns import Fusion, Match, Matcher, may_write_its_input
 from .symbolic import Spies, Traced, Untraceable, Unwatchable, freeze, pattern_of, trace_forward
@@ -122,7 +122,7 @@ def fusions_in(net: nn.Module) -> dict[str, list[Fusion]]:
 
 
 def arguments_in(
-    net: nn.Module, example: Any, forward: calling.Forward | None, *, training: bool
+    net: nn.Module, example: Any, forward: network_call.Forward | None, *, training: bool
 ) -> dict[str, dict[str, Any] | str]:
     """Run a copy of a network, and return the patterns of each module's arguments, or why there are none."""
     twin = private_copy(net).train(training)
@@ -143,9 +143,9 @@ def arguments_in(
         if _has_code(module):
             hook = lambda m, args, kwargs, path=path: note(path, m, args, kwargs)  # noqa: E731
             module.register_forward_pre_hook(hook, with_kwargs=True)
-    batch = calling.to_device(example, calling.device_of(net), copy=True)
+    batch = network_call.to_device(example, network_call.device_of(net), copy=True)
     with alone(net, twin):
-        calling.call(twin, batch, forward)
+        network_call.call(twin, batch, forward)
     return found
 
 

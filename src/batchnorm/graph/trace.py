@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import calling
-from ..exchange import alone, private_copy
+from .. import network_call
+from ..network_copy import alone, private_copy
 from .calls import Call, Graph, Value
 from .kinds import has_hooks, is_leaf
 
@@ -31,13 +31,13 @@ READS = frozenset(
 
 
 def trace(
-    net: nn.Module, example: Any, forward: calling.Forward | None = None, *, training: bool | None = None
+    net: nn.Module, example: Any, forward: network_call.Forward | None = None, *, training: bool | None = None
 ) -> Graph:
     """Run a copy of the network on an example and return who fed whom, in terms of the network given.
 
     Args:
         net: any network.
-        example: a batch, see :mod:`batchnorm.calling`; it is copied, so in-place code cannot change it.
+        example: a batch, see :mod:`batchnorm.network_call`; it is copied, so in-place code cannot change it.
         forward: how to call the network, where that rule does not fit.
         training: the mode to run in; None is the one that the network is in.
 
@@ -53,12 +53,12 @@ def trace(
     tensors = dict(zip(map(id, _held(twin)), map(id, _held(net)), strict=True))
     if training is not None:
         twin.train(training)
-    example = calling.to_device(example, calling.device_of(net), copy=True)
+    example = network_call.to_device(example, network_call.device_of(net), copy=True)
     with alone(net, twin) as refuse:
         recorder = _Recorder(twin, refuse)
         recorder.watch(twin)
         with recorder, _Resurface():  # type: ignore[no-untyped-call]
-            out = calling.call(twin, example, forward)
+            out = network_call.call(twin, example, forward)
     del example
     recorder.mark_escaped(out)
     for call in recorder.calls:
@@ -111,7 +111,7 @@ class _Recorder(TorchFunctionMode):
 
         A tensor that is alive once this recorder lets go of it was kept: on a module, in a global list, in a closure.
         """
-        shown = {id(t) for t in calling.tensors_in(out)}
+        shown = {id(t) for t in network_call.tensors_in(out)}
         kept = [(weakref.ref(t), self.values[id(t)]) for aliases in self._aliases.values() for t in aliases.values()]
         computed = [(ref, value) for ref, value in kept if value.producer is not None]
         self._aliases.clear()
@@ -153,7 +153,7 @@ class _Recorder(TorchFunctionMode):
     def _show_to_hooks(self, module: nn.Module, tree: Any) -> None:
         if module in self._hooked:
             with self._quietly():
-                for t in calling.tensors_in(tree):
+                for t in network_call.tensors_in(tree):
                     self.value(t).escapes = True
 
     @contextmanager
@@ -176,10 +176,10 @@ class _Recorder(TorchFunctionMode):
     def _start(
         self, name: str, path: str, target: Any, args: Any, kwargs: Any
     ) -> tuple[Call, list[tuple[Tensor, int]]]:
-        replaced = (calling.map_tensors(tree, self.value, _without_tensors) for tree in (args, kwargs))
+        replaced = (network_call.map_tensors(tree, self.value, _without_tensors) for tree in (args, kwargs))
         call = Call(name, path, target, *replaced)
         call.caller = self._scopes[-1] if self._scopes else None
-        given = calling.tensors_in((args, kwargs))
+        given = network_call.tensors_in((args, kwargs))
         call.inputs = [self.value(t) for t in given]
         return call, [(t, _version(t)) for t in given]
 
@@ -192,7 +192,7 @@ class _Recorder(TorchFunctionMode):
                     call.inputs.append(old)
                 call.outputs.append(self._bind(alias, call))
         call.writes = bool(written)
-        results = calling.tensors_in(out)
+        results = network_call.tensors_in(out)
         call.passes = bool(results) and not written and all(id(t) in self.values for t in results)
         call.outputs = list(
             dict.fromkeys([*(self.values.get(id(t)) or self._bind(t, call) for t in results), *call.outputs])
@@ -209,7 +209,7 @@ class _Recorder(TorchFunctionMode):
 
 def _without_tensors(item: Any) -> Any:
     """Return an argument to record; None for an object with tensors, which would keep them alive."""
-    return None if calling.tensors_in(item) else item
+    return None if network_call.tensors_in(item) else item
 
 
 def _name_of(func: Any) -> str:

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.nn.utils import parametrize
 
-from ..exchange import Memo
 from ..graph import Graph
 from ..graph.kinds import Affine, base_type, has_hooks
 from ..layers import BatchNorm
 from ..layers.fusion import Fused
 from ..layers.normalized import Normalized
+from ..network_copy import Memo
 from ..ops import Activation
 from ..ops.activation import from_module, to_module
 from .affine import fold_after, fold_before, weights_of
 from .fixed import FixedAffine
-from .plan import Plan, has_extras
+from .fold_plan import Plan, has_extras
 
 SETTINGS = (bool, int, float, str, type(None))
 Makers = dict[nn.Module, Callable[[Memo], nn.Module]]

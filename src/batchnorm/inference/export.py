@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import calling
-from ..exchange import outputs, relative_error
+from .. import network_call
 from ..extras import MissingExtraError, require
-from ..sites import Report
+from ..network_copy import outputs, relative_error
+from ..verb_report import Report
 from ..verify import rounding
 from .fold import fold_with_report, warn_of_left
 
@@ -95,7 +95,7 @@ def export(
     folded, report = fold_with_report(net, example, tolerance)
     warn_of_left(report)
     # Copied: a program is saved with the memory its example lies in, which may be a whole data set's.
-    example = calling.to_device(example, calling.device_of(folded), copy=True)
+    example = network_call.to_device(example, network_call.device_of(folded), copy=True)
     if dynamic_batch and _batch_size(example) == 1:
         example = _repeated(example)  # exporters take a dimension of 1 for fixed
     limit = rounding(folded, example) if tolerance is None else tolerance
@@ -146,18 +146,18 @@ def _without_gossip() -> Iterator[None]:
 
 
 def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool) -> None:
-    args, kwargs = calling.arguments(example)
+    args, kwargs = network_call.arguments(example)
     torch.export.save(torch.export.export(net, args, kwargs, dynamic_shapes=_shapes(args, kwargs, dynamic)), path)
 
 
 def _run_pt2(path: Path, batch: Any) -> Any:
     with torch.no_grad():
-        return calling.call(torch.export.load(path).module(), batch)
+        return network_call.call(torch.export.load(path).module(), batch)
 
 
 def _write_onnx(net: nn.Module, example: Any, path: Path, dynamic: bool) -> None:
     require("onnxscript", "export")
-    args, kwargs = calling.arguments(example)
+    args, kwargs = network_call.arguments(example)
     torch.onnx.export(
         net,
         args,
@@ -173,9 +173,13 @@ def _write_onnx(net: nn.Module, example: Any, path: Path, dynamic: bool) -> None
 def _run_onnx(path: Path, batch: Any) -> Any:
     runtime = require("onnxruntime", "export")
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    args, kwargs = calling.arguments(batch)
+    args, kwargs = network_call.arguments(batch)
     names = [node.name for node in session.get_inputs()]
-    given = kwargs if set(names) <= kwargs.keys() else dict(zip(names, calling.tensors_in((args, kwargs)), strict=True))
+    given = (
+        kwargs
+        if set(names) <= kwargs.keys()
+        else dict(zip(names, network_call.tensors_in((args, kwargs)), strict=True))
+    )
     out = session.run(None, {name: given[name].detach().cpu().numpy() for name in names})
     return [torch.as_tensor(value) for value in out]
 
@@ -189,7 +193,7 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> Any
     def shape(t: Tensor) -> Any:
         return {0: batch} if t.dim() else None
 
-    return calling.map_tensors(kwargs or args, shape)
+    return network_call.map_tensors(kwargs or args, shape)
 
 
 def _bytes(net: nn.Module) -> int:
@@ -197,9 +201,9 @@ def _bytes(net: nn.Module) -> int:
 
 
 def _batch_size(batch: Any) -> int:
-    sizes = {t.shape[0] for t in calling.tensors_in(calling.arguments(batch)) if t.dim()}
+    sizes = {t.shape[0] for t in network_call.tensors_in(network_call.arguments(batch)) if t.dim()}
     return max(sizes, default=0)
 
 
 def _repeated(batch: Any) -> Any:
-    return calling.map_tensors(batch, lambda t: torch.cat([t, t]) if t.dim() else t)
+    return network_call.map_tensors(batch, lambda t: torch.cat([t, t]) if t.dim() else t)

@@ -10,19 +10,19 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
-from .. import calling
-from ..exchange import Memo, exchange, private_copy
+from .. import network_call
 from ..graph import Graph, trace
 from ..graph.rewrite import restore_
 from ..graph.trace import READS
 from ..layers.fusion import activations_after
-from ..sites import Report, attach
+from ..network_copy import Memo, exchange, private_copy
+from ..verb_report import Report, attach
 from ..verify import verify
-from .account import functions_left, owners, reason_to_keep, sites_of
 from .build import Makers, makers_for
-from .opened import UNOPENED, Opened, open_
-from .plan import has_nonlinear_part, make_plan
-from .traced import as_graph_module
+from .fold_plan import has_nonlinear_part, make_plan
+from .fold_report import functions_left, owners, reason_to_keep, sites_of
+from .traced_modules import UNOPENED, Opened, open_
+from .traced_network import as_graph_module
 
 
 def fold(
@@ -31,7 +31,7 @@ def fold(
     *,
     tolerance: float | None = None,
     traced: bool | None = None,
-    forward: calling.Forward | None = None,
+    forward: network_call.Forward | None = None,
 ) -> nn.Module:
     """Return the inference network, in which y = scale * x + shift replaces each BN(x) and goes into weights beside it.
 
@@ -85,7 +85,7 @@ def fold_with_report(
     example: Any,
     tolerance: float | None = None,
     traced: bool | None = None,
-    forward: calling.Forward | None = None,
+    forward: network_call.Forward | None = None,
 ) -> tuple[nn.Module, Report]:
     """Fold a network as :func:`fold` does, and return the report instead of warning."""
     # The network itself first: a copy of a copy would not show that a copy still uses the network's own modules.
@@ -121,7 +121,7 @@ def _fold(
     example: Any,
     tolerance: float | None,
     traced: bool | None,
-    forward: calling.Forward | None,
+    forward: network_call.Forward | None,
 ) -> tuple[nn.Module, Report]:
     """Fold ``source``, a copy of ``net`` in evaluation mode."""
     graph = trace(source, example, forward, training=False)
@@ -165,7 +165,7 @@ def _noting(makers: Makers, made: dict[nn.Module, nn.Module]) -> Makers:
     return {module: noting(module) for module in makers}
 
 
-def _run(net: nn.Module, example: Any, forward: calling.Forward | None) -> Graph:
+def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> Graph:
     """Trace the folded network; an attribute that it lacks is an AttributeError of its own module, not of a copy's."""
     try:
         return trace(net, example, forward, training=False)
@@ -173,8 +173,10 @@ def _run(net: nn.Module, example: Any, forward: calling.Forward | None) -> Graph
         twin = private_copy(net)
         names = {module: name for name, module in twin.named_modules()}
         try:
-            with torch.no_grad(), calling.eagerly(), torch.random.fork_rng():
-                calling.call(twin, calling.to_device(example, calling.device_of(net), copy=True), forward)
+            with torch.no_grad(), network_call.eagerly(), torch.random.fork_rng():
+                network_call.call(
+                    twin, network_call.to_device(example, network_call.device_of(net), copy=True), forward
+                )
         except AttributeError as error:
             if error.obj in names:
                 error.obj = net.get_submodule(names[error.obj])
@@ -188,7 +190,7 @@ def _verify(
     example: Any,
     tolerance: float | None,
     traced: bool | None,
-    forward: calling.Forward | None,
+    forward: network_call.Forward | None,
 ) -> float:
     return verify(
         old,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import calling
+from .. import network_call
 from .records import Percentiles, Record, percentiles_of
 from .shift import gradient_change
 from .sinks import Memory, Sink
@@ -100,7 +100,7 @@ class Monitor:
         busy, self._busy = self._busy, True
         try:
             with probing(self.net), self._reading(seen):
-                calling.call(self.net, batch)
+                network_call.call(self.net, batch)
         finally:
             self._busy = busy
         return self._keep(Record(step, seen))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as TorchNorm
 
-from .. import calling
+from .. import network_call
 from .records import Change, Record
 
 
@@ -66,7 +66,7 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
     Args:
         net: any network; used in the mode it is in.
         loss: from the network's output and the batch to a scalar.
-        batch: see :mod:`batchnorm.calling` for its form.
+        batch: see :mod:`batchnorm.network_call` for its form.
         rate: the size of the step.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
@@ -84,7 +84,7 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
         buffers = {name: b.clone() for name, b in net.named_buffers()}
         devices = {p.device.index for p in parameters.values() if p.device.type == "cuda"}
         with torch.enable_grad(), torch.random.fork_rng([d for d in devices if d is not None]):
-            output = torch.func.functional_call(net, {**leaves, **buffers}, *calling.arguments(batch))
+            output = torch.func.functional_call(net, {**leaves, **buffers}, *network_call.arguments(batch))
             grads = torch.autograd.grad(loss(output, batch), [leaves[name] for name in of])
         return dict(zip(of, grads, strict=True))
 

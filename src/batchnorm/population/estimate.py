@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
-from .. import calling
-from ..exchange import restored
+from .. import network_call
 from ..graph import Call, Graph, trace
+from ..network_copy import restored
 from ..progress import progress
-from ..sites import Site
 from ..tally import Totals
+from ..verb_report import Site
 from .functional import FunctionalCalls
 from .observer import Observer
 from .report import Population, Rule, compare, statistics
@@ -30,7 +30,7 @@ def estimate_(
     *,
     rule: Rule = "paper",
     upstream: Upstream = "batch",
-    forward: calling.Forward | None = None,
+    forward: network_call.Forward | None = None,
 ) -> Population:
     """Replace the running statistics of a network by population statistics over mini-batches, in place.
 
@@ -47,7 +47,7 @@ def estimate_(
 
     Args:
         net: any network with batch normalization of this library or of ``torch.nn``.
-        batches: training mini-batches, moved to the network's device; see :mod:`batchnorm.calling` for their form.
+        batches: training mini-batches, moved to the network's device; see :mod:`batchnorm.network_call` for their form.
         rule: "paper" or "pooled".
         upstream: what a layer's input is normalized by further up: "batch", as in training, in one pass; or
             "population", the statistics just found, in one pass for each depth of the network. The latter does not
@@ -77,7 +77,7 @@ def estimate_(
         )
     layers, left_alone = _choose(net)
     functional = FunctionalCalls(net)
-    with torch.no_grad(), calling.eagerly(), restored(net):
+    with torch.no_grad(), network_call.eagerly(), restored(net):
         for module in net.modules():
             module.training = False
         if not layers:
@@ -119,7 +119,7 @@ def _batch_pass(
     layers: dict[TorchBatchNorm, str],
     batches: Iterable[Any],
     rule: Rule,
-    forward: calling.Forward | None,
+    forward: network_call.Forward | None,
     functional: FunctionalCalls,
 ) -> dict[TorchBatchNorm, Totals]:
     """Let every layer normalize by its mini-batch and note the statistics it used."""
@@ -135,7 +135,7 @@ def _population_passes(
     layers: dict[TorchBatchNorm, str],
     batches: Iterable[Any],
     rule: Rule,
-    forward: calling.Forward | None,
+    forward: network_call.Forward | None,
     functional: FunctionalCalls,
 ) -> dict[TorchBatchNorm, Totals]:
     """Find the statistics of the layers at one depth at a time, each with those above it already in place."""
@@ -185,17 +185,17 @@ def _run(
     net: nn.Module,
     batches: Iterable[Any],
     rule: Rule,
-    forward: calling.Forward | None,
+    forward: network_call.Forward | None,
     observers: list[Observer],
     functional: FunctionalCalls,
     label: str,
 ) -> None:
-    device = calling.device_of(net)
+    device = network_call.device_of(net)
     handles = [handle for observer in observers for handle in observer.register()]
     try:
         for number, batch in enumerate(progress(batches, label)):
             with functional if number == 0 else nullcontext():
-                calling.call(net, calling.to_device(batch, device), forward)
+                network_call.call(net, network_call.to_device(batch, device), forward)
     finally:
         for handle in handles:
             handle.remove()

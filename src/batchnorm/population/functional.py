@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.overrides import TorchFunctionMode
 
-from ..sites import Site
+from ..verb_report import Site
 
 FUNCTIONS = (F.batch_norm, torch.batch_norm, torch.native_batch_norm)
 

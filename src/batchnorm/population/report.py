@@ -9,8 +9,8 @@ from typing import Literal
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
-from ..sites import Site
 from ..tally import Totals
+from ..verb_report import Site
 
 Rule = Literal["paper", "pooled"]
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import calling
-from ..exchange import alone, private_copy, relative_error
+from .. import network_call
+from ..network_copy import alone, private_copy, relative_error
 
 Gradients = dict[str, Tensor]
 
@@ -18,7 +18,7 @@ AMPLIFICATION = 20.0
 
 
 def compare_gradients(
-    old: nn.Module, new: nn.Module, example: Any, forward: calling.Forward | None, training: bool
+    old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None, training: bool
 ) -> None:
     """Compare the gradients of all parameters in float64, for a sum of the outputs with random weights.
 
@@ -43,16 +43,16 @@ def compare_gradients(
 
 
 def _gradients(
-    net: nn.Module, example: Any, forward: calling.Forward | None, training: bool, change: float = 0.0
+    net: nn.Module, example: Any, forward: network_call.Forward | None, training: bool, change: float = 0.0
 ) -> Gradients:
     twin = private_copy(net).double().train(training)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         for p in twin.parameters() if change else ():
             p.mul_(1 + change * torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device))
-    batch = calling.to_device(example, calling.device_of(net), copy=True, dtype=torch.float64)
+    batch = network_call.to_device(example, network_call.device_of(net), copy=True, dtype=torch.float64)
     with alone(net, twin), torch.enable_grad():
-        found = [t for t in calling.tensors_in(calling.call(twin, batch, forward)) if t.requires_grad]
+        found = [t for t in network_call.tensors_in(network_call.call(twin, batch, forward)) if t.requires_grad]
         torch.manual_seed(0)
         # Not randn_like, whose numbers depend on the strides.
         weighted = [(t * torch.randn(t.shape, dtype=t.dtype, device=t.device)).sum() for t in found]
@@ -73,7 +73,7 @@ def _worst(new: Gradients, old: Gradients) -> tuple[str, float]:
 
 
 def compare_autocast(
-    old: nn.Module, new: nn.Module, example: Any, forward: calling.Forward | None, training: bool
+    old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None, training: bool
 ) -> None:
     """Compare outputs under bf16 autocast: types and shapes, and how far autocast moves them.
 
@@ -85,7 +85,7 @@ def compare_autocast(
     except Exception:
         return  # the original does not run under autocast
     now = _autocast(new, example, forward, training)
-    kinds = [[(t.dtype, tuple(t.shape)) for t in calling.tensors_in(out)] for out in (now, was)]
+    kinds = [[(t.dtype, tuple(t.shape)) for t in network_call.tensors_in(out)] for out in (now, was)]
     if kinds[0] != kinds[1]:
         raise ValueError(f"under autocast its outputs are {kinds[0]}, and were {kinds[1]}")
     exact, other = (_autocast(net, example, forward, training, enabled=False) for net in (old, new))
@@ -95,10 +95,10 @@ def compare_autocast(
 
 
 def _autocast(
-    net: nn.Module, example: Any, forward: calling.Forward | None, training: bool, enabled: bool = True
+    net: nn.Module, example: Any, forward: network_call.Forward | None, training: bool, enabled: bool = True
 ) -> Any:
     twin = private_copy(net).train(training)
-    device = calling.device_of(net)
-    batch = calling.to_device(example, device, copy=True)
+    device = network_call.device_of(net)
+    batch = network_call.to_device(example, device, copy=True)
     with alone(net, twin), torch.autocast(device.type, torch.bfloat16, enabled=enabled):
-        return calling.call(twin, batch, forward)
+        return network_call.call(twin, batch, forward)

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.nn.utils import parametrize
 
-from .. import calling
-from ..exchange import Memo, exchange
+from .. import network_call
 from ..graph import Graph
 from ..graph.holders import runs_in_order
 from ..graph.rewrite import Rewritten, arguments_in, despite_global_hooks, restore_, rewrite_
@@ -21,12 +20,13 @@ from ..layers.fusion import Fused as Placeholder
 from ..layers.fusion import activations_after, takes_activation
 from ..layers.norm_act import NormAct, is_norm_act, joined
 from ..layers.statistics import Statistics
+from ..network_copy import Memo, exchange
 from ..ops import Activation
 from ..ops.activation import as_activation
-from ..sites import Report, Site, attach
-from .account import Count, Fused, count, describe, fused_in, headline
+from ..verb_report import Report, Site, attach
 from .check import compare_autocast, compare_gradients
-from .kinds import OURS, OWN, THEIRS, compare, has_extras, move_state, notes_on, traces
+from .counterparts import OURS, OWN, THEIRS, compare, has_extras, move_state, notes_on, traces
+from .fusion_report import Count, Fused, count, describe, fused_in, headline
 
 BY_DIMENSIONS = {2: BatchNorm1d, 3: BatchNorm1d, 4: BatchNorm2d, 5: BatchNorm3d}
 
@@ -35,7 +35,7 @@ def convert(
     net: nn.Module,
     example: Any,
     *,
-    forward: calling.Forward | None = None,
+    forward: network_call.Forward | None = None,
     rewrite: bool = True,
     statistics: Statistics | None = None,
 ) -> nn.Module:
@@ -124,7 +124,7 @@ def convert(
     return attach(result, Report("convert", tuple(sites), error, tuple(notes), headline(counts)))
 
 
-def _check(net: nn.Module, result: nn.Module, example: Any, forward: calling.Forward | None, modes: int) -> float:
+def _check(net: nn.Module, result: nn.Module, example: Any, forward: network_call.Forward | None, modes: int) -> float:
     with despite_global_hooks():
         error = compare(net, result, example, forward, modes)
         for training in (False, True)[:modes]:

@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .. import calling
-from ..exchange import Memo, exchange
+from .. import network_call
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from ..layers.normalized import Normalized
-from ..sites import Report, Site, attach
+from ..network_copy import Memo, exchange
+from ..verb_report import Report, Site, attach
 from ..verify import verify
-from .identity import set_identity
-from .kinds import notes_on, traces
+from .counterparts import notes_on, traces
+from .identity_init import set_identity
 from .places import Candidate, Place, activation_places, affine_places
 
 Where = Iterable[str] | Callable[[str, nn.Module], bool]
@@ -32,7 +32,7 @@ def insert(
     batches: Iterable[Any] | None = None,
     placement: Literal["before", "after"] = "before",
     per_activation: bool = False,
-    forward: calling.Forward | None = None,
+    forward: network_call.Forward | None = None,
 ) -> nn.Module:
     """Return the network with a batch normalization between each affine layer and the nonlinearity that it feeds.
 
@@ -141,6 +141,6 @@ def _describe(place: Place, norm: BatchNorm) -> str:
     return f"inserted {type(norm).__name__}({norm.num_features}){shared}"
 
 
-def _compare(old: nn.Module, new: nn.Module, example: Any, forward: calling.Forward | None) -> float:
+def _compare(old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None) -> float:
     advice = "Does its code read the weights or biases of layers outside their calls?"
     return verify(old, new, example, forward, what="the network with init='identity'", advice=advice)

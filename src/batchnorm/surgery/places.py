@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from ..graph import Call, Graph, Value
 from ..graph.kinds import HANDING_ON, NONLINEAR, Affine, Convolution, Transposed, is_affine, plain_name
-from ..sites import Site
+from ..verb_report import Site
 
 FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 # In evaluation, unless someone watches, these hand the weights of their parts to one fused function.

@@ -9,19 +9,19 @@ from typing import Any
 
 from torch import nn
 
-from .. import calling
-from ..exchange import Memo, exchange
+from .. import network_call
 from ..graph import Graph
 from ..graph.rewrite import restore_
 from ..layers import BatchNorm, Sync
 from ..layers.fusion import Fused
 from ..layers.norm_act import NormAct
+from ..network_copy import Memo, exchange
 from ..ops.activation import to_module
-from ..sites import Report, Site, attach
-from .kinds import OWN, THEIRS, compare, has_extras, move_state, traces
+from ..verb_report import Report, Site, attach
+from .counterparts import OWN, THEIRS, compare, has_extras, move_state, traces
 
 
-def revert(net: nn.Module, example: Any = None, *, forward: calling.Forward | None = None) -> nn.Module:
+def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward | None = None) -> nn.Module:
     """Return the network with plain ``torch.nn`` layers in place of this library's.
 
     Undoes ``convert``: modules get their own classes and forwards back, and activation modules go back to where they

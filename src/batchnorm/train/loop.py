@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data import Augment, ImageBatches, Normalize, open_images, seed_at
-from ..data.identity import describe_data
+from ..data.fingerprint import describe_data
 from ..evaluate import Accuracy, count_correct
 from ..monitor import Monitor
 from . import checkpoint

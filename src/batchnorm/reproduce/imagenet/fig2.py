@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...data.identity import check_same_data, describe_data
+from ...data.fingerprint import check_same_data, describe_data
 from ...data.source import check_complete, open_source
 from .fig2_plan import Group, read_plan
 from .fig2_publication import publish

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...data.identity import check_same_data, describe_data
+from ...data.fingerprint import check_same_data, describe_data
 from ...data.source import check_complete, open_source
 from ...train.opened import open_runs
 from .fig4_plan import read_plan

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...data.identity import check_same_data
+from ...data.fingerprint import check_same_data
 from ...results import write_atomically, write_json
 from .fig4_table import CONTEXT, PAPER, alone, figure4, markdown, notes
 from .member_files import MemberFiles

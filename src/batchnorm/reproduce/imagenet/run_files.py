@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...data.identity import check_same_data
+from ...data.fingerprint import check_same_data
 from ...results import environment, write_atomically
 from ...train import Recipe, Result
 from ...train import metrics as lines

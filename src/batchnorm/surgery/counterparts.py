@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
-from .. import calling
-from ..exchange import Memo, SharedWithOriginalError
+from .. import network_call
 from ..graph import Graph, trace
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from ..network_copy import Memo, SharedWithOriginalError
 from ..verify import verify
 
 OURS: dict[type, type[BatchNorm]] = {
@@ -35,7 +35,7 @@ def has_extras(layer: nn.Module, graphs: list[Graph]) -> bool:
     return any(len(call.inputs) > 1 for graph in graphs for call in graph.calls_of(layer))
 
 
-def traces(net: nn.Module, example: Any, forward: calling.Forward | None) -> list[Graph]:
+def traces(net: nn.Module, example: Any, forward: network_call.Forward | None) -> list[Graph]:
     """Trace evaluation, and training where the example allows it."""
     evaluation = trace(net, example, forward, training=False)
     try:
@@ -52,7 +52,7 @@ def notes_on(graphs: list[Graph]) -> tuple[str, ...]:
     return () if len(graphs) > 1 else ("training mode does not run on this example: only evaluation was looked at",)
 
 
-def compare(old: nn.Module, new: nn.Module, example: Any, forward: calling.Forward | None, modes: int) -> float:
+def compare(old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None, modes: int) -> float:
     """Return the relative error of the outputs, the larger of evaluation and, with two modes, training.
 
     Raises:

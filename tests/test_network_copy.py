@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import batchnorm as bn
-from batchnorm.exchange import exchange, outputs, private_copy, relative_error, restored
+from batchnorm.network_copy import exchange, outputs, private_copy, relative_error, restored
 
 
 def test_references_in_lists_closures_and_methods_follow():

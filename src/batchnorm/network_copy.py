@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
-from . import calling
+from . import network_call
 
 Memo = dict[int, Any]
 
@@ -137,7 +137,7 @@ def alone(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]:
 
     handle = register_module_forward_pre_hook(lambda module, args: refuse(module))
     try:
-        with torch.no_grad(), calling.eagerly(), _fixed_random_numbers(twin):
+        with torch.no_grad(), network_call.eagerly(), _fixed_random_numbers(twin):
             yield refuse
     finally:
         handle.remove()
@@ -174,7 +174,7 @@ def _held(net: nn.Module) -> dict[int, tuple[str, Any]]:
         found[id(module)] = (f"{repr(path) if path else 'the root'} ({type(module).__name__})", module)
         registered = [vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules")]
         attributes = [item for group in registered for item in group.items()] + plain_attributes(module)
-        for name, item in calling.walk((f"{path}.{name}" if path else name, item) for name, item in attributes):
+        for name, item in network_call.walk((f"{path}.{name}" if path else name, item) for name, item in attributes):
             if isinstance(item, nn.Module):
                 waiting.append((name, item))
             elif isinstance(item, Tensor):
@@ -195,15 +195,15 @@ def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def outputs(
-    net: nn.Module, example: Any, forward: calling.Forward | None = None, *, training: bool | None = None
+    net: nn.Module, example: Any, forward: network_call.Forward | None = None, *, training: bool | None = None
 ) -> Any:
     """Return what the network computes, run as a copy: no gradients, fixed random numbers, nothing left behind."""
     twin = private_copy(net)
     if training is not None:
         twin.train(training)
-    batch = calling.to_device(example, calling.device_of(net), copy=True)
+    batch = network_call.to_device(example, network_call.device_of(net), copy=True)
     with alone(net, twin):
-        return calling.call(twin, batch, forward)
+        return network_call.call(twin, batch, forward)
 
 
 def relative_error(new: Any, old: Any) -> float:
@@ -212,7 +212,7 @@ def relative_error(new: Any, old: Any) -> float:
     Raises:
         ValueError: if there is nothing to compare.
     """
-    news, olds = calling.tensors_in(new), calling.tensors_in(old)
+    news, olds = network_call.tensors_in(new), network_call.tensors_in(old)
     if [t.shape for t in news] != [t.shape for t in olds]:
         return inf
     require_numbers(olds)

@@ -15,8 +15,8 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from ..exchange import outputs
 from ..extras import MissingExtraError, check_installed, require
+from ..network_copy import outputs
 from .export import export
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
-from .. import calling
-from ..exchange import private_copy
-from .traced import AnyBatchNorm, exchange_calls, stand_ins, traceable
+from .. import network_call
+from ..network_copy import private_copy
+from .traced_network import AnyBatchNorm, exchange_calls, stand_ins, traceable
 
 Calls = dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]
 
@@ -33,7 +33,7 @@ class Opened(NamedTuple):
 UNOPENED = Opened(set(), [], {})
 
 
-def open_(net: nn.Module, owners: list[str], example: Any, forward: calling.Forward | None) -> Opened:
+def open_(net: nn.Module, owners: list[str], example: Any, forward: network_call.Forward | None) -> Opened:
     """Trace the forward of each module that owns a batch normalization, so that this becomes a child of the module.
 
     A module whose own forward cannot be traced is traced as part of its parent's, and so on up to the network. The
@@ -61,7 +61,7 @@ def open_(net: nn.Module, owners: list[str], example: Any, forward: calling.Forw
     return opened
 
 
-def _observe(net: nn.Module, owners: list[str], example: Any, forward: calling.Forward | None) -> Calls:
+def _observe(net: nn.Module, owners: list[str], example: Any, forward: network_call.Forward | None) -> Calls:
     """Run the network and return the arguments of each owner and of the modules around it."""
     calls: Calls = defaultdict(list)
     twin = private_copy(net)
@@ -79,8 +79,8 @@ def _observe(net: nn.Module, owners: list[str], example: Any, forward: calling.F
     for path, module in twin.named_modules():
         if path in around and not isinstance(module, torch.jit.ScriptModule):
             note(path, module)
-    with torch.no_grad(), calling.eagerly(), torch.random.fork_rng():
-        calling.call(twin, calling.to_device(example, calling.device_of(net), copy=True), forward)
+    with torch.no_grad(), network_call.eagerly(), torch.random.fork_rng():
+        network_call.call(twin, network_call.to_device(example, network_call.device_of(net), copy=True), forward)
     return calls
 
 
@@ -132,7 +132,7 @@ def _fixed_arguments(module: nn.Module, calls: list[Any]) -> dict[str, Any]:
         bound = signature(type(module).forward).bind(module, *args, **kwargs)
         bound.apply_defaults()
         given = list(bound.arguments.items())[1:]
-        found.append({k: v for k, v in given if k in single and not calling.tensors_in(v)})
+        found.append({k: v for k, v in given if k in single and not network_call.tensors_in(v)})
     if any(fixed != found[0] for fixed in found):
         raise ValueError("its calls differ in arguments that are no tensors")
     return found[0] if found else {}

@@ -11,10 +11,10 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from ..graph import Call, Graph
 from ..graph.kinds import has_hooks, keeps_torch_forward
 from ..layers import BatchNorm
-from ..sites import Site
+from ..verb_report import Site
 from .affine import map_of
-from .opened import Opened
-from .plan import Plan
+from .fold_plan import Plan
+from .traced_modules import Opened
 
 OWN_FORWARD = "has its own forward"
 BY_MINI_BATCH = "it keeps no running statistics and normalizes by the mini-batch in evaluation too"

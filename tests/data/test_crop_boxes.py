@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchnorm.data.crops import CROP_AREA, CROP_ASPECT, DRAWS, centre_box, random_box
+from batchnorm.data.crop_boxes import CROP_AREA, CROP_ASPECT, DRAWS, centre_box, random_box
 from batchnorm.data.draws import uniforms
 
 SIDES = st.integers(1, 2000)

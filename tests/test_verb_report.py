@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from batchnorm.sites import Report, Site
+from batchnorm.verb_report import Report, Site
 
 REPORT = Report("fold", (Site("a", "folded into 'b'"), Site("", "kept", "why")), 1e-7, ("mind this",))
 

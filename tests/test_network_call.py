@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchnorm import calling
+from batchnorm import network_call
 
 
 class Pair(NamedTuple):
@@ -21,17 +21,17 @@ class Pair(NamedTuple):
 )
 def test_a_tensor_the_first_of_a_tuple_or_list_a_dict_by_name(wrap):
     net, x = nn.Linear(3, 2), torch.randn(4, 3)
-    torch.testing.assert_close(calling.call(net, wrap(x)), net(x))
+    torch.testing.assert_close(network_call.call(net, wrap(x)), net(x))
 
 
 def test_forward_overrides():
-    assert calling.call(nn.Linear(3, 2), "anything", lambda net, batch: batch * 2) == "anythinganything"
+    assert network_call.call(nn.Linear(3, 2), "anything", lambda net, batch: batch * 2) == "anythinganything"
 
 
 @pytest.mark.parametrize("batch", ["text", 3, (), []])
 def test_other_batches_are_refused(batch):
     with pytest.raises(TypeError, match="forward=lambda net, batch"):
-        calling.call(nn.Linear(3, 2), batch)
+        network_call.call(nn.Linear(3, 2), batch)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_other_batches_are_refused(batch):
 )
 def test_a_network_that_cannot_take_the_batch_names_forward(batch, found):
     with pytest.raises(TypeError, match=rf"{found}.*forward=lambda net, batch: net\(\*batch\)"):
-        calling.call(nn.Bilinear(3, 3, 1), batch)
+        network_call.call(nn.Bilinear(3, 3, 1), batch)
 
 
 def test_a_type_error_inside_the_network_is_its_own():
@@ -53,13 +53,13 @@ def test_a_type_error_inside_the_network_is_its_own():
             return x + "text"
 
     with pytest.raises(TypeError, match=r"must be Tensor, not str|unsupported operand"):
-        calling.call(Broken(), torch.zeros(2))
+        network_call.call(Broken(), torch.zeros(2))
 
 
 def test_moving_copies_on_request_and_keeps_the_form():
     x = torch.randn(2, 3, requires_grad=True)
     batch = {"pair": Pair(x, x), "list": [x, "text"]}
-    moved = calling.to_device(batch, torch.device("cpu"), copy=True)
+    moved = network_call.to_device(batch, torch.device("cpu"), copy=True)
     assert isinstance(moved["pair"], Pair)
     assert moved["list"][1] == "text"
     assert moved["list"][0].data_ptr() != x.data_ptr()
@@ -95,12 +95,12 @@ def test_tensors_are_found_in_any_object_and_cycles_end():
         (nn.Linear(1, 1), []),
     ]
     for tree, expected in trees:
-        assert [id(t) for t in calling.tensors_in(tree)] == [id(t) for t in expected], tree
+        assert [id(t) for t in network_call.tensors_in(tree)] == [id(t) for t in expected], tree
 
 
 def test_tensors_in_objects_are_moved_in_a_copy():
     batch = SimpleNamespace(x=torch.zeros(2), n=torch.tensor([3]))
-    moved = calling.to_device([batch], torch.device("cpu"), copy=True, dtype=torch.float64)[0]
+    moved = network_call.to_device([batch], torch.device("cpu"), copy=True, dtype=torch.float64)[0]
     assert isinstance(moved, SimpleNamespace)
     assert moved.x.dtype == torch.float64
     assert moved.n.dtype == torch.int64
@@ -109,7 +109,7 @@ def test_tensors_in_objects_are_moved_in_a_copy():
 
 
 def test_a_network_without_tensors_is_on_the_cpu():
-    assert calling.device_of(nn.ReLU()) == torch.device("cpu")
+    assert network_call.device_of(nn.ReLU()) == torch.device("cpu")
 
 
 def test_compiled_code_runs_as_written_for_a_while():
@@ -117,7 +117,7 @@ def test_compiled_code_runs_as_written_for_a_while():
     net = torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager")
     x = torch.zeros(1, 2)
     net(x)
-    with calling.eagerly():
+    with network_call.eagerly():
         net._orig_mod[0].register_forward_hook(lambda *_: seen.append(1))
         net(x)
     assert seen

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import calling
-from ..exchange import private_copy
+from .. import network_call
 from ..layers import BatchNorm
+from ..network_copy import private_copy
 from ..ops.moments import batch_moments
 from ..progress import progress
 from ..tally import Tally
@@ -23,7 +23,7 @@ def set_identity(
     net: nn.Module,
     norms: dict[Place, BatchNorm],
     batches: Iterable[Any],
-    forward: calling.Forward | None,
+    forward: network_call.Forward | None,
 ) -> None:
     """Set gamma = sqrt(Var[x] + eps) and beta = E[x], and the running statistics to those of x without its bias.
 
@@ -33,10 +33,10 @@ def set_identity(
     twin = private_copy(net).eval()
     for place, tally in tallies.items():
         twin.get_submodule(place.path).register_forward_hook(partial(_measure, place, norms[place], tally))
-    device = calling.device_of(net)
-    with torch.no_grad(), calling.eagerly():
+    device = network_call.device_of(net)
+    with torch.no_grad(), network_call.eagerly():
         for batch in progress(batches, "measuring activations"):
-            calling.call(twin, calling.to_device(batch, device, copy=True), forward)
+            network_call.call(twin, network_call.to_device(batch, device, copy=True), forward)
     for place, tally in tallies.items():
         _set(place, norms[place], tally)
 
