@@ -27,7 +27,7 @@ def call_of(name):
 
 
 class Emulated:
-    """What nvrtc.Kernel is on a device."""
+    """What driver.Kernel is on a device."""
 
     def __init__(self, library):
         self.run = library.run
@@ -60,7 +60,7 @@ def built(file, flags):
 
 
 def compiler(folder):
-    """Return what stands in for nvrtc.load, keeping what it compiles in a folder that processes may share."""
+    """Return what stands in for driver.load, keeping what it compiles in a folder that processes may share."""
     headers = written(folder / "headers.hpp", HEADERS)
     built(folder / "headers.hpp.gch", ["-x", "c++-header", headers])
 

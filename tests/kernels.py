@@ -6,6 +6,7 @@ import torch
 from oracle import assert_near, expect
 
 from batchnorm.ops import Activation
+from batchnorm.ops.call import Call
 from batchnorm.ops.cuda import launch, resident, schedule
 from batchnorm.ops.cuda.layout import geometry_of
 
@@ -46,7 +47,8 @@ def run(x, way, activation=None, residual=None, affine=True, running=None, momen
     dy = torch.randn_like(x)
     p = schedule.make(geometry_of(x), x.element_size(), *way, 4) if isinstance(way, Way) else way
     signed = residual is not None and act.name in ("relu", "leaky_relu")
-    y, stats, bits = launch.forward(x, gamma, beta, residual, running, momentum, EPS, *act, signed, p)
+    call = Call(x, gamma, beta, EPS, act, residual, None, running, momentum)
+    y, stats, bits = launch.forward(call, signed, p)
     hidden = residual if residual is not None and act.name != "identity" and not signed else None
     wanted = None if residual is None else residual.dtype
     dx, dgamma, dbeta, dr = launch.backward(dy, x, hidden, bits if signed else None, stats, *act, wanted, p)

@@ -60,7 +60,7 @@ def test_digest_knows_the_kernels_and_which_of_them_a_layer_gets(monkeypatch, tm
     # Other kernels.
     shutil.copytree(Path(ops.__file__).parent, tmp_path / "ops")
     monkeypatch.setattr(ops, "__file__", str(tmp_path / "ops" / "__init__.py"))
-    for name in ("resident.cu", "triton/tile.py", "launch.py", "launch_cache.py", "resident.py"):
+    for name in ("resident.cu", "triton/tile.py", "launch.py", "driver.py", "resident.py"):
         with (tmp_path / "ops" / "cuda" / name).open("a") as file:
             file.write("\nint other;\n" if name.endswith(".cu") else "\nOTHER = 1\n")
         digest.cache_clear()

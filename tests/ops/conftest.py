@@ -3,12 +3,12 @@ import subprocess
 import pytest
 from emulate import compiler
 
-from batchnorm.ops.cuda import nvrtc, resident
+from batchnorm.ops.cuda import driver, resident
 
 
 @pytest.fixture(scope="session")
 def emulation(shared_folder):
-    """What stands in for nvrtc.load; None if no compiler here can make it."""
+    """What stands in for driver.load; None if no compiler here can make it."""
     try:
         return compiler(shared_folder("emulated"))
     except (FileNotFoundError, subprocess.CalledProcessError):
@@ -18,11 +18,15 @@ def emulation(shared_folder):
 @pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.triton), pytest.param("cuda", marks=pytest.mark.gpu)])
 def resident_device(request, emulation, monkeypatch):
     """Where resident.cu runs: emulated on the CPU, or on a device where there is one."""
-    forget = resident._kernel.cache_clear
+
+    def forget():
+        resident._kernel.cache_clear()
+        resident.prepared.cache_clear()
+
     if request.param == "cpu":
         if emulation is None:
             pytest.skip("no g++ that compiles the emulated kernel")
         forget()
-        monkeypatch.setattr(nvrtc, "load", emulation)
+        monkeypatch.setattr(driver, "load", emulation)
     yield request.param
     forget()

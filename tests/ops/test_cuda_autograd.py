@@ -8,6 +8,7 @@ from oracle import assert_near, expect
 from torch.utils.checkpoint import checkpoint
 
 from batchnorm.ops import Activation, Choice, Running, composite, dispatch
+from batchnorm.ops.call import Call
 from batchnorm.ops.cuda import autograd, launch
 
 pytestmark = [
@@ -45,7 +46,7 @@ def fresh(c):
 def test_gradients(activation, has_residual):
     x, gamma, beta, residual = leaves(has_residual)
     dy = torch.randn_like(x)
-    y, _ = autograd.batch_norm(x, gamma, beta, EPS, Activation(activation, 0.1), residual)
+    y, _ = autograd.run(Call(x, gamma, beta, EPS, Activation(activation, 0.1), residual))
     y.backward(dy)
     e = expect(x, gamma, beta, EPS, dy, Activation(activation, 0.1), residual)
     assert_near(y, e.y, torch.float32, "y")
@@ -66,13 +67,13 @@ def test_a_gradient_that_is_a_slice_of_channels(shape, offset):
         x = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
         wide = wide.contiguous(memory_format=torch.channels_last)
     dy = wide[:, offset : offset + c]
-    y, _ = autograd.batch_norm(x, gamma, beta, EPS, Activation("relu"), None)
+    y, _ = autograd.run(Call(x, gamma, beta, EPS, Activation("relu"), None))
     sliced, dense = (torch.autograd.grad(y, (x, gamma, beta), g, retain_graph=True) for g in (dy, dy.clone()))
     torch.testing.assert_close(sliced, dense, rtol=0, atol=0)
 
 
 def plain(x, gamma, beta, activation, residual):
-    return composite.batch_norm(x, gamma, beta, EPS, Activation(activation), residual)
+    return composite.run(Call(x, gamma, beta, EPS, Activation(activation), residual))
 
 
 @pytest.mark.parametrize("activation", ["identity", "relu", "silu"])
@@ -84,7 +85,7 @@ def test_double_backward_matches_plain_operations(activation, has_residual):
     dy, weight = draw(3, 4, 3, 3).requires_grad_(), draw(3, 4, 3, 3)
     results = []
     for y in (
-        autograd.batch_norm(x, gamma, beta, EPS, Activation(activation), residual)[0],
+        autograd.run(Call(x, gamma, beta, EPS, Activation(activation), residual))[0],
         plain(x, gamma, beta, activation, residual)[0],
     ):
         first = torch.autograd.grad(y, wanted, dy, create_graph=True)
@@ -98,7 +99,7 @@ def test_moments_are_differentiable():
     x, gamma, beta, _ = leaves(False)
     results = []
     for _, moments in (
-        autograd.batch_norm(x, gamma, beta, EPS, Activation("relu"), None),
+        autograd.run(Call(x, gamma, beta, EPS, Activation("relu"), None)),
         plain(x, gamma, beta, "relu", None),
     ):
         loss = (moments.mean * gamma.detach()).sum() + moments.var.square().sum()
@@ -111,7 +112,7 @@ def test_saved_for_backward(activation, bytes_per_value):
     x, gamma, beta, residual = leaves(shape=(4, 16, 8, 8))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        autograd.batch_norm(x, gamma, beta, EPS, Activation(activation), residual)
+        autograd.run(Call(x, gamma, beta, EPS, Activation(activation), residual))
     large = [t for t in saved if t.numel() > launch.STATS * 16]
     assert any(t.data_ptr() == x.data_ptr() for t in large)
     rest = [t for t in large if t.data_ptr() != x.data_ptr()]
@@ -125,7 +126,7 @@ def test_hooks_that_lose_the_layout_of_what_is_saved(create_graph):
     dy, results = torch.randn_like(x), []
     for context in (nullcontext(), torch.autograd.graph.save_on_cpu(pin_memory=True)):
         with context:
-            y, _ = autograd.batch_norm(x, gamma, beta, EPS, Activation("relu"), residual)
+            y, _ = autograd.run(Call(x, gamma, beta, EPS, Activation("relu"), residual))
         results.append(torch.autograd.grad(y, (x, gamma, beta, residual), dy, create_graph=create_graph))
     torch.testing.assert_close(*results)
 
@@ -138,7 +139,7 @@ def test_what_is_no_number_has_the_gradients_of_plain_operations(activation, has
         (x if where == "x" or residual is None else residual)[1, 3, 0, 2] = float("nan")
     dy, wanted, results = torch.randn_like(x), [t for t in given if t is not None], []
     for y, _ in (
-        autograd.batch_norm(x, gamma, beta, EPS, Activation(activation), residual),
+        autograd.run(Call(x, gamma, beta, EPS, Activation(activation), residual)),
         plain(x, gamma, beta, activation, residual),
     ):
         results.append((y, *torch.autograd.grad(y, wanted, dy)))
@@ -158,7 +159,7 @@ def test_running_averages_that_kernels_cannot_move(monkeypatch, kind):
         running = Running(*(t.double() for t in running[:2]), *running[2:])
     else:
         running = Running(*(t[:5] for t in running[:2]), *running[2:])
-    assert autograd.normalize_batch_(x, None, None, running, 0.1, EPS, Activation(), None) is None
+    assert autograd.train_(Call(x, None, None, EPS, Activation(), None, None, running, 0.1)) is None
     if kind == "another length":
         with pytest.raises(ValueError, match="a running mean of shape"):
             dispatch.batch_norm_(x, None, None, running)
@@ -192,7 +193,7 @@ def step(call, layer_input, running):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_as_one_graph(dynamic):
     def call(x, gamma, beta, residual, running):
-        return autograd.batch_norm_(x, gamma, beta, running, 0.1, EPS, Activation("relu"), residual)[0] * 2
+        return autograd.run(Call(x, gamma, beta, EPS, Activation("relu"), residual, None, running, 0.1))[0] * 2
 
     expected = step(call, None, fresh(10))
     got = step(torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic), None, fresh(10))
@@ -206,7 +207,7 @@ def test_recomputation_does_not_update(use_reentrant):
     running = fresh(10)
 
     def call(x, gamma, beta, residual):
-        return autograd.batch_norm_(x, gamma, beta, running, 0.1, EPS, Activation("relu"), residual)[0]
+        return autograd.run(Call(x, gamma, beta, EPS, Activation("relu"), residual, None, running, 0.1))[0]
 
     checkpoint(call, *leaves(), use_reentrant=use_reentrant).sum().backward()
     assert int(running.num_batches) == 1
@@ -216,7 +217,7 @@ def test_update_is_known_to_autograd():
     running = fresh(10)
     x, gamma, beta, _ = leaves(False)
     before = [t._version for t in running]
-    autograd.batch_norm_(x, gamma, beta, running, 0.1, EPS, Activation(), None)
+    autograd.run(Call(x, gamma, beta, EPS, Activation(), None, None, running, 0.1))
     assert all(t._version > v for t, v in zip(running, before, strict=True))
 
 
@@ -229,9 +230,9 @@ def test_update_is_known_to_autograd():
     ],
 )
 def test_what_the_kernels_refuse(x, reason):
-    assert reason in autograd.refusal(x)
+    assert reason in autograd.refusal(Call(x))
 
 
 def test_launching_what_is_refused_says_so():
     with pytest.raises(ValueError, match="strides"):
-        launch.forward(torch.randn(5, 4).t(), None, None, None, None, 0.1, EPS, "relu", 0.0, False)
+        launch.forward(Call(torch.randn(5, 4).t()))

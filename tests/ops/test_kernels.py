@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from kernels import EPS, Way, arranged, compare, kept, run
 from oracle import assert_near
 
-from batchnorm.ops.cuda import launch, launch_cache, schedule
+from batchnorm.ops import Activation
+from batchnorm.ops.call import Call
+from batchnorm.ops.cuda import launch, schedule
 from batchnorm.ops.cuda.layout import geometry_of
 
 # Triton's interpreter meets it in numpy >= 1.25.
@@ -117,8 +119,8 @@ def test_hard_inputs(device, x, way):
 
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_64_bit_offsets(device, layout, monkeypatch):
-    find = launch_cache.find_geometry
-    monkeypatch.setattr(launch_cache, "find_geometry", lambda *lies: find(*lies)._replace(wide=True))
+    find = launch.find_geometry
+    monkeypatch.setattr(launch, "find_geometry", lambda *lies: find(*lies)._replace(wide=True))
     x = arranged((3, 10, 4, 4), layout, torch.float32, device)
     residual = torch.randn_like(x)
     got, e = run(x, MET, ("relu",), residual)
@@ -199,12 +201,13 @@ def test_launches_that_overlap_leave_each_other_room(at_once, monkeypatch):
 def test_bits_tell_of_a_residual_whose_gradient_is_not_wanted(device, monkeypatch):
     asked = []
 
-    def form_of(x, backward, residual, p=None):
+    def pass_of(x, backward, residual, way=None):
         asked.append(residual)
-        return launch_cache.form_of(x, backward, residual, p)
+        return found(x, backward, residual, way)
 
-    monkeypatch.setattr(launch, "form_of", form_of)
+    found = launch.pass_of
+    monkeypatch.setattr(launch, "pass_of", pass_of)
     x, residual = (torch.randn(4, 8, 5, 5, device=device) for _ in range(2))
-    y, stats, bits = launch.forward(x, None, None, residual, None, 0.1, 1e-5, "relu", 0.0, True)
+    y, stats, bits = launch.forward(Call(x, activation=Activation("relu"), residual=residual), True)
     launch.backward(torch.randn_like(y), x, None, bits, stats, "relu", 0.0, None)
     assert asked == [True, True]

@@ -17,6 +17,7 @@ import batchnorm as bn
 from batchnorm import ops
 from batchnorm.bench.memory import peak
 from batchnorm.ops import Activation, Running, recomputation
+from batchnorm.ops.call import Call
 from batchnorm.ops.cuda import autograd, launch
 
 CPU = torch.device("cpu")
@@ -461,9 +462,9 @@ def test_fused_kernels_compute_the_same_bits_again(layout, has_residual, activat
     zero = torch.zeros((), dtype=torch.long, device=device)
     running = Running(torch.zeros(4, device=device), torch.ones(4, device=device), zero, zero.clone())
     with bn.recompute():
-        y, _ = autograd.batch_norm_(x, gamma, beta, running, 0.1, 1e-5, Activation(activation, 0.1), added)
+        y, _ = autograd.run(Call(x, gamma, beta, 1e-5, Activation(activation, 0.1), added, None, running, 0.1))
         loss = (y * y).sum()
-        z, _ = autograd.batch_norm(x, gamma, beta, 1e-5, Activation(activation, 0.1), added)
+        z, _ = autograd.run(Call(x, gamma, beta, 1e-5, Activation(activation, 0.1), added))
         other = (z * z).sum()
     again = loss.grad_fn.next_functions[0][0]._saved_self
     assert again.data_ptr() != y.data_ptr()
@@ -485,8 +486,8 @@ def test_large_tensors_have_the_same_bits_again(shape, layout, activation):
     residual = torch.randn_like(x) if activation in ("relu", "leaky_relu") else None
     gamma, beta = torch.randn(shape[1], device="cuda"), torch.randn(shape[1], device="cuda")
     assert "forward resident" in ops.explain(x, gamma, beta, activation=activation, residual=residual).reason
-    y, stats, _ = launch.forward(x, gamma, beta, residual, None, 0.1, 1e-5, activation, 0.1, False)
-    again = launch.normalize(x, residual, stats, activation, 0.1)
+    y, stats, _ = launch.forward(Call(x, gamma, beta, 1e-5, Activation(activation, 0.1), residual))
+    again = launch.recompute(x, residual, stats, Activation(activation, 0.1))
     torch.testing.assert_close(again, y, rtol=0, atol=0)
 
 

@@ -12,7 +12,7 @@ from oracle import assert_near
 
 from batchnorm.bench.layers import all_layers
 from batchnorm.ops import batch_norm, explain
-from batchnorm.ops.cuda import nvrtc, resident
+from batchnorm.ops.cuda import driver, resident
 from batchnorm.ops.cuda.layout import geometry_of, magic_of
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
@@ -200,9 +200,10 @@ def test_running_averages(device, layout):
 def test_a_launch_that_the_device_refuses_is_left_to_the_others(monkeypatch):
     class Refusing:
         def __call__(self, programs, arguments, stream):
-            raise nvrtc.Refused("CUDA: too many blocks in cooperative launch")
+            raise driver.Refused("CUDA: too many blocks in cooperative launch")
 
     monkeypatch.setattr(resident, "_kernel", lambda *_: Refusing())
+    resident.prepared.cache_clear()
     x = arranged((8, 16, 4, 4), "last", torch.float32, "cpu")
     got, e = run(x, planned(x, 1), ("relu",))  # interpreted
     compare(x, got, e)
@@ -224,4 +225,4 @@ def test_large_tensors_take_it_and_a_gradient_that_is_a_slice_is_read_as_it_is()
 @pytest.mark.gpu
 def test_what_does_not_compile_says_so():
     with pytest.raises(RuntimeError, match=r"resident\.cu does not compile"):
-        nvrtc.load("resident.cu", "forward", (("FORWARD", 1),), 128, 0, torch.device("cuda"))
+        driver.load("resident.cu", "forward", (("FORWARD", 1),), 128, 0, torch.device("cuda"))

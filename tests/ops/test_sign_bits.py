@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from batchnorm.ops import Activation
+from batchnorm.ops.call import Call
 from batchnorm.ops.cuda import launch
 from batchnorm.ops.cuda.layout import geometry_of
 from batchnorm.ops.cuda.sign_bits import empty_bits, is_woven, rearrange, unpack
@@ -14,7 +16,7 @@ def test_unpack_in_both_layouts(device):
     last = torch.randn(3, 3, 3, 10, device=device).movedim(-1, 1)
     for x in (torch.randn(3, 10, 3, 3, device=device), last):
         residual = torch.randn_like(x)
-        y, _, bits = launch.forward(x, None, None, residual, None, 0.1, 1e-5, "relu", 0.0, True)
+        y, _, bits = launch.forward(Call(x, activation=Activation("relu"), residual=residual), True)
         assert torch.equal(unpack(bits, x), y > 0)
         assert bits.shape == empty_bits(x, geometry_of(x), False).shape
 

@@ -9,6 +9,7 @@ from oracle import assert_near, expect
 import batchnorm as bn
 from batchnorm import ops
 from batchnorm.ops import composite
+from batchnorm.ops.call import Call
 from batchnorm.ops.cpu import autograd
 
 EPS = 1e-3
@@ -108,7 +109,7 @@ def with_given_statistics(x, gamma, beta, mean, var, dy, activation, residual):
     leaves = [None if t is None else t.detach().double().requires_grad_() for t in (x, gamma, beta, residual)]
     x64, gamma64, beta64, residual64 = leaves
     function = ops.Activation(activation or "identity")
-    y = composite.normalize(x64, mean.double(), var.double(), gamma64, beta64, EPS, function, residual64)
+    y = composite.normalize(Call(x64, gamma64, beta64, EPS, function, residual64), mean.double(), var.double())
     wanted = [t for t in leaves if t is not None]
     return y.detach(), *torch.autograd.grad(y, wanted, dy.double())
 

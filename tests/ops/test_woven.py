@@ -11,7 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from batchnorm.bench.layers import all_layers
 from batchnorm.ops import Activation, Running
-from batchnorm.ops.cuda import autograd, launch, launch_cache, nvrtc, resident, schedule
+from batchnorm.ops.call import Call
+from batchnorm.ops.cuda import autograd, driver, launch, resident, schedule
 from batchnorm.ops.cuda.layout import geometry_of
 from batchnorm.ops.cuda.sign_bits import is_woven, unpack
 
@@ -39,7 +40,7 @@ def misaligned(t):
 
 
 def forward(x, residual, p, activation=RELU):
-    return launch.forward(x, None, None, residual, None, 0.1, EPS, *activation, True, p)
+    return launch.forward(Call(x, None, None, EPS, activation, residual), True, p)
 
 
 def check_backward(x, residual, bits, stats, p, dy=None, wanted=torch.bfloat16):
@@ -141,11 +142,12 @@ def test_one_pass_by_other_kernels(device, first, wanted):
 def test_launches_that_the_device_refuses(device, monkeypatch):
     class Refusing:
         def __call__(self, programs, arguments, stream):
-            raise nvrtc.Refused("CUDA: too many blocks in cooperative launch")
+            raise driver.Refused("CUDA: too many blocks in cooperative launch")
 
     x, residual = drawn(device)
     p = planned(x, 2)
     monkeypatch.setattr(resident, "_kernel", lambda *_: Refusing())
+    resident.prepared.cache_clear()
     y, stats, bits = forward(x, residual, p)
     assert is_woven(bits)  # as torch.compile was told
     assert torch.equal(unpack(bits, x), y > 0)
@@ -157,7 +159,7 @@ def chosen(device, monkeypatch):
     """Let small tensors and the CPU take the kernel of their own accord."""
     monkeypatch.setattr(resident, "megabytes_of", lambda *_: 100.0)
     monkeypatch.setattr(resident, "runs_on", lambda _: True)
-    caches = (launch_cache._form, resident.choose)
+    caches = (launch._pass, resident.choose)
     for one in caches:
         one.cache_clear()
     yield device
@@ -184,7 +186,7 @@ def test_what_the_compiler_is_told(chosen):
 def test_compiles_as_one_graph(chosen, dynamic):
     def call(x, gamma, beta, residual):
         running = Running(*(torch.zeros(SHAPE[1], device=chosen) for _ in range(2)), *counts)
-        return autograd.batch_norm_(x, gamma, beta, running, 0.1, EPS, RELU, residual)[0] * 2
+        return autograd.run(Call(x, gamma, beta, EPS, RELU, residual, None, running, 0.1))[0] * 2
 
     given = leaves(chosen)
     counts = [torch.zeros((), dtype=torch.long, device=chosen) for _ in range(2)]
@@ -201,7 +203,7 @@ def test_of_small_tensors_the_compiler_knows_no_more_than_that(monkeypatch):
 
     @torch.compile(fullgraph=True, backend=counter, dynamic=True)
     def call(x, residual):
-        return autograd.batch_norm(x, None, None, EPS, RELU, residual)[0] * 2
+        return autograd.run(Call(x, None, None, EPS, RELU, residual))[0] * 2
 
     counts = []
     for size in (5, 7, 9):
@@ -213,9 +215,9 @@ def test_of_small_tensors_the_compiler_knows_no_more_than_that(monkeypatch):
     call(x, torch.randn_like(x))
 
 
-def recorded(ran, name, run):
-    def call(*args):
-        ran[name] = run(*args)
+def recorded(ran, run):
+    def call(name, *args):
+        ran[name] = run(name, *args)
         return ran[name]
 
     return call
@@ -245,21 +247,21 @@ def test_explain_says_what_runs(chosen, monkeypatch, kind, activation):
     residual = residual.float() if kind == "float32 residual" else residual
     given = (x, gamma, beta, None if kind == "no residual" else residual)
     names = ("forward", "backward")
-    paths = launch.paths(*given, activation)
+    call = Call(*given[:3], EPS, Activation(activation), given[3])
+    paths = launch.paths(call)
     ran = {}
-    for name in names:
-        monkeypatch.setattr(resident, name, recorded(ran, name, getattr(resident, name)))
+    monkeypatch.setattr(launch, "_launch_resident", recorded(ran, launch._launch_resident))
     for t in given:
         if t is not None:
             t.requires_grad_()
-    y, _ = autograd.batch_norm(*given[:3], EPS, Activation(activation), given[3])
+    y, _ = autograd.run(Call(*given[:3], EPS, Activation(activation), given[3]))
     y.backward(torch.randn_like(y))
     assert ran == {name: True for name, path in zip(names, paths, strict=True) if path == "resident"}
 
 
 def test_double_backward(chosen):
     x, gamma, beta, residual = leaves(chosen, torch.float32)
-    y, _ = autograd.batch_norm(x, gamma, beta, EPS, RELU, residual)
+    y, _ = autograd.run(Call(x, gamma, beta, EPS, RELU, residual))
     dy = torch.randn_like(y)
     plain = torch.autograd.grad(y, (x, residual), dy, retain_graph=True)
     twice = torch.autograd.grad(y, (x, residual), dy, create_graph=True)
@@ -286,6 +288,6 @@ def test_hooks_that_lose_the_layout_of_what_is_saved(chosen):
     dy = torch.randn(SHAPE, device=chosen, dtype=torch.bfloat16)
     for pack in (lambda t: t, as_rows):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            y, _ = autograd.batch_norm(*given[:3], EPS, RELU, given[3])
+            y, _ = autograd.run(Call(*given[:3], EPS, RELU, given[3]))
         results.append(torch.autograd.grad(y, given, dy))
     torch.testing.assert_close(*results, rtol=0, atol=0)

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import JobsFailedError, at_least
+from ..ops import Activation
+from ..ops.call import Call
 from ..ops.cuda import launch
 from ..results import check_writable, write_result
 from .graphs import require_gpu
@@ -147,7 +149,7 @@ def watched(least: float) -> None:
 
 def _watch(layer: Layer, channels_last: bool, residual: bool) -> None:
     sets, p = Sets(layer, channels_last, torch.bfloat16, residual, 2), Parameters(layer.channels)
-    found = launch.paths(sets.x[0], p.gamma, p.beta, sets.residual[0], "relu")
+    found = launch.paths(Call(sets.x[0], p.gamma, p.beta, activation=Activation("relu"), residual=sets.residual[0]))
     paths = dict(zip(("forward", "backward"), found, strict=True))
 
     def announced(direction: str) -> None:

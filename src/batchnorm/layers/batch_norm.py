@@ -16,8 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import collectives, ops
 from ..ops.activation import Activation, as_activation
+from ..ops.call import Call
 from ..ops.cpu import forget
-from ..ops.dispatch import quick_
+from ..ops.dispatch import infer, train_
 from ..ops.torch_state import is_transformed
 from .statistics import Statistics, Sync
 from .torch_tools import tool_at
@@ -163,27 +164,25 @@ class BatchNorm(TorchBatchNorm):
         return ops.batch_norm_(input, self.weight, self.bias, running, self._factor, self.eps, **options)[0]
 
     def _quick(self, input: Tensor, residual: Tensor | None, activation: Activation) -> Tensor | None:
-        """Train with nothing to refuse and no policy to apply, as most do; None where something is special."""
-        if not (
-            self.training
-            and self.track_running_stats
-            and self.statistics is None
-            and not self._frozen & STATISTICS
-            and input.dim() in self._input_dims
-        ):
+        """Take the fast path of an ordinary call: nothing to refuse, no policy to apply; None if anything is unusual."""
+        if self.statistics is not None or input.dim() not in self._input_dims:
             return None
         # From the dictionaries: nn.Module.__getattr__ is Python, and would be asked six times.
         p, b = self._parameters, self._buffers
         try:
-            weight, bias = p["weight"], p["bias"]  # where not, something computes it: torch.nn.utils.parametrize
+            weight, bias = p["weight"], p["bias"]  # missing if something computes it: torch.nn.utils.parametrize
             mean, var = b["running_mean"], b["running_var"]
             batches, skipped = b["num_batches_tracked"], b["num_batches_skipped"]
         except KeyError:
             return None
         if mean is None or var is None or batches is None or skipped is None:
             return None
+        if not self.training or self._frozen & STATISTICS:
+            return infer(Call(input, weight, bias, self.eps, activation, residual), mean, var)
+        if not self.track_running_stats:
+            return None
         running = (mean, var, batches, skipped)
-        return quick_(input, weight, bias, running, self.momentum, self.eps, activation, residual)
+        return train_(Call(input, weight, bias, self.eps, activation, residual, None, running, self.momentum))
 
     def _as_leaf(self, proxy: Any, extra: dict[str, Any]) -> Any:
         """Stay one node under torch.fx, which takes modules of torch.nn as leaves but not others."""

@@ -10,8 +10,8 @@ from torch import Tensor, distributed
 
 from .. import collectives, ops
 from ..ops import Moments, Running
+from ..ops.call import Features
 from ..ops.composite import finish, per_channel, scale_and_shift
-from ..ops.dispatch import Call
 from ..ops.moments import batch_moments
 from ..ops.torch_state import is_recomputation
 
@@ -51,7 +51,8 @@ class Sync:
         """Normalize by the moments of all ranks' samples."""
         if collectives.world_size(self.group) == 1:
             return ops.batch_norm(x, gamma, beta, eps, **options)
-        call = Call(x, gamma, beta, **options)
+        features = Features(x, options.pop("feature_dims"))
+        call = features.call(x, gamma, beta, eps, **options)
         # The difference of two means must keep its digits where the means themselves are large: float64.
         local, centred = batch_moments(call.x, call.reduced_dims, call.mask, mean_dtype=torch.float64)
         merged = collectives.merge_across_ranks(
@@ -59,9 +60,8 @@ class Sync:
         )
         centred = centred + (local.mean - per_channel(merged.mean, call.x)).to(centred.dtype)
         merged = Moments(*(v.to(centred.dtype) for v in merged))
-        z = scale_and_shift(centred, per_channel(merged.var, call.x), call.gamma, call.beta, eps)
-        y = finish(z, x.dtype, call.activation, call.residual, call.mask)
-        return call.restore(y), call.restore_moments(merged)
+        y = finish(call, scale_and_shift(call, centred, per_channel(merged.var, call.x)))
+        return features.restore(y), features.restore_moments(merged)
 
 
 @dataclass(frozen=True)
@@ -132,17 +132,20 @@ class Renorm:
                 "a Renorm layer cannot be recomputed in the backward pass: the running statistics that its output"
                 " depends on have moved since; leave it out of torch.utils.checkpoint"
             )
-        call = Call(x, None, None, **options)
-        x_hat, moments = ops.batch_norm(x, None, None, eps, feature_dims=options["feature_dims"], mask=options["mask"])
+        features = Features(x, options["feature_dims"])
+        x_hat, moments = ops.batch_norm(
+            x, None, None, eps, feature_dims=options.pop("feature_dims"), mask=options["mask"]
+        )
+        call = features.call(x, None, None, eps, **options)
         sigma = torch.sqrt(running.var + eps)
         r = (torch.sqrt(moments.var.detach() + eps) / sigma).clamp(1 / self.r_max, self.r_max)
         d = ((moments.mean.detach() - running.mean) / sigma).clamp(-self.d_max, self.d_max)
         scale, shift = (r, d) if gamma is None else (gamma * r, gamma * d)
         if beta is not None:
             shift = shift + beta
-        z = call.flat(x_hat).to(r.dtype) * per_channel(call.features_flat(scale), call.x)
-        z = z + per_channel(call.features_flat(shift), call.x)
-        return call.restore(finish(z, x.dtype, call.activation, call.residual, call.mask)), moments
+        z = features.flat(x_hat).to(r.dtype) * per_channel(features.flat_vector(scale), call.x)
+        z = z + per_channel(features.flat_vector(shift), call.x)
+        return features.restore(finish(call, z)), moments
 
 
 def _split(v: Any, groups: int) -> Any:

@@ -8,72 +8,88 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .activation import Activation
+from .call import Call
 from .moments import Moments, batch_moments, statistics_dtype
+from .running import update_
 
 
-def batch_norm(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    eps: float,
-    activation: Activation,
-    residual: Tensor | None,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Moments]:
-    """Normalize ``x`` of shape (N, C, ...) by its own statistics; ``mask`` (N, 1, ...) says what counts.
+def refusal(call: Call) -> str | None:
+    """Refuse nothing."""
+    return None
+
+
+def describe(call: Call) -> str | None:
+    """Say nothing: the dispatcher knows why no other path was taken."""
+    return None
+
+
+def run(call: Call) -> tuple[Tensor, Moments]:
+    """Normalize by the batch's own statistics.
 
     Paper: Alg. 1
     """
-    dims = [0, *range(2, x.dim())]
-    moments, centred = batch_moments(x, dims, mask)
-    z = scale_and_shift(centred, moments.var, gamma, beta, eps)
-    y = finish(z, x.dtype, activation, residual, mask)
-    return y, Moments(moments.count, moments.mean.flatten(), moments.var.flatten())
+    moments, centred = batch_moments(call.x, call.reduced_dims, call.mask)
+    y = finish(call, scale_and_shift(call, centred, moments.var))
+    moments = Moments(moments.count, moments.mean.flatten(), moments.var.flatten())
+    if call.running is not None:
+        moments = Moments(*(v.detach() for v in moments))
+        update_(call.running, moments, call.momentum)
+    return y, moments
 
 
-def normalize(
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    eps: float,
-    activation: Activation,
-    residual: Tensor | None,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """Normalize ``x`` of shape (N, C, ...) by given statistics.
+def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
+    """Normalize by given statistics.
 
     Paper: Alg. 2, l. 11
     """
-    dtype = statistics_dtype(x)
-    if mask is not None:
-        x = torch.where(mask, x, 0)
+    dtype = statistics_dtype(call.x)
+    x = call.x if call.mask is None else torch.where(call.mask, call.x, 0)
     centred = x.to(dtype) - per_channel(mean.to(dtype), x)
-    z = scale_and_shift(centred, per_channel(var.to(dtype), x), gamma, beta, eps)
-    return finish(z, x.dtype, activation, residual, mask)
+    return finish(call, scale_and_shift(call, centred, per_channel(var.to(dtype), x)))
 
 
-def scale_and_shift(centred: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
+def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dx, dgamma, dbeta and dz by Section 3's gradients, as operations that have gradients themselves.
+
+    dx = gamma / sigma * (dz - mean(dz) - x_hat mean(dz x_hat)). ``passes`` says where the activation let z through, if
+    the residual was not kept.
+
+    Paper: Sec. 3, gradients
+    """
+    dims = call.reduced_dims
+    moments, centred = batch_moments(call.x, dims)
+    invstd = torch.rsqrt(moments.var + call.eps)
+    x_hat = centred * invstd
+    dz = dy.to(x_hat.dtype)
+    if passes is not None:
+        dz = torch.where(passes, dz, dz * (call.activation.slope if call.activation.name == "leaky_relu" else 0.0))
+    elif call.activation.name != "identity":
+        z = scale_and_shift(call, centred, moments.var)
+        z = z if call.residual is None else z + call.residual.to(z.dtype)
+        (dz,) = torch.autograd.grad(call.activation(z), z, dz, create_graph=True)
+    scale = invstd if call.gamma is None else invstd * per_channel(call.gamma.to(invstd.dtype), x_hat)
+    weighted = dz * x_hat
+    dx = scale * (dz - dz.mean(dims, keepdim=True) - x_hat * weighted.mean(dims, keepdim=True))
+    return dx.to(call.x.dtype), weighted.sum(dims), dz.sum(dims), dz
+
+
+def scale_and_shift(call: Call, centred: Tensor, var: Tensor) -> Tensor:
     """Return gamma * x_hat + beta from centred values, in their type."""
-    scale = torch.rsqrt(var + eps)
-    if gamma is not None:
-        scale = scale * per_channel(gamma.to(centred.dtype), centred)
+    scale = torch.rsqrt(var + call.eps)
+    if call.gamma is not None:
+        scale = scale * per_channel(call.gamma.to(centred.dtype), centred)
     z = centred * scale
-    return z if beta is None else z + per_channel(beta.to(centred.dtype), centred)
+    return z if call.beta is None else z + per_channel(call.beta.to(centred.dtype), centred)
 
 
-def finish(
-    z: Tensor, dtype: torch.dtype, activation: Activation, residual: Tensor | None, mask: Tensor | None
-) -> Tensor:
+def finish(call: Call, z: Tensor) -> Tensor:
     """Add the residual, apply the nonlinearity, clear what is masked, return to the input's type."""
-    if residual is not None:
-        z = z + residual.to(z.dtype)
-    y = activation(z)
-    if mask is not None:
-        y = torch.where(mask, y, 0)
-    return y.to(dtype)
+    if call.residual is not None:
+        z = z + call.residual.to(z.dtype)
+    y = call.activation(z)
+    if call.mask is not None:
+        y = torch.where(call.mask, y, 0)
+    return y.to(call.x.dtype)
 
 
 def per_channel(v: Tensor, x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Running(NamedTuple):
 Kept = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def update_(running: Running, moments: Moments, momentum: float | None, *, plain: bool = False) -> None:
+def update_(running: Kept, moments: Moments, momentum: float | None, *, plain: bool = False) -> None:
     """Move the running averages towards a batch's moments: r <- r + momentum * (moment - r).
 
     ``plain`` says that the moments are constants on the CPU and that no transform, tracer or compiler looks on.

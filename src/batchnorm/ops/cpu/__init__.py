@@ -32,22 +32,29 @@ from torch import Tensor
 
 from .. import composite
 from ..activation import Activation
+from ..call import Call
 from ..moments import Moments, statistics_dtype
 from ..recomputation import remember
+from ..running import update_
 from . import autograd, compiler, nonlinear, torch_kernels
 from .fast_path import forget, normalize_batch_
 from .layout import flatten, layout_of, unflatten
 from .passes import BatchNormFunction
 
-__all__ = ["batch_norm", "describe", "forget", "normalize", "normalize_batch_"]
+__all__ = ["describe", "forget", "normalize", "refusal", "run", "train_"]
 
 
-def describe(x: Tensor, residual: Tensor | None) -> str:
+def refusal(call: Call) -> str | None:
+    """Refuse nothing that is on the CPU."""
+    return None
+
+
+def describe(call: Call) -> str:
     """Say what runs on a CPU tensor."""
     missing = compiler.unavailable()
     if missing is not None:
         return f"a CPU tensor, and torch's kernels, for {missing}"
-    if residual is not None or autograd.form_of(x, relu=False) is None:
+    if call.residual is not None or autograd.form_of(call.x, relu=False) is None:
         return "a CPU tensor, and torch's kernels: the compiled one takes dense float32 batches without a residual"
     reason = "a CPU tensor; layers in training take the compiled kernel, or torch's if that is as fast"
     found = compiler.kernels()
@@ -56,23 +63,29 @@ def describe(x: Tensor, residual: Tensor | None) -> str:
     return reason
 
 
-def batch_norm(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    eps: float,
-    activation: Activation,
-    residual: Tensor | None,
-    *,
-    constant_moments: bool = False,
-) -> tuple[Tensor, Moments]:
-    """Normalize a non-empty CPU tensor (N, C, ...) by its own statistics.
+def train_(call: Call) -> Tensor | None:
+    """Run a training call by the shortest way; None, and nothing moved, if another path has to be taken."""
+    x, gamma, beta, eps, activation, residual, mask, running, momentum = call
+    if residual is not None or mask is not None or running is None:
+        return None
+    return normalize_batch_(x, gamma, beta, running, momentum, eps, activation)
 
-    ``constant_moments`` says that nobody differentiates the moments, which spares autograd a step.
-    """
+
+def run(call: Call) -> tuple[Tensor, Moments]:
+    """Normalize a non-empty CPU tensor by its own statistics, and move the running averages if there are any."""
+    y, moments = _run(call)
+    if call.running is not None:
+        moments = Moments(*(v.detach() for v in moments))
+        update_(call.running, moments, call.momentum, plain=True)
+    return y, moments
+
+
+def _run(call: Call) -> tuple[Tensor, Moments]:
+    x, gamma, beta, eps, activation, residual, *_ = call
     # A half-precision sum with the residual would round z before the activation looks at its sign.
     if torch_kernels.is_fast(x) and (residual is None or x.dtype.itemsize > 2):
-        found = torch_kernels.batch_norm(x, gamma, beta, eps, activation, residual, constant_moments)
+        constant = call.running is not None  # nobody differentiates the moments, which spares autograd a step
+        found = torch_kernels.batch_norm(x, gamma, beta, eps, activation, residual, constant)
         if found is not None:
             remember(found[0], _native_again(eps, activation), x, gamma, beta, residual)
             return found
@@ -82,7 +95,7 @@ def batch_norm(
         x = x.clone(memory_format=torch.preserve_format)
         layout = layout_of(x)
         if layout is None:  # dimensions stored in an order that no network produces
-            return composite.batch_norm(x, gamma, beta, eps, activation, residual)
+            return composite.run(call._replace(running=None))
     rest = (eps, activation, layout)
     y, mean, var = BatchNormFunction.apply(x, gamma, beta, residual, *rest)  # type: ignore[no-untyped-call]
     remember(y, lambda *v: BatchNormFunction.apply(*v, *rest)[0], x, gamma, beta, residual)  # type: ignore[no-untyped-call]
@@ -98,23 +111,15 @@ def _native_again(eps: float, activation: Activation) -> Callable[..., Tensor]:
     return again
 
 
-def normalize(
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    eps: float,
-    activation: Activation,
-    residual: Tensor | None,
-) -> Tensor:
-    """Normalize a non-empty CPU tensor (N, C, ...) by given statistics: torch's kernel, the activation in place."""
+def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
+    """Normalize a non-empty CPU tensor by given statistics: torch's kernel, the activation in place."""
+    x, gamma, beta, eps, activation, residual, *_ = call
     dtype = statistics_dtype(x)
     mean, var = mean.to(dtype), var.to(dtype)
-    gamma, beta = (None if v is None else v.to(dtype) for v in (gamma, beta))
     wanted = mean.requires_grad or var.requires_grad  # the kernel takes them for constants
     if wanted or not bool((mean.square() <= torch_kernels.CONDITION**2 * (var + eps)).all()):
-        return composite.normalize(x, mean, var, gamma, beta, eps, activation, residual)
+        return composite.normalize(call, mean, var)
+    gamma, beta = (None if v is None else v.to(dtype) for v in (gamma, beta))
     y = F.batch_norm(flatten(x, x), mean, var, gamma, beta, training=False, eps=eps)
     if residual is not None:
         y = y.add_(flatten(residual, x))

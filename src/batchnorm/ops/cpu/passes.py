@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import composite
 from ..activation import Activation
+from ..call import Call
 from ..moments import statistics_dtype
 from . import nonlinear
 from .layout import Layout, Vector
@@ -165,12 +166,12 @@ def _plain_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Ten
     x, gamma, beta, residual, y = ctx.saved_tensors
     g = dbeta = None
     if dy is not None:
-        plain = composite.batch_norm(x, gamma, beta, ctx.eps, Activation(), residual)[0] if ctx.needs == "z" else y
+        plain = composite.run(Call(x, gamma, beta, ctx.eps, residual=residual))[0] if ctx.needs == "z" else y
         g = nonlinear.backward(ctx.activation, dy, plain)
         dbeta = g.sum([0, *range(2, x.dim())], dtype=statistics_dtype(x))
     # New names for x and gamma: asking for gradients of the originals would run the hooks on them a second time.
     x, gamma = x.view_as(x), None if gamma is None else gamma.view_as(gamma)
-    normal, moments = composite.batch_norm(x, gamma, None, ctx.eps, Activation(), None)
+    normal, moments = composite.run(Call(x, gamma, None, ctx.eps))
     pairs = [(normal, g), (moments.mean, dmean), (moments.var, dvar)]
     outputs, grads = zip(*((v, d) for v, d in pairs if d is not None), strict=True)
     wanted = [v for v in (x, gamma) if v is not None and v.requires_grad]

@@ -11,13 +11,16 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from .. import composite
 from ..activation import Activation
+from ..call import Call
 from ..composite import per_channel
 from ..moments import Moments, batch_moments
-from ..recomputation import remember
-from ..running import Kept, Running
+from ..recomputation import is_active, remember
+from ..running import Kept, update_
 from ..torch_state import is_forward_mode, is_recomputation, is_unseen
 from . import launch, schedule
 from .layout import as_dense, empty_dense, geometry_of
@@ -25,10 +28,12 @@ from .sign_bits import empty_bits, unpack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HAS_TRITON = find_spec("triton") is not None
+KEPT_AS_BITS = ("relu", "leaky_relu")  # activations whose gradient one bit per element tells
 
 
-def refusal(x: Tensor) -> str | None:
-    """Say why the kernels cannot take ``x``; None where they can."""
+def refusal(call: Call) -> str | None:
+    """Say why the kernels cannot take a call; None if they can."""
+    x = call.x
     if not HAS_TRITON:
         return "Triton, which compiles the fused kernels, is not installed"
     if x.dtype not in DTYPES:
@@ -40,10 +45,92 @@ def refusal(x: Tensor) -> str | None:
     return None
 
 
-def moves(running: Kept, x: Tensor) -> bool:
-    """Say whether the kernels can move these averages: dense, float32, one per channel of ``x``, with 64-bit counts."""
-    mean, var, batches, skipped = running
+def describe(call: Call) -> str:
+    """Say how the kernels take a call."""
+    if torch.compiler.is_compiling():
+        return "a CUDA tensor"
+    forward, backward = launch.paths(call)
+    return f"fused kernels, forward {forward}, backward {backward} ({schedule.MEANING})"
+
+
+def train_(call: Call) -> Tensor | None:
+    """Return y and move the running averages in as few steps as there are; None if anything is unusual.
+
+    No moments are returned: to make tensors of them takes as long as a launch.
+    """
+    x, gamma, beta, _, _, residual, mask, running, _ = call
     channels = x.shape[1:2]
+    if (
+        running is None
+        or mask is not None
+        or not is_unseen(x, gamma, beta, residual, *running)
+        or is_forward_mode()
+        or not _moves(running, channels)
+        or (gamma is not None and gamma.shape != channels)
+        or (beta is not None and beta.shape != channels)
+        or (residual is not None and residual.shape != x.shape)
+        or x.dim() < 2
+        or x.numel() <= x.shape[1]  # one value per channel, or none
+        or refusal(call) is not None
+    ):
+        return None
+    return _normalize(call, alone=not is_active())[0]
+
+
+def infer(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
+    """Normalize by given statistics in as few steps as there are, without gradients; None if anything is unusual."""
+    x, gamma, beta, _, _, residual, mask, *_ = call
+    channels = x.shape[1:2]
+    if (
+        mask is not None
+        or not is_unseen(x, gamma, beta, residual, mean, var)
+        or is_forward_mode()
+        or any(v is not None and v.shape != channels for v in (gamma, beta, mean, var))
+        or (residual is not None and residual.shape != x.shape)
+        or (torch.is_grad_enabled() and _any_requires_grad(x, gamma, beta, residual, mean, var))
+        or x.numel() == 0
+        or refusal(call) is not None
+    ):
+        return None
+    return launch.normalize(call, mean, var)
+
+
+def run(call: Call) -> tuple[Tensor, Moments]:
+    """Normalize by the batch's statistics, and move the running averages inside the kernels if they can."""
+    if call.running is not None and not _moves(call.running, call.x.shape[1:2]):
+        y, moments = run(call._replace(running=None))
+        moments = Moments(*(v.detach() for v in moments))
+        update_(call.running, moments, call.momentum)
+        return y, moments
+    y, stats = _normalize(call)
+    mean, var, count = (stats if call.running is None else stats.detach())[:3].unbind()
+    return y, Moments(count[0], mean, var)
+
+
+def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
+    """Normalize by given statistics.
+
+    Paper: Alg. 2, l. 11
+    """
+    x, gamma, beta, eps, activation, residual, *_ = call
+    if not torch.is_grad_enabled() or not _any_requires_grad(x, gamma, beta, residual, mean, var):
+        y = launch.normalize(call, mean, var)
+        return composite.normalize(call, mean, var) if y is None else y
+    rounds = residual is not None and x.dtype.itemsize < 4  # before the sum, what should be rounded after it
+    if rounds or mean.requires_grad or var.requires_grad:
+        return composite.normalize(call, mean, var)
+    gamma, beta = (None if v is None else v.float() for v in (gamma, beta))
+    y = F.batch_norm(x, mean.float(), var.float(), gamma, beta, training=False, eps=eps)
+    return activation(y if residual is None else y + residual.to(y.dtype))
+
+
+def _any_requires_grad(*tensors: Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def _moves(running: Kept, channels: torch.Size) -> bool:
+    """Say whether the kernels can move these averages: dense, float32, one per channel, with 64-bit counts."""
+    mean, var, batches, skipped = running
     return (
         mean.dtype is torch.float32
         and var.dtype is torch.float32
@@ -56,128 +143,132 @@ def moves(running: Kept, x: Tensor) -> bool:
     )
 
 
-def describe(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, activation: Activation
-) -> str:
-    """Say how the kernels take ``x``."""
-    if torch.compiler.is_compiling():
-        return "a CUDA tensor"
-    forward, backward = launch.paths(x, gamma, beta, residual, activation.name)
-    return f"fused kernels, forward {forward}, backward {backward} ({schedule.MEANING})"
+def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
+    """Return y and the statistics; ``alone``: y alone is wanted, and nothing but autograd has to see the call."""
+    x, gamma, beta, eps, activation, residual, _, running, momentum = call
+    if alone or is_unseen(x, gamma, beta, residual, *(running or ())):
+        # Past the dispatcher, which takes as long as all the rest of a call.
+        if torch.is_grad_enabled() and _any_requires_grad(x, gamma, beta, residual):
+            if alone:
+                y = _apply(x, gamma, beta, residual, call, _launch, True)
+                return y, y
+            y, stats, _ = _Fused.apply(x, gamma, beta, residual, call, _launch, False)  # type: ignore[no-untyped-call]
+        else:
+            y, stats, _ = _launch(call, False)
+    elif running is None:
+        y, stats, _ = torch.ops.batchnorm.fused(x, gamma, beta, residual, eps, *activation, False)
+    else:
+        rest = (*running, momentum, eps, *activation, False)
+        y, stats, _ = torch.ops.batchnorm.fused_(x, gamma, beta, residual, *rest)
+    if is_active():
+        kept = stats.detach()  # a recipe must not hold the graph that holds it
+        remember(y, lambda x, residual: launch.recompute(x, residual, kept, activation), x, residual)
+    return y, stats
 
 
-def batch_norm(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, activation: Activation, residual: Tensor | None
-) -> tuple[Tensor, Moments]:
-    """Normalize a tensor that :func:`refusal` has nothing against by its own statistics."""
-    call = _direct if is_unseen(x, gamma, beta, residual) else torch.ops.batchnorm.fused
-    y, stats, _ = call(x, gamma, beta, residual, eps, *activation, False)
-    _remember(y, x, residual, stats, activation)
-    return y, _moments(stats)
+def _launch(call: Call, keep_bits: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Run the forward kernels; a pass that is run again inside a backward pass moves no averages."""
+    running = call.running
+    if running is not None:
+        if is_recomputation():
+            call = call._replace(running=None)
+        else:
+            torch.autograd.graph.increment_version(running)
+    return launch.forward(call, keep_bits)
 
 
-def batch_norm_(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    running: Running,
-    momentum: float | None,
-    eps: float,
-    activation: Activation,
-    residual: Tensor | None,
-) -> tuple[Tensor, Moments]:
-    """Do the same and move the running averages, where :func:`moves` says so, inside the kernels."""
-    call = _direct_ if is_unseen(x, gamma, beta, residual, *running) else torch.ops.batchnorm.fused_
-    y, stats, _ = call(x, gamma, beta, residual, *running, momentum, eps, *activation, False)
-    _remember(y, x, residual, stats, activation)
-    return y, _moments(stats.detach())
+class _Fused(torch.autograd.Function):
+    """(x, gamma, beta, residual) -> y, the statistics and bits; ``alone``: y alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        residual: Tensor | None,
+        call: Call,
+        run: Any,
+        alone: bool,
+    ) -> Any:
+        activation = call.activation
+        hidden = residual is not None and activation.name != "identity"
+        keep_bits = hidden and activation.name in KEPT_AS_BITS
+        y, stats, bits = run(call, keep_bits)
+        kept = (None, bits) if keep_bits else (residual, None) if hidden else (None, None)
+        ctx.save_for_backward(x, gamma, beta, *kept, stats)
+        ctx.options = (call.eps, activation, None if residual is None else residual.dtype, x.stride(), y.stride())
+        if alone:
+            return y
+        ctx.set_materialize_grads(False)
+        if keep_bits:
+            ctx.mark_non_differentiable(bits)
+        return y, stats, bits
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dstats: Tensor | None = None, _: None = None) -> tuple[Any, ...]:
+        x, gamma, beta, residual, bits, stats = ctx.saved_tensors
+        eps, activation, residual_dtype, x_stride, y_stride = ctx.options
+        if x.stride() != x_stride:
+            # Hooks such as save_on_cpu's may lose the layout, in which the bits lie.
+            x = as_dense(x, y_stride)
+        wants_residual = residual_dtype is not None and ctx.needs_input_grad[3]
+        dx = dgamma = dbeta = dresidual = None
+        if dy is not None and torch.is_grad_enabled():
+            call = Call(x, gamma, beta, eps, activation, residual)
+            passes = None if bits is None else unpack(bits, x)
+            dx, dgamma, dbeta, dresidual = composite.backward(call, dy, passes)
+        elif dy is not None:
+            # With nothing after the sum, the residual's gradient is dy itself.
+            written = residual_dtype if wants_residual and activation.name != "identity" else None
+            run: Any = (
+                launch.backward if is_unseen(dy, x, residual, bits, stats) else torch.ops.batchnorm.fused_backward
+            )
+            dx, dgamma, dbeta, dresidual = run(dy, x, residual, bits, stats, *activation, written)
+            if written is None:
+                dresidual = dy
+        if dstats is not None:
+            extra = _moments_backward(dstats, x)
+            dx = extra if dx is None else dx + extra
+        if dgamma is not None and gamma is not None and gamma.dtype is not torch.float32:
+            dgamma = dgamma.to(gamma.dtype)
+        if dbeta is not None and beta is not None and beta.dtype is not torch.float32:
+            dbeta = dbeta.to(beta.dtype)
+        dresidual = dresidual.to(residual_dtype) if wants_residual and dresidual is not None else None
+        return dx, None if gamma is None else dgamma, None if beta is None else dbeta, dresidual, None, None, None
 
 
-def normalize_batch_(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    running: Kept,
-    momentum: float | None,
-    eps: float,
-    activation: Activation,
-    residual: Tensor | None,
-) -> Tensor | None:
-    """Return y and move the running averages, in as few steps as there are; None where something is special.
-
-    No moments are returned: to make tensors of them takes as long as a launch.
-    """
-    channels = x.shape[1:2]
-    if not (
-        is_unseen(x, gamma, beta, residual, *running)
-        and not is_forward_mode()
-        and moves(running, x)
-        and (gamma is None or gamma.shape == channels)
-        and (beta is None or beta.shape == channels)
-        and (residual is None or residual.shape == x.shape)
-        and x.dim() > 1
-        and x.numel() > x.shape[1]  # more than one value per channel
-        and refusal(x) is None
-    ):
-        return None
-    y, stats, _ = _direct_(x, gamma, beta, residual, *running, momentum, eps, *activation, False)
-    _remember(y, x, residual, stats, activation)
-    return y  # type: ignore[no-any-return]
+# What Function.apply calls if no torch.func transform is active, which callers have made sure of.
+_apply: Any = super(torch.autograd.Function, _Fused).apply
 
 
-def _remember(y: Tensor, x: Tensor, residual: Tensor | None, stats: Tensor, activation: Activation) -> None:
-    stats = stats.detach()  # a recipe must not hold the graph that holds it
-    remember(y, lambda x, residual: launch.normalize(x, residual, stats, *activation), x, residual)
+def _moments_backward(dstats: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient through the mean and the variance that were handed out."""
+    dims = [0, *range(2, x.dim())]
+    moments, centred = batch_moments(x, dims)
+    dmean, dvar = per_channel(dstats[0], x), per_channel(dstats[1], x)
+    return ((dmean + 2 * dvar * centred) / moments.count).to(x.dtype)
 
 
-def _moments(stats: Tensor) -> Moments:
-    mean, var, count = stats[:3].unbind()
-    return Moments(count[0], mean, var)
-
-
-def _fused(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    activation: str,
-    slope: float,
-    keep_bits: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    return launch.forward(x, gamma, beta, residual, None, 0.0, eps, activation, slope, keep_bits)
-
-
-def _fused_(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    num_batches: Tensor,
-    num_skipped: Tensor,
-    momentum: float | None,
-    eps: float,
-    activation: str,
-    slope: float,
-    keep_bits: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    if is_recomputation():
-        return _fused(x, gamma, beta, residual, eps, activation, slope, keep_bits)
-    running = (running_mean, running_var, num_batches, num_skipped)
-    torch.autograd.graph.increment_version(running)
-    return launch.forward(x, gamma, beta, residual, running, momentum, eps, activation, slope, keep_bits)
-
-
-def _fake_fused(
+def _call_of(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    g = geometry_of(x)
+) -> tuple[Call, bool]:
+    """Read the arguments of the operators ``fused`` and ``fused_``."""
+    *moved, eps, activation, slope, keep_bits = rest
+    running, momentum = (tuple(moved[:4]), moved[4]) if moved else (None, None)
+    return Call(x, gamma, beta, eps, Activation(activation, slope), residual, None, running, momentum), keep_bits
+
+
+def _fused(*args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    return _launch(*_call_of(*args))
+
+
+def _fake_fused(*args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    call, keep_bits = _call_of(*args)
+    x, g = call.x, geometry_of(call.x)
     assert g is not None
-    keep_bits = rest[-1]
     stats = x.new_empty((launch.STATS, x.shape[1]), dtype=torch.float32)
-    bits = empty_bits(x, g, launch.weaves_bits(x, gamma, beta, residual, g)) if keep_bits else None
+    bits = empty_bits(x, g, launch.weaves_bits(call, g)) if keep_bits else None
     return empty_dense(x, g, x.dtype), stats, bits
 
 
@@ -197,115 +288,25 @@ def _fake_backward(
     return empty_dense(x, g, x.dtype), stats.new_empty(x.shape[1]), stats.new_empty(x.shape[1]), dr
 
 
-class _Fused(torch.autograd.Function):
-    """The gradient of both forms: ``run`` takes the four tensors, ``rest`` and whether to keep bits."""
+def _differentiable(op: Any) -> Any:
+    """Return what autograd runs for an operator."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, run: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        eps, activation, slope = rest[-3:]
-        hidden = residual is not None and activation != "identity"
-        keep_bits = hidden and activation in ("relu", "leaky_relu")
-        y, stats, bits = run(x, gamma, beta, residual, *rest, keep_bits)
-        ctx.set_materialize_grads(False)
-        kept = (residual, None) if hidden else (None, None)
-        if keep_bits:
-            ctx.mark_non_differentiable(bits)
-            kept = (None, bits)
-        ctx.save_for_backward(x, gamma, beta, *kept, stats)
-        ctx.options = (eps, activation, slope, None if residual is None else residual.dtype)
-        ctx.strides = (x.stride(), y.stride())
-        return y, stats, bits
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dstats: Tensor | None, _: None) -> tuple[Any, ...]:
-        x, gamma, beta, residual, bits, stats = ctx.saved_tensors
-        eps, activation, slope, residual_dtype = ctx.options
-        if x.stride() != ctx.strides[0]:
-            # Hooks such as save_on_cpu's may lose the layout, in which the bits lie.
-            x = as_dense(x, ctx.strides[1])
-        wants_residual = ctx.needs_input_grad[4] and residual_dtype is not None
-        dx = dgamma = dbeta = dresidual = None
-        if torch.is_grad_enabled() and dy is not None:
-            kept = (x, gamma, beta, residual, bits)
-            dx, dgamma, dbeta, dresidual = _plain_backward(dy, *kept, eps, Activation(activation, slope))
-        elif dy is not None:
-            # With nothing after the sum, the residual's gradient is dy itself.
-            written = residual_dtype if wants_residual and activation != "identity" else None
-            run = launch.backward if is_unseen(dy, x, residual, bits, stats) else torch.ops.batchnorm.fused_backward
-            dx, dgamma, dbeta, dresidual = run(dy, x, residual, bits, stats, activation, slope, written)
-            if written is None:
-                dresidual = dy
-        if dstats is not None:
-            extra = _moments_backward(dstats, x)
-            dx = extra if dx is None else dx + extra
-        return (
-            None,
-            dx,
-            None if gamma is None or dgamma is None else dgamma.to(gamma.dtype),
-            None if beta is None or dbeta is None else dbeta.to(beta.dtype),
-            dresidual.to(residual_dtype) if wants_residual and dresidual is not None else None,
-            None,
-        )
-
-
-def _plain_backward(
-    dy: Tensor,
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    residual: Tensor | None,
-    bits: Tensor | None,
-    eps: float,
-    activation: Activation,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients in plain operations, so that they have gradients themselves."""
-    dims = [0, *range(2, x.dim())]
-    moments, centred = batch_moments(x, dims)
-    invstd = torch.rsqrt(moments.var + eps)
-    x_hat = centred * invstd
-    scale = invstd if gamma is None else invstd * per_channel(gamma.to(invstd.dtype), x)
-    dz = dy.to(x_hat.dtype)
-    if bits is not None:
-        dz = torch.where(unpack(bits, x), dz, dz * (activation.slope if activation.name == "leaky_relu" else 0.0))
-    elif activation.name != "identity":
-        z = centred * scale
-        z = z if beta is None else z + per_channel(beta.to(z.dtype), x)
-        z = z if residual is None else z + residual.to(z.dtype)
-        (dz,) = torch.autograd.grad(activation(z), z, dz, create_graph=True)
-    weighted = dz * x_hat
-    dx = scale * (dz - dz.mean(dims, keepdim=True) - x_hat * weighted.mean(dims, keepdim=True))
-    return dx.to(x.dtype), weighted.sum(dims), dz.sum(dims), dz
-
-
-def _moments_backward(dstats: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient through the mean and the variance that were handed out."""
-    dims = [0, *range(2, x.dim())]
-    moments, centred = batch_moments(x, dims)
-    dmean, dvar = per_channel(dstats[0], x), per_channel(dstats[1], x)
-    return ((dmean + 2 * dvar * centred) / moments.count).to(x.dtype)
-
-
-def _differentiable(run: Any) -> Any:
-    def call(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[:4]):
-            return _Fused.apply(run, *args[:4], args[4:-1])  # type: ignore[no-untyped-call]
-        return run(*args)
-
-    return call
-
-
-def _below_autograd(op: Any) -> Any:
-    def run(*args: Any) -> Any:
+    def below(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
+
+    def run(*args: Any) -> Any:
+        if not (torch.is_grad_enabled() and _any_requires_grad(*args[:4])):
+            return below(*args)
+        rest = args[4:-1]
+        again = lambda call, keep_bits: below(*args[:4], *rest, keep_bits)  # noqa: E731
+        return _Fused.apply(*args[:4], _call_of(*args)[0], again, False)  # type: ignore[no-untyped-call]
 
     return run
 
 
 def _whole(kernel: Any) -> Any:
-    """Give torch's dispatcher, to which no result may be absent, an empty tensor for the last one."""
+    """Return an empty tensor for a last result that is absent: custom ops cannot return None."""
 
     def call(*args: Any) -> Any:
         *results, last = kernel(*args)
@@ -313,9 +314,6 @@ def _whole(kernel: Any) -> Any:
 
     return call
 
-
-# Past the dispatcher, which takes as long as all the rest of a call, where only autograd has to see it.
-_direct, _direct_ = _differentiable(_fused), _differentiable(_fused_)
 
 _library = torch.library.Library("batchnorm", "FRAGMENT")
 _INPUTS = "Tensor x, Tensor? gamma, Tensor? beta, Tensor? residual"
@@ -329,11 +327,11 @@ _library.define(
 )
 for _name, _kernel, _fake in (
     ("fused", _fused, _fake_fused),
-    ("fused_", _fused_, _fake_fused),
+    ("fused_", _fused, _fake_fused),
     ("fused_backward", launch.backward, _fake_backward),
 ):
-    # For every backend, though only CUDA's tensors are sent here: interpreted, the kernels run on CPU tensors.
+    # For every backend, though only CUDA tensors come here: interpreted, the kernels run on CPU tensors.
     _library.impl(_name, _whole(_kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"batchnorm::{_name}", _whole(_fake), lib=_library)
 for _op in (torch.ops.batchnorm.fused.default, torch.ops.batchnorm.fused_.default):
-    _library.impl(_op, _differentiable(_below_autograd(_op)), "Autograd")
+    _library.impl(_op, _differentiable(_op), "Autograd")

@@ -1,95 +1,79 @@
-"""Launch the fused kernels: what they need beside the tensors, and where their programs meet."""
+"""Launch the fused kernels: allocate outputs, find the workspace, pack the arguments.
+
+What passes over tensors of one shape have in common is found once, since on small tensors the host is the slower part.
+"""
 
 from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from functools import cache, reduce
+from operator import itemgetter, or_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..activation import NAMES
-from . import resident, schedule
-from .launch_cache import form_of, processors
-from .layout import Geometry, as_dense, geometry_of, is_dense
+from ..activation import NAMES, Activation
+from ..call import Call
+from . import driver, resident, schedule
+from .layout import Geometry, as_dense, dense_strides, find_geometry, geometry_of, is_dense, magic_of
 from .resident import Residence
-from .schedule import Plan
+from .schedule import Tiling, up
 from .sign_bits import empty_bits, is_woven, rearrange
 
 STATS = 8  # rows of the statistics kept for the backward pass: see triton/forward.py
+BLOCK = 2048  # elements of a program that normalizes by given statistics
+NONE = (None, None, None, None)
+
+
+class Pass(NamedTuple):
+    """Hold what a pass over tensors of one shape needs beside the tensors.
+
+    Beyond the paper: the choices behind a call, and the launches that they lead to.
+    """
+
+    geometry: Geometry
+    strides: tuple[int, ...]  # of dense tensors in x's layout
+    dense: bool  # whether x has these strides
+    residence: Residence | None  # None unless resident.cu is fastest
+    tiling: Tiling  # for everything else
+    launches: tuple[TritonLaunch, ...]  # by the tiling: one, or two phases one after the other
+
+    @property
+    def path(self) -> str:
+        """What ``ops.explain`` calls it."""
+        return (self.residence or self.tiling).path
 
 
 def forward(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    residual: Tensor | None,
-    running: tuple[Tensor, Tensor, Tensor, Tensor] | None,
-    momentum: float | None,
-    eps: float,
-    activation: str,
-    slope: float,
-    keep_bits: bool,
-    p: Plan | Residence | None = None,
+    call: Call, keep_bits: bool = False, way: Tiling | Residence | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return y, the statistics (STATS, C) and the bits of z > 0, None where not asked for."""
-    _check_devices(x, gamma, beta, residual, *(running or ()))
-    g, strides, r, q, launches = form_of(x, False, residual is not None, p)
-    y = x.new_empty_strided(x.shape, strides)
+    """Return y, the statistics (STATS, C) and the bits that tell where the activation lets z through, if asked for."""
+    x, gamma, beta, eps, (activation, slope), residual, _, running, momentum = call
+    _check_devices(x, gamma, beta, residual, running)
+    g, strides, dense, r, tiling, launches = pass_of(x, False, residual is not None, way)
+    y = torch.empty_like(x) if dense else x.new_empty_strided(x.shape, strides)
     stats = x.new_empty((STATS, g.channels), dtype=torch.float32)
-    if _is_smooth(activation, residual) or not _are_resident(x, gamma, beta, residual):
+    if r is not None and (_is_smooth(activation, residual) or not _are_resident(x, gamma, beta, residual)):
         r = None
-    woven = r is not None and r.plane > 0
-    gamma = None if gamma is None else gamma.contiguous()
-    beta = None if beta is None else beta.contiguous()
+    gamma, beta = _contiguous(gamma), _contiguous(beta)
     residual = None if residual is None else as_dense(residual, strides)
+    code, cumulative = NAMES.index(activation), momentum is None
     if r is not None and resident.takes(x, residual):
-        bits = empty_bits(x, g, woven) if keep_bits else None
-        partial, words = _room(x, (2 + 2 * r.kept_parts) * g.channels, r)
-        tensors = (x, y, residual, bits, gamma, beta, stats, partial, words)
-        if resident.forward(tensors, running, momentum, eps, activation, slope, g, r):
+        bits = empty_bits(x, g, r.plane > 0) if keep_bits else None
+        partial, words = workspace(x, (2 + 2 * r.kept_parts) * g.channels, r.words)
+        tensors = (x, y, residual, bits, gamma, beta, stats, partial, words, *(running or NONE))
+        scalars = (momentum or 0.0, cumulative, eps, slope)
+        if _launch_resident("forward", x, tensors, scalars, code, residual is not None, g, r, 0):
             return y, stats, bits
     bits = empty_bits(x, g, False) if keep_bits else None
-    partial, words = _room(x, (2 + 3 * q.kept_parts) * g.channels, q)
-    tensors = (x, y, residual, bits, gamma, beta, stats, partial, words, *(running or (None, None, None, None)))
-    scalars = (float(eps), float(momentum or 0.0), float(slope))
+    partial, words = workspace(x, (2 + 3 * tiling.kept_parts) * g.channels, tiling.words)
+    tensors = (x, y, residual, bits, gamma, beta, stats, partial, words, *(running or NONE))
     for launch in launches:
-        launch(tensors, scalars, (NAMES.index(activation), momentum is None))
-    return y, stats, None if bits is None else rearrange(bits, x, woven)
-
-
-def weaves_bits(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, g: Geometry) -> bool:
-    """Say in which order :func:`forward` returns bits, which torch.compile has to know before it runs."""
-    able = resident.runs_on(x.device) and _are_resident(x, gamma, beta, residual)
-    return able and resident.weaves(g, x.element_size(), False, True)
-
-
-def paths(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, activation: str
-) -> tuple[str, str]:
-    """Return what ``ops.explain`` calls a forward and a backward pass, dy like x and the residual's gradient wanted."""
-    added = residual is not None and activation != "identity"  # else its gradient is dy
-    forward, backward = form_of(x, False, residual is not None), form_of(x, True, added)
-    if _is_smooth(activation, residual) or not resident.takes(x):
-        return forward.plan.path, backward.plan.path
-    typed, r = _are_resident(x, gamma, beta, residual), backward.residence
-    # The residual's gradient has its type, and other kernels keep bits in another order than woven ones.
-    fits = _of_one_type(x, residual) and (typed or r is None or not r.plane)
-    aligned = residual is None or resident.takes(residual) or not is_dense(residual, forward.strides)  # else a copy is
-    return (
-        forward.path if typed and aligned else forward.plan.path,
-        backward.path if fits or not added else backward.plan.path,
-    )
-
-
-def normalize(x: Tensor, residual: Tensor | None, stats: Tensor, activation: str, slope: float) -> Tensor:
-    """Return a forward pass's y again, from its statistics: streaming's second launch alone, the same bits."""
-    g = form_of(x, False, residual is not None).geometry
-    stream = schedule.stream(g, x.element_size(), False, processors(x.device))
-    _, strides, *_, launches = form_of(x, False, residual is not None, stream)
-    y = x.new_empty_strided(x.shape, strides)
-    residual = None if residual is None else as_dense(residual, strides)
-    # Nothing is merged, met or moved: what the first launch works with is not read.
-    tensors = (x, y, residual, None, None, None, stats, stats, stats, None, None, None, None)
-    launches[1](tensors, (0.0, 0.0, float(slope)), (NAMES.index(activation), False))
-    return y
+        launch(tensors, (float(eps), float(momentum or 0.0), float(slope)), (code, cumulative))
+    return y, stats, None if bits is None else rearrange(bits, x, r is not None and r.plane > 0)
 
 
 def backward(
@@ -101,42 +85,316 @@ def backward(
     activation: str,
     slope: float,
     residual_dtype: torch.dtype | None,
-    p: Plan | Residence | None = None,
+    way: Tiling | Residence | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return dx, dgamma, dbeta and, where a type is given for it, the residual's gradient."""
+    """Return dx, dgamma, dbeta and, if a type is given for it, the residual's gradient."""
     # Bits tell of a residual as well, though its gradient may not be wanted.
     added = bits is not None or residual_dtype is not None
-    g, strides, r, q, launches = form_of(x, True, added, p)
-    dx = x.new_empty_strided(x.shape, strides)
+    g, strides, dense, r, tiling, launches = pass_of(x, True, added, way)
+    dx = torch.empty_like(x) if dense else x.new_empty_strided(x.shape, strides)
     dresidual = None if residual_dtype is None else x.new_empty_strided(x.shape, strides, dtype=residual_dtype)
-    dgamma = x.new_empty(g.channels, dtype=torch.float32)
-    dbeta = x.new_empty(g.channels, dtype=torch.float32)
+    dgamma, dbeta = (x.new_empty(g.channels, dtype=torch.float32) for _ in range(2))
+    code = NAMES.index(activation)
     if r is not None and residual is None and (bits is None or is_woven(bits) == (r.plane > 0)):
         dy_, dy_stride = _rows_of(dy, g, strides, resident.WIDTH // x.element_size())
         if _of_one_type(x, dy_, dresidual) and resident.takes(x, dy_):
-            partial, words = _room(x, 2 * r.kept_parts * g.channels, r)
-            tensors = (dy_, x, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
-            if resident.backward(tensors, dy_stride, activation, slope, added, g, r):
+            partial, words = workspace(x, 2 * r.kept_parts * g.channels, r.words)
+            tensors: tuple[Tensor | None, ...] = (dy_, x, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
+            if _launch_resident("backward", x, tensors, (slope,), code, added, g, r, dy_stride):
                 return dx, dgamma, dbeta, dresidual
-    partial, words = _room(x, 2 * q.kept_parts * g.channels, q)
+    partial, words = workspace(x, 2 * tiling.kept_parts * g.channels, tiling.words)
     residual = None if residual is None else as_dense(residual, strides)
-    dy, dy_stride = _rows_of(dy, g, strides, q.align)
+    dy, dy_stride = _rows_of(dy, g, strides, tiling.align)
     bits = None if bits is None else rearrange(bits, x, False)
-    given = (dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
+    tensors = (dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
     for launch in launches:
-        launch(given, (float(slope), dy_stride // q.align), (NAMES.index(activation),))
+        launch(tensors, (float(slope), dy_stride // tiling.align), (code,))
     return dx, dgamma, dbeta, dresidual
 
 
-def _room(x: Tensor, numbers: int, p: Plan | Residence) -> tuple[Tensor, Tensor]:
-    """Return where the parts' sums go, and the words at which programs meet."""
-    return x.new_empty(numbers, dtype=torch.float32), _words.get(x.device, p.words)
+def recompute(x: Tensor, residual: Tensor | None, stats: Tensor, activation: Activation) -> Tensor:
+    """Return a forward pass's y again, from its statistics: streaming's second launch alone, the same bits."""
+    g = pass_of(x, False, residual is not None).geometry
+    way = schedule.stream(g, x.element_size(), False, processors(x.device))
+    _, strides, _, _, _, launches = pass_of(x, False, residual is not None, way)
+    y = x.new_empty_strided(x.shape, strides)
+    residual = None if residual is None else as_dense(residual, strides)
+    # Nothing is merged or moved: what the first launch works with is not read.
+    tensors = (x, y, residual, None, None, None, stats, stats, stats, *NONE)
+    launches[1](tensors, (0.0, 0.0, float(activation.slope)), (NAMES.index(activation.name), False))
+    return y
 
 
-def _check_devices(x: Tensor, *others: Tensor | None) -> None:
+def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
+    """Normalize by given statistics, without gradients; None if the kernel cannot count so far."""
+    x = call.x
+    found = _inference(x.shape, x.stride(), x.device)
+    if found is None:
+        return None
+    strides, dense, launch = found
+    _check_devices(x, call.gamma, call.beta, call.residual, (mean, var))
+    if not dense:
+        x = as_dense(x, strides)
+    residual = None if call.residual is None else as_dense(call.residual, strides)
+    y = torch.empty_like(x)
+    vectors = [_as_float(v) for v in (mean, var, call.gamma, call.beta)]
+    scalars = (float(call.eps), float(call.activation.slope))
+    launch((x, y, residual, *vectors), scalars, (NAMES.index(call.activation.name),))
+    return y
+
+
+def weaves_bits(call: Call, g: Geometry) -> bool:
+    """Say in which order :func:`forward` returns bits, which torch.compile has to know before it runs."""
+    able = resident.runs_on(call.x.device) and _are_resident(call.x, call.gamma, call.beta, call.residual)
+    return able and resident.weaves(g, call.x.element_size(), False, True)
+
+
+def paths(call: Call) -> tuple[str, str]:
+    """Return what ``ops.explain`` calls a forward and a backward pass, dy like x and the residual's gradient wanted."""
+    x, gamma, beta, _, (activation, _), residual, *_ = call
+    added = residual is not None and activation != "identity"  # else its gradient is dy
+    ahead, back = pass_of(x, False, residual is not None), pass_of(x, True, added)
+    if _is_smooth(activation, residual) or not resident.takes(x):
+        return ahead.tiling.path, back.tiling.path
+    typed, r = _are_resident(x, gamma, beta, residual), back.residence
+    # The residual's gradient has its type, and other kernels keep bits in another order than woven ones.
+    fits = _of_one_type(x, residual) and (typed or r is None or not r.plane)
+    aligned = residual is None or resident.takes(residual) or not is_dense(residual, ahead.strides)  # else a copy is
+    return (
+        ahead.path if typed and aligned else ahead.tiling.path,
+        back.path if fits or not added else back.tiling.path,
+    )
+
+
+def pass_of(x: Tensor, backward: bool, residual: bool, way: Tiling | Residence | None = None) -> Pass:
+    """Return what a pass over ``x`` needs, by the best way or a given one."""
+    given = (x.shape, x.stride(), x.element_size(), x.device, backward, residual)
+    return _pass(*given) if way is None else _find_pass(*given, way)
+
+
+def _find_pass(
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    itemsize: int,
+    device: torch.device,
+    backward: bool,
+    residual: bool,
+    way: Tiling | Residence | None = None,
+) -> Pass:
+    g = find_geometry(shape, stride)
+    if g is None:
+        raise ValueError(f"the fused kernels cannot take strides {stride}; ops.batch_norm chooses another path")
+    given = (g, itemsize, backward, residual, processors(device))
+    r = way if isinstance(way, Residence) else None
+    if way is None and resident.runs_on(device):
+        r = resident.choose(*given)
+    tiling = way if isinstance(way, Tiling) else schedule.choose(*given)
+    strides = dense_strides(g, shape)
+    return Pass(g, strides, stride == strides, r, tiling, _launches(g, tiling, backward, device))
+
+
+_pass = cache(_find_pass)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Return how many multiprocessors a device has; some, if kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def _launches(g: Geometry, p: Tiling, backward: bool, device: torch.device) -> tuple[TritonLaunch, ...]:
+    if backward:
+        from .triton.backward import backward as kernel
+    else:
+        from .triton.forward import forward as kernel
+    on_device = device.type == "cuda"
+
+    def launch(
+        p: Tiling, phase: int, alone: bool, last: bool, tree: bool, ticket: bool, registers: int
+    ) -> TritonLaunch:
+        form = (g.nhwc, p.R, p.V, p.align, g.wide)
+        constants = (form, p.T, phase, alone, last, tree, ticket, p.stages, on_device)
+        options = {"num_warps": p.warps, "maxnreg": registers or None}
+        return TritonLaunch(kernel, p.slices * p.parts, numbers(g, p), constants, options, device)
+
+    # Interpreted programs run one after the other: none may wait for the next.
+    if p.alone or (on_device and p.path != "stream"):
+        last = p.parts > schedule.MERGED_BY_ALL
+        return (launch(p, 3, p.alone, last, last, p.ticket and not p.alone, p.registers),)
+    q = p.second(g.rows // (1 if g.nhwc else p.V)) if p.path == "stream" else p
+    return launch(p, 1, False, True, p.tree, False, p.registers), launch(q, 2, False, True, False, False, 0)
+
+
+def numbers(g: Geometry, p: Tiling) -> tuple[int, ...]:
+    """Return C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift."""
+    a = p.align
+    mine = (p.slices, p.parts, p.share, p.beside)
+    if g.nhwc:
+        return g.channels // a, g.rows, *mine, g.stride // a, 0, g.channels // a, 0, 0, 0, 0
+    width = g.width // p.V
+    magic, shift = magic_of(width)
+    magic = magic - 2**32 if magic >= 2**31 else magic
+    strides = g.stride // a, g.plane // a, g.channels * g.width // a, g.width // a
+    return g.channels, g.rows // p.V, *mine, *strides, width, magic, shift
+
+
+@cache
+def _inference(
+    shape: torch.Size, stride: tuple[int, ...], device: torch.device
+) -> tuple[tuple[int, ...], bool, TritonLaunch] | None:
+    from .triton.inference import normalize as kernel
+
+    g = find_geometry(shape, stride)
+    inner = 1 if g is None or g.nhwc else g.width  # elements before the channel changes
+    if g is None or g.channels * inner > 2**31 - BLOCK:  # what the kernel counts within an example
+        return None
+    strides = dense_strides(g, shape)
+    programs = up(shape.numel(), BLOCK)
+    return (
+        strides,
+        stride == strides,
+        TritonLaunch(kernel, programs, (shape.numel(), g.channels, inner), (BLOCK,), {}, device),
+    )
+
+
+class TritonLaunch:
+    """Launch a Triton kernel over tensors of one geometry.
+
+    Triton looks at every argument to find the code that it compiled for such arguments, and wraps each launch in more
+    Python; together they take several times as long as the launch. All that its choice depends on is fixed by this
+    object and the key below.
+
+    Beyond the paper: speed.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        numbers: tuple[int, ...],
+        constants: tuple[Any, ...],
+        options: dict[str, Any],
+        device: torch.device,
+    ) -> None:
+        self.kernel, self.programs, self.options = kernel, programs, options
+        self.numbers, self.constants, self.device = numbers, constants, device.index
+        self.compiled: dict[tuple[Any, ...], Callable[[list[int], tuple[float, ...]], None]] = {}
+
+    def __call__(
+        self, tensors: tuple[Tensor | None, ...], scalars: tuple[float, ...], choices: tuple[int, ...]
+    ) -> None:
+        """Run the programs; ``choices`` are the kernel's constants that the geometry leaves open."""
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        key: tuple[Any, ...] = (choices, *[None if t is None else t.dtype for t in tensors])
+        if reduce(or_, addresses) & 15:  # Triton compiles other code for pointers that are not aligned
+            key = (*key, *[a % 16 for a in addresses])
+        run = self.compiled.get(key)
+        if run is not None:
+            run(addresses, scalars)
+            return
+        if self.device is not None and self.device != torch.cuda.current_device():
+            with torch.cuda.device(self.device):  # Triton launches on the current one
+                self(tensors, scalars, choices)
+            return
+        rest = (*choices, *self.constants)
+        compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, *scalars, *rest, **self.options)
+        if compiled is not None:  # None: interpreted
+            absent = [t is None for t in tensors]
+            self.compiled[key] = self._past_triton(compiled, absent, scalars) or self._by_triton(compiled, absent, rest)
+
+    def _by_triton(self, compiled: Any, absent: list[bool], rest: tuple[Any, ...]) -> Callable[..., None]:
+        launch = compiled[(self.programs, 1, 1)]
+
+        def run(addresses: list[int], scalars: tuple[float, ...]) -> None:
+            given = [None if no else a for a, no in zip(addresses, absent, strict=True)]
+            if self.device is not None and self.device != torch.cuda.current_device():
+                with torch.cuda.device(self.device):
+                    launch(*given, *self.numbers, *scalars, *rest)
+            else:
+                launch(*given, *self.numbers, *scalars, *rest)
+
+        return run
+
+    def _past_triton(self, compiled: Any, absent: list[bool], scalars: tuple[float, ...]) -> Callable[..., None] | None:
+        """Return a launch by the driver; None if the compiled code takes other arguments than this Triton's do."""
+        try:
+            meta, index = compiled.metadata, self.device
+            types = [compiled.src.signature[name] for name in compiled.src.fn.arg_names]
+            declared = re.search(r"\.entry[^(]*\(([^)]*)\)", compiled.asm["ptx"])
+            special = meta.num_ctas != 1 or meta.launch_cooperative_grid or meta.launch_pdl
+            scratch = meta.global_scratch_size or meta.profile_scratch_size
+            function, threads, shared = compiled.function, 32 * meta.num_warps, meta.shared
+        except (AttributeError, KeyError):
+            return None
+        if declared is None or special or scratch or index is None or not function:
+            return None
+        values = (*absent, *self.numbers, *scalars)
+        fields: list[Any] = []
+        for i, (kind, value) in enumerate(zip(types, values, strict=False)):
+            if i < len(absent):
+                known = kind == "constexpr" if value else kind[:1] == "*"
+                fields += [] if value else ["P"]
+            elif i < len(absent) + len(self.numbers):
+                known = kind in INTEGERS or kind == "constexpr"
+                fields += [INTEGERS[kind](value)] if kind in INTEGERS else []
+            else:
+                known = kind == ("fp32" if isinstance(value, float) else "i32")
+                fields.append("f" if isinstance(value, float) else "i")
+            if not known:
+                return None
+        # After a kernel's own arguments come pointers to scratch memory, which these kernels do not use.
+        extra = declared[1].count(".param") - len(fields)
+        if extra not in (0, 1, 2) or any(kind != "constexpr" for kind in _flat(types[len(values) :])):
+            return None
+        arguments = driver.Arguments(*fields, *[ctypes.c_void_p(None)] * extra)
+        kernel = driver.Kernel(function, threads, shared, index, cooperative=False)
+        present = [i for i, no in enumerate(absent) if not no]
+        pick = itemgetter(*present)
+
+        def run(addresses: list[int], scalars: tuple[float, ...]) -> None:
+            stream = torch._C._cuda_getCurrentRawStream(index)
+            arguments.launch(kernel, self.programs, (*pick(addresses), *scalars), stream)
+
+        return run
+
+
+INTEGERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
+
+
+def _flat(types: list[Any]) -> list[Any]:
+    return [kind for t in types for kind in (_flat(list(t)) if isinstance(t, tuple) else [t])]
+
+
+def _launch_resident(
+    name: str,
+    x: Tensor,
+    tensors: tuple[Tensor | None, ...],
+    scalars: tuple[float, ...],
+    activation: int,
+    residual: bool,
+    g: Geometry,
+    r: Residence,
+    dy_stride: int,
+) -> bool:
+    """Run resident.cu; return False if the device refuses the launch."""
+    index = x.get_device()
+    kernel, arguments = resident.prepared(name, x.dtype, activation, residual, g, r, dy_stride, index)
+    stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    try:
+        arguments.launch(kernel, r.groups * r.parts, (*addresses, *scalars), stream)
+    except driver.Refused:
+        return False
+    return True
+
+
+def _check_devices(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, others: tuple[Tensor, ...] | None
+) -> None:
     """Refuse what a kernel could not read: launches are given addresses."""
     device = x.get_device()
-    for t in others:
+    for t in (gamma, beta, residual, *(others or ())):
         if t is not None and t.get_device() != device:
             raise ValueError(f"the input is on {x.device}, a parameter, statistic or residual on {t.device}; move it")
 
@@ -152,13 +410,25 @@ def _of_one_type(x: Tensor, *others: Tensor | None) -> bool:
 
 def _are_resident(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None) -> bool:
     """Say whether tensors have the types that resident.cu takes."""
-    return _of_one_type(x, residual) and all(t is None or t.dtype == torch.float32 for t in (gamma, beta))
+    return (
+        (residual is None or residual.dtype is x.dtype)
+        and (gamma is None or gamma.dtype is torch.float32)
+        and (beta is None or beta.dtype is torch.float32)
+    )
+
+
+def _contiguous(v: Tensor | None) -> Tensor | None:
+    return v if v is None or v.is_contiguous() else v.contiguous()
+
+
+def _as_float(v: Tensor | None) -> Tensor | None:
+    return _contiguous(v if v is None or v.dtype is torch.float32 else v.float())
 
 
 def _rows_of(dy: Tensor, g: Geometry, strides: tuple[int, ...], align: int) -> tuple[Tensor, int]:
-    """Return the gradient and the stride of its rows or examples, copied only where it is not in x's order.
+    """Return the gradient and the stride of its rows or examples, copied only if it is not in x's order.
 
-    It comes as a slice of channels where the layer's output was concatenated with others.
+    It comes as a slice of channels if the layer's output was concatenated with others.
     """
     if g.nhwc and dy.stride() != strides:
         own = geometry_of(dy)
@@ -167,33 +437,48 @@ def _rows_of(dy: Tensor, g: Geometry, strides: tuple[int, ...], align: int) -> t
     return as_dense(dy, strides), g.channels if g.nhwc else g.channels * g.width
 
 
-class _Words:
-    """Keep the words at which programs meet: zero between launches, never shared by two that may overlap."""
+class Workspace:
+    """Keep each stream's memory for parts' sums, and the words at which programs meet.
+
+    The words are zero between launches. Launches on one stream run one after the other, so they share; a captured one
+    has its own, since its graph may be replayed beside anything.
+
+    Beyond the paper: spares every launch two allocations.
+    """
 
     ARENA = 1 << 22
 
     def __init__(self) -> None:
-        self.by_stream: dict[tuple[int, int], Tensor] = {}
+        self.by_stream: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.arenas: dict[int, tuple[Tensor, int]] = {}
 
-    def get(self, device: torch.device, n: int) -> Tensor:
-        n = -(-n // 32) * 32  # whole cache lines
-        if device.type != "cuda":
-            return torch.zeros(n, dtype=torch.int32)
-        index = device.index
-        if torch.cuda.is_current_stream_capturing():
-            return self.captured(device, n)
+    def __call__(self, x: Tensor, floats: int, words: int) -> tuple[Tensor, Tensor]:
+        """Return room for so many numbers, and so many words."""
+        index = x.get_device()
+        if index < 0:
+            return x.new_empty(floats, dtype=torch.float32), torch.zeros(words, dtype=torch.int32)
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return x.new_empty(floats, dtype=torch.float32), self.captured(x.device, up(words, 32) * 32)
         key = (index, torch._C._cuda_getCurrentRawStream(index))
-        words = self.by_stream.get(key)
-        if words is None or words.numel() < n:
-            words = self.by_stream[key] = torch.zeros(max(n, 4096), dtype=torch.int32, device=device)
-            if index not in self.arenas:
-                self.arenas[index] = (torch.zeros(self.ARENA, dtype=torch.int32, device=device), 0)
-                torch.cuda.current_stream(device).synchronize()  # once: graphs may be replayed on any stream
-        return words
+        found = self.by_stream.get(key)
+        if found is None or found[0].shape[0] < floats or found[1].shape[0] < words:
+            found = self.by_stream[key] = self.grown(x.device, floats, words, found)
+        return found
+
+    def grown(self, device: torch.device, floats: int, words: int, old: Any) -> tuple[Tensor, Tensor]:
+        """Return a stream's memory, at least as large as it was."""
+        floats = max(floats, 0 if old is None else old[0].shape[0], 1 << 16)
+        words = max(up(words, 32) * 32, 0 if old is None else old[1].shape[0], 4096)  # whole cache lines
+        if device.index not in self.arenas:
+            self.arenas[device.index] = (torch.zeros(self.ARENA, dtype=torch.int32, device=device), 0)
+            torch.cuda.current_stream(device).synchronize()  # once: graphs may be replayed on any stream
+        return (
+            torch.empty(floats, dtype=torch.float32, device=device),
+            torch.zeros(words, dtype=torch.int32, device=device),
+        )
 
     def captured(self, device: torch.device, n: int) -> Tensor:
-        """Give a captured launch words of its own: its graph may be replayed beside anything."""
+        """Return words for a launch that is being captured."""
         arena, used = self.arenas.get(device.index, (None, 0))
         if arena is None or used + n > arena.numel():
             return torch.zeros(n, dtype=torch.int32, device=device)  # set to zero at every replay
@@ -201,4 +486,4 @@ class _Words:
         return arena[used : used + n]
 
 
-_words = _Words()
+workspace = Workspace()

@@ -1,4 +1,4 @@
-"""Launch resident.cu, which keeps on chip what it has read: for which tensors, and how.
+"""Which tensors resident.cu takes, which keeps on chip what it has read, and how it runs on them.
 
 The rules are drawn from measurements on one H200 (results/kernels-h200.json).
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..activation import NAMES
-from . import nvrtc
+from . import driver
 from .layout import Geometry, magic_of
 from .schedule import AT_ONCE, megabytes_of, up
 
@@ -236,7 +235,7 @@ def runs_on(device: torch.device) -> bool:
         return False
     properties = torch.cuda.get_device_properties(device)
     fits = properties.major >= 9 and getattr(properties, "shared_memory_per_block_optin", SHARED) >= SHARED
-    return alone and fits and nvrtc.unavailable() is None
+    return alone and fits and driver.unavailable() is None
 
 
 def takes(*tensors: Tensor | None) -> bool:
@@ -249,14 +248,6 @@ class _Shape(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("C", "units", "slices", "parts")),
         *((name, ctypes.c_longlong) for name in ("x_stride", "x_plane", "y_stride", "y_plane", "dy_stride")),
         *((name, ctypes.c_uint) for name in ("width", "magic", "shift", "passing")),
-    )
-
-
-class _Running(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("mean", "var", "batches", "skipped")),
-        ("momentum", ctypes.c_float),
-        ("cumulative", ctypes.c_int),
     )
 
 
@@ -278,77 +269,36 @@ def _shape(g: Geometry, itemsize: int, r: Residence, dy_stride: int) -> _Shape:
 @cache
 def _kernel(
     name: str, kind: int, nhwc: bool, activation: int, residual: bool, code: tuple[int, ...], device: torch.device
-) -> nvrtc.Kernel:
+) -> driver.Kernel:
     threads, each, lanes, plane, kept, added = code
     definitions = {
         "KIND": kind, "LAST": int(nhwc), "ACT": activation, "RESIDUAL": int(residual), "ADDED": added,
         "THREADS": threads, "EACH": each, "SV": lanes, "PLANE": plane, "K": kept, name.upper(): 1,
     }  # fmt: skip
     shared = kept * threads * WIDTH * (2 if name == "backward" or added else 1)
-    return nvrtc.load("resident.cu", name, tuple(definitions.items()), threads, shared, device)
+    return driver.load("resident.cu", name, tuple(definitions.items()), threads, shared, device)
 
 
-def forward(
-    tensors: tuple[Tensor | None, ...],
-    running: tuple[Tensor, ...] | None,
-    momentum: float | None,
-    eps: float,
-    activation: str,
-    slope: float,
-    g: Geometry,
-    r: Residence,
-) -> bool:
-    """Fill y, bits and stats; return False where the device refuses the launch.
-
-    ``tensors`` are x, y, residual, bits, gamma, beta, stats, partial and words.
-    """
-    x, residual = tensors[0], tensors[2]
-    assert x is not None
-    addresses = (None,) * 4 if running is None else tuple(t.data_ptr() for t in running)
-    options = (
-        _Running(*addresses, momentum or 0.0, momentum is None),
-        _shape(g, x.element_size(), r, 0),
-        ctypes.c_float(eps),
-        ctypes.c_float(slope),
-    )
-    return _launch("forward", x, tensors, options, activation, residual is not None, g, r)
-
-
-def backward(
-    tensors: tuple[Tensor | None, ...],
-    dy_stride: int,
-    activation: str,
-    slope: float,
-    residual: bool,
-    g: Geometry,
-    r: Residence,
-) -> bool:
-    """Fill the gradients; return False where the device refuses the launch.
-
-    ``tensors`` are dy, x, bits, stats, dx, dresidual, dgamma, dbeta, partial and words.
-    """
-    x = tensors[1]
-    assert x is not None
-    options = (_shape(g, x.element_size(), r, dy_stride), ctypes.c_float(slope))
-    return _launch("backward", x, tensors, options, activation, residual, g, r)
-
-
-def _launch(
+@cache
+def prepared(
     name: str,
-    x: Tensor,
-    tensors: tuple[Tensor | None, ...],
-    options: tuple[Any, ...],
-    activation: str,
+    dtype: torch.dtype,
+    activation: int,
     residual: bool,
     g: Geometry,
     r: Residence,
-) -> bool:
-    kernel = _kernel(name, KINDS[x.dtype], g.nhwc, NAMES.index(activation), residual, r.code, x.device)
-    values = (*(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors), *options)
-    arguments = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
-    try:
-        kernel(r.groups * r.parts, arguments, stream)
-    except nvrtc.Refused:
-        return False
-    return True
+    dy_stride: int,
+    index: int,
+) -> tuple[driver.Kernel, driver.Arguments]:
+    """Return the kernel "forward" or "backward" and its arguments.
+
+    Those that change are, forward: the addresses of x, y, residual, bits, gamma, beta, stats, partial, words and the
+    running averages, momentum, whether the average is cumulative, eps, slope; backward: those of dy, x, bits, stats,
+    dx, dresidual, dgamma, dbeta, partial and words, and slope.
+    """
+    device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
+    kernel = _kernel(name, KINDS[dtype], g.nhwc, activation, residual, r.code, device)
+    shape = _shape(g, dtype.itemsize, r, dy_stride)
+    if name == "forward":
+        return kernel, driver.Arguments(*["P"] * 9, "4Pfi", shape, "f", "f")
+    return kernel, driver.Arguments(*["P"] * 10, shape, "f")

@@ -18,7 +18,7 @@ AT_ONCE = int(os.environ.get("BATCHNORM_LAUNCHES_AT_ONCE", "2"))
 HELD = (1, 2, 4, 7, 8, 12, 16)
 
 
-class Plan(NamedTuple):
+class Tiling(NamedTuple):
     """Say how the kernels run: R x V tiles, T of them held in registers, each slice of channels in parts.
 
     Beyond the paper: the choices behind one launch.
@@ -59,7 +59,7 @@ class Plan(NamedTuple):
         """How many words the programs meet at: one for tickets, one for slices done, one a slice, 32 more a slice."""
         return 2 if self.alone else 2 + self.slices * (33 if self.tree else 1)
 
-    def second(self, units: int) -> Plan:
+    def second(self, units: int) -> Tiling:
         """Return the plan of the second launch: smaller parts, since nothing is merged after it."""
         share = self.R * self.steps
         return self._replace(share=share, parts=up(units, share))
@@ -94,7 +94,7 @@ def make(
     stages: int = 1,
     steps: int = 4,
     ticket: bool = True,
-) -> Plan:
+) -> Tiling:
     """Make a plan of ``tile`` elements per tile, at most ``tiles`` held, about ``parts`` parts, ``lanes`` channels."""
     if geometry.nhwc:
         V = lanes
@@ -111,7 +111,7 @@ def make(
     share = up(up(units, parts), 8) * 8
     parts = up(units, share)
     T = next(t for t in HELD if t * R >= share) if path == "once" else 0
-    return Plan(
+    return Tiling(
         path, R, V, T, parts, share, slices, min(beside, slices), warps, stages, registers, steps, ticket, align
     )
 
@@ -125,7 +125,7 @@ class Way(NamedTuple):
 
 
 @cache
-def choose(geometry: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Plan:
+def choose(geometry: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Tiling:
     """Choose for a device with so many multiprocessors."""
     way = _way(geometry, itemsize, backward, residual)
     tensors = 2 if backward or residual else 1
@@ -152,7 +152,7 @@ def _way(g: Geometry, itemsize: int, backward: bool, residual: bool) -> Way | No
     return None
 
 
-def once(g: Geometry, itemsize: int, tensors: int, way: Way, processors: int) -> Plan | None:
+def once(g: Geometry, itemsize: int, tensors: int, way: Way, processors: int) -> Tiling | None:
     """Plan to read each of 1 or 2 ``tensors`` once, or return None where programs would wait for some not running."""
     tile = 512 * way.warps // itemsize  # 16 bytes a thread
     tiles = way.kilobytes * 1024 // (tile * itemsize * tensors)
@@ -166,7 +166,7 @@ def once(g: Geometry, itemsize: int, tensors: int, way: Way, processors: int) ->
     return p._replace(beside=beside, ticket=p.parts * p.slices > min(running // 4, room))
 
 
-def stream(g: Geometry, itemsize: int, backward: bool, processors: int) -> Plan:
+def stream(g: Geometry, itemsize: int, backward: bool, processors: int) -> Tiling:
     """Plan to read x twice, in two launches."""
     lanes = min(128 // itemsize, max(8, power_up(g.channels)))
     slices = up(g.channels, lanes) if g.nhwc else g.channels

@@ -1,11 +1,15 @@
 """What launches have in common is found once, and told apart where Triton would compile again."""
 
+import ctypes
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
 from batchnorm.ops import Activation, Running
-from batchnorm.ops.cuda import autograd, launch_cache
+from batchnorm.ops.call import Call
+from batchnorm.ops.cuda import autograd, driver, launch
+from batchnorm.ops.cuda.launch import TritonLaunch
 from batchnorm.ops.torch_state import is_unseen
 
 
@@ -28,29 +32,60 @@ class Kernel:
 
 
 def launch_of(kernel):
-    return launch_cache.Launch(kernel, 4, (7, 8), ("constant",), {"num_warps": 4}, torch.device("cpu"))
+    return TritonLaunch(kernel, 4, (7, 8), ("constant",), {"num_warps": 4}, torch.device("cpu"))
 
 
 def test_a_launch_is_compiled_once_and_given_addresses():
     kernel = Kernel()
-    launch = launch_of(kernel)
+    run = launch_of(kernel)
     a, b = torch.zeros(4), torch.zeros(4)
-    launch((a, None), (0.5,), (1,))
+    run((a, None), (0.5,), (1,))
     assert kernel.given == (a, None, 7, 8, 0.5, 1, "constant")
-    launch((b, None), (0.25,), (1,))  # other numbers are no other code
+    run((b, None), (0.25,), (1,))  # other numbers are no other code
     assert kernel.given == (b.data_ptr(), None, 7, 8, 0.25, 1, "constant")
     assert kernel.compiled == 1
 
 
 def test_what_triton_compiles_again_for():
     kernel = Kernel()
-    launch = launch_of(kernel)
+    run = launch_of(kernel)
     a = torch.zeros(4)
     kinds = [((a, None), (1,)), ((a, a), (1,)), ((a.half(), None), (1,)), ((a[1:], None), (1,)), ((a, None), (2,))]
     for _ in range(2):
         for tensors, choices in kinds:
-            launch(tensors, (0.5,), choices)
+            run(tensors, (0.5,), choices)
     assert kernel.compiled == len(kinds)
+
+
+def test_arguments_lie_where_the_kernel_reads_them():
+    arguments = driver.Arguments("P", ctypes.c_int(7), "2Pfi", "f")
+    seen = []
+
+    def kernel(programs, pointers, stream):
+        kinds = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p * 2, ctypes.c_float)
+        values = [kind.from_address(at) for kind, at in zip(kinds, pointers, strict=True)]
+        pair = (ctypes.c_float.from_address(pointers[2] + 16).value, ctypes.c_int.from_address(pointers[2] + 20).value)
+        seen.append((programs, stream, values[0].value, values[1].value, list(values[2]), pair, values[3].value))
+
+    for k in (1, 2):
+        arguments.launch(kernel, k, (100 * k, 200, 300 * k, 0.5, True, 0.25), 9)
+    assert seen == [(k, 9, 100 * k, 7, [200, 300 * k], (0.5, 1), 0.25) for k in (1, 2)]
+
+
+@pytest.mark.gpu
+def test_compiled_kernels_are_launched_by_the_driver():
+    """Slow launches would still be right: nothing else would tell."""
+    x = torch.randn(4, 8, 6, 6, device="cuda")
+    for shape in ((x, False), (x, True)):
+        for one in launch.pass_of(*shape, False).launches:
+            one.compiled.clear()
+    y, stats, _ = launch.forward(Call(x))
+    launch.backward(y, x, None, None, stats, "identity", 0.0, None)
+    runs = [
+        r for back in (False, True) for one in launch.pass_of(x, back, False).launches for r in one.compiled.values()
+    ]
+    assert len(runs) >= 2
+    assert all("_past_triton" in run.__qualname__ for run in runs)
 
 
 def running(c):
@@ -74,10 +109,10 @@ class Special(torch.nn.Parameter):
 def test_who_watches_sees_one_operator():
     x = torch.randn(4, 3, requires_grad=True)
     with Watch() as watch:
-        y, _ = autograd.batch_norm_(x, None, None, running(3), 0.1, 1e-5, Activation("relu"), None)
+        y, _ = autograd.run(Call(x, None, None, 1e-5, Activation("relu"), None, None, running(3), 0.1))
     assert any("batchnorm" in name for name in watch.seen)
     torch.testing.assert_close(
-        y, autograd.batch_norm_(x, None, None, running(3), 0.1, 1e-5, Activation("relu"), None)[0]
+        y, autograd.run(Call(x, None, None, 1e-5, Activation("relu"), None, None, running(3), 0.1))[0]
     )
 
 
@@ -97,9 +132,9 @@ def test_a_layers_way_gives_what_the_general_one_gives():
     x, r = (torch.randn(6, 5, 4, 4, requires_grad=True) for _ in range(2))
     gamma, beta = (torch.randn(5, requires_grad=True) for _ in range(2))
     results = []
-    for call in (autograd.normalize_batch_, lambda *args: autograd.batch_norm_(*args)[0]):
+    for run in (autograd.train_, lambda call: autograd.run(call)[0]):
         kept = running(5)
-        y = call(x, gamma, beta, kept, 0.1, 1e-5, Activation("relu"), r)
+        y = run(Call(x, gamma, beta, 1e-5, Activation("relu"), r, None, kept, 0.1))
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, gamma, beta, r)), *kept))
     torch.testing.assert_close(*results, rtol=0, atol=0)
     assert int(kept.num_batches) == 1
@@ -110,7 +145,7 @@ def test_a_layers_way_leaves_what_is_special_to_others():
     kept = running(3)
 
     def call(x=x, gamma=gamma, kept=kept, residual=None):
-        return autograd.normalize_batch_(x, gamma, None, kept, 0.1, 1e-5, act, residual)
+        return autograd.train_(Call(x, gamma, None, 1e-5, act, residual, None, kept, 0.1))
 
     assert call(x.double()) is None
     assert call(x[:1]) is None  # one value per channel

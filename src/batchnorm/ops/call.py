@@ -1,0 +1,143 @@
+"""One call of the batch normalizing transform, in the form that every path takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .activation import Activation, as_activation
+from .moments import Moments
+from .running import Kept
+
+
+class Call(NamedTuple):
+    """Hold the arguments of a call: x as (N, C, ...), parameters and averages as (C,), the mask as (N, 1, ...).
+
+    Beyond the paper: one record instead of a long list of arguments.
+    """
+
+    x: Tensor
+    gamma: Tensor | None = None
+    beta: Tensor | None = None
+    eps: float = 1e-5
+    activation: Activation = Activation()
+    residual: Tensor | None = None
+    mask: Tensor | None = None
+    running: Kept | None = None
+    momentum: float | None = None
+
+    @property
+    def reduced_dims(self) -> list[int]:
+        """The dimensions of x that statistics run over."""
+        return [0, *range(2, self.x.dim())]
+
+
+class Path(Protocol):
+    """Compute calls in one way: ``composite``, ``cpu`` and ``cuda.autograd`` are such modules.
+
+    Beyond the paper: what the dispatcher chooses from.
+    """
+
+    def refusal(self, call: Call, /) -> str | None:
+        """Say why the path cannot take a call; None if it can."""
+
+    def describe(self, call: Call, /) -> str | None:
+        """Say how the path takes a call."""
+
+    def run(self, call: Call, /) -> tuple[Tensor, Moments]:
+        """Normalize by the batch's statistics, return them too, and move the running averages if there are any."""
+
+    def normalize(self, call: Call, mean: Tensor, var: Tensor, /) -> Tensor:
+        """Normalize by given statistics."""
+
+
+class Features:
+    """Flatten the features of a user's tensors to one dimension C, and restore their shape.
+
+    Beyond the paper: statistics per channel and per activation (Sec. 3.2 and 4.2.3) by the same code.
+    """
+
+    def __init__(self, x: Tensor, feature_dims: int) -> None:
+        if not x.is_floating_point():
+            raise TypeError(f"batch normalization needs real floating-point input, not {x.dtype}; convert it first")
+        if not 1 <= feature_dims < x.dim():
+            raise ValueError(
+                f"an input of shape {tuple(x.shape)} has no batch dimension and {feature_dims} feature dimension(s)"
+            )
+        self.shape, self.dims = x.shape, feature_dims
+        self.features = x.shape[1 : 1 + feature_dims]
+        # Per activation on a channels_last input: the features flattened in memory order need no copy.
+        self.nhwc = 1 < feature_dims == x.dim() - 1 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+
+    def call(
+        self,
+        x: Tensor,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        eps: float,
+        activation: str | Activation | None = None,
+        residual: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Call:
+        """Return the call in canonical form.
+
+        Raises:
+            ValueError: if shapes do not fit.
+        """
+        self.check("gamma", gamma)
+        self.check("beta", beta)
+        if residual is not None and residual.shape != x.shape:
+            raise ValueError(f"the residual has shape {tuple(residual.shape)}, the input {tuple(x.shape)}")
+        if mask is not None:
+            positions = (x.shape[0], *x.shape[1 + self.dims :])
+            if mask.dtype != torch.bool or mask.shape != positions:
+                raise ValueError(
+                    f"the mask must be bool of shape {positions} for an input {tuple(x.shape)},"
+                    f" not {mask.dtype} of shape {tuple(mask.shape)}"
+                )
+            mask = mask.unsqueeze(1)
+        if self.dims > 1:
+            x, residual = self.flat(x), None if residual is None else self.flat(residual)
+            gamma, beta = (None if p is None else self.flat_vector(p) for p in (gamma, beta))
+        return Call(x, gamma, beta, eps, as_activation(activation), residual, mask)
+
+    def check(self, name: str, p: Tensor | None) -> None:
+        """Refuse a parameter or statistic that does not have the features' shape."""
+        if p is not None and p.shape != self.features:
+            raise ValueError(
+                f"{name} has shape {tuple(p.shape)}, the features of an input {tuple(self.shape)} are"
+                f" {tuple(self.features)}"
+            )
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Flatten the features of a tensor of the input's shape."""
+        if self.dims == 1:
+            return x
+        return (x.movedim(1, self.dims) if self.nhwc else x).flatten(1, self.dims)
+
+    def flat_vector(self, p: Tensor) -> Tensor:
+        """Flatten a tensor of the features' shape, in the same order."""
+        if self.dims == 1:
+            return p
+        return (p.movedim(0, -1) if self.nhwc else p).flatten()
+
+    def restore(self, y: Tensor) -> Tensor:
+        """Undo :meth:`flat`."""
+        if self.dims == 1:
+            return y
+        if self.nhwc:
+            return y.reshape(self.shape[0], *self.features[1:], self.features[0]).movedim(-1, 1)
+        return y.reshape(self.shape)
+
+    def restore_moments(self, moments: Moments) -> Moments:
+        """Give moments the features' shape."""
+        if self.dims == 1:
+            return moments
+        return Moments(moments.count, self._restore_vector(moments.mean), self._restore_vector(moments.var))
+
+    def _restore_vector(self, v: Tensor) -> Tensor:
+        if self.nhwc:
+            return v.reshape(*self.features[1:], self.features[0]).movedim(-1, 0)
+        return v.reshape(self.features)

@@ -1,0 +1,172 @@
+"""Launch kernels through CUDA's driver, and compile CUDA C++ with the library that torch's CUDA builds bring."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+
+_DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+# CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, _COOPERATIVE_LAUNCH_TOO_LARGE, _NOT_SUPPORTED
+_REFUSALS = (701, 720, 801)
+
+
+class Refused(RuntimeError):
+    """Say that a device does not take a launch, for example because another process uses part of it.
+
+    Beyond the paper: other kernels run then.
+    """
+
+
+Launcher = Callable[[int, Any, int], None]  # programs, pointers to the arguments, stream
+
+
+class Arguments:
+    """Keep a kernel's arguments in memory, so that a launch only packs the ones that change.
+
+    Args:
+        fields: an argument each: a format of :mod:`struct` if it changes from launch to launch, else its value.
+
+    >>> arguments = Arguments("P", ctypes.c_int(7), "f")
+    >>> arguments.launch(lambda programs, pointers, stream: print(programs, len(pointers)), 4, (0, 0.5), 0)
+    4 3
+
+    Beyond the paper: speed; on small tensors the host takes longer than the kernel.
+    """
+
+    def __init__(self, *fields: Any) -> None:
+        form, offsets = "", []
+        for field in fields:
+            if isinstance(field, str):
+                offsets.append(struct.calcsize(f"{form}0{field.lstrip('0123456789')[0]}"))
+                form += field
+        self._pack = struct.Struct(form).pack_into
+        self._memory = ctypes.create_string_buffer(struct.calcsize(form) + 16)
+        self._constants = [field for field in fields if not isinstance(field, str)]
+        start, changing = ctypes.addressof(self._memory), iter(offsets)
+        addresses = [start + next(changing) if isinstance(f, str) else ctypes.addressof(f) for f in fields]
+        self._pointers = (ctypes.c_void_p * len(fields))(*addresses)
+        self._lock = Lock()  # two threads may launch the same kernel
+
+    def launch(self, kernel: Launcher, programs: int, values: tuple[Any, ...], stream: int) -> None:
+        """Launch a kernel with these values for the arguments that change."""
+        with self._lock:
+            self._pack(self._memory, 0, *values)
+            kernel(programs, self._pointers, stream)
+
+
+class Kernel:
+    """Launch one compiled kernel on one device.
+
+    Args:
+        function: its handle.
+        threads: of a program.
+        shared: bytes of shared memory.
+        device: the index.
+        cooperative: run all programs at the same time, or refuse.
+
+    Beyond the paper: how kernels get to the device.
+    """
+
+    def __init__(self, function: int, threads: int, shared: int, device: int, *, cooperative: bool) -> None:
+        self.function, self.threads, self.shared, self.device = function, threads, shared, device
+        driver = _driver()
+        self.cooperative = cooperative
+        self.run = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
+
+    def __call__(self, programs: int, arguments: Any, stream: int) -> None:
+        """Launch; ``arguments`` is an array of pointers to them.
+
+        Raises:
+            Refused: if the device does not run so many programs at once.
+        """
+        if self.device != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.device):
+                self(programs, arguments, stream)
+            return
+        rest = () if self.cooperative else (None,)
+        result = self.run(self.function, programs, 1, 1, self.threads, 1, 1, self.shared, stream, arguments, *rest)
+        if result:
+            _check(result)
+
+
+def load(
+    file: str, name: str, definitions: tuple[tuple[str, int], ...], threads: int, shared: int, device: torch.device
+) -> Kernel:
+    """Compile the kernel ``name`` of ``file`` for a device, and load it there.
+
+    Raises:
+        RuntimeError: with the compiler's words.
+    """
+    driver = _driver()
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    with torch.cuda.device(device):
+        _check(driver.cuModuleLoadData(ctypes.byref(module), _compile(file, definitions)))
+        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+        _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_MEMORY, shared))
+    return Kernel(function.value or 0, threads, shared, device.index, cooperative=True)
+
+
+@cache
+def unavailable() -> str | None:
+    """Say what is missing for compiling and launching; None if nothing is."""
+    try:
+        _driver(), _compiler()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _compile(file: str, definitions: tuple[tuple[str, int], ...]) -> Any:
+    source = (Path(__file__).parent / file).read_bytes()
+    major, minor = torch.cuda.get_device_capability()
+    options = [f"--gpu-architecture=sm_{major}{minor}", *(f"-D{name}={value}" for name, value in definitions)]
+    compiler, program = _compiler(), ctypes.c_void_p()
+    compiler.nvrtcCreateProgram(ctypes.byref(program), source, file.encode(), 0, None, None)
+    try:
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if compiler.nvrtcCompileProgram(program, len(options), given):
+            log = _fetch(compiler.nvrtcGetProgramLogSize, compiler.nvrtcGetProgramLog, program)
+            raise RuntimeError(f"{file} does not compile with {' '.join(options)}: {log.value.decode()}")
+        return _fetch(compiler.nvrtcGetCUBINSize, compiler.nvrtcGetCUBIN, program)
+    finally:
+        compiler.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _fetch(size_of: Any, contents_of: Any, program: ctypes.c_void_p) -> Any:
+    size = ctypes.c_size_t()
+    size_of(program, ctypes.byref(size))
+    contents = ctypes.create_string_buffer(size.value)
+    contents_of(program, contents)
+    return contents
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    shape: list[Any] = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p]
+    driver.cuLaunchCooperativeKernel.argtypes = shape
+    driver.cuLaunchKernel.argtypes = [*shape, ctypes.c_void_p]
+    return driver
+
+
+@cache
+def _compiler() -> ctypes.CDLL:
+    major = (torch.version.cuda or "").split(".")[0]
+    return ctypes.CDLL(f"libnvrtc.so.{major}")
+
+
+def _check(result: int) -> None:
+    if result:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(result, ctypes.byref(text))
+        kind = Refused if result in _REFUSALS else RuntimeError
+        raise kind(f"CUDA: {(text.value or b'unknown error').decode()}")
