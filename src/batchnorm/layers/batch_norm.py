@@ -164,7 +164,7 @@ class BatchNorm(TorchBatchNorm):
         return ops.batch_norm_(input, self.weight, self.bias, running, self._factor, self.eps, **options)[0]
 
     def _quick(self, input: Tensor, residual: Tensor | None, activation: Activation) -> Tensor | None:
-        """Take the fast path of an ordinary call: nothing to refuse, no policy to apply; None if anything is unusual."""
+        """Take the fast path of an ordinary call, with nothing to refuse and no policy; None if anything is unusual."""
         if self.statistics is not None or input.dim() not in self._input_dims:
             return None
         # From the dictionaries: nn.Module.__getattr__ is Python, and would be asked six times.
