@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from . import network_call
 from .network_copy import (
     SharedWithOriginalError,
-    alone,
+    isolated,
     plain_attributes,
     private_copy,
     relative,
@@ -138,7 +138,7 @@ class _Run:
         dtype = torch.float64 if double else None
         batch = network_call.to_device(self.example, network_call.device_of(net), copy=True, dtype=dtype)
         before = {id(item): (item, copy.deepcopy(item)) for item in (*_attributes(twin).values(), *twin.buffers())}
-        with alone(net, twin), _default_dtype(dtype):
+        with isolated(net, twin), _default_dtype(dtype):
             output = network_call.call(twin, batch, self.forward)
         return _Seen(output, _changed(_attributes(twin), before), _changed(dict(twin.named_buffers()), before))
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import network_call
-from ..network_copy import alone, private_copy
+from ..network_copy import isolated, private_copy
 from .calls import Call, Graph, Value
 from .kinds import has_hooks, is_leaf
 
@@ -54,7 +54,7 @@ def trace(
     if training is not None:
         twin.train(training)
     example = network_call.to_device(example, network_call.device_of(net), copy=True)
-    with alone(net, twin) as refuse:
+    with isolated(net, twin) as refuse:
         recorder = _Recorder(twin, refuse)
         recorder.watch(twin)
         with recorder, _Resurface():  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from ..graph import Graph, trace
 from ..graph.rewrite import restore_
 from ..graph.trace import READS
 from ..layers.fusion import activations_after
-from ..network_copy import Memo, exchange, private_copy
+from ..network_copy import Memo, copy_with, private_copy
 from ..verb_report import Report, attach
 from ..verify import verify
 from .build import Makers, makers_for
@@ -132,7 +132,7 @@ def _fold(
         fused = {m: a for m, a in activations_after(source, [graph], linear)[0].items() if a not in kept}
         made: dict[nn.Module, nn.Module] = {}
         try:
-            result = exchange(source, _noting(makers_for(source, graph, plan, fused), made)).eval()
+            result = copy_with(source, _noting(makers_for(source, graph, plan, fused), made)).eval()
             after = _run(result, example, forward)
             break
         except AttributeError as error:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import network_call
-from ..network_copy import alone, private_copy, relative_error
+from ..network_copy import isolated, private_copy, relative_error
 
 Gradients = dict[str, Tensor]
 
@@ -51,7 +51,7 @@ def _gradients(
         for p in twin.parameters() if change else ():
             p.mul_(1 + change * torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device))
     batch = network_call.to_device(example, network_call.device_of(net), copy=True, dtype=torch.float64)
-    with alone(net, twin), torch.enable_grad():
+    with isolated(net, twin), torch.enable_grad():
         found = [t for t in network_call.tensors_in(network_call.call(twin, batch, forward)) if t.requires_grad]
         torch.manual_seed(0)
         # Not randn_like, whose numbers depend on the strides.
@@ -100,5 +100,5 @@ def _autocast(
     twin = private_copy(net).train(training)
     device = network_call.device_of(net)
     batch = network_call.to_device(example, device, copy=True)
-    with alone(net, twin), torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+    with isolated(net, twin), torch.autocast(device.type, torch.bfloat16, enabled=enabled):
         return network_call.call(twin, batch, forward)

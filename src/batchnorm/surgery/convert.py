@@ -20,7 +20,7 @@ from ..layers.fusion import Fused as Placeholder
 from ..layers.fusion import activations_after, takes_activation
 from ..layers.norm_act import NormAct, is_norm_act, joined
 from ..layers.statistics import Statistics
-from ..network_copy import Memo, exchange
+from ..network_copy import Memo, copy_with
 from ..ops import Activation
 from ..ops.activation import as_activation
 from ..verb_report import Report, Site, attach
@@ -94,7 +94,7 @@ def convert(
     }
     for activation in set(fused.values()):
         makers[activation] = partial(_fused, activation, [m for m, a in fused.items() if a is activation])
-    result = exchange(net, makers)
+    result = copy_with(net, makers)
     restore_(result)
     done: dict[str, Rewritten] = {}
     notes = [*notes_on(graphs)]

@@ -13,7 +13,7 @@ from torch import nn
 from .. import network_call
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from ..layers.normalized import Normalized
-from ..network_copy import Memo, exchange
+from ..network_copy import Memo, copy_with
 from ..verb_report import Report, Site, attach
 from ..verify import verify
 from .counterparts import notes_on, traces
@@ -81,7 +81,7 @@ def insert(
     norms = {place: _norm(place, per_activation) for place in places}
     if init == "identity":
         set_identity(net, norms, batches or [], forward)
-    result = exchange(net, {place.module: partial(_make, place, norm) for place, norm in norms.items()})
+    result = copy_with(net, {place.module: partial(_make, place, norm) for place, norm in norms.items()})
     error = _compare(net, result, example, forward) if init == "identity" else None
     done = {place.path: Site(place.path, _describe(place, norm)) for place, norm in norms.items()}
     listed = tuple(done.get(site.path, site) for site in sites)

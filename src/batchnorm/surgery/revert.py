@@ -15,7 +15,7 @@ from ..graph.rewrite import restore_
 from ..layers import BatchNorm, Sync
 from ..layers.fusion import Fused
 from ..layers.norm_act import NormAct
-from ..network_copy import Memo, exchange
+from ..network_copy import Memo, copy_with
 from ..ops.activation import to_module
 from ..verb_report import Report, Site, attach
 from .counterparts import OWN, THEIRS, compare, has_extras, move_state, traces
@@ -56,7 +56,7 @@ def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward
     elsewhere = {layer for marker in markers for layer in marker.layers}
     makers: dict[nn.Module, Any] = {m: partial(_theirs, m, m not in elsewhere) for m in layers}
     makers |= {marker: partial(copy.deepcopy, marker.activation) for marker in markers}
-    result = exchange(net, makers)
+    result = copy_with(net, makers)
     restore_(result)
     error = compare(net, result, example, forward, modes=len(graphs)) if graphs else None
     return attach(result, Report("revert", tuple(Site(names[m], "reverted") for m in layers), error))
