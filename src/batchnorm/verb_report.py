@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import ceil, isfinite
 
 from torch import nn
 
@@ -98,6 +99,68 @@ class Report:
         return "\n".join(
             [self.summary, *(f"  {s}" for s in listed), *more, *(f"  note: {note}" for note in self.notes)]
         )
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Hold how one layer's population statistics compare with its running averages, and their standard errors.
+
+    Gaps and errors are the worst over the layer's features, in units of the population's own scale: standard
+    deviations sqrt(Var[x] + eps) for the mean, and relative to Var[x] + eps for the variance.
+
+    Beyond the paper: how far the moving averages of Sec. 3.1 are from Alg. 2, l. 10.
+    """
+
+    path: str
+    batches: int
+    count: float
+    mean_gap: float
+    var_gap: float
+    mean_error: float
+    """The standard error of the mean, from the spread of the batches' means."""
+    var_error: float
+    """The standard error of the variance, from the spread of the batches' variances."""
+
+    @property
+    def m(self) -> float:
+        """The mean size of a mini-batch as this layer sees it, locations counted: the paper's m.
+
+        This is the size of one forward pass, also if gradients are accumulated over several.
+        """
+        return self.count / self.batches
+
+
+@dataclass(frozen=True)
+class Population:
+    """Hold what :func:`batchnorm.estimate_` found, layer by layer; print it or query it.
+
+    Beyond the paper: an account of Alg. 2, l. 8-10.
+    """
+
+    layers: tuple[LayerStatistics, ...]
+    left_alone: tuple[Site, ...]
+
+    def more_batches(self, tolerance: float = 0.05) -> int:
+        """Return how many more batches bring every standard error down to ``tolerance``; 0 if these were enough.
+
+        The error falls with the square root of the number of batches. One batch says nothing about its own error, so
+        the answer is then 1.
+        """
+        more = 0
+        for layer in self.layers:
+            factor = (max(layer.mean_error, layer.var_error) / tolerance) ** 2
+            more = max(more, ceil(layer.batches * (factor - 1)) if isfinite(factor) else 1)
+        return more
+
+    def __str__(self) -> str:
+        width = max([5, *(len(layer.path) for layer in self.layers)])
+        lines = [f"{'layer':{width}}  batches        m  mean gap (error)     var gap (error)"]
+        lines += [
+            f"{s.path:{width}}  {s.batches:7d}  {s.m:7.0f}"
+            f"  {s.mean_gap:8.3f} ({s.mean_error:.3f})  {s.var_gap:10.3f} ({s.var_error:.3f})"
+            for s in self.layers
+        ]
+        return "\n".join([*lines, *map(str, self.left_alone)])
 
 
 def _counted(n: int, noun: str) -> str:

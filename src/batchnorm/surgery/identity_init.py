@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from .. import network_call
 from ..layers import BatchNorm
 from ..network_copy import private_copy
-from ..ops.moments import batch_moments
+from ..ops.moments import MomentAccumulator, batch_moments
 from ..progress import progress
-from ..tally import Tally
 from .places import Place
 
 
@@ -29,34 +28,36 @@ def set_identity(
 
     Paper: Sec. 3, "could recover the original activations"
     """
-    tallies = {place: Tally() for place in norms}
+    accumulators = {place: MomentAccumulator() for place in norms}
     twin = private_copy(net).eval()
-    for place, tally in tallies.items():
-        twin.get_submodule(place.path).register_forward_hook(partial(_measure, place, norms[place], tally))
+    for place, accumulator in accumulators.items():
+        twin.get_submodule(place.path).register_forward_hook(partial(_measure, place, norms[place], accumulator))
     device = network_call.device_of(net)
     with torch.no_grad(), network_call.eagerly():
         for batch in progress(batches, "measuring activations"):
             network_call.call(twin, network_call.to_device(batch, device, copy=True), forward)
-    for place, tally in tallies.items():
-        _set(place, norms[place], tally)
+    for place, accumulator in accumulators.items():
+        _set(place, norms[place], accumulator)
 
 
-def _measure(place: Place, norm: BatchNorm, tally: Tally, module: nn.Module, args: Any, out: Tensor) -> None:
+def _measure(
+    place: Place, norm: BatchNorm, accumulator: MomentAccumulator, module: nn.Module, args: Any, out: Tensor
+) -> None:
     x = out.flatten(0, -2) if place.features_last else out
     moments, _ = batch_moments(x, [0, *range(1 + len(norm.features), x.dim())])
     m = x.numel() // max(prod(norm.features), 1)
-    tally.add(m, moments.mean.reshape(norm.features), moments.var.reshape(norm.features))
+    accumulator.add(m, moments.mean.reshape(norm.features), moments.var.reshape(norm.features))
 
 
-def _set(place: Place, norm: BatchNorm, tally: Tally) -> None:
-    totals = tally.totals()
-    if totals is None:
+def _set(place: Place, norm: BatchNorm, accumulator: MomentAccumulator) -> None:
+    moments = accumulator.averages()
+    if moments is None:
         raise ValueError(f"layer '{place.path}': no batch reaches it, so there are no moments to set it from")
     assert norm.running_mean is not None and norm.running_var is not None  # noqa: PT018
     bias = torch.zeros(1) if place.bias is None else place.bias.detach().cpu().double()
     with torch.no_grad():
-        norm.running_mean.copy_(totals.mean - bias.reshape(-1, *[1] * (totals.mean.dim() - 1)))
-        norm.running_var.copy_((totals.within + totals.between) / totals.count)
-        norm.bias.copy_(totals.mean)
+        norm.running_mean.copy_(moments.mean - bias.reshape(-1, *[1] * (moments.mean.dim() - 1)))
+        norm.running_var.copy_(moments.var + moments.mean_spread)
+        norm.bias.copy_(moments.mean)
         # From the rounded value that evaluation divides by, so that the two cancel.
         norm.weight.copy_(torch.sqrt(norm.running_var.double() + norm.eps))
