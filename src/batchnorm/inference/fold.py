@@ -21,7 +21,7 @@ from ..verify import verify
 from .build import Makers, makers_for
 from .fold_plan import has_nonlinear_part, make_plan
 from .fold_report import functions_left, owners, reason_to_keep, sites_of
-from .traced_modules import UNOPENED, Opened, open_
+from .functional_to_module import UNOPENED, Opened, open_
 from .traced_network import as_graph_module
 
 

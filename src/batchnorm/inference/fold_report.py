@@ -14,7 +14,7 @@ from ..layers import BatchNorm
 from ..verb_report import Site
 from .affine import map_of
 from .fold_plan import Plan
-from .traced_modules import Opened
+from .functional_to_module import Opened
 
 OWN_FORWARD = "has its own forward"
 BY_MINI_BATCH = "it keeps no running statistics and normalizes by the mini-batch in evaluation too"
