@@ -97,6 +97,10 @@ class Graph:
         """Return the calls of a module, in order."""
         return self._by_module.get(module, [])
 
+    def has_extra_inputs(self, module: nn.Module) -> bool:
+        """Say whether a module is called with more than one tensor: a batch normalization with a residual or a mask."""
+        return any(len(call.inputs) > 1 for call in self.calls_of(module))
+
     def functions(self, *names: str) -> list[Call]:
         """Return the functional calls with one of these names."""
         return [call for call in self.calls if call.module is None and call.name in names]
