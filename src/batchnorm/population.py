@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.overrides import TorchFunctionMode
 
 from . import collectives, network_call
-from .graph import Call, trace
+from .graph import TracedCall, trace
 from .layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from .network_copy import restored
 from .ops.moments import AveragedMoments, MomentAccumulator, batch_moments, merge_averages
@@ -171,7 +171,7 @@ def _by_depth(
         return []
     graph = trace(net, first, forward)
     depths: dict[nn.Module, int] = {}
-    reached: dict[Call, int] = {}
+    reached: dict[TracedCall, int] = {}
     for call in graph.calls:
         above = max((reached.get(v.producer, 0) for v in call.inputs if v.producer is not None), default=0)
         if isinstance(call.module, TorchBatchNorm) and call.module in layers:

@@ -35,7 +35,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerbReport:
     """Hold the sites a verb looked at, in the order in which the network calls them; print it or query it.
 
     Beyond the paper: an account of Alg. 2 on a user's network.
@@ -167,8 +167,8 @@ def _counted(n: int, noun: str) -> str:
     return f"{n} {noun}{'s' * (n != 1)}"
 
 
-def attach(net: nn.Module, report: Report) -> nn.Module:
+def attach(net: nn.Module, report: VerbReport) -> nn.Module:
     """Give a returned network its report as ``net.report``, unless the user's class has that name for itself."""
-    if isinstance(getattr(net, "report", report), Report):
+    if isinstance(getattr(net, "report", report), VerbReport):
         net.__dict__["report"] = report
     return net

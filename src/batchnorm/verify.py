@@ -81,7 +81,7 @@ def verify(
 
     Beyond the paper: Alg. 2, l. 11, checked on every network.
     """
-    run = _Run(example, forward, training)
+    run = _CopyRunner(example, forward, training)
     was = run(old)
     require_numbers([*_numbers(was.output), *was.kept.values()])
     limit = tolerance_for(old) if tolerance is None else tolerance
@@ -102,7 +102,7 @@ def verify(
 
 def rounding(net: nn.Module, example: Any, *, training: bool = False) -> float:
     """Return the relative error of outputs that rounding can make in this network, in its own precision."""
-    run = _Run(example, None, training)
+    run = _CopyRunner(example, None, training)
     was = run(net).output
     noise = max(relative_error(run(net, seed=seed).output, was) for seed in range(TRIALS))
     return max(tolerance_for(net), AMPLIFICATION * noise)
@@ -118,7 +118,7 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _CopyRunner:
     """Run copies of networks on one example."""
 
     example: Any
@@ -144,7 +144,7 @@ class _Run:
 
 
 def _is_rounding(
-    old: nn.Module, new: nn.Module, run: _Run, same_weights: bool, make: Make | None, limit: float
+    old: nn.Module, new: nn.Module, run: _CopyRunner, same_weights: bool, make: Make | None, limit: float
 ) -> bool:
     """Say whether two networks differ by no more than rounding does to the original."""
     wide = _made_in_double(old, new, run.example, make) if make is not None else None
@@ -194,7 +194,7 @@ def _step(t: Tensor) -> float:
     return torch.finfo(t.dtype).eps if t.is_floating_point() else 0.0
 
 
-def _restlessness(run: _Run, net: nn.Module, was: _Seen) -> str:
+def _restlessness(run: _CopyRunner, net: nn.Module, was: _Seen) -> str:
     """Say so if the original itself computes something else each time."""
     try:
         error = max(_errors(run(net), was).values())

@@ -1,6 +1,6 @@
 """Who feeds whom in any network, read from a real forward pass."""
 
-from .calls import Call, Graph, Value
+from .calls import Graph, TracedCall, Value
 from .trace import trace
 
-__all__ = ["Call", "Graph", "Value", "trace"]
+__all__ = ["Graph", "TracedCall", "Value", "trace"]

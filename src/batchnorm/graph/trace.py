@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import network_call
 from ..network_copy import isolated, private_copy
-from .calls import Call, Graph, Value
+from .calls import Graph, TracedCall, Value
 from .kinds import has_hooks, is_leaf
 
 # Functions that give a tensor's content, not its shape or type, to the user's Python.
@@ -83,14 +83,14 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, net: nn.Module, refuse: Callable[[Any], None]) -> None:
         super().__init__()
         self._refuse = refuse
-        self.calls: list[Call] = []
+        self.calls: list[TracedCall] = []
         self.values: dict[int, Value] = {}
         # Holding the tensors keeps each id() that of one tensor only.
         self._aliases: dict[int, dict[int, Tensor]] = defaultdict(dict)
         self._names = {m: name for name, m in net.named_modules()}
         self._hooked = {m for m in net.modules() if has_hooks(m)}
         self._scopes: list[str] = []
-        self._open: list[tuple[Call, list[tuple[Tensor, int]]]] = []
+        self._open: list[tuple[TracedCall, list[tuple[Tensor, int]]]] = []
         self._inside = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -168,22 +168,22 @@ class _Recorder(TorchFunctionMode):
         """Return what a tensor holds now."""
         return self.values.get(id(t)) or self._bind(t, None)
 
-    def _bind(self, t: Tensor, producer: Call | None) -> Value:
+    def _bind(self, t: Tensor, producer: TracedCall | None) -> Value:
         value = self.values[id(t)] = Value(tuple(t.shape), producer)
         self._aliases[_storage(t)][id(t)] = t
         return value
 
     def _start(
         self, name: str, path: str, target: Any, args: Any, kwargs: Any
-    ) -> tuple[Call, list[tuple[Tensor, int]]]:
+    ) -> tuple[TracedCall, list[tuple[Tensor, int]]]:
         replaced = (network_call.map_tensors(tree, self.value, _without_tensors) for tree in (args, kwargs))
-        call = Call(name, path, target, *replaced)
+        call = TracedCall(name, path, target, *replaced)
         call.caller = self._scopes[-1] if self._scopes else None
         given = network_call.tensors_in((args, kwargs))
         call.inputs = [self.value(t) for t in given]
         return call, [(t, _version(t)) for t in given]
 
-    def _finish(self, call: Call, before: list[tuple[Tensor, int]], out: Any) -> None:
+    def _finish(self, call: TracedCall, before: list[tuple[Tensor, int]], out: Any) -> None:
         written = [t for t, version in before if _version(t) != version]
         for alias in (alias for t in written for alias in self._aliases[_storage(t)].values()):
             old = self.values[id(alias)]

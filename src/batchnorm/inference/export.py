@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import network_call
 from ..extras import MissingExtraError, require
 from ..network_copy import outputs, relative_error
-from ..verb_report import Report
+from ..verb_report import VerbReport
 from ..verify import rounding
 from .fold import fold_with_report, warn_of_left
 
@@ -37,7 +37,7 @@ class Exported:
     relative_error: float
     """max |file - network| / max |network| over the outputs, the largest over the batch sizes that were run."""
     batch_sizes: tuple[int, ...]
-    fold: Report
+    fold: VerbReport
     sizes: tuple[int, int, int]
     """The bytes of parameters and buffers before and after folding, and of the files written."""
 

@@ -25,7 +25,7 @@ from ..layers.normalized import Normalized
 from ..network_copy import Memo, copy_with, private_copy
 from ..ops import Activation
 from ..ops.activation import from_module, to_module
-from ..verb_report import Report, Site, attach
+from ..verb_report import Site, VerbReport, attach
 from ..verify import verify
 from .affine import FixedAffine, fold_after, fold_before, weights_of
 from .fold_plan import (
@@ -94,7 +94,7 @@ def fold(
     return attach(result, report)
 
 
-def warn_of_left(report: Report) -> None:
+def warn_of_left(report: VerbReport) -> None:
     """Warn the caller's caller if batch normalization is left."""
     if report.paths("kept"):
         warnings.warn(report.summary, stacklevel=3)
@@ -106,7 +106,7 @@ def fold_with_report(
     tolerance: float | None = None,
     traced: bool | None = None,
     forward: network_call.Forward | None = None,
-) -> tuple[nn.Module, Report]:
+) -> tuple[nn.Module, VerbReport]:
     """Fold a network as :func:`fold` does, and return the report instead of warning."""
     # Trace the network itself first: a copy of a copy would hide that copies still use the network's own modules.
     paths = modules_that_normalize(net, trace(net, example, forward, training=False))
@@ -142,7 +142,7 @@ def _fold(
     tolerance: float | None,
     traced: bool | None,
     forward: network_call.Forward | None,
-) -> tuple[nn.Module, Report]:
+) -> tuple[nn.Module, VerbReport]:
     """Fold ``source``, a copy of ``net`` in evaluation mode."""
     graph = trace(source, example, forward, training=False)
     kept = {module: reason for module in source.modules() if (reason := reason_to_keep(module, graph))}
@@ -168,7 +168,7 @@ def _fold(
     notes = [
         f"'{path}' runs a traced form of its forward" if path else "its forward is traced" for path in forwards.modules
     ]
-    return result, Report("fold", tuple(sites), difference, (*reads[:1], *notes))
+    return result, VerbReport("fold", tuple(sites), difference, (*reads[:1], *notes))
 
 
 def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> Graph:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
-from ..graph import Call, Graph, Value
+from ..graph import Graph, TracedCall, Value
 from ..graph.kinds import MOVING, Affine, Convolution, Transposed, has_hooks, is_affine, keeps_torch_forward, plain_name
 from ..layers import BatchNorm
 from .affine import Map, map_of
@@ -81,7 +81,7 @@ def is_scripted_norm(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in getattr(module, "original_name", "")
 
 
-def functional_norms(graph: Graph) -> list[Call]:
+def functional_norms(graph: Graph) -> list[TracedCall]:
     """Return the functional calls that normalize data (not weights), one for each set of parameters of a module."""
     calls = [call for call in graph.functions(*FUNCTIONS) if graph.follows_input(call.inputs[0])]
     return list({(call.path, *call.inputs[1:]): call for call in calls}.values())
@@ -100,7 +100,7 @@ def has_nonlinear_part(graph: Graph, layer: TorchBatchNorm) -> bool:
 
 def _fold_up(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
     sources: dict[nn.Module, Tensor] = {}
-    reached: set[Call] = set()
+    reached: set[TracedCall] = set()
     if not graph.calls_of(layer):
         raise Refusal("not called on the example")
     for call in graph.calls_of(layer):
@@ -126,7 +126,7 @@ def _fold_down(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
     if has_nonlinear_part(graph, layer):
         raise Refusal("it applies a nonlinearity, a residual or a mask itself")
     sinks: dict[nn.Module, Tensor] = {}
-    reached: set[Call] = set()
+    reached: set[TracedCall] = set()
     for call in graph.calls_of(layer):
         for writer in (c for c in call.argument(0, "input").consumers if c.writes):
             raise Refusal(f"{writer} changes its input in place, which its output would then share")
@@ -149,10 +149,10 @@ def _fold_down(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
     plan.gone[layer] = list(sinks)
 
 
-def _source(plan: FoldPlan, graph: Graph, call: Call) -> tuple[Call, list[Call]]:
+def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall, list[TracedCall]]:
     """Walk up from a layer's input, through calls that only move elements, to the affine call that produces it."""
     value: Value = call.argument(0, "input")
-    moves: list[Call] = []
+    moves: list[TracedCall] = []
     reader = call
     while True:
         producer = value.producer
@@ -175,7 +175,9 @@ def _source(plan: FoldPlan, graph: Graph, call: Call) -> tuple[Call, list[Call]]
         reader = producer
 
 
-def _sinks(plan: FoldPlan, layer: TorchBatchNorm, value: Value, moves: list[Call]) -> Iterator[tuple[Call, list[Call]]]:
+def _sinks(
+    plan: FoldPlan, layer: TorchBatchNorm, value: Value, moves: list[TracedCall]
+) -> Iterator[tuple[TracedCall, list[TracedCall]]]:
     """Walk down from a layer's output to the affine calls that consume it; refuse if anything else does."""
     if value.escapes:
         raise Refusal("its output leaves the network")
@@ -190,7 +192,7 @@ def _sinks(plan: FoldPlan, layer: TorchBatchNorm, value: Value, moves: list[Call
             raise Refusal(f"its output goes to {reader}")
 
 
-def _check_every_call(graph: Graph, module: nn.Module, reached: set[Call]) -> None:
+def _check_every_call(graph: Graph, module: nn.Module, reached: set[TracedCall]) -> None:
     for call in graph.calls_of(module):
         if call not in reached:
             raise Refusal(f"{call} is also called where this layer has no part")
@@ -229,7 +231,7 @@ def _features(module: nn.Module, v: Tensor) -> tuple[int, ...]:
 # tensors of feature numbers shows where each feature goes, whatever the code between does with shapes.
 
 
-def _match_up(source: Call, moves: list[Call], call: Call, layer: TorchBatchNorm) -> Tensor:
+def _match_up(source: TracedCall, moves: list[TracedCall], call: TracedCall, layer: TorchBatchNorm) -> Tensor:
     """Return which of the layer's features each feature of the source becomes."""
     assert source.module is not None
     origin, target = source.outputs[0].shape, call.argument(0, "input").shape
@@ -241,7 +243,7 @@ def _match_up(source: Call, moves: list[Call], call: Call, layer: TorchBatchNorm
     return _function_of(features, _numbered(target, kept), prod(origin[d] for d in dims))
 
 
-def _match_down(call: Call, moves: list[Call], sink: Call, layer: TorchBatchNorm) -> Tensor:
+def _match_down(call: TracedCall, moves: list[TracedCall], sink: TracedCall, layer: TorchBatchNorm) -> Tensor:
     """Return which of the layer's features each input feature of the sink is."""
     assert sink.module is not None
     origin, target = call.outputs[0].shape, sink.inputs[0].shape
@@ -264,7 +266,7 @@ def _function_of(inner: Tensor, outer: Tensor, size: int) -> Tensor:
     return index
 
 
-def _replayed(x: Tensor, moves: list[Call]) -> Tensor:
+def _replayed(x: Tensor, moves: list[TracedCall]) -> Tensor:
     for move in moves:
         try:
             x = move.replay(x.contiguous())

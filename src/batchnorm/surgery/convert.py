@@ -23,7 +23,7 @@ from ..layers.statistics import Statistics
 from ..network_copy import Memo, copy_with
 from ..ops import Activation
 from ..ops.activation import as_activation
-from ..verb_report import Report, Site, attach
+from ..verb_report import Site, VerbReport, attach
 from .check import compare_autocast, compare_gradients
 from .counterparts import OURS, OWN, THEIRS, compare, has_extras, move_state, notes_on, traces
 from .fusion_report import Count, Fused, count, describe, fused_in, headline
@@ -121,7 +121,7 @@ def convert(
     sites = list(_sites(net, layers, refused, counts, unfused, done, graphs))
     if not _changes(net, result):
         notes.append("nothing changed: the network was converted already")
-    return attach(result, Report("convert", tuple(sites), error, tuple(notes), headline(counts)))
+    return attach(result, VerbReport("convert", tuple(sites), error, tuple(notes), headline(counts)))
 
 
 def _check(net: nn.Module, result: nn.Module, example: Any, forward: network_call.Forward | None, modes: int) -> float:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
-from ..graph import Call, Graph
+from ..graph import Graph, TracedCall
 from ..graph.holders import is_plain_identity
 from ..graph.kinds import NONLINEAR, plain_name
 from ..graph.patterns import Fusion
@@ -78,7 +78,7 @@ def count(graph: Graph, fused: Fused) -> Count:
     return found
 
 
-def _summands(call: Call) -> Iterator[nn.Module]:
+def _summands(call: TracedCall) -> Iterator[nn.Module]:
     """Yield the layers whose output goes into a sum and nowhere else."""
     if plain_name(call.name) == "add" and call.module is None:
         for value in dict.fromkeys(call.inputs[:2]):

@@ -14,7 +14,7 @@ from .. import network_call
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from ..layers.normalized import Normalized
 from ..network_copy import Memo, copy_with
-from ..verb_report import Report, Site, attach
+from ..verb_report import Site, VerbReport, attach
 from ..verify import verify
 from .counterparts import notes_on, traces
 from .identity_init import set_identity
@@ -85,7 +85,7 @@ def insert(
     error = _compare(net, result, example, forward) if init == "identity" else None
     done = {place.path: Site(place.path, _describe(place, norm)) for place, norm in norms.items()}
     listed = tuple(done.get(site.path, site) for site in sites)
-    return attach(result, Report("insert", listed, error, notes_on(graphs)))
+    return attach(result, VerbReport("insert", listed, error, notes_on(graphs)))
 
 
 def _select(candidates: Iterable[Candidate], where: Where | None) -> tuple[list[Place], list[Site]]:

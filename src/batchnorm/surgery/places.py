@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..graph import Call, Graph, Value
+from ..graph import Graph, TracedCall, Value
 from ..graph.kinds import HANDING_ON, NONLINEAR, Affine, Convolution, Transposed, is_affine, plain_name
 from ..verb_report import Site
 
@@ -61,9 +61,9 @@ class Candidate(NamedTuple):
 class Reach(NamedTuple):
     """Hold the nonlinearities that a value reaches, the normalizations it meets first, and where else it ends."""
 
-    nonlinear: list[Call]
-    normalized: list[Call]
-    elsewhere: list[Call]
+    nonlinear: list[TracedCall]
+    normalized: list[TracedCall]
+    elsewhere: list[TracedCall]
 
 
 def reach(values: list[Value]) -> Reach:
@@ -138,7 +138,7 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
 def activation_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
     """Yield each nonlinearity that an affine layer feeds, for a batch normalization after it."""
     graph = graphs[-1]
-    fed: dict[Call, bool] = {}
+    fed: dict[TracedCall, bool] = {}
     for call in graph.calls:
         if is_affine(call.module):
             for reached in reach(call.outputs).nonlinear:
@@ -153,7 +153,7 @@ def activation_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate
             yield Candidate(place, Site(call.path, "skipped"), default=True)
 
 
-def _reason_to_skip(calls: list[Call]) -> str:
+def _reason_to_skip(calls: list[TracedCall]) -> str:
     found = reach([value for call in calls for value in call.outputs])
     if found.nonlinear:
         return ""

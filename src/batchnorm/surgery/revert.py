@@ -17,7 +17,7 @@ from ..layers.fusion import Fused
 from ..layers.norm_act import NormAct
 from ..network_copy import Memo, copy_with
 from ..ops.activation import to_module
-from ..verb_report import Report, Site, attach
+from ..verb_report import Site, VerbReport, attach
 from .counterparts import OWN, THEIRS, compare, has_extras, move_state, traces
 
 
@@ -59,7 +59,7 @@ def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward
     result = copy_with(net, makers)
     restore_(result)
     error = compare(net, result, example, forward, modes=len(graphs)) if graphs else None
-    return attach(result, Report("revert", tuple(Site(names[m], "reverted") for m in layers), error))
+    return attach(result, VerbReport("revert", tuple(Site(names[m], "reverted") for m in layers), error))
 
 
 def _reason_to_refuse(layer: BatchNorm, graphs: list[Graph]) -> str:
