@@ -24,7 +24,7 @@ from ..network_copy import Memo, copy_with
 from ..ops import Activation
 from ..ops.activation import as_activation
 from ..verb_report import Site, VerbReport, attach
-from .check import compare_autocast, compare_gradients
+from .verify_conversion import compare_autocast, compare_gradients
 from .counterparts import OURS, OWN, THEIRS, compare, has_extras, move_state, notes_on, traces
 from .fusion_report import Count, Fused, count, describe, fused_in, headline
 
