@@ -17,6 +17,7 @@ WORDS = {
     "insert": ("layer", "inserted", "normalized"),
 }
 LISTED = 10
+NO_TRAINING = "training mode does not run on this example: only evaluation was looked at"
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ class Value:
     producer: TracedCall | None = None
     consumers: list[TracedCall] = field(default_factory=list)
     handed_on: list[TracedCall] = field(default_factory=list)
-    """The calls that gave it on unchanged, such as Dropout's in evaluation; they are no consumers."""
+    """The calls that returned it unchanged, such as Dropout's in evaluation; they are not consumers."""
     escapes: bool = False
     """Whether something other than a call sees it: an output of the network, a hook, or whatever kept the tensor."""
 
     @property
     def sole_consumer(self) -> TracedCall | None:
-        """The only call that reads it, where nothing else does."""
+        """The only call that reads it, if nothing else does."""
         return self.consumers[0] if len(self.consumers) == 1 and not self.escapes else None
 
 
@@ -55,10 +55,10 @@ class TracedCall:
     writes: bool = False
     """Whether it wrote into one of its inputs."""
     passes: bool = False
-    """Whether it only handed its input on, as Identity does, and Dropout in evaluation."""
+    """Whether it returned its input unchanged, as Identity does, and Dropout in evaluation."""
 
     def argument(self, position: int, name: str) -> Any:
-        """Return an argument given by position or by name; None where it was not given."""
+        """Return an argument given by position or by name; None if it was not given."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name)
 
     def replay(self, x: Tensor) -> Any:
@@ -80,7 +80,7 @@ class TracedCall:
 
 
 class Graph:
-    """Hold the calls of one forward pass in order, and answer who calls, makes and reads what.
+    """Hold the calls of one forward pass in order, and answer which calls produce and read what.
 
     Beyond the paper: data flow.
     """

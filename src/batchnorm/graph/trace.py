@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import network_call
-from ..network_copy import isolated, private_copy
+from ..network_copy import SharedWithOriginalError, isolated, private_copy
 from .calls import Graph, TracedCall, Value
 from .kinds import has_hooks, is_leaf
 
-# Functions that give a tensor's content, not its shape or type, to the user's Python.
+# Functions that hand a tensor's values, not its shape or type, to the user's Python.
 READS = frozenset(
     "item tolist numpy __bool__ __float__ __int__ __index__ __array__ __contains__ is_nonzero equal".split()  # noqa: SIM905
 )
@@ -33,13 +33,13 @@ READS = frozenset(
 def trace(
     net: nn.Module, example: Any, forward: network_call.Forward | None = None, *, training: bool | None = None
 ) -> Graph:
-    """Run a copy of the network on an example and return who fed whom, in terms of the network given.
+    """Run a copy of the network on an example and return its data flow, in terms of the network's own modules.
 
     Args:
         net: any network.
         example: a batch, see :mod:`batchnorm.network_call`; it is copied, so in-place code cannot change it.
-        forward: how to call the network, where that rule does not fit.
-        training: the mode to run in; None is the one that the network is in.
+        forward: how to call the network, if that rule does not fit.
+        training: the mode to run in; None is the network's current mode.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
     >>> linear, relu = trace(net, torch.zeros(1, 2)).calls
@@ -66,12 +66,24 @@ def trace(
     return Graph(recorder.calls, {tensors[k]: v for k, v in recorder.values.items() if k in tensors})
 
 
+def trace_modes(net: nn.Module, example: Any, forward: network_call.Forward | None) -> list[Graph]:
+    """Trace evaluation and, if it runs on the example, training."""
+    evaluation = trace(net, example, forward, training=False)
+    try:
+        return [evaluation, trace(net, example, forward, training=True)]
+    except SharedWithOriginalError:
+        raise
+    except Exception:
+        # One value per feature, SyncBatchNorm without a GPU, missing targets: training cannot run on this example.
+        return [evaluation]
+
+
 def _held(net: nn.Module) -> list[Tensor]:
     return [*net.parameters(), *net.buffers()]
 
 
 class _Resurface(TorchDispatchMode):
-    """Call again, from Python, what C++ code calls (scripted functions): the torch-function mode then sees it."""
+    """Repeat calls that C++ code makes (scripted functions) from Python, so that the torch-function mode sees them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
