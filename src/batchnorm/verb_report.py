@@ -1,4 +1,4 @@
-"""What a verb did at each place of a network, and what it did not, and why."""
+"""Reports of the verbs: what was done at each place of a network, and what was not and why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import ceil, isfinite
 
 from torch import nn
 
-# What each verb works on, the first word of its action, and what to say of the places where it did that.
+# For each verb: what it works on, the first word of its action, and the word for places where it did that.
 WORDS = {
     "fold": ("batch norm", "folded", "folded"),
     "convert": ("batch norm", "converted", "converted"),
@@ -45,10 +45,10 @@ class VerbReport:
     verb: str
     sites: tuple[Site, ...]
     relative_error: float | None = None
-    """max |new - old| / max |old| over the outputs for the example, where outputs were compared."""
+    """max |new - old| / max |old| over the outputs for the example, if outputs were compared."""
     notes: tuple[str, ...] = field(default=())
     fusion: str = ""
-    """How many layers take in what follows them, in words."""
+    """How many layers are fused with what follows them, in words."""
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
@@ -89,7 +89,7 @@ class VerbReport:
         return f": {first}" if first and not others else " for different reasons" if others else ""
 
     def __str__(self) -> str:
-        """Say how much was done, and list the places with something else to say than success."""
+        """Say how much was done, and list the places that need an explanation."""
         _, action, _ = WORDS.get(self.verb, ("", "done", ""))
         listed, rest = list(self.sites), 0
         if self.verb != "insert":  # which chooses the places itself
@@ -169,7 +169,7 @@ def _counted(n: int, noun: str) -> str:
 
 
 def attach(net: nn.Module, report: VerbReport) -> nn.Module:
-    """Give a returned network its report as ``net.report``, unless the user's class has that name for itself."""
+    """Give a returned network its report as ``net.report``, unless the user's class uses that name itself."""
     if isinstance(getattr(net, "report", report), VerbReport):
         net.__dict__["report"] = report
     return net

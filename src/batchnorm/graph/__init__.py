@@ -1,4 +1,4 @@
-"""Who feeds whom in any network, read from a real forward pass."""
+"""The data flow of any network, recorded in a real forward pass."""
 
 from .calls import Graph, TracedCall, Value
 from .trace import trace, trace_modes

@@ -1,8 +1,8 @@
-"""Read a real forward pass.
+"""Record the data flow of a real forward pass.
 
-Module calls are seen by hooks, functional calls and operators by a torch-function mode, so the user's Python runs as it
-is. Every tensor is followed by identity: a call that writes in place makes a new value of the same tensor and of each
-view of it.
+Hooks see module calls, and a torch-function mode sees functional calls and operators, so the user's Python runs as it
+is. Tensors are followed by identity: a call that writes in place gives the same tensor, and each view of it, a new
+value.
 """
 
 from __future__ import annotations
