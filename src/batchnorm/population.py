@@ -53,10 +53,10 @@ def population_statistics(over_batches: AveragedMoments, rule: Rule) -> tuple[Te
     Paper: Alg. 2, l. 10
     """
     m = over_batches.count / over_batches.batches
-    E_mu, E_var = over_batches.mean, over_batches.var
-    if rule == "paper":
-        return E_mu, m / (m - 1) * E_var
-    return E_mu, E_var + over_batches.mean_spread  # the mean and variance of all samples together
+    E_x, E_var = over_batches.mean, over_batches.var
+    # Rule "pooled" is the variance of all samples together: within the mini-batches plus between them.
+    Var_x = m / (m - 1) * E_var if rule == "paper" else E_var + over_batches.mean_spread
+    return E_x, Var_x
 
 
 def estimate_(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import network_call
 from ..graph.rewrite import despite_global_hooks
-from ..network_copy import isolated, private_copy, relative_error
+from ..network_copy import isolated, outputs, private_copy, relative_error
 from ..verify import AMPLIFICATION, EXACT, TINY, verify
 
 Gradients = dict[str, Tensor]
@@ -125,8 +125,5 @@ def _compare_autocast(
 def _autocast(
     net: nn.Module, example: Any, forward: network_call.Forward | None, training: bool, enabled: bool = True
 ) -> Any:
-    twin = private_copy(net).train(training)
-    device = network_call.device_of(net)
-    batch = network_call.to_device(example, device, copy=True)
-    with isolated(net, twin), torch.autocast(device.type, torch.bfloat16, enabled=enabled):
-        return network_call.call(twin, batch, forward)
+    with torch.autocast(network_call.device_of(net).type, torch.bfloat16, enabled=enabled):
+        return outputs(net, example, forward, training=training)
