@@ -1,4 +1,4 @@
-"""Modules exchanged in a copy: every reference follows, everything shared stays shared."""
+"""Modules replaced in a copy: every reference follows, everything shared stays shared."""
 
 import copy
 from contextlib import suppress
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import batchnorm as bn
-from batchnorm.network_copy import exchange, outputs, private_copy, relative_error, restored
+from batchnorm.network_copy import copy_with, outputs, private_copy, relative_error, restored
 
 
 def test_references_in_lists_closures_and_methods_follow():
@@ -26,7 +26,7 @@ def test_references_in_lists_closures_and_methods_follow():
             return self.plain[0](x)
 
     net = Odd()
-    new = exchange(net, {net.relu: lambda memo: nn.Tanh()})
+    new = copy_with(net, {net.relu: lambda memo: nn.Tanh()})
     assert isinstance(new.relu, nn.Tanh)
     assert new.plain[0] is new.relu is new.table["again"][0] is new.method.__self__
     assert isinstance(net.relu, nn.ReLU)
@@ -35,14 +35,14 @@ def test_references_in_lists_closures_and_methods_follow():
 def test_parts_copied_with_the_memo_share_tensors_with_the_rest():
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     net[1].weight = net[0].weight
-    new = exchange(net, {net[0]: lambda memo: nn.Sequential(copy.deepcopy(net[0], memo))})
+    new = copy_with(net, {net[0]: lambda memo: nn.Sequential(copy.deepcopy(net[0], memo))})
     assert new[0][0].weight is new[1].weight
     assert new[1].weight is not net[1].weight
 
 
-def test_the_root_itself_can_be_exchanged():
+def test_the_root_itself_can_be_replaced():
     net = nn.ReLU()
-    assert isinstance(exchange(net, {net: lambda memo: nn.Tanh()}), nn.Tanh)
+    assert isinstance(copy_with(net, {net: lambda memo: nn.Tanh()}), nn.Tanh)
 
 
 @pytest.mark.parametrize(

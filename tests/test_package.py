@@ -24,7 +24,7 @@ LAYERS = [
     ["layers"],
     ["collectives", "graph", "verify"],
     ["ops", "network_copy"],
-    ["errors", "extras", "network_call", "progress", "results", "tally", "verb_report"],
+    ["errors", "extras", "network_call", "progress", "results", "verb_report"],
 ]
 LEVEL = {name: -i for i, row in enumerate(LAYERS) for name in row}
 

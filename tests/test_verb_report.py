@@ -4,9 +4,9 @@ import pickle
 
 import pytest
 
-from batchnorm.verb_report import Report, Site
+from batchnorm.verb_report import Site, VerbReport
 
-REPORT = Report("fold", (Site("a", "folded into 'b'"), Site("", "kept", "why")), 1e-7, ("mind this",))
+REPORT = VerbReport("fold", (Site("a", "folded into 'b'"), Site("", "kept", "why")), 1e-7, ("mind this",))
 
 
 def test_queries():
@@ -35,27 +35,27 @@ def sites(**actions):
 @pytest.mark.parametrize(
     ("report", "summary"),
     [
-        (Report("fold", sites(folded=53), 1.23e-7), "fold: 53 of 53 batch norms folded, relative error 1.2e-07"),
+        (VerbReport("fold", sites(folded=53), 1.23e-7), "fold: 53 of 53 batch norms folded, relative error 1.2e-07"),
         (
-            Report("fold", sites(folded=50, fixed_affine_map=3)),
+            VerbReport("fold", sites(folded=50, fixed_affine_map=3)),
             "fold: 50 of 53 batch norms folded into weights, 3 as fixed affine maps",
         ),
         (
-            Report("fold", (*sites(folded=1, kept=1), Site("x", "kept", "another"))),
+            VerbReport("fold", (*sites(folded=1, kept=1), Site("x", "kept", "another"))),
             "fold: 1 of 3 batch norms folded, 2 left for different reasons",
         ),
-        (Report("fold", ()), "fold: no batch norms found"),
+        (VerbReport("fold", ()), "fold: no batch norms found"),
         (
-            Report(
+            VerbReport(
                 "convert", (Site("a", "converted with ReLU"), Site("b", "refused", "why")), fusion="1 of 1 is fused"
             ),
             "convert: 1 of 1 is fused; 1 of 2 batch norms converted, 1 refused: why",
         ),
         (
-            Report("insert", (Site("a", "inserted BatchNorm1d(3)"), Site("b", "skipped", "last"))),
+            VerbReport("insert", (Site("a", "inserted BatchNorm1d(3)"), Site("b", "skipped", "last"))),
             "insert: 1 of 2 layers normalized, 1 skipped: last",
         ),
-        (Report("revert", (Site("a", "reverted"),)), "revert: 1 of 1 batch norm reverted"),
+        (VerbReport("revert", (Site("a", "reverted"),)), "revert: 1 of 1 batch norm reverted"),
     ],
 )
 def test_first_line(report, summary):
@@ -64,7 +64,7 @@ def test_first_line(report, summary):
 
 
 def test_long_lists_are_cut_and_what_is_left_comes_first():
-    lines = str(Report("fold", sites(fixed_affine_map=120, kept=1))).splitlines()
+    lines = str(VerbReport("fold", sites(fixed_affine_map=120, kept=1))).splitlines()
     assert lines[1] == "  0: kept (why)"
     assert lines[-1] == "  and 111 more; iterate over the report to see all"
 

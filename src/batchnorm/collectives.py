@@ -1,4 +1,4 @@
-"""Statistics of all ranks' samples together: the one place below ``train`` that talks to torch.distributed."""
+"""Merge statistics across ranks: the only module below ``train`` that calls torch.distributed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .ops import Moments, merge
 
 
 def world_size(group: distributed.ProcessGroup | None = None) -> int:
-    """Return the number of ranks in ``group``; 1 where nothing is distributed."""
+    """Return the number of ranks in ``group``; 1 without torch.distributed."""
     if not distributed.is_available() or not distributed.is_initialized():
         return 1
     return distributed.get_world_size(group)
@@ -20,8 +20,8 @@ def world_size(group: distributed.ProcessGroup | None = None) -> int:
 def gather_moments(local: Moments, group: distributed.ProcessGroup | None = None) -> Moments:
     """Stack the moments of every rank along a new first dimension: one all-reduce forward, one backward.
 
-    A rank without samples takes part with count 0. The gradient of what another rank does with this rank's moments
-    arrives here, so that each rank has the derivative of the sum of all losses.
+    A rank without samples takes part with count 0. Gradients flow back across ranks, so each rank gets the derivative
+    of the sum of all losses.
 
     Beyond the paper: the paper's mini-batch, spread over machines.
     """
@@ -40,7 +40,7 @@ def merge_across_ranks(local: Moments, group: distributed.ProcessGroup | None = 
 
 
 def add_across_ranks(values: Tensor, group: distributed.ProcessGroup | None = None) -> Tensor:
-    """Return the sum of every rank's tensor; the tensor itself where nothing is distributed."""
+    """Return the sum of every rank's tensor; the tensor itself without torch.distributed."""
     if world_size(group) == 1:
         return values
     total = values.clone()
@@ -49,7 +49,7 @@ def add_across_ranks(values: Tensor, group: distributed.ProcessGroup | None = No
 
 
 def gather_objects(value: Any, group: distributed.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's value, in the order of ranks; ``[value]`` where nothing is distributed."""
+    """Return every rank's value, in the order of ranks; ``[value]`` without torch.distributed."""
     if world_size(group) == 1:
         return [value]
     rows: list[Any] = [None] * world_size(group)
@@ -58,7 +58,7 @@ def gather_objects(value: Any, group: distributed.ProcessGroup | None = None) ->
 
 
 def check_same_features(features: tuple[int, ...], name: str, group: distributed.ProcessGroup | None = None) -> None:
-    """Raise the same error on every rank where the ranks' layers do not match, instead of hanging or mixing them up."""
+    """Raise the same error on every rank if the ranks' layers differ, instead of hanging or mixing them up."""
     rows = gather_objects((features, name), group)
     if any(row != rows[0] for row in rows):
         seen = "; ".join(f"rank {rank}: {layer} with {shape}" for rank, (shape, layer) in enumerate(rows))
@@ -69,7 +69,7 @@ def check_same_features(features: tuple[int, ...], name: str, group: distributed
 
 
 class _Gather(torch.autograd.Function):
-    """Stack one row a rank; the derivative sums over the ranks."""
+    """Stack one row per rank; the derivative sums over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, group: distributed.ProcessGroup | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The one place that knows how a network is called on a batch."""
+"""Call a network on a batch, and walk through the tensors in batches and outputs."""
 
 from __future__ import annotations
 
@@ -18,30 +18,18 @@ from torch import Tensor, nn
 Forward = Callable[[nn.Module, Any], Any]
 
 LEAVES = (
-    *(
-        Tensor,
-        nn.Module,
-        np.ndarray,
-        str,
-        bytes,
-        int,
-        float,
-        complex,
-        type(None),
-        torch.dtype,
-        torch.device,
-        torch.Size,
-    ),
+    *(Tensor, nn.Module, np.ndarray, torch.dtype, torch.device, torch.Size),
+    *(str, bytes, int, float, complex, type(None)),
     *(type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.fx.Graph),
 )
-"""What a walk does not look into: values, and code."""
+"""Types that :func:`walk` does not look into: values, and code."""
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a network is called with on a batch: a tensor as it is, the first of a tuple or list, a dict by name.
+    """Return the arguments for a batch: a tensor, the first item of a tuple or list, the items of a dict by name.
 
     Raises:
-        TypeError: for anything else; ``forward=`` is the way out.
+        TypeError: for anything else; use ``forward=`` then.
 
     >>> arguments((torch.zeros(2), "labels"))
     ((tensor([0., 0.]),), {})
@@ -64,7 +52,7 @@ def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
     """Run the network on a batch.
 
     Raises:
-        TypeError: if the network's ``forward`` cannot take the batch; ``forward=`` is the way out.
+        TypeError: if the network's ``forward`` cannot take the batch; use ``forward=`` then.
     """
     if forward is not None:
         return forward(net, batch)
@@ -94,7 +82,7 @@ def _misfit(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> st
 
 
 def eagerly() -> AbstractContextManager[Any]:
-    """Run what is compiled as it is written, for a while: compiled code need not see hooks that came after it."""
+    """Disable torch.compile temporarily: compiled code may ignore hooks that were added later."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -102,7 +90,7 @@ def eagerly() -> AbstractContextManager[Any]:
 
 
 def device_of(net: nn.Module) -> torch.device:
-    """Return where the network's first parameter or buffer lives; the CPU for a network without any."""
+    """Return the device of the network's first parameter or buffer; the CPU if it has none."""
     for tensor in (*net.parameters(), *net.buffers()):
         return tensor.device
     return torch.device("cpu")
@@ -114,7 +102,7 @@ def to_device(batch: Any, device: torch.device, *, copy: bool = False, dtype: to
     Args:
         batch: see :func:`arguments`.
         device: the device.
-        copy: copy tensors that are there already, to protect the caller's from in-place code.
+        copy: copy tensors that are already on the device, to protect the caller's from in-place code.
         dtype: cast floating point tensors to this type.
     """
 
@@ -125,7 +113,7 @@ def to_device(batch: Any, device: torch.device, *, copy: bool = False, dtype: to
 
 
 def _with_tensors(holder: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of a plain object with ``fn`` of each tensor in it; the object itself if it cannot be copied."""
+    """Return a copy of an object with ``fn`` applied to each tensor in it; the object itself if it cannot be copied."""
     try:
         memo: dict[int, Any] = {id(t): fn(t) for t in tensors_in(holder)}
         return deepcopy(holder, memo) if memo else holder
@@ -163,21 +151,21 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Yield each object in some trees with its path, such as ``output[0].features``.
 
-    An object that is reached again is not entered again; tensors are yielded each time.
+    An object that occurs again is not entered again; tensors are yielded each time.
     """
-    entered: dict[int, Any] = {}  # holding the objects keeps each id() that of one object only
+    entered: dict[int, Any] = {}  # keeps the objects alive, so that no id() is used twice
     waiting = list(roots)[::-1]
     while waiting:
         path, item = waiting.pop()
         yield path, item
         if not isinstance(item, LEAVES) and id(item) not in entered:
             entered[id(item)] = item
-            with suppress(Exception):  # a dead proxy, a closed file: an object that cannot be looked into
+            with suppress(Exception):  # a dead proxy, a closed file
                 waiting.extend((path + label, part) for label, part in reversed(parts(item)))
 
 
 def parts(item: Any) -> list[tuple[str, Any]]:
-    """List what an object holds, each with its label: the items of a container, attributes, slots."""
+    """List what an object holds, with labels: the items of a container, attributes, slots."""
     if isinstance(item, LEAVES):
         return []
     inside: list[tuple[str, Any]] = []
@@ -185,9 +173,7 @@ def parts(item: Any) -> list[tuple[str, Any]]:
         inside = [(f"[{key!r}]", item[key]) for key in item]
     elif isinstance(item, tuple | list | deque | Set):
         inside = [(f"[{i}]", part) for i, part in enumerate(item)]
-    known = {
-        id(part) for _, part in inside
-    }  # attributes of a dict that mirror its items, as transformers' outputs have
+    known = {id(part) for _, part in inside}  # transformers' outputs mirror their items as attributes
     return inside + [(f".{name}", part) for name, part in _attributes(item) if id(part) not in known]
 
 

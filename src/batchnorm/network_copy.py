@@ -1,4 +1,4 @@
-"""Exchange modules in a copy of a network: every reference follows, wherever the user's Python keeps one."""
+"""Copy a network, replace modules in the copy, run copies apart from the original and compare their outputs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ INTERNAL = frozenset(vars(nn.Module()))
 
 
 def private_copy(net: nn.Module) -> nn.Module:
-    """Return a deep copy, whose running and changing cannot reach the user's network.
+    """Return a deep copy, so that running or changing it does not affect the user's network.
 
     Raises:
-        TypeError: where the network is a wrapper (compiled, parallel) around the one to work on.
-        ValueError: where it cannot be copied, or has lazy layers that never ran.
+        TypeError: if the network is a wrapper (compiled, parallel) around the one to work on.
+        ValueError: if it cannot be copied, or has lazy layers that never ran.
     """
     for wrapper, inner in (
         ("OptimizedModule", "_orig_mod"),
@@ -61,15 +61,15 @@ def _uncopied(net: nn.Module) -> Memo:
     return memo
 
 
-def exchange(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], nn.Module]]) -> nn.Module:
-    """Return a copy of the network in which each given module is another; sharing of modules and tensors is kept.
+def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], nn.Module]]) -> nn.Module:
+    """Return a copy of the network with some modules replaced; shared modules and tensors stay shared.
 
-    A replacement is made by a function of the copy's memo, so that ``copy.deepcopy(part, memo)`` inside it gives parts
-    that share parameters with the rest of the copy. Copying with the replacements already in the memo exchanges every
-    reference: children, and also modules kept in plain lists, closures over ``self``, bound methods.
+    Each replacement is made by a function of the copy's memo: ``copy.deepcopy(part, memo)`` inside it returns parts
+    that share parameters with the rest of the copy. The replacements are in the memo before the network is copied, so
+    every reference follows: children, and also modules in plain lists and dicts and in bound methods.
 
     >>> relu = nn.ReLU(); net = nn.Sequential(relu, nn.Tanh(), relu)
-    >>> exchange(net, {relu: lambda memo: nn.Sigmoid()})
+    >>> copy_with(net, {relu: lambda memo: nn.Sigmoid()})
     Sequential(
       (0): Sigmoid()
       (1): Tanh()
@@ -88,7 +88,7 @@ def exchange(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], n
 
 @contextmanager
 def restored(net: nn.Module) -> Iterator[None]:
-    """Put modes, momentum and buffers back as they were, and the very same buffers, whatever happens inside."""
+    """Restore modes, momentum and buffers on exit: the same buffer objects with their old contents."""
     modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
     # Contents, not versions: torch's kernels move running statistics without counting it as a change.
     buffers = [(m, key, b, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]
@@ -113,18 +113,18 @@ class SharedWithOriginalError(ValueError):
 
 
 @contextmanager
-def alone(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]:
-    """Run a copy without gradients, with fixed random numbers, and refuse to use parts of the original.
+def isolated(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]:
+    """Run a copy without gradients, with fixed random numbers, and raise if it uses parts of the original.
 
-    Functions are not copied: a lambda that refers to ``self`` still refers to the original in a copy, so running the
-    copy would move the original's statistics, and changes of the copy would have no effect there.
+    ``copy.deepcopy`` does not copy functions. In a copy, a lambda that refers to ``self`` still refers to the original,
+    so running the copy would update the original's statistics and ignore replaced modules.
 
     Yields:
-        A function that refuses an object if it is a module or a tensor of the original; it is called with each module
-        that runs. Callers that see which tensors are read call it with these.
+        A function that raises if its argument is a module or a tensor of the original. It is called with each module
+        that runs; callers that see which tensors are read should call it with these.
 
     Raises:
-        SharedWithOriginalError: if a part of the original was used, also if the user's code caught that error.
+        SharedWithOriginalError: if a part of the original was used, even if the user's code caught that error.
     """
     copied = _held(twin)
     foreign = {key: name for key, (name, _) in _held(net).items() if key not in copied}
@@ -151,7 +151,7 @@ def alone(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]:
 
 @contextmanager
 def _fixed_random_numbers(net: nn.Module) -> Iterator[None]:
-    """Seed the devices that a network is on, and no others; restore the state of the CPU and of GPUs afterwards."""
+    """Seed only the devices that a network is on, and restore the generators of the CPU and of GPUs afterwards."""
     devices = {t.device for t in (*net.parameters(), *net.buffers())}
     gpus = [device for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(gpus):
@@ -164,7 +164,7 @@ def _fixed_random_numbers(net: nn.Module) -> Iterator[None]:
 
 
 def _held(net: nn.Module) -> dict[int, tuple[str, Any]]:
-    """Describe a network's modules and tensors by ``id``, also those in plain lists and objects."""
+    """Describe a network's modules and tensors by ``id``, including those in plain lists and objects."""
     found: dict[int, tuple[str, Any]] = {}
     waiting: list[tuple[str, nn.Module]] = [("", net)]
     while waiting:
@@ -197,12 +197,12 @@ def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
 def outputs(
     net: nn.Module, example: Any, forward: network_call.Forward | None = None, *, training: bool | None = None
 ) -> Any:
-    """Return what the network computes, run as a copy: no gradients, fixed random numbers, nothing left behind."""
+    """Run a copy of the network, without gradients and with fixed random numbers, and return its outputs."""
     twin = private_copy(net)
     if training is not None:
         twin.train(training)
     batch = network_call.to_device(example, network_call.device_of(net), copy=True)
-    with alone(net, twin):
+    with isolated(net, twin):
         return network_call.call(twin, batch, forward)
 
 
@@ -261,6 +261,6 @@ def _dense(t: Tensor) -> Tensor:
 
 
 def tolerance_for(net: nn.Module) -> float:
-    """Return a relative error that rounding makes in shallow networks of this precision."""
+    """Return the relative error that rounding causes in shallow networks of this precision."""
     narrowest = min((p.dtype.itemsize for p in net.parameters() if p.is_floating_point()), default=4)
     return {8: 1e-10, 4: 1e-5}.get(narrowest, 1e-3)

@@ -1,14 +1,15 @@
-"""What a verb did at each place of a network, and what it did not, and why."""
+"""Reports of the verbs: what was done at each place of a network, and what was not and why."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import ceil, isfinite
 
 from torch import nn
 
-# What each verb works on, the first word of its action, and what to say of the places where it did that.
+# For each verb: what it works on, the first word of its action, and the word for places where it did that.
 WORDS = {
     "fold": ("batch norm", "folded", "folded"),
     "convert": ("batch norm", "converted", "converted"),
@@ -16,6 +17,7 @@ WORDS = {
     "insert": ("layer", "inserted", "normalized"),
 }
 LISTED = 10
+NO_TRAINING = "training mode does not run on this example: only evaluation was looked at"
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerbReport:
     """Hold the sites a verb looked at, in the order in which the network calls them; print it or query it.
 
     Beyond the paper: an account of Alg. 2 on a user's network.
@@ -43,10 +45,10 @@ class Report:
     verb: str
     sites: tuple[Site, ...]
     relative_error: float | None = None
-    """max |new - old| / max |old| over the outputs for the example, where outputs were compared."""
+    """max |new - old| / max |old| over the outputs for the example, if outputs were compared."""
     notes: tuple[str, ...] = field(default=())
     fusion: str = ""
-    """How many layers take in what follows them, in words."""
+    """How many layers are fused with what follows them, in words."""
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
@@ -87,7 +89,7 @@ class Report:
         return f": {first}" if first and not others else " for different reasons" if others else ""
 
     def __str__(self) -> str:
-        """Say how much was done, and list the places with something else to say than success."""
+        """Say how much was done, and list the places that need an explanation."""
         _, action, _ = WORDS.get(self.verb, ("", "done", ""))
         listed, rest = list(self.sites), 0
         if self.verb != "insert":  # which chooses the places itself
@@ -100,12 +102,74 @@ class Report:
         )
 
 
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Hold how one layer's population statistics compare with its running averages, and their standard errors.
+
+    Gaps and errors are the worst over the layer's features, in units of the population's own scale: standard
+    deviations sqrt(Var[x] + eps) for the mean, and relative to Var[x] + eps for the variance.
+
+    Beyond the paper: how far the moving averages of Sec. 3.1 are from Alg. 2, l. 10.
+    """
+
+    path: str
+    batches: int
+    count: float
+    mean_gap: float
+    var_gap: float
+    mean_error: float
+    """The standard error of the mean, from the spread of the batches' means."""
+    var_error: float
+    """The standard error of the variance, from the spread of the batches' variances."""
+
+    @property
+    def m(self) -> float:
+        """The mean size of a mini-batch as this layer sees it, locations counted: the paper's m.
+
+        This is the size of one forward pass, also if gradients are accumulated over several.
+        """
+        return self.count / self.batches
+
+
+@dataclass(frozen=True)
+class Population:
+    """Hold what :func:`batchnorm.estimate_` found, layer by layer; print it or query it.
+
+    Beyond the paper: an account of Alg. 2, l. 8-10.
+    """
+
+    layers: tuple[LayerStatistics, ...]
+    left_alone: tuple[Site, ...]
+
+    def more_batches(self, tolerance: float = 0.05) -> int:
+        """Return how many more batches bring every standard error down to ``tolerance``; 0 if these were enough.
+
+        The error falls with the square root of the number of batches. One batch says nothing about its own error, so
+        the answer is then 1.
+        """
+        more = 0
+        for layer in self.layers:
+            factor = (max(layer.mean_error, layer.var_error) / tolerance) ** 2
+            more = max(more, ceil(layer.batches * (factor - 1)) if isfinite(factor) else 1)
+        return more
+
+    def __str__(self) -> str:
+        width = max([5, *(len(layer.path) for layer in self.layers)])
+        lines = [f"{'layer':{width}}  batches        m  mean gap (error)     var gap (error)"]
+        lines += [
+            f"{s.path:{width}}  {s.batches:7d}  {s.m:7.0f}"
+            f"  {s.mean_gap:8.3f} ({s.mean_error:.3f})  {s.var_gap:10.3f} ({s.var_error:.3f})"
+            for s in self.layers
+        ]
+        return "\n".join([*lines, *map(str, self.left_alone)])
+
+
 def _counted(n: int, noun: str) -> str:
     return f"{n} {noun}{'s' * (n != 1)}"
 
 
-def attach(net: nn.Module, report: Report) -> nn.Module:
-    """Give a returned network its report as ``net.report``, unless the user's class has that name for itself."""
-    if isinstance(getattr(net, "report", report), Report):
+def attach(net: nn.Module, report: VerbReport) -> nn.Module:
+    """Give a returned network its report as ``net.report``, unless the user's class uses that name itself."""
+    if isinstance(getattr(net, "report", report), VerbReport):
         net.__dict__["report"] = report
     return net

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from . import network_call
 from .network_copy import (
     SharedWithOriginalError,
-    alone,
+    isolated,
     plain_attributes,
     private_copy,
     relative,
@@ -28,13 +28,13 @@ from .network_copy import (
 Make = Callable[[nn.Module, Any], nn.Module]
 
 AMPLIFICATION = 20.0
-"""How much larger an error may be than what rounding the original's weights does to its output."""
+"""How much larger an error may be than the change of the output when the original's weights are rounded."""
 TRIALS = 3
-"""How often that is measured; once is usually enough."""
+"""How often that change is measured; once is usually enough."""
 EXACT = 1e-6
-"""The relative error that is accepted in float64 without asking how the network amplifies rounding."""
+"""The relative error accepted in float64 without measuring how much the network amplifies rounding."""
 TINY = 1e-12
-"""The relative change of weights that stands for float64's rounding if the networks' weights are the same."""
+"""The relative change of weights that models rounding in float64 if both networks have the same weights."""
 
 
 class DifferenceError(ValueError):
@@ -57,12 +57,12 @@ def verify(
     make: Make | None = None,
     tolerance: float | None = None,
 ) -> float:
-    """Return the relative error of a changed network's outputs, and of what it keeps on its modules, for an example.
+    """Return the relative error of a changed network's outputs, and of tensors left on its modules, for an example.
 
-    An error above what rounding makes in a shallow network is checked again in float64. There, only the rounding of the
-    new network's weights is left, and with ``make``, which can make it with float64 weights, not even that. How much of
-    the rounding reaches the output is measured by changing the original's weights by as much. If the network does not
-    run in float64, this is done in its own precision.
+    If the error is larger than rounding explains in a shallow network, the networks are compared again in float64. Then
+    only the rounding of the new network's weights remains, and not even that if ``make`` can make it with float64
+    weights. How much of it reaches the output is measured by changing the original's weights by as much. A network that
+    does not run in float64 is compared in its own precision.
 
     Args:
         old: the original.
@@ -72,16 +72,16 @@ def verify(
         what: what to call the new network in errors.
         advice: what to do about a difference.
         training: the mode to compare in.
-        same_weights: whether the new network has the weights of the original, so that float64 leaves no rounding.
+        same_weights: whether the new network has the original's weights, so that no rounding remains in float64.
         make: makes the new network from an original and an example.
-        tolerance: the largest relative error to accept; by default what rounding can make.
+        tolerance: the largest relative error to accept; by default what rounding can cause.
 
     Raises:
         ValueError: if the networks differ by more, or if there was nothing to compare.
 
     Beyond the paper: Alg. 2, l. 11, checked on every network.
     """
-    run = _Run(example, forward, training)
+    run = _CopyRunner(example, forward, training)
     was = run(old)
     require_numbers([*_numbers(was.output), *was.kept.values()])
     limit = tolerance_for(old) if tolerance is None else tolerance
@@ -101,8 +101,8 @@ def verify(
 
 
 def rounding(net: nn.Module, example: Any, *, training: bool = False) -> float:
-    """Return the relative error of outputs that rounding can make in this network, in its own precision."""
-    run = _Run(example, None, training)
+    """Return the relative error of outputs that rounding can cause in this network, in its own precision."""
+    run = _CopyRunner(example, None, training)
     was = run(net).output
     noise = max(relative_error(run(net, seed=seed).output, was) for seed in range(TRIALS))
     return max(tolerance_for(net), AMPLIFICATION * noise)
@@ -118,7 +118,7 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _CopyRunner:
     """Run copies of networks on one example."""
 
     example: Any
@@ -138,15 +138,15 @@ class _Run:
         dtype = torch.float64 if double else None
         batch = network_call.to_device(self.example, network_call.device_of(net), copy=True, dtype=dtype)
         before = {id(item): (item, copy.deepcopy(item)) for item in (*_attributes(twin).values(), *twin.buffers())}
-        with alone(net, twin), _default_dtype(dtype):
+        with isolated(net, twin), _default_dtype(dtype):
             output = network_call.call(twin, batch, self.forward)
         return _Seen(output, _changed(_attributes(twin), before), _changed(dict(twin.named_buffers()), before))
 
 
 def _is_rounding(
-    old: nn.Module, new: nn.Module, run: _Run, same_weights: bool, make: Make | None, limit: float
+    old: nn.Module, new: nn.Module, run: _CopyRunner, same_weights: bool, make: Make | None, limit: float
 ) -> bool:
-    """Say whether two networks differ by no more than rounding does to the original."""
+    """Say whether two networks differ by no more than rounding changes the original."""
     wide = _made_in_double(old, new, run.example, make) if make is not None else None
     try:
         was, now = run(old, double=True), run(new if wide is None else wide, double=True)
@@ -155,12 +155,12 @@ def _is_rounding(
     except SharedWithOriginalError:
         raise
     except Exception:
-        # Code that asks for a type, a device without float64, not enough memory.
+        # Code that checks types, a device without float64, too little memory.
         was, now = run(old), run(new)
         double, change = False, None
     errors = _errors(now, was)
     if max(_errors(run(old, double=double), was).values()) > limit:
-        return False  # it computes something else each time, which would pass for rounding
+        return False  # its results vary from run to run, which would pass for rounding
     noise = dict.fromkeys(errors, 0.0)
     for seed in range(TRIALS):
         changed = _errors(run(old, double=double, seed=seed, change=change), was)
@@ -194,8 +194,8 @@ def _step(t: Tensor) -> float:
     return torch.finfo(t.dtype).eps if t.is_floating_point() else 0.0
 
 
-def _restlessness(run: _Run, net: nn.Module, was: _Seen) -> str:
-    """Say so if the original itself computes something else each time."""
+def _restlessness(run: _CopyRunner, net: nn.Module, was: _Seen) -> str:
+    """Return a sentence about it if the original's own results vary from run to run."""
     try:
         error = max(_errors(run(net), was).values())
     except DifferenceError:
@@ -259,7 +259,7 @@ def _kind(item: Any) -> str:
 
 def _parts(item: Any) -> list[tuple[str, Any]]:
     found = network_call.parts(item)
-    if isinstance(item, Set):  # ordered by chance; the labels stay in order
+    if isinstance(item, Set):  # its order is arbitrary; the labels stay in order
         in_order = sorted((part for _, part in found), key=_sort_key)
         found = [(label, part) for (label, _), part in zip(found, in_order, strict=False)]
     return found
@@ -282,7 +282,7 @@ def _as_tensor(item: Any) -> Tensor | None:
 
 
 def _numbers(output: Any) -> list[Tensor]:
-    # Not integers, which are lengths and counts more often than results.
+    # Without integers, which are lengths and counts more often than results.
     found = (_as_tensor(item) for _, item in network_call.walk([("", output)]) if not isinstance(item, int))
     return [t for t in found if t is not None]
 
@@ -292,7 +292,7 @@ def _attributes(net: nn.Module) -> dict[str, Any]:
     roots = [
         (f"{path}.{name}" if path else name, item)
         for path, module in net.named_modules()
-        if not type(module).__module__.startswith("torch.")  # weight_norm keeps what it computes on torch.nn's
+        if not type(module).__module__.startswith("torch.")  # weight_norm keeps computed weights on torch.nn's modules
         for name, item in plain_attributes(module)
     ]
     found = ((path, item) for path, item in network_call.walk(roots) if isinstance(item, Tensor | np.ndarray))
@@ -334,7 +334,7 @@ def _nudge_(net: nn.Module, steps: dict[str, float], seed: int) -> None:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Make new tensors of this type, as networks do that call torch.zeros without one."""
+    """Set the default type of new tensors, for networks that call torch.zeros without a type."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:

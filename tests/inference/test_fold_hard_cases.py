@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import batchnorm as bn
-from batchnorm.inference.fixed import FixedAffine
+from batchnorm.inference.affine import FixedAffine
 
 
 def check(net, x=None, forward=None, **options):

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchnorm.ops import Moments, merge
-from batchnorm.ops.moments import batch_moments
+from batchnorm.ops.moments import MomentAccumulator, batch_moments, merge_averages
 
 
 def moments_of(x):
@@ -55,3 +55,28 @@ def test_unbiased_variance():
     x = torch.randn(7, 3, dtype=torch.float64)
     torch.testing.assert_close(moments_of(x).unbiased_var, x.var(0))
     assert moments_of(x[:1]).unbiased_var.eq(0).all()
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.booleans(), st.integers(0, 2**31))
+def test_averages_over_batches(sizes, unbiased, seed):
+    batches = torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(seed)).double().split(sizes)
+    kept = [x for x in batches if len(x) > unbiased]
+    halves = [MomentAccumulator(unbiased=unbiased) for _ in range(2)]
+    for i, x in enumerate(x for x in batches if len(x) > unbiased or len(x) == 0):
+        moments = moments_of(x)
+        halves[i % 2].add(len(x), moments.mean, moments.unbiased_var if unbiased else moments.var)
+    got = merge_averages(half.averages() for half in halves)
+    if not kept:
+        assert got is None
+        return
+    m = torch.tensor([float(len(x)) for x in kept]).double()[:, None]
+    means, variances = torch.stack([x.mean(0) for x in kept]), torch.stack([x.var(0, correction=0) for x in kept])
+
+    def average(v):
+        return (m * v).sum(0) / m.sum()
+
+    assert (got.batches, got.count) == (len(kept), sum(map(len, kept)))
+    torch.testing.assert_close(got.mean, average(means))
+    torch.testing.assert_close(got.var, average(variances))
+    torch.testing.assert_close(got.mean_spread, average((means - average(means)).square()))
+    torch.testing.assert_close(got.var_spread, average((variances - average(variances)).square()))

@@ -1,6 +1,6 @@
-"""Who feeds whom in any network, read from a real forward pass."""
+"""The data flow of any network, recorded in a real forward pass."""
 
-from .calls import Call, Graph, Value
-from .trace import trace
+from .calls import Graph, TracedCall, Value
+from .trace import trace, trace_modes
 
-__all__ = ["Call", "Graph", "Value", "trace"]
+__all__ = ["Graph", "TracedCall", "Value", "trace", "trace_modes"]

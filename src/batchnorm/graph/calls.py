@@ -18,21 +18,21 @@ class Value:
     """
 
     shape: tuple[int, ...]
-    producer: Call | None = None
-    consumers: list[Call] = field(default_factory=list)
-    handed_on: list[Call] = field(default_factory=list)
-    """The calls that gave it on unchanged, such as Dropout's in evaluation; they are no consumers."""
+    producer: TracedCall | None = None
+    consumers: list[TracedCall] = field(default_factory=list)
+    handed_on: list[TracedCall] = field(default_factory=list)
+    """The calls that returned it unchanged, such as Dropout's in evaluation; they are not consumers."""
     escapes: bool = False
     """Whether something other than a call sees it: an output of the network, a hook, or whatever kept the tensor."""
 
     @property
-    def sole_consumer(self) -> Call | None:
-        """The only call that reads it, where nothing else does."""
+    def sole_consumer(self) -> TracedCall | None:
+        """The only call that reads it, if nothing else does."""
         return self.consumers[0] if len(self.consumers) == 1 and not self.escapes else None
 
 
 @dataclass(eq=False)
-class Call:
+class TracedCall:
     """Hold one call of a module or a function; a module called twice has two of these.
 
     ``path`` names the module or, for a function, the module whose code calls it. ``target`` is what was called: for a
@@ -55,10 +55,10 @@ class Call:
     writes: bool = False
     """Whether it wrote into one of its inputs."""
     passes: bool = False
-    """Whether it only handed its input on, as Identity does, and Dropout in evaluation."""
+    """Whether it returned its input unchanged, as Identity does, and Dropout in evaluation."""
 
     def argument(self, position: int, name: str) -> Any:
-        """Return an argument given by position or by name; None where it was not given."""
+        """Return an argument given by position or by name; None if it was not given."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name)
 
     def replay(self, x: Tensor) -> Any:
@@ -80,28 +80,32 @@ class Call:
 
 
 class Graph:
-    """Hold the calls of one forward pass in order, and answer who calls, makes and reads what.
+    """Hold the calls of one forward pass in order, and answer which calls produce and read what.
 
     Beyond the paper: data flow.
     """
 
-    def __init__(self, calls: list[Call], values: dict[int, Value]) -> None:
+    def __init__(self, calls: list[TracedCall], values: dict[int, Value]) -> None:
         self.calls = calls
         self._values = values
-        self._by_module: dict[nn.Module, list[Call]] = defaultdict(list)
+        self._by_module: dict[nn.Module, list[TracedCall]] = defaultdict(list)
         for call in calls:
             if call.module is not None:
                 self._by_module[call.module].append(call)
 
-    def calls_of(self, module: nn.Module) -> list[Call]:
+    def calls_of(self, module: nn.Module) -> list[TracedCall]:
         """Return the calls of a module, in order."""
         return self._by_module.get(module, [])
 
-    def functions(self, *names: str) -> list[Call]:
+    def has_extra_inputs(self, module: nn.Module) -> bool:
+        """Say whether a module is called with more than one tensor: a batch normalization with a residual or a mask."""
+        return any(len(call.inputs) > 1 for call in self.calls_of(module))
+
+    def functions(self, *names: str) -> list[TracedCall]:
         """Return the functional calls with one of these names."""
         return [call for call in self.calls if call.module is None and call.name in names]
 
-    def readers_of(self, parameter: Tensor) -> list[Call]:
+    def readers_of(self, parameter: Tensor) -> list[TracedCall]:
         """Return the functional calls that read a parameter or buffer themselves, outside its module's own call."""
         value = self._values.get(id(parameter))
         return value.consumers if value is not None else []

@@ -1,4 +1,4 @@
-"""What modules and calls are to batch normalization: affine, nonlinear, handing on, moving elements."""
+"""Kinds of modules and calls: affine, nonlinear, moving elements, passing on what an affine layer computes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Affine = nn.Linear | Convolution | Transposed
 IN_PLACE = frozenset(
     getattr(operator, name) for name in dir(operator) if name[:1] == "i" and hasattr(operator, name[1:])
 )
-# Names as plain_name() gives them, so that F.leaky_relu and nn.LeakyReLU are one word.
+# Names as plain_name() returns them, so that F.leaky_relu and nn.LeakyReLU are one word.
 NONLINEAR = frozenset(
     """relu relu6 leakyrelu prelu rrelu elu selu celu gelu silu mish sigmoid tanh hardtanh hardsigmoid hardswish
     softplus softsign logsigmoid threshold tanhshrink softshrink hardshrink clamp clampmin clip sin""".split()  # noqa: SIM905
 )
-# Calls that only move elements to other places.
+# Calls that only move elements.
 MOVING = frozenset(
     """view reshape flatten unflatten permute transpose swapaxes swapdims t mt movedim moveaxis squeeze unsqueeze
     contiguous clone detach pixelshuffle pixelunshuffle channelshuffle viewas reshapeas""".split()  # noqa: SIM905
 )
-# Calls through which what an affine layer computes still reaches the nonlinearity: sums, joins, pools, selections.
+# Calls through which an affine layer's output still reaches the nonlinearity: sums, joins, pools, selections.
 HANDING_ON = MOVING | frozenset(
     """add sub rsub cat concat concatenate stack hstack vstack mean chunk split unbind narrow select getitem pad
     interpolate upsample upsamplingnearest2d upsamplingbilinear2d dropout dropout1d dropout2d dropout3d alphadropout
@@ -44,13 +44,13 @@ def plain_name(name: str) -> str:
 
 
 def base_type(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class, beneath the one that ``torch.nn.utils.parametrize`` puts over it."""
+    """Return the module's class, without the subclass that ``torch.nn.utils.parametrize`` generates."""
     kind: type[nn.Module] = type(module)
     return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
 
 
 def keeps_torch_forward(module: nn.Module) -> bool:
-    """Say whether the module computes what ``torch.nn`` wrote: its forward is neither overridden nor patched."""
+    """Say whether the module runs the forward of ``torch.nn``, neither overridden nor patched."""
     if "forward" in vars(module) or "_conv_forward" in vars(module):
         return False
     kind = base_type(module)
@@ -59,7 +59,7 @@ def keeps_torch_forward(module: nn.Module) -> bool:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Say whether a call of the module is one step of the network, whose inside does not matter."""
+    """Say whether a call of the module is one step of the network that is not looked into."""
     if isinstance(module, TorchBatchNorm | torch.jit.ScriptModule):
         return True
     children = [name for name, _ in module.named_children() if name != "parametrizations"]
@@ -77,7 +77,7 @@ def is_in_place(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Say whether someone sees, or may change, what goes in or comes out of the module."""
+    """Say whether hooks see, or may change, what goes in or comes out of the module."""
     return any(
         getattr(module, name)
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

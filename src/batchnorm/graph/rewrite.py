@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 
 from .. import network_call
-from ..network_copy import alone, private_copy
+from ..network_copy import isolated, private_copy
 from .kinds import has_hooks
 from .patterns import Fusion, Match, Matcher, may_write_its_input
 from .symbolic import Spies, Traced, Untraceable, Unwatchable, freeze, pattern_of, trace_forward
@@ -144,7 +144,7 @@ def arguments_in(
             hook = lambda m, args, kwargs, path=path: note(path, m, args, kwargs)  # noqa: E731
             module.register_forward_pre_hook(hook, with_kwargs=True)
     batch = network_call.to_device(example, network_call.device_of(net), copy=True)
-    with alone(net, twin):
+    with isolated(net, twin):
         network_call.call(twin, batch, forward)
     return found
 

@@ -1,8 +1,8 @@
-"""Read a real forward pass.
+"""Record the data flow of a real forward pass.
 
-Module calls are seen by hooks, functional calls and operators by a torch-function mode, so the user's Python runs as it
-is. Every tensor is followed by identity: a call that writes in place makes a new value of the same tensor and of each
-view of it.
+Hooks see module calls, and a torch-function mode sees functional calls and operators, so the user's Python runs as it
+is. Tensors are followed by identity: a call that writes in place gives the same tensor, and each view of it, a new
+value.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import network_call
-from ..network_copy import alone, private_copy
-from .calls import Call, Graph, Value
+from ..network_copy import SharedWithOriginalError, isolated, private_copy
+from .calls import Graph, TracedCall, Value
 from .kinds import has_hooks, is_leaf
 
-# Functions that give a tensor's content, not its shape or type, to the user's Python.
+# Functions that hand a tensor's values, not its shape or type, to the user's Python.
 READS = frozenset(
     "item tolist numpy __bool__ __float__ __int__ __index__ __array__ __contains__ is_nonzero equal".split()  # noqa: SIM905
 )
@@ -33,13 +33,13 @@ READS = frozenset(
 def trace(
     net: nn.Module, example: Any, forward: network_call.Forward | None = None, *, training: bool | None = None
 ) -> Graph:
-    """Run a copy of the network on an example and return who fed whom, in terms of the network given.
+    """Run a copy of the network on an example and return its data flow, in terms of the network's own modules.
 
     Args:
         net: any network.
         example: a batch, see :mod:`batchnorm.network_call`; it is copied, so in-place code cannot change it.
-        forward: how to call the network, where that rule does not fit.
-        training: the mode to run in; None is the one that the network is in.
+        forward: how to call the network, if that rule does not fit.
+        training: the mode to run in; None is the network's current mode.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
     >>> linear, relu = trace(net, torch.zeros(1, 2)).calls
@@ -54,7 +54,7 @@ def trace(
     if training is not None:
         twin.train(training)
     example = network_call.to_device(example, network_call.device_of(net), copy=True)
-    with alone(net, twin) as refuse:
+    with isolated(net, twin) as refuse:
         recorder = _Recorder(twin, refuse)
         recorder.watch(twin)
         with recorder, _Resurface():  # type: ignore[no-untyped-call]
@@ -66,12 +66,24 @@ def trace(
     return Graph(recorder.calls, {tensors[k]: v for k, v in recorder.values.items() if k in tensors})
 
 
+def trace_modes(net: nn.Module, example: Any, forward: network_call.Forward | None) -> list[Graph]:
+    """Trace evaluation and, if it runs on the example, training."""
+    evaluation = trace(net, example, forward, training=False)
+    try:
+        return [evaluation, trace(net, example, forward, training=True)]
+    except SharedWithOriginalError:
+        raise
+    except Exception:
+        # One value per feature, SyncBatchNorm without a GPU, missing targets: training cannot run on this example.
+        return [evaluation]
+
+
 def _held(net: nn.Module) -> list[Tensor]:
     return [*net.parameters(), *net.buffers()]
 
 
 class _Resurface(TorchDispatchMode):
-    """Call again, from Python, what C++ code calls (scripted functions): the torch-function mode then sees it."""
+    """Repeat calls that C++ code makes (scripted functions) from Python, so that the torch-function mode sees them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -83,14 +95,14 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, net: nn.Module, refuse: Callable[[Any], None]) -> None:
         super().__init__()
         self._refuse = refuse
-        self.calls: list[Call] = []
+        self.calls: list[TracedCall] = []
         self.values: dict[int, Value] = {}
         # Holding the tensors keeps each id() that of one tensor only.
         self._aliases: dict[int, dict[int, Tensor]] = defaultdict(dict)
         self._names = {m: name for name, m in net.named_modules()}
         self._hooked = {m for m in net.modules() if has_hooks(m)}
         self._scopes: list[str] = []
-        self._open: list[tuple[Call, list[tuple[Tensor, int]]]] = []
+        self._open: list[tuple[TracedCall, list[tuple[Tensor, int]]]] = []
         self._inside = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -168,22 +180,22 @@ class _Recorder(TorchFunctionMode):
         """Return what a tensor holds now."""
         return self.values.get(id(t)) or self._bind(t, None)
 
-    def _bind(self, t: Tensor, producer: Call | None) -> Value:
+    def _bind(self, t: Tensor, producer: TracedCall | None) -> Value:
         value = self.values[id(t)] = Value(tuple(t.shape), producer)
         self._aliases[_storage(t)][id(t)] = t
         return value
 
     def _start(
         self, name: str, path: str, target: Any, args: Any, kwargs: Any
-    ) -> tuple[Call, list[tuple[Tensor, int]]]:
+    ) -> tuple[TracedCall, list[tuple[Tensor, int]]]:
         replaced = (network_call.map_tensors(tree, self.value, _without_tensors) for tree in (args, kwargs))
-        call = Call(name, path, target, *replaced)
+        call = TracedCall(name, path, target, *replaced)
         call.caller = self._scopes[-1] if self._scopes else None
         given = network_call.tensors_in((args, kwargs))
         call.inputs = [self.value(t) for t in given]
         return call, [(t, _version(t)) for t in given]
 
-    def _finish(self, call: Call, before: list[tuple[Tensor, int]], out: Any) -> None:
+    def _finish(self, call: TracedCall, before: list[tuple[Tensor, int]], out: Any) -> None:
         written = [t for t, version in before if _version(t) != version]
         for alias in (alias for t in written for alias in self._aliases[_storage(t)].values()):
             old = self.values[id(alias)]

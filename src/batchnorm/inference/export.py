@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import network_call
 from ..extras import MissingExtraError, require
 from ..network_copy import outputs, relative_error
-from ..verb_report import Report
+from ..verb_report import VerbReport
 from ..verify import rounding
 from .fold import fold_with_report, warn_of_left
 
@@ -37,9 +37,9 @@ class Exported:
     relative_error: float
     """max |file - network| / max |network| over the outputs, the largest over the batch sizes that were run."""
     batch_sizes: tuple[int, ...]
-    fold: Report
+    fold: VerbReport
     sizes: tuple[int, int, int]
-    """The bytes of parameters and buffers before and after folding, and of what was written."""
+    """The bytes of parameters and buffers before and after folding, and of the files written."""
 
     def __str__(self) -> str:
         batches = " and ".join(map(str, self.batch_sizes))
@@ -56,15 +56,15 @@ def export(
     """Fold a network, write it as ONNX or as a ``torch.export`` program, run the file and compare.
 
     Only the folded network is ever exported: an exporter given a network in training mode would write one whose output
-    depends on the other examples of the batch, and say nothing. The file appears under its name only once its outputs
+    depends on the other examples of the batch, without a word. The file appears under its name only once its outputs
     agree. ``net`` is not changed.
 
     Args:
-        net: any network; if it is in training mode, a warning says that its evaluation mode is what is written.
+        net: any network; its evaluation mode is written, with a warning if it is in training mode.
         example: a batch; a dict is passed by name.
         path: ends in ``.onnx`` (needs the extra "export") or ``.pt2``.
         dynamic_batch: let the first dimension of each input vary; the file is then run on two batch sizes.
-        tolerance: the largest relative error to accept; by default what rounding can make in the network's precision.
+        tolerance: the largest relative error to accept; by default what rounding can cause in the network's precision.
 
     Warns:
         UserWarning: if a batch normalization is left in the file, or the network is in training mode.
@@ -88,24 +88,24 @@ def export(
         raise FileNotFoundError(f"the folder '{path.parent}' to write {path.name} to does not exist")
     if net.training:
         warnings.warn(
-            "the network is in training mode: what is exported is its evaluation mode, folded with the statistics it"
-            " holds now; estimate_ them first, and call net.eval() to say that this is meant",
+            "the network is in training mode: what is exported is its evaluation mode, folded with its current"
+            " statistics; estimate_ them first, and call net.eval() to silence this warning",
             stacklevel=2,
         )
     folded, report = fold_with_report(net, example, tolerance)
     warn_of_left(report)
-    # Copied: a program is saved with the memory its example lies in, which may be a whole data set's.
+    # Copied: torch.export saves the whole storage of its example, which may be a view of a data set.
     example = network_call.to_device(example, network_call.device_of(folded), copy=True)
     if dynamic_batch and _batch_size(example) == 1:
-        example = _repeated(example)  # exporters take a dimension of 1 for fixed
+        example = _repeated(example)  # exporters treat a dimension of 1 as fixed
     limit = rounding(folded, example) if tolerance is None else tolerance
     batches = [example, _repeated(example)] if dynamic_batch else [example]
     write, run = writers[path.suffix]
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         draft = Path(folder) / path.name
         try:
-            with torch.no_grad(), warnings.catch_warnings(), _without_gossip():
-                warnings.simplefilter("ignore")  # torch's exporters warn about their own insides
+            with torch.no_grad(), warnings.catch_warnings(), _without_import_warnings():
+                warnings.simplefilter("ignore")  # torch's exporters warn about their own internals
                 write(folded, example, draft, dynamic_batch)
         except MissingExtraError:
             raise
@@ -130,8 +130,8 @@ Runner = Callable[[Path, Any], Any]
 
 
 @contextmanager
-def _without_gossip() -> Iterator[None]:
-    """Keep torch.onnx from naming every optional package that is not there."""
+def _without_import_warnings() -> Iterator[None]:
+    """Keep torch.onnx from warning about every optional package that is missing."""
     # A filter, not a level: torch sets levels itself while the exporter is imported.
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
 
@@ -185,7 +185,7 @@ def _run_onnx(path: Path, batch: Any) -> Any:
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> Any:
-    """Say of each input which dimensions vary: the first, if any."""
+    """Return which dimensions of each input vary: the first, if any."""
     if not dynamic:
         return None
     batch = torch.export.Dim("batch")

@@ -1,28 +1,47 @@
-"""The inference network: batch normalization folded into the weights, the rest a fixed affine map."""
+"""The inference network: batch normalization folded into the weights, and the result verified against the original."""
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
 from math import inf
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+from torch.nn.utils import parametrize
 
 from .. import network_call
 from ..graph import Graph, trace
+from ..graph.kinds import Affine, base_type, has_hooks
 from ..graph.rewrite import restore_
 from ..graph.trace import READS
-from ..layers.fusion import activations_after
-from ..network_copy import Memo, exchange, private_copy
-from ..verb_report import Report, attach
+from ..layers import BatchNorm
+from ..layers.fusion import Fused, activations_after
+from ..layers.normalized import Normalized
+from ..network_copy import Memo, copy_with, private_copy
+from ..ops import Activation
+from ..ops.activation import from_module, to_module
+from ..verb_report import Site, VerbReport, attach
 from ..verify import verify
-from .build import Makers, makers_for
-from .fold_plan import has_nonlinear_part, make_plan
-from .fold_report import functions_left, owners, reason_to_keep, sites_of
-from .traced_modules import UNOPENED, Opened, open_
-from .traced_network import as_graph_module
+from .affine import FixedAffine, fold_after, fold_before, weights_of
+from .fold_plan import (
+    BY_MINI_BATCH,
+    FoldPlan,
+    functional_norms,
+    has_nonlinear_part,
+    is_scripted_norm,
+    make_plan,
+    modules_that_normalize,
+    reason_to_keep,
+)
+from .functional_to_module import NOTHING_TRACED, TracedForwards, as_graph_module, trace_forwards_
+
+SETTINGS = (bool, int, float, str, type(None))
+Makers = dict[nn.Module, Callable[[Memo], nn.Module]]
 
 
 def fold(
@@ -33,23 +52,24 @@ def fold(
     traced: bool | None = None,
     forward: network_call.Forward | None = None,
 ) -> nn.Module:
-    """Return the inference network, in which y = scale * x + shift replaces each BN(x) and goes into weights beside it.
+    """Return the inference network: y = scale * x + shift replaces each BN(x) and is folded into weights beside it.
 
-    A layer goes into the Linear, convolution or transposed convolution that alone makes its input; else into those that
-    alone read its output, if that is exact; else it stays as a fixed affine map with the activation after it. All of
-    it follows the data flow of a real forward pass on ``example``, not the order in which modules were made. The result
-    is computed in float64 and its output for ``example`` compared with the original's. ``net`` is not changed.
+    A layer is folded into the Linear, convolution or transposed convolution that produces its input; else into those
+    that consume its output, if that is exact; else it becomes a fixed affine map with the activation after it. Which
+    modules those are follows from the data flow of a real forward pass on ``example``, not from the order in which
+    modules were made. Weights are folded in float64, and the outputs for ``example`` are compared with the original's.
+    ``net`` is not changed.
 
     If a module's own forward normalizes (a batch normalization subclass with its own forward, a call of
-    ``F.batch_norm``), ``torch.fx`` traces that forward alone, and the batch normalization becomes a child of the
+    ``F.batch_norm``), ``torch.fx`` traces that forward only, and the batch normalization becomes a child of the
     module. All other Python stays as it is.
 
     Args:
         net: any network; its evaluation mode is folded, whichever mode it is in.
         example: a batch that takes the path through the network that inference takes.
-        tolerance: the largest relative error to accept; by default what rounding can make in the network's precision.
+        tolerance: the largest relative error to accept; by default what rounding can cause in the network's precision.
         traced: True traces the whole network and returns a ``torch.fx.GraphModule``, in which each call of a module
-            that is called twice is folded by itself; False traces nothing.
+            that is called twice is folded separately; False traces nothing.
         forward: how to call the network, if the rule for batches does not fit.
 
     Returns:
@@ -74,7 +94,7 @@ def fold(
     return attach(result, report)
 
 
-def warn_of_left(report: Report) -> None:
+def warn_of_left(report: VerbReport) -> None:
     """Warn the caller's caller if batch normalization is left."""
     if report.paths("kept"):
         warnings.warn(report.summary, stacklevel=3)
@@ -86,29 +106,29 @@ def fold_with_report(
     tolerance: float | None = None,
     traced: bool | None = None,
     forward: network_call.Forward | None = None,
-) -> tuple[nn.Module, Report]:
+) -> tuple[nn.Module, VerbReport]:
     """Fold a network as :func:`fold` does, and return the report instead of warning."""
-    # The network itself first: a copy of a copy would not show that a copy still uses the network's own modules.
-    paths = owners(net, trace(net, example, forward, training=False))
+    # Trace the network itself first: a copy of a copy would hide that copies still use the network's own modules.
+    paths = modules_that_normalize(net, trace(net, example, forward, training=False))
     source = _copy(net)
     if traced:
-        return _fold(net, as_graph_module(source), UNOPENED, example, tolerance, traced, forward)
+        return _fold(net, as_graph_module(source), NOTHING_TRACED, example, tolerance, traced, forward)
     if traced is False:
         paths = []
-    opened = open_(source, paths, example, forward) if paths else UNOPENED
+    forwards = trace_forwards_(source, paths, example, forward) if paths else NOTHING_TRACED
     try:
-        return _fold(net, source, opened, example, tolerance, traced, forward)
+        return _fold(net, source, forwards, example, tolerance, traced, forward)
     except Exception as error:
-        if not (opened.layers or opened.modules):
+        if not (forwards.layers or forwards.modules):
             raise
-        # The network may fold in the user's own Python, if what was traced does not compute the same.
+        # If the traced form computes something else, the user's own Python may still fold.
         reason = f"its traced form failed: {str(error).partition(';')[0]}"
-        opened = UNOPENED._replace(refused=dict.fromkeys(paths, reason))
-        return _fold(net, _copy(net), opened, example, tolerance, False, forward)
+        forwards = NOTHING_TRACED._replace(refused=dict.fromkeys(paths, reason))
+        return _fold(net, _copy(net), forwards, example, tolerance, False, forward)
 
 
 def _copy(net: nn.Module) -> nn.Module:
-    """Return a copy in evaluation mode in which each module has its own forward, not one that ``convert`` gave it."""
+    """Return a copy in evaluation mode whose modules have their original forwards, not those of ``convert``."""
     source = private_copy(net).eval()
     restore_(source)
     return source
@@ -117,12 +137,12 @@ def _copy(net: nn.Module) -> nn.Module:
 def _fold(
     net: nn.Module,
     source: nn.Module,
-    opened: Opened,
+    forwards: TracedForwards,
     example: Any,
     tolerance: float | None,
     traced: bool | None,
     forward: network_call.Forward | None,
-) -> tuple[nn.Module, Report]:
+) -> tuple[nn.Module, VerbReport]:
     """Fold ``source``, a copy of ``net`` in evaluation mode."""
     graph = trace(source, example, forward, training=False)
     kept = {module: reason for module in source.modules() if (reason := reason_to_keep(module, graph))}
@@ -130,53 +150,38 @@ def _fold(
         plan = make_plan(graph, [m for m in source.modules() if isinstance(m, TorchBatchNorm) and m not in kept])
         linear = [m for m in plan.remaining if not has_nonlinear_part(graph, m)]
         fused = {m: a for m, a in activations_after(source, [graph], linear)[0].items() if a not in kept}
-        made: dict[nn.Module, nn.Module] = {}
+        substitutes = _substitutes(source, graph, plan, fused)
         try:
-            result = exchange(source, _noting(makers_for(source, graph, plan, fused), made)).eval()
+            result = copy_with(source, _makers(source, plan, substitutes)).eval()
             after = _run(result, example, forward)
             break
         except AttributeError as error:
-            module = made.get(error.obj)  # type: ignore[call-overload]
-            if module is None or module in kept:
+            read = [old for old, new in substitutes.items() if new is error.obj]
+            if not read or read[0] in kept:
                 raise
-            kept[module] = f"the network's code reads its attribute '{error.name}'"
+            kept[read[0]] = f"the network's code reads its attribute '{error.name}'"
     difference = _verify(net, result, example, tolerance, traced, forward)
-    sites = [*sites_of(source, plan, fused, kept, opened), *functions_left(after, kept, opened)]
+    sites = [*_sites(source, plan, fused, kept, forwards), *_functions_left(after, kept, forwards)]
     reads = [
         f"Python code reads values ({call}): other inputs may take another path" for call in graph.functions(*READS)
     ]
     notes = [
-        f"'{path}' runs a traced form of its forward" if path else "its forward is traced" for path in opened.modules
+        f"'{path}' runs a traced form of its forward" if path else "its forward is traced" for path in forwards.modules
     ]
-    return result, Report("fold", tuple(sites), difference, (*reads[:1], *notes))
-
-
-def _noting(makers: Makers, made: dict[nn.Module, nn.Module]) -> Makers:
-    """Note which module of the network each new one replaces."""
-
-    def noting(module: nn.Module) -> Any:
-        def make(memo: Memo) -> nn.Module:
-            new = makers[module](memo)
-            made[new] = module
-            return new
-
-        return make
-
-    return {module: noting(module) for module in makers}
+    return result, VerbReport("fold", tuple(sites), difference, (*reads[:1], *notes))
 
 
 def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> Graph:
-    """Trace the folded network; an attribute that it lacks is an AttributeError of its own module, not of a copy's."""
+    """Trace the folded network; if its code reads a missing attribute, the AttributeError has its own module as obj."""
     try:
         return trace(net, example, forward, training=False)
     except AttributeError:
         twin = private_copy(net)
         names = {module: name for name, module in twin.named_modules()}
         try:
+            batch = network_call.to_device(example, network_call.device_of(net), copy=True)
             with torch.no_grad(), network_call.eagerly(), torch.random.fork_rng():
-                network_call.call(
-                    twin, network_call.to_device(example, network_call.device_of(net), copy=True), forward
-                )
+                network_call.call(twin, batch, forward)
         except AttributeError as error:
             if error.obj in names:
                 error.obj = net.get_submodule(names[error.obj])
@@ -203,3 +208,103 @@ def _verify(
         make=lambda net, batch: fold_with_report(net, batch, inf, traced, forward)[0],
         tolerance=tolerance,
     )
+
+
+def _substitutes(
+    net: nn.Module, graph: Graph, plan: FoldPlan, fused: dict[nn.Module, nn.Module]
+) -> dict[nn.Module, nn.Module]:
+    """Return what replaces each batch normalization and each activation that goes into one.
+
+    Paper: Alg. 2, l. 11
+    """
+    new: dict[nn.Module, nn.Module] = {}
+    for layer in plan.gone:
+        activation = _activation_of(layer)
+        new[layer] = FixedAffine(None, None, activation) if graph.has_extra_inputs(layer) else to_module(activation)
+    for layer, left in plan.remaining.items():
+        activation = (from_module(fused[layer]) if layer in fused else None) or _activation_of(layer)
+        scale, shift = (v.to(layer.running_mean) for v in left)
+        new[layer] = FixedAffine(scale, shift, activation)
+    for module in (*fused.values(), *(m for m in net.modules() if isinstance(m, Fused))):
+        new[module] = nn.Identity()
+    for old, substitute in new.items():
+        for name, value in vars(old).items():
+            # The user's code may read settings such as bn.num_features.
+            if not name.startswith("_") and isinstance(value, SETTINGS) and not hasattr(substitute, name):
+                vars(substitute)[name] = value
+    return new
+
+
+def _activation_of(layer: nn.Module) -> Activation:
+    """Return the nonlinearity that a layer applies itself."""
+    return layer.activation if isinstance(layer, BatchNorm) else Activation()
+
+
+def _makers(net: nn.Module, plan: FoldPlan, substitutes: dict[nn.Module, nn.Module]) -> Makers:
+    """Return a function for each module that changes that makes its replacement."""
+    makers: Makers = {module: partial(_folded_affine, module, plan) for module in {**plan.before, **plan.after}}
+    for container in (m for m in net.modules() if isinstance(m, Normalized)):
+        # Unwrap the affine layer that insert() wrapped if nothing else is left in the container.
+        empty = container.norm in plan.gone and _activation_of(container.norm).name == "identity"
+        if empty and container.affine in makers and not has_hooks(container):
+            makers[container] = partial(_same_as, container.affine)
+    return makers | {old: partial(_given, new) for old, new in substitutes.items()}
+
+
+def _folded_affine(module: nn.Module, plan: FoldPlan, memo: Memo) -> nn.Module:
+    affine = copy.deepcopy(module, memo)
+    assert isinstance(affine, Affine)
+    weights = weights_of(affine)
+    if module in plan.before:
+        weights = fold_before(affine, weights, plan.before[module])
+    if module in plan.after:
+        weights = fold_after(affine, weights, plan.after[module])
+    trained, like = affine.weight.requires_grad, affine.weight.detach()
+    if parametrize.is_parametrized(affine):
+        # remove_parametrizations would delete the property from a class that the user's module shares.
+        affine.__class__ = base_type(affine)  # type: ignore[assignment]
+        del affine._modules["parametrizations"]
+    affine.weight = nn.Parameter(weights.weight.to(like), requires_grad=trained)
+    affine.bias = nn.Parameter(weights.bias.to(like), requires_grad=trained)
+    return affine
+
+
+def _given(new: nn.Module, memo: Memo) -> nn.Module:
+    return new
+
+
+def _same_as(module: nn.Module, memo: Memo) -> nn.Module:
+    return memo[id(module)]  # type: ignore[no-any-return]
+
+
+def _sites(
+    net: nn.Module,
+    plan: FoldPlan,
+    fused: dict[nn.Module, nn.Module],
+    kept: dict[nn.Module, str],
+    forwards: TracedForwards,
+) -> Iterator[Site]:
+    """Yield what became of each layer, in the order of the modules."""
+    names = {module: name for name, module in net.named_modules()}
+    for module, name in names.items():
+        # The user's layer is the one whose forward was traced, not the batch normalization in it.
+        parent = name.rpartition(".")[0]
+        path = parent if parent in forwards.layers and isinstance(module, TorchBatchNorm) else name
+        if module in kept and isinstance(module, TorchBatchNorm | torch.jit.ScriptModule):
+            why = kept[module] + (f"; {forwards.refused[name]}" if name in forwards.refused else "")
+            yield Site(path, "kept", why)
+        elif module in plan.gone:
+            yield Site(path, "folded into " + ", ".join(f"'{names[m]}'" for m in plan.gone[module]))
+        elif module in plan.remaining:
+            with_activation = f" with {type(fused[module]).__name__}" if module in fused else ""
+            yield Site(path, "fixed affine map" + with_activation, plan.reasons[module])
+
+
+def _functions_left(graph: Graph, kept: dict[nn.Module, str], forwards: TracedForwards) -> Iterator[Site]:
+    """Yield the functional batch normalizations that the folded network calls."""
+    scripted = any(is_scripted_norm(module) for module in kept)
+    for call in functional_norms(graph):
+        if scripted and isinstance(call.target, torch._ops.OpOverload):
+            continue  # inside a scripted module that is in the report itself
+        why = forwards.refused.get(call.path, "a functional batch_norm is no module to replace")
+        yield Site(call.path, "kept", BY_MINI_BATCH if call.argument(5, "training") else why)

@@ -30,11 +30,11 @@ def fold(
     """Fold a network's batch normalization into its weights and write it as ONNX or torch.export, checked.
 
     Args:
-        factory: what makes the network, looked for in the current folder too. Called without arguments it returns
-            the network, or the network and an example batch.
+        factory: the function that makes the network; its module may be in the current folder. Called without
+            arguments, it returns the network, or the network and an example batch.
         output: where to write: net.onnx or net.pt2.
         weights: a state dict to load: .safetensors, or .pt (read with weights_only).
-        input: the shape of an example batch, such as 1 3 224 224; not needed where the factory returns one.
+        input: the shape of an example batch, such as 1 3 224 224; not needed if the factory returns one.
         fixed_batch: write a network for the example's batch size only.
     """
     if output.suffix == ".onnx":
@@ -48,7 +48,7 @@ def fold(
         example = _example(net, input)
     if example is None:
         raise ValueError(f"{factory} returned a network without an example batch: give its shape, --input 1 3 224 224")
-    # In evaluation mode: folding was asked for by name, so there is no need to warn of training mode.
+    # In evaluation mode: the user asked for folding, so a warning about training mode would be noise.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         done = export(net.eval(), example, output, dynamic_batch=not fixed_batch)
@@ -86,7 +86,7 @@ def _check_call(factory: str, function: Any) -> None:
 
 
 def _example(net: nn.Module, shape: tuple[int, ...]) -> Tensor:
-    """Draw a batch of this shape that the network takes."""
+    """Draw a random batch of this shape and check that the network accepts it."""
     dtype = next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
     if min(shape) < 1:
         raise ValueError(f"--input {' '.join(map(str, shape))} is no shape of a batch: all sizes must be 1 or more")
@@ -125,7 +125,7 @@ def _read(path: Path) -> Any:
 
 
 def _difference(net: nn.Module, state: Mapping[str, Any]) -> str:
-    """Say by which entries a state dict differs from the network's, the first few by name."""
+    """Describe how a state dict differs from the network's, with the names of the first few entries."""
     expected = net.state_dict()
     kinds = {
         "not in the file": [k for k in expected if k not in state],

@@ -1,4 +1,4 @@
-"""Decide from the observed data flow which weights take in which batch normalization, exactly."""
+"""Decide from the observed data flow which weights can absorb which batch normalization exactly, and which cannot."""
 
 from __future__ import annotations
 
@@ -10,28 +10,36 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
-from ..graph import Call, Graph, Value
-from ..graph.kinds import MOVING, Affine, Convolution, Transposed, has_hooks, is_affine, plain_name
+from ..graph import Graph, TracedCall, Value
+from ..graph.kinds import MOVING, Affine, Convolution, Transposed, has_hooks, is_affine, keeps_torch_forward, plain_name
 from ..layers import BatchNorm
 from .affine import Map, map_of
-from .match import Refusal, feature_shape, match_down, match_up
+
+FUNCTIONS = ("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+OWN_FORWARD = "has its own forward"
+BY_MINI_BATCH = "it keeps no running statistics and normalizes by the mini-batch in evaluation too"
+
+
+class Refusal(Exception):
+    """Say why a batch normalization cannot go into some weights."""
 
 
 @dataclass
-class Plan:
-    """Hold what becomes of each module: maps that affine layers take in, and maps that stay."""
+class FoldPlan:
+    """Hold what becomes of each module: maps that affine layers absorb, and maps that remain."""
 
     before: dict[nn.Module, Map] = field(default_factory=dict)
     after: dict[nn.Module, Map] = field(default_factory=dict)
     remaining: dict[TorchBatchNorm, Map] = field(default_factory=dict)
     gone: dict[TorchBatchNorm, list[nn.Module]] = field(default_factory=dict)
-    """The layers whose map went into other modules, with these."""
+    """The layers whose map went into other modules, with those modules."""
     reasons: dict[TorchBatchNorm, str] = field(default_factory=dict)
+    """Why maps remain."""
 
 
-def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> Plan:
-    """Fold each layer into what produces its input, else into what consumes its output, else let it stay."""
-    plan = Plan()
+def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> FoldPlan:
+    """Fold each layer into the producer of its input, else into the consumers of its output, else keep its map."""
+    plan = FoldPlan()
     order = {call.module: i for i, call in reversed(list(enumerate(graph.calls)))}
     for layer in sorted(layers, key=lambda m: order.get(m, -1)):
         try:
@@ -47,25 +55,58 @@ def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> Plan:
     return plan
 
 
+def reason_to_keep(module: nn.Module, graph: Graph) -> str:
+    """Say why a batch normalization cannot become a fixed affine map; "" if it can, or if the module is none."""
+    if is_scripted_norm(module):
+        return "it is scripted; fold the network before torch.jit"
+    if not isinstance(module, TorchBatchNorm):
+        return ""
+    if has_hooks(module):
+        return "it has hooks, which would see other values"
+    ours = isinstance(module, BatchNorm) and type(module).forward is BatchNorm.forward and "forward" not in vars(module)
+    if not (ours or keeps_torch_forward(module)):
+        return f"{type(module).__name__} {OWN_FORWARD}"
+    if module.running_mean is None or module.running_var is None:
+        return BY_MINI_BATCH
+    if not map_of(module).is_finite:
+        return "its statistics or parameters are not finite numbers"
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        for reader in graph.readers_of(tensor):
+            return f"its {name} is also read by {reader}"
+    return ""
+
+
+def is_scripted_norm(module: nn.Module) -> bool:
+    """Say whether a module is a batch normalization that torch.jit compiled."""
+    return isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in getattr(module, "original_name", "")
+
+
+def functional_norms(graph: Graph) -> list[TracedCall]:
+    """Return the functional calls that normalize data (not weights), one for each set of parameters of a module."""
+    calls = [call for call in graph.functions(*FUNCTIONS) if graph.follows_input(call.inputs[0])]
+    return list({(call.path, *call.inputs[1:]): call for call in calls}.values())
+
+
+def modules_that_normalize(net: nn.Module, graph: Graph) -> list[str]:
+    """Return the paths of the modules whose own forward contains a batch normalization."""
+    layers = [name for name, module in net.named_modules() if OWN_FORWARD in reason_to_keep(module, graph)]
+    return [*layers, *(call.path for call in functional_norms(graph))]
+
+
 def has_nonlinear_part(graph: Graph, layer: TorchBatchNorm) -> bool:
     """Say whether a layer of this library does more in its calls than scale and shift."""
-    return isinstance(layer, BatchNorm) and (layer.activation.name != "identity" or has_extras(graph, layer))
+    return isinstance(layer, BatchNorm) and (layer.activation.name != "identity" or graph.has_extra_inputs(layer))
 
 
-def has_extras(graph: Graph, layer: TorchBatchNorm) -> bool:
-    """Say whether a layer is called with a residual or a mask."""
-    return any(len(call.inputs) > 1 for call in graph.calls_of(layer))
-
-
-def _fold_up(graph: Graph, plan: Plan, layer: TorchBatchNorm) -> None:
+def _fold_up(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
     sources: dict[nn.Module, Tensor] = {}
-    reached: set[Call] = set()
+    reached: set[TracedCall] = set()
     if not graph.calls_of(layer):
         raise Refusal("not called on the example")
     for call in graph.calls_of(layer):
         source, moves = _source(plan, graph, call)
         assert source.module is not None
-        index = match_up(source, moves, call, layer)
+        index = _match_up(source, moves, call, layer)
         if source.module in sources and not torch.equal(sources[source.module], index):
             raise Refusal(f"the calls of {source} arrange its features differently")
         sources[source.module] = index
@@ -81,17 +122,17 @@ def _fold_up(graph: Graph, plan: Plan, layer: TorchBatchNorm) -> None:
     plan.gone[layer] = list(sources)
 
 
-def _fold_down(graph: Graph, plan: Plan, layer: TorchBatchNorm) -> None:
+def _fold_down(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
     if has_nonlinear_part(graph, layer):
         raise Refusal("it applies a nonlinearity, a residual or a mask itself")
     sinks: dict[nn.Module, Tensor] = {}
-    reached: set[Call] = set()
+    reached: set[TracedCall] = set()
     for call in graph.calls_of(layer):
         for writer in (c for c in call.argument(0, "input").consumers if c.writes):
             raise Refusal(f"{writer} changes its input in place, which its output would then share")
         for sink, moves in _sinks(plan, layer, call.outputs[0], []):
             assert sink.module is not None
-            index = match_down(call, moves, sink, layer)
+            index = _match_down(call, moves, sink, layer)
             if sink.module in sinks and not torch.equal(sinks[sink.module], index):
                 raise Refusal(f"the calls of {sink} arrange its features differently")
             sinks[sink.module] = index
@@ -108,10 +149,10 @@ def _fold_down(graph: Graph, plan: Plan, layer: TorchBatchNorm) -> None:
     plan.gone[layer] = list(sinks)
 
 
-def _source(plan: Plan, graph: Graph, call: Call) -> tuple[Call, list[Call]]:
-    """Walk up from a layer's input to the affine call that alone makes it, through calls that only move elements."""
+def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall, list[TracedCall]]:
+    """Walk up from a layer's input, through calls that only move elements, to the affine call that produces it."""
     value: Value = call.argument(0, "input")
-    moves: list[Call] = []
+    moves: list[TracedCall] = []
     reader = call
     while True:
         producer = value.producer
@@ -134,8 +175,10 @@ def _source(plan: Plan, graph: Graph, call: Call) -> tuple[Call, list[Call]]:
         reader = producer
 
 
-def _sinks(plan: Plan, layer: TorchBatchNorm, value: Value, moves: list[Call]) -> Iterator[tuple[Call, list[Call]]]:
-    """Walk down from a layer's output to the affine calls that are all that reads it."""
+def _sinks(
+    plan: FoldPlan, layer: TorchBatchNorm, value: Value, moves: list[TracedCall]
+) -> Iterator[tuple[TracedCall, list[TracedCall]]]:
+    """Walk down from a layer's output to the affine calls that consume it; refuse if anything else does."""
     if value.escapes:
         raise Refusal("its output leaves the network")
     for reader in value.consumers:
@@ -149,7 +192,7 @@ def _sinks(plan: Plan, layer: TorchBatchNorm, value: Value, moves: list[Call]) -
             raise Refusal(f"its output goes to {reader}")
 
 
-def _check_every_call(graph: Graph, module: nn.Module, reached: set[Call]) -> None:
+def _check_every_call(graph: Graph, module: nn.Module, reached: set[TracedCall]) -> None:
     for call in graph.calls_of(module):
         if call not in reached:
             raise Refusal(f"{call} is also called where this layer has no part")
@@ -167,7 +210,7 @@ def _check_free(graph: Graph, module: nn.Module) -> None:
 
 
 def _check_borders(module: nn.Module, before: Map) -> None:
-    """A shift reaches every output alike only where no kernel looks over the border of its input."""
+    """Refuse a shift that a kernel would see only in part, at the border of its input."""
     if not bool(before.shift.any()):
         return
     name = type(module).__name__
@@ -181,4 +224,75 @@ def _check_borders(module: nn.Module, before: Map) -> None:
 
 
 def _features(module: nn.Module, v: Tensor) -> tuple[int, ...]:
-    return tuple(v.shape) if isinstance(module, Affine) else feature_shape(module)
+    return tuple(v.shape) if isinstance(module, Affine) else _feature_shape(module)
+
+
+# Calls that only move elements may lie between a batch normalization and the affine layer beside it. Replaying them on
+# tensors of feature numbers shows where each feature goes, whatever the code between does with shapes.
+
+
+def _match_up(source: TracedCall, moves: list[TracedCall], call: TracedCall, layer: TorchBatchNorm) -> Tensor:
+    """Return which of the layer's features each feature of the source becomes."""
+    assert source.module is not None
+    origin, target = source.outputs[0].shape, call.argument(0, "input").shape
+    dims = _feature_dims(source.module, len(origin))
+    kept = _feature_dims(layer, len(target))
+    if not moves and dims == kept:
+        return torch.arange(prod(origin[d] for d in dims))
+    features = _replayed(_numbered(origin, dims), moves)
+    return _function_of(features, _numbered(target, kept), prod(origin[d] for d in dims))
+
+
+def _match_down(call: TracedCall, moves: list[TracedCall], sink: TracedCall, layer: TorchBatchNorm) -> Tensor:
+    """Return which of the layer's features each input feature of the sink is."""
+    assert sink.module is not None
+    origin, target = call.outputs[0].shape, sink.inputs[0].shape
+    dims = _feature_dims(layer, len(origin))
+    kept = _feature_dims(sink.module, len(target))
+    if not moves and dims == kept:
+        return torch.arange(prod(origin[d] for d in dims))
+    features = _replayed(_numbered(origin, dims), moves)
+    return _function_of(_numbered(target, kept), features, prod(target[d] for d in kept))
+
+
+def _function_of(inner: Tensor, outer: Tensor, size: int) -> Tensor:
+    """Return f with f[inner] = outer everywhere; refuse if there is none."""
+    if inner.shape != outer.shape:
+        raise Refusal("the shapes between the two do not match")
+    index = torch.zeros(size, dtype=torch.long)
+    index[inner.flatten()] = outer.flatten()
+    if not torch.equal(index[inner], outer):
+        raise Refusal("it does not normalize the features of the affine layer beside it, but another dimension")
+    return index
+
+
+def _replayed(x: Tensor, moves: list[TracedCall]) -> Tensor:
+    for move in moves:
+        try:
+            x = move.replay(x.contiguous())
+        except Exception as error:
+            raise Refusal(f"{move} cannot be replayed on another tensor ({error})") from error
+        if not isinstance(x, Tensor):
+            raise Refusal(f"{move} returns more than a tensor")
+    return x
+
+
+def _numbered(shape: tuple[int, ...], dims: list[int]) -> Tensor:
+    """Return a tensor in which each element is the number of its feature."""
+    sizes = [n if d in dims else 1 for d, n in enumerate(shape)]
+    return torch.arange(prod(sizes)).reshape(sizes).expand(shape)
+
+
+def _feature_dims(module: nn.Module, rank: int) -> list[int]:
+    if isinstance(module, nn.Linear):
+        return [rank - 1]
+    if isinstance(module, Convolution | Transposed):
+        return [rank - 1 - len(module.kernel_size)]
+    return [1 + d for d in range(len(_feature_shape(module)))]
+
+
+def _feature_shape(layer: nn.Module) -> tuple[int, ...]:
+    """Return the shape of one set of a layer's statistics."""
+    assert isinstance(layer, TorchBatchNorm)
+    assert layer.running_mean is not None
+    return tuple(layer.running_mean.shape)

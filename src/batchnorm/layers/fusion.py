@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from ..graph import Call, Graph
+from ..graph import Graph, TracedCall
 from ..graph.holders import Holder, holders, is_plain_identity, next_in_order, runs_in_order, runs_its_graph
 from ..graph.kinds import has_hooks
 from ..graph.rewrite import is_quiet
@@ -99,7 +99,7 @@ def activations_after(
     return found, refused
 
 
-def _only_activation(layer: nn.Module, calls: list[Call]) -> tuple[nn.Module | None, str]:
+def _only_activation(layer: nn.Module, calls: list[TracedCall]) -> tuple[nn.Module | None, str]:
     if not calls:
         return None, "not called on the example"
     if has_hooks(layer):
@@ -128,7 +128,7 @@ def _only_activation(layer: nn.Module, calls: list[Call]) -> tuple[nn.Module | N
     return module, ""
 
 
-def _other_code(net: nn.Module, calls: list[Call]) -> str:
+def _other_code(net: nn.Module, calls: list[TracedCall]) -> str:
     """Say whose code calls the layer or its activation, unless it can call them in one order only."""
     for call in calls:
         consumer = call.outputs[0].sole_consumer

@@ -1,11 +1,16 @@
-"""The statistics of a mini-batch, (count, mean, var), and how those of several batches merge into one."""
+"""The moments of a mini-batch, (count, mean, var): compute them, merge them, average them over many batches."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+CHUNK = 64
+"""How many mini-batches a :class:`MomentAccumulator` holds before it copies their moments to the CPU."""
 
 
 class Moments(NamedTuple):
@@ -20,12 +25,12 @@ class Moments(NamedTuple):
 
     @property
     def unbiased_var(self) -> Tensor:
-        """The estimate m/(m-1) sigma_B^2 of the population variance; 0 where m < 2."""
+        """The estimate m/(m-1) sigma_B^2 of the population variance; 0 if m < 2."""
         return self.var * (self.count / (self.count - 1).clamp(min=1))
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """Return the type in which statistics of ``x`` are kept: at least float32."""
+    """Return the type to keep the statistics of ``x`` in: at least float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -34,13 +39,15 @@ def batch_moments(
 ) -> tuple[Moments, Tensor]:
     """Return the moments of ``x`` over ``dims`` (kept as ones) and the centred values x - mu_B, in at least float32.
 
-    ``mean_dtype`` asks for the mean in another type than the rest.
+    The mean is computed in two parts, mu = hi + lo, where lo is the mean of x - hi: x - hi is exact for values near
+    their mean, so no precision is lost even when the mean is a million standard deviations.
 
-    ``mask`` has the shape of ``x`` with a one for the features; where it is False, x counts for nothing and the
-    centred value is 0.
-
-    The mean is found in two parts, mu = hi + lo with lo the mean of x - hi: x - hi is exact for values near
-    their mean, so nothing is lost when the mean is a million standard deviations.
+    Args:
+        x: the mini-batch.
+        dims: the dimensions to average over.
+        mask: of the shape of ``x``, with a one for the features; where it is False, x is ignored and the centred value
+            is 0.
+        mean_dtype: the type of the mean, if it should differ from the rest.
 
     Paper: Alg. 1, l. 1-2
     """
@@ -51,7 +58,7 @@ def batch_moments(
             m *= x.shape[d]
         count = torch.full((), m, dtype=x.dtype, device=x.device)
     else:
-        # `where` and not a product: what lies in masked positions may be inf or NaN.
+        # `where`, not a product: masked positions may hold inf or NaN.
         x = torch.where(mask, x, 0)
         count = mask.sum(dtype=x.dtype)
     total = count.clamp(min=1)
@@ -73,7 +80,7 @@ def merge(parts: Moments) -> Moments:
     """Merge moments stacked along their first dimension into those of all their samples together.
 
     mean = sum(m_b mean_b) / sum(m_b) and m var = sum(m_b var_b) + sum(m_b (mean_b - mean)^2). Empty parts
-    (count 0) count for nothing, whatever their mean and variance hold.
+    (count 0) are ignored, even if their mean or variance is NaN.
 
     >>> a = Moments(torch.tensor([2.0, 3.0]), torch.tensor([0.0, 10.0]), torch.tensor([1.0, 1.0]))
     >>> merge(a)
@@ -86,10 +93,103 @@ def merge(parts: Moments) -> Moments:
     seen = counts > 0
     weight = counts / count.clamp(min=1)
     means = torch.where(seen, parts.mean, 0)
-    # Relative to one of the parts, so that a large common mean does not cost digits of the differences.
+    # Relative to one of the parts, so that a large common mean costs no precision.
     base = means[parts.count.argmax()].detach()
     delta = torch.where(seen, means - base, 0)
     shift = (weight * delta).sum(0)
     between = (weight * (delta - shift).square()).sum(0)
     within = (weight * torch.where(seen, parts.var, 0)).sum(0)
     return Moments(count, base + shift, within + between)
+
+
+@dataclass(frozen=True)
+class AveragedMoments:
+    """Hold averages over mini-batches B, each weighted by its size m_B, in float64 on the CPU.
+
+    Paper: Alg. 2, l. 10
+    """
+
+    batches: int
+    count: float
+    """The sum of all m_B."""
+    mean: Tensor
+    """E_B[mu_B]"""
+    var: Tensor
+    """E_B[sigma_B^2]"""
+    mean_spread: Tensor
+    """E_B[(mu_B - E_B[mu_B])^2]"""
+    var_spread: Tensor
+    """E_B[(sigma_B^2 - E_B[sigma_B^2])^2]"""
+
+
+class MomentAccumulator:
+    """Average the moments of mini-batches, one chunk of batches at a time, so that adding a batch is cheap.
+
+    Args:
+        unbiased: whether the variances that are added are m/(m-1) sigma_B^2, as layers keep them.
+
+    >>> moments = MomentAccumulator()
+    >>> moments.add(8, torch.tensor([0.0]), torch.tensor([0.0]))
+    >>> moments.add(2, torch.tensor([10.0]), torch.tensor([0.0]))
+    >>> averages = moments.averages()
+    >>> float(averages.mean), float(averages.var + averages.mean_spread)
+    (2.0, 16.0)
+
+    Paper: Alg. 2, l. 10
+    """
+
+    def __init__(self, *, unbiased: bool = False) -> None:
+        self._unbiased = unbiased
+        self._pending: list[tuple[Tensor | int, Tensor, Tensor]] = []
+        self._averages: AveragedMoments | None = None
+
+    def add(self, count: Tensor | int, mean: Tensor, var: Tensor) -> None:
+        """Add one mini-batch: the number of values, and for each feature their mean and variance."""
+        self._pending.append((count, mean, var))
+        if len(self._pending) >= CHUNK:
+            self._merge_pending()
+
+    def averages(self) -> AveragedMoments | None:
+        """Return the averages over all mini-batches that had values; None if there were none."""
+        if self._pending:
+            self._merge_pending()
+        return self._averages
+
+    def _merge_pending(self) -> None:
+        counts, *moments = zip(*self._pending, strict=True)
+        self._pending = []
+        m = torch.tensor([float(c) for c in counts], dtype=torch.float64)
+        means, variances = (torch.stack(column).cpu().double()[m > 0] for column in moments)
+        m = m[m > 0]  # an empty batch has no moments
+        if len(m) == 0:
+            return
+        if self._unbiased:
+            variances = variances * _column((m - 1) / m, variances)
+        zeros = torch.zeros_like(means)
+        self._averages = merge_averages([self._averages, _average(len(m), m, means, variances, zeros, zeros)])
+
+
+def merge_averages(parts: Iterable[AveragedMoments | None]) -> AveragedMoments | None:
+    """Merge averages over different mini-batches, for example those of other ranks; None if all of them are None."""
+    present = [part for part in parts if part is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    columns = ([getattr(part, name) for part in present] for name in ("mean", "var", "mean_spread", "var_spread"))
+    m = torch.tensor([part.count for part in present], dtype=torch.float64)
+    return _average(sum(part.batches for part in present), m, *map(torch.stack, columns))
+
+
+def _average(
+    batches: int, m: Tensor, means: Tensor, variances: Tensor, mean_spreads: Tensor, var_spreads: Tensor
+) -> AveragedMoments:
+    weight = _column(m / m.sum(), means)
+    # Relative to the first, so that a large common mean costs no precision.
+    mean = means[0] + (weight * (means - means[0])).sum(0)
+    var = (weight * variances).sum(0)
+    mean_spread = (weight * (mean_spreads + (means - mean).square())).sum(0)
+    var_spread = (weight * (var_spreads + (variances - var).square())).sum(0)
+    return AveragedMoments(batches, float(m.sum()), mean, var, mean_spread, var_spread)
+
+
+def _column(v: Tensor, like: Tensor) -> Tensor:
+    return v.reshape(-1, *[1] * (like.dim() - 1))

@@ -1,4 +1,4 @@
-"""N to N_tr: put batch normalization into a network, and exchange the kind it has."""
+"""N to N_tr: insert batch normalization into a network, or replace the kind it has."""
 
 from .convert import convert
 from .insert import insert

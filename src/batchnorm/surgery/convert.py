@@ -1,4 +1,4 @@
-"""Exchange ``torch.nn``'s batch normalization for this library's, and fuse the sums and activations after it."""
+"""Replace ``torch.nn``'s batch normalization by this library's, and fuse the sums and activations after it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.nn.utils import parametrize
 
 from .. import network_call
-from ..graph import Graph
+from ..graph import Graph, trace_modes
 from ..graph.holders import runs_in_order
-from ..graph.rewrite import Rewritten, arguments_in, despite_global_hooks, restore_, rewrite_
+from ..graph.rewrite import Rewritten, arguments_in, restore_, rewrite_
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Sync
-from ..layers.fusion import Fused as Placeholder
-from ..layers.fusion import activations_after, takes_activation
+from ..layers.fusion import Fused, activations_after, takes_activation
 from ..layers.norm_act import NormAct, is_norm_act, joined
 from ..layers.statistics import Statistics
-from ..network_copy import Memo, exchange
+from ..network_copy import Memo, copy_with
 from ..ops import Activation
 from ..ops.activation import as_activation
-from ..verb_report import Report, Site, attach
-from .check import compare_autocast, compare_gradients
-from .counterparts import OURS, OWN, THEIRS, compare, has_extras, move_state, notes_on, traces
-from .fusion_report import Count, Fused, count, describe, fused_in, headline
+from ..verb_report import NO_TRAINING, Site, VerbReport, attach
+from .fusion_report import Count, Fusions, count, describe, fused_in, headline
+from .verify_conversion import verify_conversion
 
+OURS: dict[type, type[BatchNorm]] = {
+    nn.BatchNorm1d: BatchNorm1d,
+    nn.BatchNorm2d: BatchNorm2d,
+    nn.BatchNorm3d: BatchNorm3d,
+}
+THEIRS: dict[type, type[TorchBatchNorm]] = {ours: theirs for theirs, ours in OURS.items()}
+# The attributes that only layers of this library have.
+OWN = ("activation", "statistics", "on_single", "_frozen", "_ranks_checked")
 BY_DIMENSIONS = {2: BatchNorm1d, 3: BatchNorm1d, 4: BatchNorm2d, 5: BatchNorm3d}
 
 
@@ -41,16 +47,16 @@ def convert(
 ) -> nn.Module:
     """Return the network with this library's layers in place of ``torch.nn``'s, and what follows them fused.
 
-    ``BatchNorm1d/2d/3d``, ``SyncBatchNorm`` and timm's ``BatchNormAct2d`` are exchanged; parameters, statistics, hooks,
+    ``BatchNorm1d/2d/3d``, ``SyncBatchNorm`` and timm's ``BatchNormAct2d`` are replaced; parameters, statistics, hooks,
     sharing, modes, devices and types stay. Anything else (a subclass, a patched forward, a parametrization) is refused
     and stays as it is, and calls of ``F.batch_norm`` are listed.
 
-    An activation, and a sum with a tensor of the same shape, go into the call of the layer before them, whether they
-    are modules, functions, methods or operators, in place or not. Each module whose forward holds such a pattern is
-    traced with ``torch.fx``, its children as leaves, and becomes an instance of a generated subclass of its class. The
-    new forward runs if everything that the trace depended on is the same: mode, absent arguments, attributes, hooks.
-    Otherwise the original forward runs. In networks made of nothing but ``Sequential`` the layers themselves take in
-    the activation modules.
+    An activation, and a sum with a tensor of the same shape, are fused into the call of the layer before them, whether
+    they are modules, functions, methods or operators, in place or not. Each module whose forward contains such a
+    pattern is traced with ``torch.fx``, its children as leaves, and becomes an instance of a generated subclass of its
+    class. The new forward runs if everything that the trace depended on is the same: mode, absent arguments,
+    attributes, hooks. Otherwise the original forward runs. In networks made only of ``Sequential`` the layers
+    themselves apply the activations.
 
     Outputs, running statistics and gradients for ``example`` are compared in both modes. ``net`` is not changed.
     :func:`revert` undoes it all.
@@ -61,14 +67,14 @@ def convert(
 
     Args:
         net: any network.
-        example: a batch; with at least two examples training mode is looked at too.
+        example: a batch; with at least two examples training mode is traced too.
         forward: how to call the network, if the rule for batches does not fit.
-        rewrite: False exchanges modules only. An activation module is then fused if a ``Sequential`` calls it after the
+        rewrite: False only replaces modules. An activation module is then fused if a ``Sequential`` calls it after the
             layer and nothing else refers to either; code must not call children of that ``Sequential`` by themselves.
         statistics: where every layer's statistics come from: ``Sync()``, ``Ghost(size)``, ``Renorm()``.
 
     Returns:
-        The network with a ``report``: how many layers are fused, each layer, what was done, and what was not, and why.
+        The network with a ``report``: how many layers are fused, what was done with each layer, and why not more.
 
     Raises:
         ValueError: if the converted network computes something else.
@@ -82,32 +88,32 @@ def convert(
     """
     if statistics is not None and (isinstance(statistics, type) or not hasattr(statistics, "batch_norm")):
         raise TypeError(f"statistics must be a value such as Sync(), Ghost(32) or Renorm(), not {statistics!r}")
-    graphs = traces(net, example, forward)
+    graphs = trace_modes(net, example, forward)
     modes = dict(zip((False, True), graphs, strict=False))
     layers, refused = _convertible(net, graphs[0])
     fused, unfused = activations_after(net, graphs, [m for m in layers if _has_room(m, graphs)])
     if rewrite:
-        # In a Sequential that the user's code holds, which may call its children by themselves, rewriting is sound.
+        # The user's code may call the children of a Sequential that it holds; there only rewriting is sound.
         fused = {layer: activation for layer, activation in fused.items() if _is_all_in_order(net, layer)}
     makers: dict[nn.Module, Any] = {
         layer: partial(_ours, layer, kind, as_activation(fused.get(layer))) for layer, kind in layers.items()
     }
     for activation in set(fused.values()):
         makers[activation] = partial(_fused, activation, [m for m, a in fused.items() if a is activation])
-    result = exchange(net, makers)
+    result = copy_with(net, makers)
     restore_(result)
     done: dict[str, Rewritten] = {}
-    notes = [*notes_on(graphs)]
+    notes = [NO_TRAINING] if len(graphs) == 1 else []
     if rewrite:
         calls = {mode: arguments_in(result, example, forward, training=mode) for mode in modes}
         done = rewrite_(result, calls, takes_activation)
     try:
-        error = _check(net, result, example, forward, modes=len(graphs))
+        error = verify_conversion(net, result, example, forward, modes=len(graphs))
     except Exception as problem:
         if not restore_(result):
             raise
-        # Without the rewriting the network may well be right.
-        error = _check(net, result, example, forward, modes=len(graphs))
+        # The network may be right without the rewritten forwards.
+        error = verify_conversion(net, result, example, forward, modes=len(graphs))
         done = dict.fromkeys(done, Rewritten({}, dict.fromkeys(modes, f"rewritten, {problem}")))
         notes.append(f"no module was rewritten: rewritten, {problem}")
     if statistics is not None:
@@ -121,20 +127,11 @@ def convert(
     sites = list(_sites(net, layers, refused, counts, unfused, done, graphs))
     if not _changes(net, result):
         notes.append("nothing changed: the network was converted already")
-    return attach(result, Report("convert", tuple(sites), error, tuple(notes), headline(counts)))
-
-
-def _check(net: nn.Module, result: nn.Module, example: Any, forward: network_call.Forward | None, modes: int) -> float:
-    with despite_global_hooks():
-        error = compare(net, result, example, forward, modes)
-        for training in (False, True)[:modes]:
-            compare_gradients(net, result, example, forward, training)
-            compare_autocast(net, result, example, forward, training)
-    return error
+    return attach(result, VerbReport("convert", tuple(sites), error, tuple(notes), headline(counts)))
 
 
 def _is_all_in_order(net: nn.Module, layer: nn.Module) -> bool:
-    """Say whether nothing but Sequentials holds a layer, from the network down."""
+    """Say whether only Sequentials contain a layer, from the network down."""
     return all(runs_in_order(m) for m in net.modules() if m is not layer and layer in set(m.modules()))
 
 
@@ -149,7 +146,7 @@ def _sites(
     net: nn.Module,
     layers: dict[TorchBatchNorm, type[BatchNorm]],
     refused: dict[nn.Module, str],
-    counts: list[tuple[Count, Fused]],
+    counts: list[tuple[Count, Fusions]],
     unfused: dict[nn.Module, str],
     done: dict[str, Rewritten],
     graphs: list[Graph],
@@ -206,9 +203,9 @@ def _convertible(net: nn.Module, graph: Graph) -> tuple[dict[TorchBatchNorm, typ
 
 
 def _has_room(layer: nn.Module, graphs: list[Graph]) -> bool:
-    """Say whether an activation could still go into the layer."""
+    """Say whether an activation could still be fused into the layer."""
     applies_one = isinstance(layer, BatchNorm) and layer.activation.name != "identity"
-    return not applies_one and not has_extras(layer, graphs)
+    return not applies_one and not any(graph.has_extra_inputs(layer) for graph in graphs)
 
 
 def _ours(layer: TorchBatchNorm, kind: type[BatchNorm], activation: Activation, memo: Memo) -> nn.Module:
@@ -231,6 +228,12 @@ def _ours(layer: TorchBatchNorm, kind: type[BatchNorm], activation: Activation, 
     return new
 
 
+def move_state(old: nn.Module, new: nn.Module, memo: Memo) -> None:
+    """Give ``new`` everything that ``old`` holds: tensors, hooks, mode, and attributes that users set."""
+    memo[id(old)] = new  # before copying: a hook may be a method of the layer itself
+    vars(new).update(copy.deepcopy(vars(old), memo))
+
+
 def _fused(activation: nn.Module, layers: list[nn.Module], memo: Memo) -> nn.Module:
-    # Layers are exchanged before activations, so the memo has them.
-    return Placeholder(copy.deepcopy(activation, memo), [memo[id(layer)] for layer in layers])
+    # Layers are replaced before activations, so the memo has them.
+    return Fused(copy.deepcopy(activation, memo), [memo[id(layer)] for layer in layers])

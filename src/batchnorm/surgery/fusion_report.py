@@ -1,4 +1,4 @@
-"""What became of each batch normalization: which feed an activation or a sum, and which of these are one call now."""
+"""Count the batch normalizations that feed an activation or a sum, and those that are fused with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
-from ..graph import Call, Graph
+from ..graph import Graph, TracedCall
 from ..graph.holders import is_plain_identity
 from ..graph.kinds import NONLINEAR, plain_name
 from ..graph.patterns import Fusion
@@ -18,7 +18,7 @@ from ..layers.norm_act import NormAct
 from ..ops import Activation
 from ..ops.activation import from_module, to_module
 
-Fused = dict[nn.Module, Fusion]
+Fusions = dict[nn.Module, Fusion]
 
 
 class Count(NamedTuple):
@@ -31,15 +31,15 @@ class Count(NamedTuple):
     sum: set[nn.Module]
 
 
-def fused_in(net: nn.Module, result: nn.Module, done: dict[str, Rewritten], training: bool) -> Fused:
-    """Return what each layer of the original network takes in, in one mode of the converted network."""
+def fused_in(net: nn.Module, result: nn.Module, done: dict[str, Rewritten], training: bool) -> Fusions:
+    """Return what each layer of the original network is fused with, in one mode of the converted network."""
     names = {module: name for name, module in net.named_modules()}
     rewritten = {
         f"{path}.{fusion.path}".lstrip("."): fusion
         for path, entry in done.items()
         for fusion in entry.fusions.get(training, ())
     }
-    found: Fused = {}
+    found: Fusions = {}
     for module, name in names.items():
         if isinstance(module, TorchBatchNorm):
             within = _own(result.get_submodule(name))
@@ -59,7 +59,7 @@ def _own(layer: nn.Module) -> Activation | None:
     return found if found is not None and found.name != "identity" else None
 
 
-def count(graph: Graph, fused: Fused) -> Count:
+def count(graph: Graph, fused: Fusions) -> Count:
     """Look at what reads the output of each batch normalization in one forward pass."""
     found = Count(set(), set())
     for call in graph.calls:
@@ -70,7 +70,7 @@ def count(graph: Graph, fused: Fused) -> Count:
             if producer is not None and isinstance(producer.module, TorchBatchNorm):
                 found.activation.add(producer.module)
             elif producer is not None and call.inputs[0].sole_consumer is call:
-                # Where both summands are BN outputs, one of them takes in the other and the activation.
+                # If both summands are BN outputs, one layer is fused with the other's output and the activation.
                 norms = list(_summands(producer))
                 found.activation.update([*(m for m in norms if m in fused), *reversed(norms)][:1])
     for call in graph.calls:
@@ -78,8 +78,8 @@ def count(graph: Graph, fused: Fused) -> Count:
     return found
 
 
-def _summands(call: Call) -> Iterator[nn.Module]:
-    """Yield the layers whose output goes into a sum and nowhere else."""
+def _summands(call: TracedCall) -> Iterator[nn.Module]:
+    """Yield the layers whose output goes only into a sum."""
     if plain_name(call.name) == "add" and call.module is None:
         for value in dict.fromkeys(call.inputs[:2]):
             module = value.producer.module if value.producer is not None else None
@@ -93,8 +93,8 @@ def _applies_one(layer: nn.Module) -> bool:
     return inside or (isinstance(layer, BatchNorm) and layer.activation.name != "identity")
 
 
-def headline(counts: list[tuple[Count, Fused]]) -> str:
-    """Say how many layers that feed an activation are fused in every mode that was looked at."""
+def headline(counts: list[tuple[Count, Fusions]]) -> str:
+    """Say how many of the layers that feed an activation are fused in every mode that was traced."""
     feeding = set[nn.Module]().union(*(c.activation for c, _ in counts))
     sums = set[nn.Module]().union(*(c.sum for c, _ in counts)) - feeding
     fused = {m for m in feeding if all(m in f for c, f in counts if m in c.activation)}
@@ -109,7 +109,7 @@ def headline(counts: list[tuple[Count, Fused]]) -> str:
 
 
 def describe(taken: list[Fusion | None]) -> str:
-    """Say what a layer takes in, in evaluation and in training: " with a residual and ReLU"."""
+    """Say what a layer is fused with, in evaluation and in training: " with a residual and ReLU"."""
     fusion = next((f for f in taken if f is not None), None)
     if fusion is None:
         return ""

@@ -5,19 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import network_call
-from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from ..graph import trace_modes
+from ..layers import BatchNorm, BatchNorm1d
 from ..layers.normalized import Normalized
-from ..network_copy import Memo, exchange
-from ..verb_report import Report, Site, attach
+from ..network_copy import Memo, copy_with, private_copy
+from ..ops.moments import MomentAccumulator, batch_moments
+from ..progress import progress
+from ..verb_report import NO_TRAINING, Site, VerbReport, attach
 from ..verify import verify
-from .counterparts import notes_on, traces
-from .identity_init import set_identity
+from .convert import BY_DIMENSIONS
 from .places import Candidate, Place, activation_places, affine_places
 
 Where = Iterable[str] | Callable[[str, nn.Module], bool]
@@ -36,31 +39,31 @@ def insert(
 ) -> nn.Module:
     """Return the network with a batch normalization between each affine layer and the nonlinearity that it feeds.
 
-    z = g(Wu + b) becomes z = g(BN(Wu)): the layer sits beside the Linear, convolution or transposed convolution in a
+    z = g(Wu + b) becomes z = g(BN(Wu)). The layer sits beside the Linear, convolution or transposed convolution in a
     small container (:class:`~batchnorm.layers.normalized.Normalized`: the state-dict entry ``conv.weight`` becomes
-    ``conv.affine.weight``, the new ones are ``conv.norm.*``), so it is found also where the nonlinearity is a function,
-    and where sums, joins or pools lie between. Its bias, which the mean would cancel, is dropped. Layers that feed no
+    ``conv.affine.weight``, the new ones are ``conv.norm.*``). This also works if the nonlinearity is a function, or if
+    sums, joins or pools lie between. The bias, which the mean would cancel, is dropped. Layers that feed no
     nonlinearity, such as the last one, are left alone. ``net`` is not changed.
 
     Args:
         net: any network.
-        example: a batch; a copy of the network is run on it in evaluation and, where that works, in training.
+        example: a batch; a copy of the network runs on it in evaluation and, if that works, in training.
         where: another subset of activations: the names of affine layers, or a predicate of name and module. With
             ``placement="after"``, of activation modules.
         init: "unit" is gamma = 1 and beta = 0. "identity" sets gamma = sqrt(Var[x] + eps) and beta = E[x] and the
             statistics likewise, from ``batches``, so that in evaluation the network computes what it computed.
-        batches: what "identity" takes the moments from.
+        batches: the data from which "identity" takes the moments.
         placement: "before" the nonlinearity, as in the paper, or "after" it (the standardization layer of Gulcehre &
-            Bengio, for comparison), where it has to be a module that is called once.
+            Bengio, for comparison), which has to be a module that is called once.
         per_activation: one gamma, beta and pair of statistics for each activation of a feature map.
-        forward: how to call the network, where the rule for batches does not fit.
+        forward: how to call the network, if the rule for batches does not fit.
 
     Returns:
         The network with a ``report``: each affine layer, whether a layer was inserted, and if not, why.
 
     Raises:
-        ValueError: for a name in ``where`` that cannot be normalized; where "identity" has no batches; or where the
-            network with "identity" computes something else.
+        ValueError: for a name in ``where`` that cannot be normalized; if "identity" has no batches; or if the network
+            with "identity" computes something else.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2))
     >>> normalized = insert(net, torch.randn(2, 4))
@@ -75,21 +78,21 @@ def insert(
         raise ValueError(f"init is 'unit' or 'identity', placement 'before' or 'after', not {init!r}, {placement!r}")
     if init == "identity" and batches is None:
         raise ValueError("init='identity' takes E[x] and Var[x] from data: give batches=")
-    graphs = traces(net, example, forward)
+    graphs = trace_modes(net, example, forward)
     find = affine_places if placement == "before" else activation_places
     places, sites = _select(find(net, graphs), where)
     norms = {place: _norm(place, per_activation) for place in places}
     if init == "identity":
-        set_identity(net, norms, batches or [], forward)
-    result = exchange(net, {place.module: partial(_make, place, norm) for place, norm in norms.items()})
+        _set_identity(net, norms, batches or [], forward)
+    result = copy_with(net, {place.module: partial(_make, place, norm) for place, norm in norms.items()})
     error = _compare(net, result, example, forward) if init == "identity" else None
     done = {place.path: Site(place.path, _describe(place, norm)) for place, norm in norms.items()}
     listed = tuple(done.get(site.path, site) for site in sites)
-    return attach(result, Report("insert", listed, error, notes_on(graphs)))
+    return attach(result, VerbReport("insert", listed, error, () if len(graphs) > 1 else (NO_TRAINING,)))
 
 
 def _select(candidates: Iterable[Candidate], where: Where | None) -> tuple[list[Place], list[Site]]:
-    """Choose among the candidates, and say of each what would be said if it is not chosen."""
+    """Choose among the candidates, and return the report entry of each in case it is not chosen."""
     if isinstance(where, str):
         where = [where]
     names = None if where is None or callable(where) else set(where)
@@ -121,10 +124,54 @@ def _select(candidates: Iterable[Candidate], where: Where | None) -> tuple[list[
 def _norm(place: Place, per_activation: bool) -> BatchNorm:
     features = place.features(per_activation)
     like = next(place.module.parameters(), torch.empty(0))
-    kinds = {2: BatchNorm1d, 3: BatchNorm1d, 4: BatchNorm2d, 5: BatchNorm3d}
-    kind = BatchNorm1d if place.features_last else kinds[len(place.shape)]
+    kind = BatchNorm1d if place.features_last else BY_DIMENSIONS[len(place.shape)]
     layer = kind(features if len(features) > 1 else features[0], device=like.device, dtype=like.dtype)
     return layer.train(place.module.training)
+
+
+def _set_identity(
+    net: nn.Module,
+    norms: dict[Place, BatchNorm],
+    batches: Iterable[Any],
+    forward: network_call.Forward | None,
+) -> None:
+    """Set gamma = sqrt(Var[x] + eps) and beta = E[x], and the running statistics to those of x without its bias.
+
+    Paper: Sec. 3, "could recover the original activations"
+    """
+    accumulators = {place: MomentAccumulator() for place in norms}
+    twin = private_copy(net).eval()
+    for place, accumulator in accumulators.items():
+        twin.get_submodule(place.path).register_forward_hook(partial(_measure, place, norms[place], accumulator))
+    device = network_call.device_of(net)
+    with torch.no_grad(), network_call.eagerly():
+        for batch in progress(batches, "measuring activations"):
+            network_call.call(twin, network_call.to_device(batch, device, copy=True), forward)
+    for place, accumulator in accumulators.items():
+        _set_from(place, norms[place], accumulator)
+
+
+def _measure(
+    place: Place, norm: BatchNorm, accumulator: MomentAccumulator, module: nn.Module, args: Any, out: Tensor
+) -> None:
+    x = out.flatten(0, -2) if place.features_last else out
+    moments, _ = batch_moments(x, [0, *range(1 + len(norm.features), x.dim())])
+    m = x.numel() // max(prod(norm.features), 1)
+    accumulator.add(m, moments.mean.reshape(norm.features), moments.var.reshape(norm.features))
+
+
+def _set_from(place: Place, norm: BatchNorm, accumulator: MomentAccumulator) -> None:
+    moments = accumulator.averages()
+    if moments is None:
+        raise ValueError(f"layer '{place.path}': no batch reaches it, so it has no moments to start from")
+    assert norm.running_mean is not None and norm.running_var is not None  # noqa: PT018
+    bias = torch.zeros(1) if place.bias is None else place.bias.detach().cpu().double()
+    with torch.no_grad():
+        norm.running_mean.copy_(moments.mean - bias.reshape(-1, *[1] * (moments.mean.dim() - 1)))
+        norm.running_var.copy_(moments.var + moments.mean_spread)
+        norm.bias.copy_(moments.mean)
+        # From the rounded value that evaluation divides by, so that both cancel.
+        norm.weight.copy_(torch.sqrt(norm.running_var.double() + norm.eps))
 
 
 def _make(place: Place, norm: BatchNorm, memo: Memo) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Find the activations to normalize: what affine layers compute, on its way to a nonlinearity."""
+"""Find the places to insert batch normalization: outputs of affine layers on their way to a nonlinearity."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..graph import Call, Graph, Value
+from ..graph import Graph, TracedCall, Value
 from ..graph.kinds import HANDING_ON, NONLINEAR, Affine, Convolution, Transposed, is_affine, plain_name
 from ..verb_report import Site
 
 FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-# In evaluation, unless someone watches, these hand the weights of their parts to one fused function.
+# In evaluation without hooks, these pass the weights of their children to one fused function.
 BYPASSING = (nn.TransformerEncoderLayer,)
 SCALING = frozenset({"mul", "div", "truediv", "multiply", "divide"})
 
@@ -51,7 +51,7 @@ class Place:
 
 
 class Candidate(NamedTuple):
-    """Hold a place, or None where there is no module; what to say where it is skipped; whether Alg. 2 takes it."""
+    """Hold a place (None if there is no module), its report entry if skipped, and whether it is chosen by default."""
 
     place: Place | None
     site: Site
@@ -59,15 +59,15 @@ class Candidate(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Hold the nonlinearities that a value reaches, the normalizations it meets first, and where else it ends."""
+    """Hold the calls that a value reaches first: nonlinearities, normalizations and others."""
 
-    nonlinear: list[Call]
-    normalized: list[Call]
-    elsewhere: list[Call]
+    nonlinear: list[TracedCall]
+    normalized: list[TracedCall]
+    elsewhere: list[TracedCall]
 
 
 def reach(values: list[Value]) -> Reach:
-    """Walk from values through sums, joins, pools and moves to what ends the affine part of the network.
+    """Walk from values through sums, joins, pools and moves to the calls that end the affine part of the network.
 
     >>> import torch
     >>> from batchnorm.graph import trace
@@ -101,7 +101,7 @@ def reach(values: list[Value]) -> Reach:
 def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
     """Yield each affine layer, in the order of calls; those that feed a nonlinearity are the default."""
     names = {module: name for name, module in net.named_modules()}
-    graph = graphs[-1]  # training, where it ran: it may have heads that evaluation has not
+    graph = graphs[-1]  # training if it ran: it may have heads that evaluation does not have
     bypassing = [m for m in names if isinstance(m, BYPASSING)]
     seen: set[nn.Module] = set()
     for call in graph.calls:
@@ -138,7 +138,7 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
 def activation_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
     """Yield each nonlinearity that an affine layer feeds, for a batch normalization after it."""
     graph = graphs[-1]
-    fed: dict[Call, bool] = {}
+    fed: dict[TracedCall, bool] = {}
     for call in graph.calls:
         if is_affine(call.module):
             for reached in reach(call.outputs).nonlinear:
@@ -153,7 +153,7 @@ def activation_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate
             yield Candidate(place, Site(call.path, "skipped"), default=True)
 
 
-def _reason_to_skip(calls: list[Call]) -> str:
+def _reason_to_skip(calls: list[TracedCall]) -> str:
     found = reach([value for call in calls for value in call.outputs])
     if found.nonlinear:
         return ""

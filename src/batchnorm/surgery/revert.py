@@ -1,4 +1,4 @@
-"""Exchange this library's batch normalization for ``torch.nn``'s."""
+"""Replace this library's batch normalization by ``torch.nn``'s: undo ``convert``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 from torch import nn
 
 from .. import network_call
-from ..graph import Graph
+from ..graph import Graph, trace_modes
 from ..graph.rewrite import restore_
 from ..layers import BatchNorm, Sync
 from ..layers.fusion import Fused
 from ..layers.norm_act import NormAct
-from ..network_copy import Memo, exchange
+from ..network_copy import Memo, copy_with
 from ..ops.activation import to_module
-from ..verb_report import Report, Site, attach
-from .counterparts import OWN, THEIRS, compare, has_extras, move_state, traces
+from ..verb_report import Site, VerbReport, attach
+from .convert import OWN, THEIRS, move_state
+from .verify_conversion import compare_outputs
 
 
 def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward | None = None) -> nn.Module:
@@ -35,17 +36,17 @@ def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward
         forward: how to call the network, if the rule for batches does not fit.
 
     Raises:
-        ValueError: if ``torch.nn`` has no equal (Ghost, Renorm, per activation, frozen statistics, ``on_single``, a
-            residual or a mask in the call), with each such layer and its reason; or if the outputs differ.
+        ValueError: if ``torch.nn`` has no equivalent for a layer (Ghost, Renorm, per activation, frozen statistics,
+            ``on_single``, a residual or a mask in the call), with the reasons; or if the outputs differ.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
     >>> import torch, batchnorm as bn
     >>> str(revert(bn.convert(net, torch.randn(2, 4)))) == str(net)
     True
 
-    Beyond the paper: for those who go on without this library.
+    Beyond the paper: for networks that must run without this library.
     """
-    graphs = [] if example is None else traces(net, example, forward)
+    graphs = [] if example is None else trace_modes(net, example, forward)
     names = {module: name for name, module in net.named_modules()}
     layers = [m for m in names if isinstance(m, BatchNorm)]
     reasons = {m: reason for m in layers if (reason := _reason_to_refuse(m, graphs))}
@@ -56,10 +57,10 @@ def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward
     elsewhere = {layer for marker in markers for layer in marker.layers}
     makers: dict[nn.Module, Any] = {m: partial(_theirs, m, m not in elsewhere) for m in layers}
     makers |= {marker: partial(copy.deepcopy, marker.activation) for marker in markers}
-    result = exchange(net, makers)
+    result = copy_with(net, makers)
     restore_(result)
-    error = compare(net, result, example, forward, modes=len(graphs)) if graphs else None
-    return attach(result, Report("revert", tuple(Site(names[m], "reverted") for m in layers), error))
+    error = compare_outputs(net, result, example, forward, modes=len(graphs)) if graphs else None
+    return attach(result, VerbReport("revert", tuple(Site(names[m], "reverted") for m in layers), error))
 
 
 def _reason_to_refuse(layer: BatchNorm, graphs: list[Graph]) -> str:
@@ -75,7 +76,8 @@ def _reason_to_refuse(layer: BatchNorm, graphs: list[Graph]) -> str:
         return f"on_single={layer.on_single!r}"
     if isinstance(layer, NormAct) and isinstance(layer.statistics, Sync):
         return "it is synchronized across ranks"
-    return "it is called with a residual or a mask" if has_extras(layer, graphs) else ""
+    extras = any(graph.has_extra_inputs(layer) for graph in graphs)
+    return "it is called with a residual or a mask" if extras else ""
 
 
 def _theirs(layer: BatchNorm, with_activation: bool, memo: Memo) -> nn.Module:

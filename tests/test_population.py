@@ -296,9 +296,10 @@ def test_a_layer_that_is_not_called_is_left_alone():
     assert [site.reason for site in report.left_alone] == ["not called on these batches"]
 
 
-def test_an_empty_batch_says_nothing():
+@pytest.mark.parametrize("upstream", ["batch", "population"])
+def test_an_empty_batch_says_nothing(upstream):
     net, x = bn.BatchNorm1d(3), torch.randn(6, 3)
-    report = bn.estimate_(net, [x[:0], x, x[:0]], rule="pooled")
+    report = bn.estimate_(net, [x[:0], x, x[:0]], rule="pooled", upstream=upstream)
     torch.testing.assert_close(net.running_mean, x.mean(0), rtol=1e-5, atol=1e-6)
     assert report.layers[0].batches == 1
 

@@ -1,4 +1,4 @@
-"""Check gradients, and outputs under autocast, of a converted network against the original's."""
+"""Verify a converted network against the original: outputs, running statistics, gradients, outputs under autocast."""
 
 from __future__ import annotations
 
@@ -8,16 +8,44 @@ import torch
 from torch import Tensor, nn
 
 from .. import network_call
-from ..network_copy import alone, private_copy, relative_error
+from ..graph.rewrite import despite_global_hooks
+from ..network_copy import isolated, outputs, private_copy, relative_error
+from ..verify import AMPLIFICATION, EXACT, TINY, verify
 
 Gradients = dict[str, Tensor]
 
-EXACT = 1e-6
-TINY = 1e-12
-AMPLIFICATION = 20.0
+
+def compare_outputs(
+    old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None, modes: int
+) -> float:
+    """Return the relative error of the outputs, the larger of evaluation and, with two modes, training.
+
+    Raises:
+        ValueError: if it is more than rounding can cause.
+    """
+    return max(
+        verify(old, new, example, forward, what="the exchanged network", training=training, same_weights=True)
+        for training in (False, True)[:modes]
+    )
 
 
-def compare_gradients(
+def verify_conversion(
+    old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None, modes: int
+) -> float:
+    """Compare outputs, gradients and outputs under autocast, in each mode, and return the outputs' relative error.
+
+    Raises:
+        ValueError: if they differ by more than rounding explains.
+    """
+    with despite_global_hooks():
+        error = compare_outputs(old, new, example, forward, modes)
+        for training in (False, True)[:modes]:
+            _compare_gradients(old, new, example, forward, training)
+            _compare_autocast(old, new, example, forward, training)
+    return error
+
+
+def _compare_gradients(
     old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None, training: bool
 ) -> None:
     """Compare the gradients of all parameters in float64, for a sum of the outputs with random weights.
@@ -36,7 +64,7 @@ def compare_gradients(
     name, error = _worst(now, was)
     if error <= EXACT:
         return
-    # A network may amplify rounding: see what becomes of a change of the weights that is larger than rounding.
+    # A network may amplify rounding: measure what a change of the weights does that is larger than rounding.
     noise = _worst(_gradients(old, example, forward, training, change=TINY), was)[1]
     if error > AMPLIFICATION * noise:
         raise ValueError(f"the gradient of '{name}' differs by {error:.2e} (relative)")
@@ -51,7 +79,7 @@ def _gradients(
         for p in twin.parameters() if change else ():
             p.mul_(1 + change * torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device))
     batch = network_call.to_device(example, network_call.device_of(net), copy=True, dtype=torch.float64)
-    with alone(net, twin), torch.enable_grad():
+    with isolated(net, twin), torch.enable_grad():
         found = [t for t in network_call.tensors_in(network_call.call(twin, batch, forward)) if t.requires_grad]
         torch.manual_seed(0)
         # Not randn_like, whose numbers depend on the strides.
@@ -61,7 +89,7 @@ def _gradients(
 
 
 def _worst(new: Gradients, old: Gradients) -> tuple[str, float]:
-    """Return where the relative error is largest; of what is 0 but for rounding, relative to the largest of all."""
+    """Return where the relative error is largest; gradients near 0 are compared relative to the largest gradient."""
     largest = max((float(g.abs().max()) for g in old.values() if g.numel()), default=0.0)
     errors = {"": 0.0}
     for name, gradient in old.items():
@@ -72,7 +100,7 @@ def _worst(new: Gradients, old: Gradients) -> tuple[str, float]:
     return name, errors[name]
 
 
-def compare_autocast(
+def _compare_autocast(
     old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None, training: bool
 ) -> None:
     """Compare outputs under bf16 autocast: types and shapes, and how far autocast moves them.
@@ -97,8 +125,5 @@ def compare_autocast(
 def _autocast(
     net: nn.Module, example: Any, forward: network_call.Forward | None, training: bool, enabled: bool = True
 ) -> Any:
-    twin = private_copy(net).train(training)
-    device = network_call.device_of(net)
-    batch = network_call.to_device(example, device, copy=True)
-    with alone(net, twin), torch.autocast(device.type, torch.bfloat16, enabled=enabled):
-        return network_call.call(twin, batch, forward)
+    with torch.autocast(network_call.device_of(net).type, torch.bfloat16, enabled=enabled):
+        return outputs(net, example, forward, training=training)

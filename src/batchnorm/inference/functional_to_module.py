@@ -1,0 +1,370 @@
+"""Turn functional batch normalization into modules, so that it can be folded.
+
+torch.fx traces code that normalizes by itself (a call of ``F.batch_norm``, a batch normalization subclass with its own
+forward). In the graph, modules replace the calls of ``batch_norm``, ``conv`` and ``linear`` whose parameters are fixed.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib import import_module
+from inspect import Parameter, signature
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+
+from .. import network_call
+from ..graph.kinds import is_affine, keeps_torch_forward
+from ..layers import BatchNorm
+from ..network_copy import private_copy
+
+aten = torch.ops.aten
+CONVOLUTIONS: dict[Any, Any] = {
+    **{F.conv1d: nn.Conv1d, F.conv2d: nn.Conv2d, F.conv3d: nn.Conv3d},
+    **{aten.conv1d.default: nn.Conv1d, aten.conv2d.default: nn.Conv2d, aten.conv3d.default: nn.Conv3d},
+}
+LINEAR = (F.linear, aten.linear.default)
+CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+BATCH_NORM_ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+BATCH_NORMS: dict[Any, tuple[str, ...]] = {
+    F.batch_norm: tuple(signature(F.batch_norm).parameters),
+    torch.batch_norm: BATCH_NORM_ARGUMENTS,
+    aten.batch_norm.default: BATCH_NORM_ARGUMENTS,
+}
+Arguments = dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]
+
+
+class AnyBatchNorm(TorchBatchNorm):
+    """Replace a functional batch normalization of input with any number of dimensions."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+
+class TracedForwards(NamedTuple):
+    """Hold the paths of modules that run a traced forward now, and the reasons why others do not."""
+
+    layers: set[str]
+    """Batch normalizations that had their own forward, and are plain modules now."""
+    modules: list[str]
+    refused: dict[str, str]
+
+
+NOTHING_TRACED = TracedForwards(set(), [], {})
+
+
+def as_graph_module(net: nn.Module) -> fx.GraphModule:
+    """Trace a whole network in evaluation mode and turn its functional calls into modules, a separate one for each.
+
+    Raises:
+        ValueError: if torch.fx cannot trace the network.
+    """
+    try:
+        if "forward" in vars(net):
+            raise ValueError("its forward is patched")
+        with _unchecked_shapes(net):
+            graph = _ForwardTracer(_keeps_its_forward).trace(net)
+    except Exception as error:
+        raise ValueError(
+            f"torch.fx cannot trace the network ({error}); fold it without traced=True, which runs any Python"
+        ) from error
+    traced = fx.GraphModule(net, graph)
+    seen: set[str] = set()
+    for node in list(graph.nodes):
+        if node.op == "call_module":
+            _give_own_module(traced, node, seen)
+    _call_modules(traced, graph, _equivalent_modules(traced, graph))
+    graph.lint()
+    traced.recompile()
+    return traced
+
+
+def trace_forwards_(
+    net: nn.Module, owners: list[str], example: Any, forward: network_call.Forward | None
+) -> TracedForwards:
+    """Trace the forward of each module that normalizes by itself, in place; the rest stays the user's Python.
+
+    The batch normalization becomes a child of the module. A module whose forward cannot be traced is traced as part of
+    its parent's, and so on up to the network.
+    """
+    traced = TracedForwards(set(), [], {})
+    modules = dict(net.named_modules())
+    calls = _observe(net, owners, example, forward)
+    for path in sorted(set(owners), key=lambda p: -p.count(".")):
+        at, inside = path, {modules[path]}
+        while True:
+            is_layer = isinstance(modules[at], TorchBatchNorm)
+            try:
+                with _unchecked_shapes(net):
+                    _trace_forward_(modules[at], inside, calls[at])
+                traced.layers.add(at) if is_layer else traced.modules.append(at)
+                traced.refused.pop(path, None)
+                break
+            except Exception as error:  # torch.fx runs the user's code on its own objects
+                reason = str(error).strip().partition("\n")[0] or type(error).__name__
+                traced.refused.setdefault(path, f"torch.fx cannot trace it: {reason}")
+            if not at:
+                break
+            at = at.rpartition(".")[0]
+            inside.add(modules[at])
+    return traced
+
+
+def _observe(net: nn.Module, owners: list[str], example: Any, forward: network_call.Forward | None) -> Arguments:
+    """Run the network and return the arguments of each owner and of the modules around it."""
+    calls: Arguments = defaultdict(list)
+    twin = private_copy(net)
+    around = {"", *owners}
+    for path in owners:
+        while path := path.rpartition(".")[0]:
+            around.add(path)
+
+    def note(path: str, module: nn.Module) -> None:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            calls[path].append((args, kwargs))
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    for path, module in twin.named_modules():
+        if path in around and not isinstance(module, torch.jit.ScriptModule):
+            note(path, module)
+    with torch.no_grad(), network_call.eagerly(), torch.random.fork_rng():
+        network_call.call(twin, network_call.to_device(example, network_call.device_of(net), copy=True), forward)
+    return calls
+
+
+class _ForwardTracer(fx.Tracer):
+    """Trace through the modules that are not leaves."""
+
+    def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
+        super().__init__()
+        self._is_leaf = is_leaf
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return self._is_leaf(m)
+
+
+def _keeps_its_forward(module: nn.Module) -> bool:
+    """Say whether a module runs the forward of ``torch.nn`` or, if it is a batch normalization, of this library."""
+    if isinstance(module, BatchNorm):
+        return type(module).forward is BatchNorm.forward
+    if isinstance(module, TorchBatchNorm):
+        return keeps_torch_forward(module)
+    return fx.Tracer().is_leaf_module(module, "")
+
+
+@contextmanager
+def _unchecked_shapes(net: nn.Module) -> Iterator[None]:
+    """Disable the layers' checks of their input's shape, whose branches torch.fx cannot follow."""
+    checks = ("_check_input_dim", "_check_non_zero_input_channels")
+    layers = [m for m in net.modules() if isinstance(m, TorchBatchNorm)]
+    before = [(vars(m), check, vars(m).get(check)) for m in layers for check in checks]
+    for attributes, check, _ in before:
+        attributes[check] = lambda input: None
+    try:
+        yield
+    finally:
+        for attributes, check, own in before:
+            if own is None:
+                del attributes[check]
+            else:
+                attributes[check] = own
+
+
+def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any]) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError("it is scripted")
+    if isinstance(module, fx.GraphModule):
+        graph = module.graph
+    elif "forward" in vars(module):
+        raise ValueError("its forward is patched")
+    else:
+        fixed = _fixed_arguments(module, calls)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about values that it cannot check at run time
+            graph = _ForwardTracer(lambda m: m not in inside).trace(module, fixed or None)
+        for node in graph.nodes:
+            if node.op == "placeholder" and node.target.removesuffix("_1") in fixed:
+                node.target = node.target.removesuffix("_1")  # torch.fx renames fixed arguments
+    found = _equivalent_modules(module, graph)
+    if not any(isinstance(new, AnyBatchNorm) for new in found.values()):
+        raise ValueError("it has no batch_norm with fixed statistics and parameters")
+    before = _attributes_read(graph)
+    _call_modules(module, graph, found)
+    _drop_layers(module, graph, inside)
+    graph.lint()
+    if isinstance(module, fx.GraphModule):
+        module.recompile()
+    else:
+        _adopt(module, graph, before)
+
+
+def _fixed_arguments(module: nn.Module, calls: list[Any]) -> dict[str, Any]:
+    """Return the arguments without tensors, which tracing makes constants: they must be the same in every call."""
+    parameters = signature(type(module).forward).parameters
+    single = {k for k, p in parameters.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
+    found: list[dict[str, Any]] = []
+    for args, kwargs in calls:
+        bound = signature(type(module).forward).bind(module, *args, **kwargs)
+        bound.apply_defaults()
+        given = list(bound.arguments.items())[1:]
+        found.append({k: v for k, v in given if k in single and not network_call.tensors_in(v)})
+    if any(fixed != found[0] for fixed in found):
+        raise ValueError("its calls differ in arguments that are no tensors")
+    return found[0] if found else {}
+
+
+def _attributes_read(graph: fx.Graph) -> set[str]:
+    return {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+
+
+def _drop_layers(module: nn.Module, graph: fx.Graph, inside: set[nn.Module]) -> None:
+    """Remove the batch normalizations whose code is now the module's, unless the module still refers to them."""
+    targets = [f"{node.target}." for node in graph.nodes if node.op in ("call_module", "get_attr")]
+    for path, child in list(module.named_modules()):
+        unused = not any(target.startswith(f"{path}.") for target in targets)
+        if child is not module and child in inside and isinstance(child, TorchBatchNorm) and unused:
+            parent, _, name = path.rpartition(".")
+            del module.get_submodule(parent)._modules[name]
+
+
+def _adopt(module: nn.Module, graph: fx.Graph, before: set[str]) -> None:
+    """Make the module an instance of a subclass whose forward is the graph; a batch normalization stops being one."""
+    norm = isinstance(module, TorchBatchNorm)
+    after = _attributes_read(graph)
+    for name in [*module._parameters, *module._buffers]:
+        if name not in after and (norm or name in before):
+            delattr(module, name)
+    for name in after:
+        if isinstance(vars(module).get(name), Tensor):  # a constant that torch.fx found
+            module.register_buffer(name, vars(module).pop(name), persistent=False)
+    code = graph.python_code("self")
+    names = tuple((k, _Import(v.__name__) if isinstance(v, ModuleType) else v) for k, v in code.globals.items())
+    kind = type(module)
+    base = nn.Module if norm else getattr(kind, "_traced_from", kind)
+    module.__class__ = _traced_class(base, kind.__name__, code.src, names)
+
+
+class _Import(NamedTuple):
+    """Name a Python module, which cannot be pickled itself."""
+
+    name: str
+
+
+@lru_cache(maxsize=1024)
+def _traced_class(base: type[nn.Module], name: str, source: str, names: tuple[tuple[str, Any], ...]) -> Any:
+    scope = {k: import_module(v.name) if isinstance(v, _Import) else v for k, v in names}
+    exec(compile(source, f"<traced forward of {name}>", "exec"), scope)  # code that torch.fx wrote
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        return _blank, (base, name, source, names), self.__getstate__()
+
+    members = {"forward": scope["forward"], "__reduce_ex__": reduce, "_traced_from": base, "__doc__": base.__doc__}
+    return type(name, (base,), {**members, "__module__": base.__module__})
+
+
+def _blank(base: type[nn.Module], name: str, source: str, names: tuple[tuple[str, Any], ...]) -> nn.Module:
+    kind = _traced_class(base, name, source, names)  # type: ignore[arg-type]
+    module: nn.Module = kind.__new__(kind)
+    return module
+
+
+def _equivalent_modules(root: nn.Module, graph: fx.Graph) -> dict[fx.Node, nn.Module]:
+    """Return modules that compute the same as functional calls, for the calls whose parameters are fixed."""
+    found: dict[fx.Node, nn.Module] = {}
+    for node in graph.nodes:
+        module = None
+        if node.op == "call_function" and node.target in BATCH_NORMS:
+            module = _batch_norm(root, _arguments(node, BATCH_NORMS[node.target]))
+        elif node.op == "call_function" and (node.target in LINEAR or node.target in CONVOLUTIONS):
+            module = _affine(root, node, _arguments(node, CONVOLUTION_ARGUMENTS))
+        if module is not None:
+            found[node] = module.eval()
+    return found
+
+
+def _call_modules(root: nn.Module, graph: fx.Graph, found: dict[fx.Node, nn.Module]) -> None:
+    """Replace functional calls by calls of modules, which are added to ``root``."""
+    for node, module in found.items():
+        source = node.args[0] if node.args else node.kwargs["input"]
+        name = _add(root, f"functional_{node.name}", module)
+        with graph.inserting_before(node):
+            new = graph.call_module(name, (source,))
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+
+
+def _arguments(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _give_own_module(traced: fx.GraphModule, node: fx.Node, seen: set[str]) -> None:
+    """Copy a module for its second and later calls, so that each call can be folded separately."""
+    name = str(node.target)
+    module = traced.get_submodule(name)
+    if name in seen and (is_affine(module) or isinstance(module, TorchBatchNorm)):
+        node.target = _add(traced, f"{name}_again", copy.deepcopy(module))
+    seen.add(name)
+
+
+def _batch_norm(root: nn.Module, given: dict[str, Any]) -> nn.Module | None:
+    names = ("running_mean", "running_var", "weight", "bias")
+    tensors = {name: _fetch(root, given.get(name)) for name in names}
+    missing = any(given.get(name) is not None and tensors[name] is None for name in names)
+    mean, var = tensors["running_mean"], tensors["running_var"]
+    if given.get("training") or missing or mean is None or var is None:
+        return None
+    module = AnyBatchNorm(len(mean), eps=given.get("eps", 1e-5), affine=False)
+    module.running_mean, module.running_var = mean, var
+    for name in ("weight", "bias"):
+        tensor = tensors[name]
+        setattr(module, name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+    return module
+
+
+def _affine(root: nn.Module, node: fx.Node, given: dict[str, Any]) -> nn.Module | None:
+    weight, bias = _fetch(root, given["weight"]), _fetch(root, given.get("bias"))
+    options = {name: given[name] for name in CONVOLUTION_ARGUMENTS[3:] if name in given}
+    dynamic = any(isinstance(v, fx.Node) for v in options.values())
+    if weight is None or (given.get("bias") is not None and bias is None) or dynamic:
+        return None
+    if node.target in LINEAR:
+        module: Any = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    else:
+        make = CONVOLUTIONS[node.target]
+        inputs = weight.shape[1] * options.get("groups", 1)
+        module = make(inputs, weight.shape[0], tuple(weight.shape[2:]), bias=False, **options)
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    module.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return module  # type: ignore[no-any-return]
+
+
+def _fetch(root: nn.Module, node: Any) -> Tensor | None:
+    """Return a copy of the parameter or buffer that a node reads; None if it is computed."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    value: Any = root
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value.detach().clone() if isinstance(value, Tensor) else None
+
+
+def _add(root: nn.Module, name: str, module: nn.Module) -> str:
+    name = name.replace(".", "_")
+    number = 0
+    while hasattr(root, f"{name}{number or ''}"):
+        number += 1
+    root.add_module(f"{name}{number or ''}", module)
+    return f"{name}{number or ''}"

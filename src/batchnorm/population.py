@@ -1,0 +1,350 @@
+"""The population statistics E[x] and Var[x] that the inference network normalizes by: Algorithm 2, lines 8 to 10.
+
+    for k = 1 ... K:
+        Process multiple training mini-batches B, each of size m, and average over them:
+            E[x]   <-  E_B[mu_B]
+            Var[x] <-  m/(m-1) E_B[sigma_B^2]
+
+:func:`population_statistics` is the formula. :func:`estimate_` runs the network over the mini-batches and applies it to
+each of the K layers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from itertools import islice
+from math import inf, prod
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+from torch.overrides import TorchFunctionMode
+
+from . import collectives, network_call
+from .graph import TracedCall, trace
+from .layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from .network_copy import restored
+from .ops.moments import AveragedMoments, MomentAccumulator, batch_moments, merge_averages
+from .progress import progress
+from .verb_report import LayerStatistics, Population, Site
+
+__all__ = ["LayerStatistics", "Population", "estimate_"]
+
+Rule = Literal["paper", "pooled"]
+Upstream = Literal["batch", "population"]
+Layers = dict[TorchBatchNorm, str]
+
+# In training mode with momentum 1, these layers leave exactly a batch's mean and unbiased variance in their buffers.
+KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d)
+FUNCTIONS = (F.batch_norm, torch.batch_norm, torch.native_batch_norm)
+
+
+def population_statistics(over_batches: AveragedMoments, rule: Rule) -> tuple[Tensor, Tensor]:
+    """Return E[x] and Var[x] from the averages E_B[mu_B] and E_B[sigma_B^2] over mini-batches.
+
+    If mini-batches differ in size, the averages are weighted by size and m is the mean size, so that
+    Var[x] = sum(m_B sigma_B^2) / sum(m_B - 1).
+
+    Paper: Alg. 2, l. 10
+    """
+    m = over_batches.count / over_batches.batches
+    E_x, E_var = over_batches.mean, over_batches.var
+    # Rule "pooled" is the variance of all samples together: within the mini-batches plus between them.
+    Var_x = m / (m - 1) * E_var if rule == "paper" else E_var + over_batches.mean_spread
+    return E_x, Var_x
+
+
+def estimate_(
+    net: nn.Module,
+    batches: Iterable[Any],
+    *,
+    rule: Rule = "paper",
+    upstream: Upstream = "batch",
+    forward: network_call.Forward | None = None,
+) -> Population:
+    """Replace the running statistics of a network by population statistics over mini-batches, in place.
+
+    Rule "paper": E[x] = E_B[mu_B] and Var[x] = m/(m-1) E_B[sigma_B^2]; for batches of unequal m, means are weighted
+    by m and Var[x] = sum(m sigma_B^2) / sum(m - 1). In convolutional layers m counts locations too.
+    Rule "pooled": the mean and variance of all samples together.
+
+    Only batch normalization runs as in training: dropout is off. Frozen layers (frozen by ``freeze_``, or in evaluation
+    mode inside a network in training mode) keep their statistics and normalize by them. Calls of ``F.batch_norm``
+    outside a layer are not estimated; the report lists them. Nothing else in the network changes, and nothing changes
+    at all if an exception is raised. Call it once after averaging weights (EMA, SWA): averaged weights have other
+    statistics than the networks they come from. In a distributed run every rank calls it on its own batches, and every
+    rank gets the statistics of all batches.
+
+    Args:
+        net: any network with batch normalization of this library or of ``torch.nn``.
+        batches: training mini-batches, moved to the network's device; see :mod:`batchnorm.network_call` for their form.
+        rule: "paper" or "pooled".
+        upstream: how layers before the one being estimated normalize: by the "batch", as in training, in one pass; or
+            by the "population" statistics just found, in one pass for each depth of the network. The latter does not
+            depend on how the data is split into batches.
+        forward: how to call the network, if the rule for batches does not fit.
+
+    Raises:
+        ValueError: without layers or batches, for a bare tensor instead of batches, if a batch has one value per
+            feature (with ``upstream="population"`` and rule "paper": if every batch has) or gives non-finite moments.
+        TypeError: if the network cannot take the batches as they are: use ``forward=``.
+
+    >>> net = nn.Sequential(nn.BatchNorm1d(1))
+    >>> report = estimate_(net, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [6.0]])])
+    >>> net[0].running_mean, net[0].running_var
+    (tensor([3.]), tensor([2.]))
+
+    Paper: Alg. 2, l. 8-10; Sec. 3.1
+    """
+    if rule not in ("paper", "pooled") or upstream not in ("batch", "population"):
+        raise ValueError(
+            f"rule is 'paper' or 'pooled' and upstream 'batch' or 'population', not {rule!r}, {upstream!r}"
+        )
+    if isinstance(batches, Tensor):
+        raise ValueError(
+            f"the batches are one tensor of shape {tuple(batches.shape)}, and iterating over it would give its rows:"
+            " write [x] for one batch, x.split(64) for several"
+        )
+    layers, left_alone = _layers_to_estimate(net)
+    functional = _FunctionalCalls(net)
+    found: dict[TorchBatchNorm, AveragedMoments] = {}
+    with torch.no_grad(), network_call.eagerly(), restored(net):
+        for module in net.modules():
+            module.training = upstream == "batch" and module in layers
+        passes = [layers] if upstream == "batch" or not layers else _by_depth(net, layers, batches, forward)
+        for number, together in enumerate(passes, 1):
+            observers = [_Observer(m, path, rule, direct=upstream == "population") for m, path in together.items()]
+            label = f"estimating population statistics, pass {number} of {len(passes)}"
+            _run(net, batches if layers else islice(batches, 1), forward, observers, functional, label)
+            for observer in observers:
+                observer.layer.training = False
+                averages = observer.averages()
+                if averages is not None:
+                    found[observer.layer] = averages
+                    _write(observer.layer, averages, rule)  # the next pass normalizes by them; undone on exit
+    left_alone += functional.sites
+    if not layers:
+        why = "; ".join(map(str, left_alone)) or "it has no batch normalization layers"
+        raise ValueError(f"the network has no statistics to estimate: {why}")
+    if not found:
+        raise ValueError("no batches, or none that reaches a batch normalization layer: nothing was estimated")
+    compared = tuple(_compare(path, m, found[m], rule) for m, path in layers.items() if m in found)
+    unreached = [path for m, path in layers.items() if m not in found]
+    left_alone += [Site(path, "left alone", "not called on these batches") for path in unreached]
+    for layer, averages in found.items():
+        _write(layer, averages, rule)
+    return Population(compared, tuple(left_alone))
+
+
+def _layers_to_estimate(net: nn.Module) -> tuple[Layers, list[Site]]:
+    chosen, left = {}, []
+    for path, m in net.named_modules():
+        if not isinstance(m, TorchBatchNorm):
+            continue
+        if m.running_mean is None or m.running_var is None:
+            left.append(Site(path, "left alone", "keeps no running statistics"))
+        elif getattr(m, "frozen_statistics", False):
+            left.append(Site(path, "left alone", "its statistics are frozen"))
+        elif net.training and not m.training:
+            left.append(Site(path, "left alone", "in evaluation mode inside a network in training mode"))
+        else:
+            chosen[m] = path
+    return chosen, left
+
+
+def _by_depth(
+    net: nn.Module, layers: Layers, batches: Iterable[Any], forward: network_call.Forward | None
+) -> list[Layers]:
+    """Group the layers by how many others lie on the longest path to them from the network's input."""
+    if iter(batches) is batches:
+        raise ValueError(
+            "upstream='population' reads the batches once for each depth of the network; give a list or a loader, not"
+            " an iterator that is empty after one pass"
+        )
+    first = next(iter(batches), None)
+    if first is None:
+        return []
+    graph = trace(net, first, forward)
+    depths: dict[nn.Module, int] = {}
+    reached: dict[TracedCall, int] = {}
+    for call in graph.calls:
+        above = max((reached.get(v.producer, 0) for v in call.inputs if v.producer is not None), default=0)
+        if isinstance(call.module, TorchBatchNorm) and call.module in layers:
+            # A shared layer is as deep as its last call, unless that call depends on the layer itself.
+            above = depths[call.module] = max(depths.get(call.module, 0), above + 1)
+            # Until its statistics are found, a shared layer can only normalize by the mini-batch for its later calls.
+            call.module.training = len(graph.calls_of(call.module)) > 1
+        reached[call] = above
+    return [{m: layers[m] for m in layers if depths.get(m) == depth} for depth in sorted(set(depths.values()))]
+
+
+def _run(
+    net: nn.Module,
+    batches: Iterable[Any],
+    forward: network_call.Forward | None,
+    observers: list[_Observer],
+    functional: _FunctionalCalls,
+    label: str,
+) -> None:
+    """Run the network on all batches while the observers watch their layers."""
+    device = network_call.device_of(net)
+    handles = [handle for observer in observers for handle in observer.register()]
+    try:
+        for number, batch in enumerate(progress(batches, label)):
+            with functional if number == 0 else nullcontext():
+                network_call.call(net, network_call.to_device(batch, device), forward)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Observer:
+    """Accumulate the moments of each call of a layer.
+
+    A known layer in training mode computes them itself: with momentum 1 and fresh buffers, its buffers hold exactly
+    these moments after the call. For other layers, and if ``direct``, they are computed here.
+    """
+
+    def __init__(self, layer: TorchBatchNorm, path: str, rule: Rule, *, direct: bool) -> None:
+        self.layer, self.path, self.rule = layer, path, rule
+        narrow = layer.running_mean is None or layer.running_mean.dtype.itemsize < 4
+        own = getattr(layer, "statistics", None) is not None
+        uncounted = layer.num_batches_tracked is None
+        self.direct = direct or type(layer) not in KNOWN or narrow or own or uncounted
+        self._moments = MomentAccumulator(unbiased=not self.direct)
+        self._calls = 0
+        self._m: Tensor | int = 0
+
+    def register(self) -> Iterator[Any]:
+        """Hook the layer; yield the handles to undo it."""
+        yield self.layer.register_forward_pre_hook(self._before, with_kwargs=True)
+        if not self.direct:
+            # Counts the calls whose statistics the layer could use.
+            self.layer._buffers["num_batches_tracked"] = torch.zeros_like(self.layer.num_batches_tracked)  # type: ignore[arg-type]
+            self.layer.momentum = 1.0
+            yield self.layer.register_forward_hook(self._after)
+
+    def _before(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        x = args[0] if args else kwargs["input"]
+        mask = args[2] if len(args) > 2 else kwargs.get("mask")
+        features = tuple(self.layer.running_mean.shape)  # type: ignore[union-attr]
+        k = len(features)
+        self._m = prod((x.shape[0], *x.shape[1 + k :])) if mask is None else mask.sum(dtype=torch.float64)
+        if self.layer.training and mask is None and self._m == 1:
+            raise ValueError(
+                f"layer '{self.path}': a batch of shape {tuple(x.shape)} has one value per feature, which has no"
+                " variance; drop that batch, or use upstream='population' with rule='pooled'"
+            )
+        if self.direct:
+            where = None if mask is None else mask.reshape(mask.shape[0], *[1] * k, *mask.shape[1:])
+            (_, mu, var), _ = batch_moments(x, [0, *range(1 + k, x.dim())], where)
+            self._moments.add(self._m, mu.reshape(features), var.reshape(features))
+        else:
+            for key in ("running_mean", "running_var"):
+                self.layer._buffers[key] = torch.zeros_like(self.layer._buffers[key])  # type: ignore[arg-type]
+
+    def _after(self, layer: nn.Module, args: Any, out: Any) -> None:
+        mu, var = self.layer.running_mean, self.layer.running_var
+        assert mu is not None and var is not None  # noqa: PT018
+        if isinstance(self._m, Tensor) or self._m > 0:  # the layer does not count an empty batch
+            self._calls += 1
+            self._moments.add(self._m, mu, var)
+
+    def averages(self) -> AveragedMoments | None:
+        """Return the averages over the batches of all ranks; None if no batch had values for this layer.
+
+        Raises:
+            ValueError: if a batch gave no usable moments, or there are too few values for a variance.
+        """
+        lost = not self.direct and int(self.layer.num_batches_tracked) != self._calls  # type: ignore[arg-type]
+        ranks = collectives.gather_objects((self._moments.averages(), lost))
+        found = merge_averages(part for part, _ in ranks)
+        finite = found is None or bool((found.mean + found.var + found.mean_spread).isfinite().all())
+        if not finite or any(lost for _, lost in ranks):
+            raise ValueError(
+                f"layer '{self.path}': a batch gave no usable statistics; the network was not changed. Look for inf or"
+                " NaN in the batches or in the weights before this layer, or for a mask that leaves a single value"
+            )
+        if found is not None and self.rule == "paper" and found.count == found.batches:
+            raise ValueError(
+                f"layer '{self.path}': every batch has one value per feature, so rule='paper', which averages the"
+                " variances within batches, has none to average; the network was not changed. Use larger batches, or"
+                " rule='pooled'"
+            )
+        if found is not None and found.count == 1:
+            raise ValueError(
+                f"layer '{self.path}': the batches have one value per feature in all, which has no variance; the"
+                " network was not changed. Use more data"
+            )
+        return found
+
+
+class _FunctionalCalls(TorchFunctionMode):
+    """While active, list the calls of ``F.batch_norm`` outside batch normalization layers.
+
+    They cannot be estimated: only the caller knows whether such a call should use the batch's statistics.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self._net = net
+        self.sites: list[Site] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in FUNCTIONS and not isinstance(owner := _running_module(), TorchBatchNorm):
+            position = 1 if func is F.batch_norm else 3
+            mean = args[position] if len(args) > position else kwargs.get("running_mean")
+            path = next((name for name, m in self._net.named_modules() if m is owner), "")
+            name = next((f" '{name}'" for name, b in self._net.named_buffers() if b is mean), "")
+            kept = "which keeps no running statistics" if mean is None else f"whose running mean{name} stays as it was"
+            site = Site(path, "left alone", f"calls F.batch_norm, {kept}; use a batchnorm layer there")
+            if site not in self.sites:
+                self.sites.append(site)
+        return func(*args, **kwargs)
+
+
+def _running_module() -> nn.Module | None:
+    """Return the module whose method is running, found on the call stack."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def _compare(path: str, layer: TorchBatchNorm, averages: AveragedMoments, rule: Rule) -> LayerStatistics:
+    """Compare population statistics with the running averages that the layer holds."""
+    mean, var = population_statistics(averages, rule)
+    running_mean, running_var = layer.running_mean.cpu().double(), layer.running_var.cpu().double()  # type: ignore[union-attr]
+    scale = var + layer.eps
+    others = averages.batches - 1
+
+    def worst(per_feature: Tensor) -> float:
+        return float(per_feature.max()) if per_feature.numel() else 0.0
+
+    return LayerStatistics(
+        path=path,
+        batches=averages.batches,
+        count=averages.count,
+        mean_gap=worst((running_mean - mean).abs() / scale.sqrt()),
+        var_gap=worst((running_var - var).abs() / scale),
+        mean_error=worst((averages.mean_spread / others / scale).sqrt()) if others else inf,
+        var_error=worst((averages.var_spread / others).sqrt() / scale) if others else inf,
+    )
+
+
+def _write(layer: TorchBatchNorm, averages: AveragedMoments, rule: Rule) -> None:
+    mean, var = population_statistics(averages, rule)
+    assert layer.running_mean is not None and layer.running_var is not None  # noqa: PT018
+    layer.running_mean.copy_(mean)
+    layer.running_var.copy_(var)
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.fill_(averages.batches)
