@@ -15,7 +15,7 @@ from batchnorm.train import Recipe, Stopped
 from batchnorm.train.checkpoint import load_latest, save
 from batchnorm.train.metrics import read
 from batchnorm.train.report import Reporter
-from batchnorm.train.saved import open_run
+from batchnorm.train.saved_runs import open_run
 from batchnorm.train.train_command import _summary
 
 

@@ -3,9 +3,9 @@
 from .augment import Augment, Normalize
 from .balanced_batches import BalancedBatches
 from .digits import MNIST, Digits, mnist
-from .draws import seed_at
 from .images import ImageBatches, TooManyCorruptError, open_images
 from .order import Order
+from .random_numbers import seed_at
 
 __all__ = [
     "MNIST",

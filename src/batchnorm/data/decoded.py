@@ -14,9 +14,9 @@ import torch
 
 from ..extras import require
 from ..results import sync
-from .cache import DeviceCache, cached_side, check_room
-from .reader import CorruptFile
-from .source import ImageSource, open_source
+from .device_cache import DeviceCache, cached_side, check_room
+from .image_sources import ImageSource, open_source
+from .loader import CorruptFile
 
 
 def open_decoded(

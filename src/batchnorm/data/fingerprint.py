@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .source import ImageSource, open_source
+from .image_sources import ImageSource, open_source
 
 
 def check_same_data(data: dict[str, dict[str, Any]]) -> None:

@@ -10,13 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .cache import DeviceCache
 from .crop_boxes import CROP_AREA
 from .decoded import open_decoded
+from .device_cache import DeviceCache
+from .image_sources import ImageSource, open_source
+from .loader import BatchReader, CentreCrop, CorruptFile, Crop, RandomCrop, Request
 from .order import Order, Shuffle
 from .prefetch import Prefetcher
-from .reader import BatchReader, CentreCrop, CorruptFile, Crop, RandomCrop, Request
-from .source import ImageSource, open_source
 
 
 class TooManyCorruptError(ValueError):

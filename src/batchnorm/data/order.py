@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .draws import permutation, seed_at
+from .random_numbers import permutation, seed_at
 
 Shuffle = Literal["fixed", "epoch"]
 

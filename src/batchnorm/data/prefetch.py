@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch.utils.data import DataLoader
 
-from .reader import BatchReader, Decoded, Request
+from .loader import BatchReader, Decoded, Request
 
 # The default: four, but no more than this process has cores, of which torch would warn.
 WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

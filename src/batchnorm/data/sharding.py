@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from ..extras import check_installed
 from ..results import sync, write_atomically
-from .draws import permutation, seed_at
 from .folder import FolderSource
-from .imagenet import TRAIN_TAR, open_official
-from .shards import CLASSES_FILE, TarSource, classes_text
+from .image_sources import ImageSource
+from .imagenet_tars import TRAIN_TAR, open_official
+from .random_numbers import permutation, seed_at
 from .shrink import shrink
-from .source import ImageSource
+from .tar_shards import CLASSES_FILE, TarSource, classes_text
 
 T = TypeVar("T")
 AHEAD = 256  # images made smaller at a time

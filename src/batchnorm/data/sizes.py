@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 
 from ..extras import require
-from .source import ImageSource
+from .image_sources import ImageSource
 
 LOOKS = 32  # images to look at
 

@@ -3,7 +3,7 @@
 from .accuracy import Accuracy, count_correct
 from .crops import Crops
 from .ensemble import Ensemble, EnsembleReport, Member, evaluate_networks
-from .predict import Predictions, predict
+from .predictions import Predictions, predict
 from .score import Score, score
 from .square_crops import SquareBatches, open_squares
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import add_across_ranks, gather_objects
-from ..data.reader import CorruptFile
-from .predict import Predictions, predict
+from ..data.loader import CorruptFile
+from .predictions import Predictions, predict
 from .score import Score, score
 from .square_crops import SquareBatches
 

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..data.crop_boxes import centre_box
 from ..data.decode import CorruptImageError, decode_crop, to_rgb
+from ..data.image_sources import ImageSource, check_complete, open_source
+from ..data.loader import CorruptFile
 from ..data.order import Order
-from ..data.reader import CorruptFile
-from ..data.source import ImageSource, check_complete, open_source
 from ..extras import require
 from .crops import Crops, resized, square_boxes
 

@@ -15,7 +15,7 @@ from ..evaluate import Accuracy, count_correct
 from ..monitor import Monitor
 from . import checkpoint
 from .distributed import Ranks, ranks
-from .finish import folded_network, population_network
+from .final_network import folded_network, population_network
 from .lock import locked
 from .recipe import Recipe
 from .report import Reporter

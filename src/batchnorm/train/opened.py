@@ -13,7 +13,7 @@ from torch import nn
 from ..evaluate import Crops, SquareBatches, open_squares
 from ..evaluate.crops import Count
 from .distributed import Ranks
-from .saved import SavedRun, open_run
+from .saved_runs import SavedRun, open_run
 
 
 def open_runs(folders: Sequence[Path]) -> dict[str, SavedRun]:

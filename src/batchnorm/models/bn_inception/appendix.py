@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..describe import Description
+from ..description import Description
 
 # Szegedy et al. (2014), Table 1: #1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool projection, and the map's height.
 GOOGLENET = (

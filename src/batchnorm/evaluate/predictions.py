@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..data.reader import CorruptFile
+from ..data.loader import CorruptFile
 from ..progress import progress
 from .square_crops import SquareBatches
 from .views import MeanProbabilities

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .folder import FolderSource
-from .shards import TarSource
+from .tar_shards import TarSource
 
 
 class ImageSource(Protocol):

@@ -1,7 +1,7 @@
 from pictures import gigantic, image_folder
 
+from batchnorm.data.image_sources import open_source
 from batchnorm.data.sizes import small_images_note
-from batchnorm.data.source import open_source
 
 
 def test_an_image_of_gigantic_dimensions_is_passed_over(tmp_path):

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 
 from .crop_boxes import CROP_AREA, DRAWS, Box, centre_box, random_box
 from .decode import Choose, CorruptImageError, decode_crop
-from .draws import seed_at, uniforms
-from .source import ImageSource
+from .image_sources import ImageSource
+from .random_numbers import seed_at, uniforms
 
 
 class Request(NamedTuple):

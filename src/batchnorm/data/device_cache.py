@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .crop_boxes import CENTRE_SHARE, Box
 from .decode import decode_crop
+from .image_sources import ImageSource
+from .loader import BatchReader, CorruptFile, Crop, Request, WholeImage
 from .prefetch import Prefetcher
-from .reader import BatchReader, CorruptFile, Crop, Request, WholeImage
-from .source import ImageSource
 
 CHUNK = 256
 
