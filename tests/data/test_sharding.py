@@ -8,8 +8,7 @@ from pictures import encoded, image_folder, real_jpegs, smooth
 from PIL import Image
 
 from batchnorm.data.image_sources import open_source
-from batchnorm.data.sharding import shard
-from batchnorm.data.shrink import shrink
+from batchnorm.data.sharding import shard, shrink
 
 
 def opened(data):

@@ -16,6 +16,7 @@ from .crop_boxes import Box
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 # JPEG's decoder can shrink by these in the transform itself, which is much cheaper than decoding every pixel.
 JPEG_SCALES = (8, 4, 2)
 

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from .crop_boxes import CROP_AREA
-from .decoded import open_decoded
-from .device_cache import DeviceCache
+from .device_cache import DeviceCache, open_decoded
 from .image_sources import ImageSource, open_source
-from .loader import BatchReader, CentreCrop, CorruptFile, Crop, RandomCrop, Request
+from .loader import BatchReader, CentreCrop, CorruptFile, Crop, Prefetcher, RandomCrop, Request
 from .order import Order, Shuffle
-from .prefetch import Prefetcher
 
 
 class TooManyCorruptError(ValueError):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .index import MAX_CLASSES, ShardIndex
-from .tar import read_at
+from ..results import write_atomically
+from .decode import IMAGE_SUFFIXES
+from .tar import members, read_at
 
 CLASSES_FILE = "classes.txt"
 
@@ -92,3 +97,149 @@ def read_classes(path: Path) -> tuple[str, ...]:
     if len(classes) > MAX_CLASSES:
         raise ValueError(f"{path} names {len(classes):,} classes: there can be {MAX_CLASSES:,}")
     return classes
+
+
+# What is read from files decides how much memory is taken: one wrong label must not name a billion classes.
+MAX_CLASSES = 1_000_000
+MAX_LABEL = 64  # bytes of a .cls file
+MAX_NAME = 256  # bytes of a member's name that are kept for messages
+
+
+class Member(NamedTuple):
+    """Say where an image lies in its shard, and its label."""
+
+    name: str
+    offset: int
+    length: int
+    label: int
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """Hold, for each shard, its name and state, and for each image its shard, place and label.
+
+    Names are bytes in arrays: lists of str would be copied into every worker, page by page.
+    """
+
+    shards: NDArray[np.bytes_]
+    states: NDArray[np.int64]  # size and time of change of each shard, to notice that it is another one by now
+    shard_of: NDArray[np.int32]
+    members: NDArray[np.bytes_]
+    spans: NDArray[np.int64]  # offset and length
+    labels: NDArray[np.int64]
+
+    @classmethod
+    def load_or_scan(cls, path: Path, shards: list[Path]) -> ShardIndex:
+        """Read the index from ``path``, or scan the shards if it is missing, damaged or older than they are.
+
+        Raises:
+            ValueError: if a shard is damaged, or the index lists one that is missing.
+        """
+        names = np.array([os.fsencode(shard.name) for shard in shards])
+        states = np.array([(s.stat().st_size, s.stat().st_mtime_ns) for s in shards], dtype=np.int64)
+        stored = cls._load(path)
+        if stored is not None:
+            if np.array_equal(stored.shards, names) and np.array_equal(stored.states, states):
+                return stored
+            if missing := sorted(set(stored.shards.tolist()) - set(names.tolist())):
+                raise ValueError(
+                    f"{path} lists {missing[0].decode(errors='replace')}, which is missing: copy that shard again, or"
+                    " remove the index to do without it"
+                )
+        index = cls._scan(names, states, shards)
+        # Data may lie on a disk that is full or must not be written to.
+        with contextlib.suppress(OSError):
+            index._save(path)
+        return index
+
+    @classmethod
+    def _load(cls, path: Path) -> ShardIndex | None:
+        """Return the index in a file, or None: it is a shortcut only, and the shards have all of it."""
+        # Damaged files raise almost anything: zipfile, zlib and the parser of numpy's headers each have errors of
+        # their own.
+        with contextlib.suppress(Exception), zipfile.ZipFile(path) as file:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
+                return None  # not ours; a small file could unpack to any size
+            index = cls(**{field.name: _array(file, field.name) for field in fields(cls)})
+            return index if index._is_consistent() else None
+        return None
+
+    def _is_consistent(self) -> bool:
+        """Return whether everything points to places inside the shards."""
+        n, count = len(self.labels), len(self.shards)
+        if (
+            [self.shards.dtype.kind, self.members.dtype.kind] != ["S", "S"]
+            or [self.shards.ndim, self.states.shape, self.shard_of.shape] != [1, (count, 2), (n,)]
+            or [self.members.shape, self.spans.shape, self.labels.shape] != [(n,), (n, 2), (n,)]
+            or [a.dtype for a in (self.states, self.shard_of, self.spans, self.labels)]
+            != [np.int64, np.int32, np.int64, np.int64]
+        ):
+            return False
+        if not n:
+            return True
+        # Examples are numbered from shard to shard.
+        if self.shard_of.min() < 0 or self.shard_of.max() >= count or (np.diff(self.shard_of) < 0).any():
+            return False
+        (offset, length), size = self.spans.T, self.states[self.shard_of, 0]
+        inside = (offset >= 0) & (length >= 0) & (offset <= size) & (length <= size - offset)
+        return bool(inside.all() and self.labels.min() >= 0 and self.labels.max() < MAX_CLASSES)
+
+    @classmethod
+    def _scan(cls, names: NDArray[np.bytes_], states: NDArray[np.int64], shards: list[Path]) -> ShardIndex:
+        found = [(number, member) for number, shard in enumerate(shards) for member in scan(shard)]
+        return cls(
+            shards=names,
+            states=states,
+            shard_of=np.array([number for number, _ in found], dtype=np.int32),
+            # Their ends: one long name would make every place of the array as long.
+            members=np.array([os.fsencode(member.name)[-MAX_NAME:] for _, member in found], dtype=np.bytes_),
+            spans=np.array([(m.offset, m.length) for _, m in found], dtype=np.int64).reshape(-1, 2),
+            labels=np.array([member.label for _, member in found], dtype=np.int64),
+        )
+
+    def _save(self, path: Path) -> None:
+        content = io.BytesIO()
+        np.savez(content, **{field.name: getattr(self, field.name) for field in fields(self)})
+        write_atomically(path, content.getvalue())
+
+
+def _array(file: zipfile.ZipFile, name: str) -> Any:
+    return np.load(io.BytesIO(file.read(f"{name}.npy")), allow_pickle=False)
+
+
+def scan(shard: Path) -> Iterator[Member]:
+    """Yield the examples of a shard in stored order, from its headers and labels.
+
+    Raises:
+        ValueError: if it is no whole tar file, or an example lacks its image or its label.
+
+    Beyond the paper: WebDataset's layout.
+    """
+    images: dict[str, Member] = {}
+    labels: dict[str, int] = {}
+    with shard.open("rb") as file:
+        for member in members(file, str(shard)):
+            folder, _, base = member.name.rpartition("/")
+            # WebDataset's rule: the key ends at the first dot of the file's name.
+            stem, _, suffix = base.partition(".")
+            key = f"{folder}/{stem}"
+            if f".{suffix.lower()}" in IMAGE_SUFFIXES:
+                if key in images:
+                    raise ValueError(f"{shard} has two images of one key: {images[key].name} and {member.name}")
+                images[key] = Member(member.name, member.offset_data, member.size, -1)
+            elif suffix == "cls":
+                file.seek(member.offset_data)
+                labels[key] = _label(file.read(min(member.size, MAX_LABEL)), f"{shard}:{member.name}")
+    if odd := images.keys() ^ labels.keys():
+        lacks = "no label (.cls)" if next(iter(odd)) in images else "no image"
+        raise ValueError(f"{shard}: {len(odd)} of its keys are incomplete; {min(odd).lstrip('/')} has {lacks}")
+    return (member._replace(label=labels[key]) for key, member in images.items())
+
+
+def _label(text: bytes, name: str) -> int:
+    if not text.strip().isdigit():
+        raise ValueError(f"{name} holds {text[:20]!r} where a class number is expected")
+    label = int(text)
+    if label >= MAX_CLASSES:
+        raise ValueError(f"{name} holds {label}: class numbers go up to {MAX_CLASSES - 1:,}")
+    return label

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from ..data.prefetch import WORKERS
+from ..data.loader import WORKERS
 from ..errors import at_least
 from ..evaluate import EnsembleReport, evaluate_networks
 from ..evaluate.crops import Count

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from ..data.fingerprint import check_same_data
-from ..data.prefetch import WORKERS
+from ..data.loader import WORKERS
 from ..errors import at_least
 from ..results import read_json, write_atomically
 from . import metrics

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import OmitArgPrefixes, arg
 
-from ..data.image_sources import check_complete, open_source
-from ..data.sizes import small_images_note
+from ..data.image_sources import check_complete, open_source, small_images_note
 from ..errors import between
 from ..extras import check_installed
 from ..models import describe as describe_network
