@@ -13,8 +13,7 @@ from training import assert_same_outcome, outcome, small, start, train_small
 
 from batchnorm.train import Recipe, Stopped
 from batchnorm.train.checkpoint import load_latest, save
-from batchnorm.train.metrics import read
-from batchnorm.train.report import Reporter
+from batchnorm.train.metrics import Reporter, read
 from batchnorm.train.saved_runs import open_run
 from batchnorm.train.train_command import _summary
 

@@ -10,8 +10,7 @@ from torch import nn
 import batchnorm as bn
 from batchnorm.train import RECIPES, Recipe
 from batchnorm.train.recipe import MEMBERS
-from batchnorm.train.schedule import exponential_rate
-from batchnorm.train.step import make_optimizer
+from batchnorm.train.step import exponential_rate, make_optimizer
 from batchnorm.train.train_command import Overrides, RecipeName, resolve
 
 LAMBDA, STAIR = 2e-4, 8.0

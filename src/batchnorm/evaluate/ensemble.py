@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..collectives import add_across_ranks, gather_objects
 from ..data.loader import CorruptFile
+from .accuracy import Score, score
 from .predictions import Predictions, predict
-from .score import Score, score
 from .square_crops import SquareBatches
 
 

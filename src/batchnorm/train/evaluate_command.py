@@ -13,7 +13,7 @@ from ..evaluate import EnsembleReport, evaluate_networks
 from ..evaluate.crops import Count
 from ..results import check_writable, environment, write_json
 from .distributed import ranks
-from .opened import loaders, open_for, open_runs
+from .saved_runs import loaders, open_for, open_runs
 
 
 def evaluate(

@@ -17,11 +17,10 @@ from . import checkpoint
 from .distributed import Ranks, ranks
 from .final_network import folded_network, population_network
 from .lock import locked
+from .metrics import Reporter
 from .recipe import Recipe
-from .report import Reporter
 from .run import Options, Result, Stopped, StopSignal, claim_folder, compare, hardware, stop_signal, write_result
-from .schedule import exponential_rate
-from .step import TrainStep, make_optimizer
+from .step import TrainStep, exponential_rate, make_optimizer
 
 # Ranks agree on a stop every so many steps: often enough for a scheduler's grace period, rarely enough to cost nothing.
 AGREE_EVERY = 10

@@ -15,8 +15,8 @@ from ..data.image_sources import check_complete, open_source, small_images_note
 from ..errors import between
 from ..extras import check_installed
 from ..models import describe as describe_network
-from ..models.bn_inception.appendix import claims
 from ..models.bn_inception.network import early_strides_note
+from ..models.description import claims
 from .distributed import device_of
 from .loop import train as train_recipe
 from .recipe import RECIPES, Recipe

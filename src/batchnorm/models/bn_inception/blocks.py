@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...graph.kinds import has_hooks
 from .bias import bias_act
 from .channels_last import takes
-from .pools import AvgPool2d, MaxPool2d
+from .pooling import AvgPool2d, MaxPool2d
 
 _NONLINEARITIES: dict[type[nn.Module], Literal["relu", "sigmoid"]] = {nn.ReLU: "relu", nn.Sigmoid: "sigmoid"}
 _A = TypeVar("_A")
