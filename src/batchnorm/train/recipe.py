@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -121,6 +122,19 @@ class Recipe:
                 if isinstance(layer, BatchNorm):
                     layer.statistics = Sync()
         return net
+
+    def rate_at(self, step: int, steps_per_epoch: int) -> float:
+        """Return the learning rate at a step: rate * decay^floor(step / (decay_epochs * steps_per_epoch)).
+
+        The paper decays exponentially; the stairs are GoogLeNet's (x 0.96 every 8 epochs).
+
+        >>> recipe = Recipe(rate=1.0, decay=0.5, decay_epochs=10)
+        >>> [recipe.rate_at(step, steps_per_epoch=1) for step in (0, 9, 10, 25)]
+        [1.0, 1.0, 0.5, 0.25]
+
+        Paper: Sec. 4.2.1, "learning rate was decayed exponentially"
+        """
+        return self.rate * self.decay ** math.floor(step / (self.decay_epochs * steps_per_epoch))
 
     @property
     def network_fields(self) -> dict[str, Any]:

@@ -19,8 +19,10 @@ from ..models.bn_inception.network import early_strides_note
 from ..models.description import claims
 from .distributed import device_of
 from .loop import train as train_recipe
+from .metrics import Result
+from .options import Options
 from .recipe import RECIPES, Recipe
-from .run import Options, Result, Stopped
+from .resume import Stopped
 
 RecipeName = Literal[
     "inception", "bn-baseline", "bn-x5", "bn-x30", "bn-x5-sigmoid", "inception-x5", "inception-sigmoid",
