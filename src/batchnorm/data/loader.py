@@ -1,4 +1,4 @@
-"""What a worker does: read, decode and crop one batch."""
+"""Read, decode and crop batches of images, ahead of their use in worker processes, and copy them to the device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, cast
@@ -21,6 +22,9 @@ from .decode import Choose, CorruptImageError, decode_crop
 from .image_sources import ImageSource
 from .random_numbers import seed_at, uniforms
 
+# By default four, but at most one for each core of this process: torch warns if there are more.
+WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
 
 class Request(NamedTuple):
     """Ask for examples as an epoch sees them."""
@@ -30,7 +34,7 @@ class Request(NamedTuple):
 
 
 class CorruptFile(NamedTuple):
-    """Say which file was skipped, and why."""
+    """Name a file that was skipped, and the reason."""
 
     example: int
     name: str
@@ -48,7 +52,7 @@ class Decoded(NamedTuple):
 
 
 class Crop(Protocol):
-    """Give, for each example of a request, the function from its width and height to its box."""
+    """Return, for each example of a request, the function from its width and height to its box."""
 
     def __call__(self, request: Request) -> Sequence[Choose]:
         """Return one function for each example."""
@@ -56,7 +60,7 @@ class Crop(Protocol):
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """Cut out a random rectangle that depends on the seed, the epoch and the example alone."""
+    """Cut out a random rectangle that depends only on the seed, the epoch and the example."""
 
     seed: int
     area: tuple[float, float] = CROP_AREA
@@ -79,7 +83,7 @@ class CentreCrop:
 
 
 class WholeImage:
-    """Keep all of the image."""
+    """Keep the whole image."""
 
     def __call__(self, request: Request) -> Sequence[Choose]:
         """Return one function for each example."""
@@ -109,12 +113,8 @@ class BatchReader(Dataset[Decoded]):
         return Decoded(images[: len(kept)], labels, torch.tensor(kept), torch.tensor(sizes).view(-1, 2), corrupt)
 
 
-# The default: four, but no more than this process has cores, of which torch would warn.
-WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-
-
 class _Requests:
-    """Let one loader, whose workers stay alive, go over other requests each time."""
+    """The sampler of a loader whose workers stay alive: other requests can be put into it each time."""
 
     current: Iterable[Request] = ()
 
@@ -123,16 +123,16 @@ class _Requests:
 
 
 class Prefetcher:
-    """Answer requests in their order, by ``workers`` processes that stay alive, or in this process where it is 0.
+    """Answer requests in order, in ``workers`` processes that stay alive, or in this process if it is 0.
 
-    Only one sequence of answers is under way at a time: asking for the next one abandons the last.
+    Only one sequence of answers runs at a time: asking for the next one abandons the last.
     """
 
     def __init__(self, reader: BatchReader, workers: int, device: torch.device) -> None:
         self.reader, self.workers, self.device = reader, workers, device
         self._requests = _Requests()
         self._turn = 0
-        self._loader = self._start() if workers else None
+        self._loader = self._make_loader() if workers else None
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[Decoded]:
         """Yield the answers, images and labels on the device."""
@@ -145,7 +145,8 @@ class Prefetcher:
         if self._loader is None:
             return map(self.reader.__getitem__, requests)
         self._requests.current = requests
-        return cast("Iterator[Decoded]", iter(self._loader))
+        with _signals_blocked():  # the first time this starts the workers
+            return cast("Iterator[Decoded]", iter(self._loader))
 
     def _guarded(self, answers: Iterator[Decoded], turn: int) -> Iterator[Decoded]:
         for answer in answers:
@@ -153,39 +154,52 @@ class Prefetcher:
             if turn != self._turn:
                 raise RuntimeError("these batches were asked for another epoch meanwhile; open them a second time")
 
-    def _start(self) -> DataLoader[Decoded]:
+    def _make_loader(self) -> DataLoader[Decoded]:
         return DataLoader(
             self.reader,
             batch_size=None,
-            sampler=cast("Iterable[int]", self._requests),  # a request where torch's types expect an index
+            sampler=cast("Iterable[int]", self._requests),  # torch's types expect an index, not a request
             num_workers=self.workers,
             persistent_workers=True,
             pin_memory=self.device.type == "cuda",
-            worker_init_fn=_obey_the_parent_alone,
-            # Else each epoch would draw from torch's global generator, and runs with and without workers would differ.
+            worker_init_fn=_obey_only_the_parent,
+            # Otherwise each epoch would draw from torch's global generator, and runs with and without workers differ.
             generator=torch.Generator(),
         )
 
 
-def _obey_the_parent_alone(worker: int) -> None:
-    """Let this worker ignore Ctrl-C, and any SIGTERM that is not its parent's.
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM: a worker inherits this until it can ignore them itself."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    Both often reach the whole group of processes, and a parent that saves its work first must not lose its workers.
+
+def _obey_only_the_parent(worker: int) -> None:
+    """Ignore Ctrl-C in this worker, and any SIGTERM that its parent did not send.
+
+    Both often reach the whole process group, and a parent that saves its work first still needs its workers.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_await_the_parents_end, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_exit_with_the_parent, args=(os.getppid(),), daemon=True).start()
 
 
-def _await_the_parents_end(parent: int) -> None:
+def _exit_with_the_parent(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
-    os._exit(0)  # as torch's own handler does it
+    os._exit(0)  # as torch's own handler does
 
 
 def _copy_ahead(answers: Iterator[Decoded], device: torch.device) -> Iterator[Decoded]:
-    """Copy each batch on a stream of its own, one batch ahead of the one in use."""
+    """Copy each batch on a separate stream, one batch ahead of the one in use."""
     stream = torch.cuda.Stream(device)
     waiting: tuple[Decoded, torch.cuda.Event] | None = None
     for answer in answers:
@@ -201,7 +215,7 @@ def _copy_ahead(answers: Iterator[Decoded], device: torch.device) -> Iterator[De
 
 def _received(batch: Decoded, copied: torch.cuda.Event) -> Decoded:
     current = torch.cuda.current_stream(batch.images.device)
-    # Not for the whole stream, which is busy with the next batch by now.
+    # Wait for this copy alone: the stream is already copying the next batch.
     current.wait_event(copied)
     for tensor in (batch.images, batch.labels):
         # Its memory belongs to the copying stream: keep it from being reused there while it is read here.
