@@ -1,4 +1,4 @@
-"""A whole set of images, decoded once and kept on the device, where crops are cut out of it in batches."""
+"""A whole set of images, decoded once and kept on the device and in a file; crops are cut out of it in batches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import math
 import os
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from ..extras import require
 from ..results import sync
 from .crop_boxes import CENTRE_SHARE, Box
 from .decode import decode_crop
-from .image_sources import ImageSource, open_source
+from .image_sources import ImageSource, open_source, sample_examples
 from .loader import BatchReader, CorruptFile, Crop, Prefetcher, Request, WholeImage
 
 CHUNK = 256
@@ -30,21 +31,21 @@ class DeviceCache:
     """Hold all images at one size, stretched to squares, with what their crops need.
 
     A crop is chosen in the original image's pixels, as without the cache (the same boxes for the same seed), and cut
-    out of the stretched image. What differs: pixels are resampled twice, and a crop of a large image has no more
-    detail than the kept size has.
+    out of the stretched image. Two things differ: pixels are resampled twice, and a crop of a large image has no more
+    detail than the cached size.
     """
 
     images: Tensor  # (n, side, side, 3)
     labels: Tensor
-    row_of: np.ndarray  # the row of each example, -1 where it is corrupt
+    row_of: np.ndarray  # the row of each example, -1 if it is corrupt
     sizes: np.ndarray
     corrupt: list[CorruptFile]
 
     @classmethod
     def fill(cls, source: ImageSource, size: int, workers: int, device: torch.device) -> DeviceCache:
         """Decode the whole source."""
-        n, side = len(source.labels), cached_side(source, size)
-        check_room(n * side * side * 3, device)
+        n, side = len(source.labels), _cached_side(source, size)
+        _check_room(n * side * side * 3, device)
         images = torch.empty(n, side, side, 3, dtype=torch.uint8, device=device)
         labels = torch.empty(n, dtype=torch.int64, device=device)
         row_of, sizes = np.full(n, -1), np.zeros((n, 2), dtype=np.int64)
@@ -74,16 +75,42 @@ class DeviceCache:
         return crop_resize(self.images[index], cut, size), self.labels[index]
 
 
-def cached_side(source: ImageSource, size: int) -> int:
-    """Return the side at which images are kept: 8/7 of the crop's, or their own longest side where that is smaller."""
-    looked_at = np.unique(np.linspace(0, len(source.labels) - 1, 64).astype(int)).tolist()
-    longest = 1
-    for example in looked_at:
-        try:
-            longest = max(longest, *decode_crop(source.read(example), _all, torch.empty(1, 1, 3, dtype=torch.uint8)))
-        except (ValueError, OSError):
-            continue
-    return min(longest, math.ceil(size / CENTRE_SHARE))
+def open_decoded(
+    data: Path, split: str, size: int, *, folder: Path, workers: int, device: torch.device | str
+) -> DeviceCache:
+    """Return the decoded images of a split, from the file in ``folder`` if there is one of the same data.
+
+    The data are the same if the classes, the labels, and the names, sizes and modification times of the image files
+    or shards are. Files of other data are left alone. The file only saves time: if it cannot be read it is written
+    again, and if it cannot be written there is a warning.
+
+    Beyond the paper: the input pipeline.
+    """
+    error = require("safetensors", "train").SafetensorError
+    data, where = data.expanduser(), torch.device(device)
+    source = open_source(data, split)
+    side = _cached_side(source, size)
+    path = folder / f"{split}-{side}px-{_state_of(source, data, split)}.safetensors"
+    # Damaged files raise errors of safetensors, json and others.
+    with contextlib.suppress(Exception):
+        return _load(path, where, source, side)
+    cache = DeviceCache.fill(source, size, workers, where)
+    try:
+        _save(cache, path)
+    except (OSError, error) as why:
+        warnings.warn(f"the decoded images cannot be kept in {folder}: {why}", stacklevel=2)
+    return cache
+
+
+def discard_decoded(folder: Path) -> None:
+    """Remove what :func:`open_decoded` left in a folder, and the folder itself if nothing else is in it.
+
+    Beyond the paper: the input pipeline.
+    """
+    for path in folder.glob("*-*px-*.safetensors"):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
@@ -108,26 +135,33 @@ def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
 
 
 def _triangle_filter(start: Tensor, stop: Tensor, pixels: int, size: int) -> Tensor:
-    """Return the weights, (n, size, pixels), of the pixels inside of [start, stop) for each place of the result."""
+    """Return the weights, (n, size, pixels), of the pixels inside [start, stop) for each pixel of the result."""
     scale = ((stop - start) / size)[:, None]
     centre = start[:, None] + scale * (torch.arange(size, device=start.device) + 0.5)
     pixel = torch.arange(pixels, device=start.device) + 0.5
     weight = (1 - (pixel - centre[..., None]).abs() / scale.clamp(min=1)[..., None]).clamp(min=0)
-    # A pixel cut by the box's edge counts, so that there always is one.
+    # A pixel cut by the box's edge counts, so that there is always one.
     inside = (pixel > start.floor()[:, None]) & (pixel < stop.ceil()[:, None])
     weight = weight * inside[:, None]
     return weight / weight.sum(-1, keepdim=True)
 
 
-def _all(width: int, height: int) -> Box:
-    return Box(0, 0, width, height)
+def _cached_side(source: ImageSource, size: int) -> int:
+    """Return the side of the cached images: 8/7 of the crop's, or their own longest side if that is smaller."""
+    longest, pixel, whole = 1, torch.empty(1, 1, 3, dtype=torch.uint8), partial(Box, 0, 0)
+    for example in sample_examples(source, 64):
+        try:
+            longest = max(longest, *decode_crop(source.read(example), whole, pixel))
+        except (ValueError, OSError):
+            continue
+    return min(longest, math.ceil(size / CENTRE_SHARE))
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def check_room(wanted: int, device: torch.device) -> None:
+def _check_room(wanted: int, device: torch.device) -> None:
     """Refuse more bytes than a GPU has free."""
     if device.type != "cuda":
         return
@@ -137,44 +171,6 @@ def check_room(wanted: int, device: torch.device) -> None:
             f"cache='device' needs {wanted / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free: use"
             " cache='none'"
         )
-
-
-def open_decoded(
-    data: Path, split: str, size: int, *, folder: Path, workers: int, device: torch.device | str
-) -> DeviceCache:
-    """Return the decoded images of a split, from the file in ``folder`` where one of the same data is there.
-
-    A file is of the same data where classes, labels, and names, sizes and times of the image files, or of the shards,
-    are the same. Those of other data are left alone. The file is a shortcut only: one that cannot be read is written
-    anew, and one that cannot be written is done without, with a warning.
-
-    Beyond the paper: the input pipeline.
-    """
-    error = require("safetensors", "train").SafetensorError
-    data, where = data.expanduser(), torch.device(device)
-    source = open_source(data, split)
-    side = cached_side(source, size)
-    path = folder / f"{split}-{side}px-{_state_of(source, data, split)}.safetensors"
-    # Damaged files raise errors of safetensors, json and others.
-    with contextlib.suppress(Exception):
-        return _load(path, where, source, side)
-    cache = DeviceCache.fill(source, size, workers, where)
-    try:
-        _save(cache, path)
-    except (OSError, error) as why:
-        warnings.warn(f"the decoded images cannot be kept in {folder}: {why}", stacklevel=2)
-    return cache
-
-
-def discard_decoded(folder: Path) -> None:
-    """Remove what :func:`open_decoded` left in a folder, and the folder itself where nothing else is in it.
-
-    Beyond the paper: the input pipeline.
-    """
-    for path in folder.glob("*-*px-*.safetensors"):
-        path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        folder.rmdir()
 
 
 def _state_of(source: ImageSource, data: Path, split: str) -> str:
@@ -189,7 +185,7 @@ def _state_of(source: ImageSource, data: Path, split: str) -> str:
 def _state_of_file(path: str) -> str:
     try:
         stat = os.stat(path)
-    except OSError:  # a link to nowhere is a corrupt image
+    except OSError:  # a broken link is a corrupt image
         return "absent"
     return f"{stat.st_size} {stat.st_mtime_ns}"
 
@@ -214,7 +210,7 @@ def _load(path: Path, device: torch.device, source: ImageSource, side: int) -> D
     with require("safetensors", "train").safe_open(path, framework="pt", device=str(device)) as file:
         if file.get_slice("images").get_shape() != [len(source.labels), side, side, 3]:
             raise ValueError(f"{path} has images of other shapes")
-        check_room(len(source.labels) * side * side * 3, device)
+        _check_room(len(source.labels) * side * side * 3, device)
         images, labels = file.get_tensor("images"), file.get_tensor("labels")
         row_of, sizes = (np.asarray(file.get_tensor(name).cpu()) for name in ("row_of", "sizes"))
         corrupt = [CorruptFile(**entry) for entry in json.loads(file.metadata()["corrupt"])]
@@ -224,7 +220,7 @@ def _load(path: Path, device: torch.device, source: ImageSource, side: int) -> D
 
 
 def _check(cache: DeviceCache, source: ImageSource, path: Path) -> None:
-    """Check that a file's numbers are of the source: they are used as places in memory, and as labels."""
+    """Check that a file's numbers fit the source: they are used as indices and as labels."""
     n = len(source.labels)
     kept = cache.row_of >= 0
     ok = (

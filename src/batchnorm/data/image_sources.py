@@ -1,4 +1,4 @@
-"""Encoded images on disk: image folders, and tar shards read through an index."""
+"""Encoded images on disk, and where they come from: image folders, and tar shards read through an index."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ImageSource(Protocol):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes; a label is a place among them."""
+        """The names of the classes; a label is an index into them."""
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -39,11 +39,63 @@ class ImageSource(Protocol):
         """Return where the example is stored, for messages."""
 
 
+@dataclass(frozen=True)
+class FolderSource:
+    """Read the images of one split of an image folder, SPLIT/CLASS/*.jpg; the whole split is one shard.
+
+    Beyond the paper: torchvision's layout.
+    """
+
+    root: Path
+    classes: tuple[str, ...]
+    labels: NDArray[np.int64]
+    # Bytes in one array, not a list of str: reference counts in forked workers would copy every page of a list.
+    paths: NDArray[np.bytes_]
+
+    @classmethod
+    def open(cls, root: Path, split: str) -> FolderSource:
+        """List the split; class names are those of train/ if it exists, so that splits agree on the labels."""
+        present = _class_names(root / split)
+        reference = root / "train"
+        classes = _class_names(reference) if reference.is_dir() else present
+        unknown = sorted(set(present) - set(classes))
+        if unknown:
+            raise ValueError(f"{root / split} has classes that {reference} lacks: {', '.join(unknown[:5])}")
+        index = {name: i for i, name in enumerate(classes)}
+        files = [(f"{split}/{name}/{file}", index[name]) for name in present for file in _images(root / split / name)]
+        if not files:
+            raise FileNotFoundError(f"{root / split} has no images ({', '.join(IMAGE_SUFFIXES)}) in its class folders")
+        paths = np.array([os.fsencode(path) for path, _ in files])
+        return cls(root, classes, np.array([label for _, label in files], dtype=np.int64), paths)
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """One shard."""
+        return (len(self.paths),)
+
+    def read(self, index: int) -> bytes:
+        """Return the encoded image."""
+        return (self.root / os.fsdecode(self.paths[index])).read_bytes()
+
+    def name(self, index: int) -> str:
+        """Return the file's path."""
+        return str(self.root / os.fsdecode(self.paths[index]))
+
+
+def _class_names(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
+
+
+def _images(folder: Path) -> list[str]:
+    names = (entry.name for entry in os.scandir(folder))
+    return sorted(n for n in names if n.lower().endswith(IMAGE_SUFFIXES) and not n.startswith("."))
+
+
 def open_source(path: str | Path, split: str) -> ImageSource:
     """Open one split of an image folder or of a folder of tar shards, whichever ``path`` is.
 
     Raises:
-        FileNotFoundError: where it is neither.
+        FileNotFoundError: if it is neither.
 
     Beyond the paper: the two layouts in common use.
     """
@@ -80,73 +132,22 @@ def check_complete(source: ImageSource, path: str | Path, split: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class FolderSource:
-    """Read the images of one split of an image folder; the whole split is one shard.
-
-    Beyond the paper: torchvision's layout.
-    """
-
-    root: Path
-    classes: tuple[str, ...]
-    labels: NDArray[np.int64]
-    # Bytes in one array and not a list of str: reference counts in forked workers would copy every page of a list.
-    paths: NDArray[np.bytes_]
-
-    @classmethod
-    def open(cls, root: Path, split: str) -> FolderSource:
-        """List the split; class names are those of train/ where it exists, so that splits agree on the labels."""
-        present = class_names(root / split)
-        reference = root / "train"
-        classes = class_names(reference) if reference.is_dir() else present
-        unknown = sorted(set(present) - set(classes))
-        if unknown:
-            raise ValueError(f"{root / split} has classes that {reference} lacks: {', '.join(unknown[:5])}")
-        index = {name: i for i, name in enumerate(classes)}
-        files = [(f"{split}/{name}/{file}", index[name]) for name in present for file in _images(root / split / name)]
-        if not files:
-            raise FileNotFoundError(f"{root / split} has no images ({', '.join(IMAGE_SUFFIXES)}) in its class folders")
-        paths = np.array([os.fsencode(path) for path, _ in files])
-        return cls(root, classes, np.array([label for _, label in files], dtype=np.int64), paths)
-
-    @property
-    def shard_sizes(self) -> tuple[int, ...]:
-        """One shard."""
-        return (len(self.paths),)
-
-    def read(self, index: int) -> bytes:
-        """Return the encoded image."""
-        return (self.root / os.fsdecode(self.paths[index])).read_bytes()
-
-    def name(self, index: int) -> str:
-        """Return the file's path."""
-        return str(self.root / os.fsdecode(self.paths[index]))
-
-
-def class_names(folder: Path) -> tuple[str, ...]:
-    """Return the names of the class folders, sorted: a class's label is its place among them."""
-    return tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
-
-
-def _images(folder: Path) -> list[str]:
-    names = (entry.name for entry in os.scandir(folder))
-    return sorted(n for n in names if n.lower().endswith(IMAGE_SUFFIXES) and not n.startswith("."))
-
-
-LOOKS = 32  # images to look at
+def sample_examples(source: ImageSource, count: int) -> list[int]:
+    """Return at most ``count`` examples, evenly spaced."""
+    return [int(i) for i in np.unique(np.linspace(0, len(source.labels) - 1, count).astype(int))]
 
 
 def small_images_note(source: ImageSource, size: int) -> str | None:
-    """Say that images are smaller than those a network takes, where most of those looked at are.
+    """Say that images are smaller than the network's input, if most of a sample are.
 
     Beyond the paper: a --size that was forgotten.
     """
     sides = []
-    for example in np.unique(np.linspace(0, len(source.labels) - 1, LOOKS).astype(int)).tolist():
+    for example in sample_examples(source, 32):
         try:
             with require("PIL.Image", "train").open(BytesIO(source.read(example))) as image:
                 sides.append(min(image.size))
-        except Exception:  # training counts and lists such files; Pillow has no one error for them
+        except Exception:  # training counts and lists such files; Pillow raises many kinds of errors for them
             continue
     usual = int(median(sides)) if sides else size
     if usual >= size:
