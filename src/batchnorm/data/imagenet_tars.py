@@ -91,7 +91,7 @@ def _training_images(path: Path) -> Iterator[Entry]:
     with path.open("rb") as file:
         for part in members(file, str(path)):
             if not part.name.endswith(".tar"):
-                raise ValueError(f"{path} holds {part.name} instead of a tar file of one class")
+                raise ValueError(f"{path} holds {part.name} where a tar file of one class is expected")
             wnid = Path(part.name).stem
             for member in members(file, f"{path}:{part.name}", part.offset_data, part.size):
                 yield wnid, f"{wnid}/{member.name}", member.offset_data, member.size

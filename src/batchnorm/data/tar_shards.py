@@ -235,7 +235,7 @@ def scan(shard: Path) -> Iterator[ShardImage]:
 
 def _label(text: bytes, name: str) -> int:
     if not text.strip().isdigit():
-        raise ValueError(f"{name} holds {text[:20]!r} instead of a class number")
+        raise ValueError(f"{name} holds {text[:20]!r} where a class number is expected")
     label = int(text)
     if label >= MAX_CLASSES:
         raise ValueError(f"{name} holds {label}: class numbers go up to {MAX_CLASSES - 1:,}")

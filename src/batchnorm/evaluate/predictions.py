@@ -1,4 +1,4 @@
-"""What one network says about every image of a split."""
+"""The class probabilities that one network gives every image of a split, averaged over crops."""
 
 from __future__ import annotations
 
@@ -17,8 +17,76 @@ from .crops import Crops, crop_boxes
 from .square_crops import SquareBatches, Squares
 
 
+def cut_views(squares: Tensor, crops: Crops) -> Tensor:
+    """Return the crops of squares of one scale, as uint8 of shape (crops of a square, squares, 3, size, size).
+
+    The order is the centre, the corners, the whole square, then their mirror images.
+
+    >>> cut_views(torch.zeros(6, 3, 73, 73, dtype=torch.uint8), Crops.of(144, size=64)).shape
+    torch.Size([12, 6, 3, 64, 64])
+
+    Beyond the paper: GoogLeNet's protocol.
+    """
+    n, side, size = len(squares), squares.shape[-1], crops.size
+    boxes = crop_boxes(side, size, crops.corners)
+    # Filled in place, channels last: one write for each crop.
+    views = squares.new_empty(crops.per_square, n, size, size, 3).movedim(-1, 2)
+    for view, box in zip(views, boxes, strict=False):
+        view.copy_(squares[..., box.top : box.bottom, box.left : box.right])
+    plain = len(boxes)
+    if crops.whole:
+        views[plain] = _shrink(squares, size)
+        plain += 1
+    if crops.mirror:
+        views[plain:] = views[:plain].flip(-1)
+    return views
+
+
+class MeanProbabilities(nn.Module):
+    """Compute the mean of a network's class probabilities over the crops of each image.
+
+        p(y | image) = 1/|crops| sum_c softmax(net(crop_c))_y
+
+    Crops of all images of a step go through the network together, about ``batch_size`` at a time. On a GPU the
+    network runs in bfloat16; probabilities are float32.
+
+    Args:
+        net: gives class scores for normalized images; put it into evaluation mode first.
+        crops: what was asked of :func:`batchnorm.evaluate.open_squares`.
+        batch_size: crops that the network takes at a time.
+
+    Paper: Sec. 4.2.3
+    """
+
+    def __init__(self, net: nn.Module, crops: Crops, batch_size: int = 256) -> None:
+        super().__init__()
+        self.net, self.crops, self.batch_size, self.normalize = net, crops, batch_size, Normalize()
+
+    def forward(self, squares: Squares) -> Tensor:
+        """Return one row of probabilities for each image of the step."""
+        device = self.normalize.shift.device
+        # Nothing here waits for the device: the next step's squares are copied while this one's are computed.
+        levels = [self._level(pixels.to(device, non_blocking=True).movedim(-1, 1)) for pixels in squares.pixels]
+        rows = squares.rows.to(device, non_blocking=True)
+        return torch.stack(levels).mean(0)[rows].mean(1)
+
+    def _level(self, squares: Tensor) -> Tensor:
+        """Return each square's mean over its crops."""
+        views = cut_views(squares, self.crops).flatten(0, 1)
+        # Even parts: a small last one would leave the device idle.
+        parts = max(1, round(len(views) / self.batch_size))
+        probabilities = torch.cat([self.probabilities(part) for part in views.tensor_split(parts)])
+        return probabilities.view(self.crops.per_square, -1, probabilities.shape[1]).mean(0)
+
+    def probabilities(self, images: Tensor) -> Tensor:
+        """Return the network's class probabilities for uint8 images."""
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
+            scores: Tensor = self.net(self.normalize(images))
+        return scores.float().softmax(1)
+
+
 class Predictions(NamedTuple):
-    """Hold what one network says about this rank's images.
+    """Hold the class probabilities that one network gives this rank's images.
 
     Paper: Sec. 4.2.3
     """
@@ -37,7 +105,7 @@ class Predictions(NamedTuple):
 def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, name: str = "the network") -> Predictions:
     """Return a network's class probabilities for every image of this rank, averaged over the crops.
 
-    The network is moved to the batches' device and runs in evaluation mode; its modules' modes are put back afterwards.
+    The network is moved to the batches' device and runs in evaluation mode; its modules' modes are restored afterwards.
 
     Args:
         net: gives class scores for normalized images of the crops' size.
@@ -46,7 +114,7 @@ def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, na
         name: what messages call the network.
 
     Raises:
-        ValueError: where the network does not take such images, or has other classes than the data.
+        ValueError: if the network does not take such images, or has other classes than the data.
 
     Paper: Sec. 4.2.3, "multicrop inference"
     """
@@ -72,7 +140,7 @@ def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, na
 
 
 def check_fits(mean: MeanProbabilities, classes: int, name: str) -> None:
-    """Try the network on one black image; every rank does, so that all of them stop where it does not fit.
+    """Try the network on one black image, on every rank, so that all of them stop if it does not fit.
 
     Raises:
         ValueError: as :func:`predict`.
@@ -100,74 +168,6 @@ def _evaluating(net: nn.Module) -> Iterator[None]:
     finally:
         for module, training in before.items():
             module.training = training
-
-
-def cut_views(squares: Tensor, crops: Crops) -> Tensor:
-    """Return the crops of squares of one scale, as uint8 of shape (crops of a square, squares, 3, size, size).
-
-    The order is the centre, the corners, the whole square, then their mirror images.
-
-    >>> cut_views(torch.zeros(6, 3, 73, 73, dtype=torch.uint8), Crops.of(144, size=64)).shape
-    torch.Size([12, 6, 3, 64, 64])
-
-    Beyond the paper: GoogLeNet's protocol.
-    """
-    n, side, size = len(squares), squares.shape[-1], crops.size
-    boxes = crop_boxes(side, size, crops.corners)
-    # Filled in place, in the layout that convolutions like best: one write for each crop.
-    views = squares.new_empty(crops.per_square, n, size, size, 3).movedim(-1, 2)
-    for view, box in zip(views, boxes, strict=False):
-        view.copy_(squares[..., box.top : box.bottom, box.left : box.right])
-    plain = len(boxes)
-    if crops.whole:
-        views[plain] = _shrink(squares, size)
-        plain += 1
-    if crops.mirror:
-        views[plain:] = views[:plain].flip(-1)
-    return views
-
-
-class MeanProbabilities(nn.Module):
-    """Compute the mean of a network's class probabilities over the crops of each image.
-
-        p(y | image) = 1/|crops| sum_c softmax(net(crop_c))_y
-
-    Crops of all images of a step go through the network together, about ``batch_size`` at a time. On a GPU the
-    network runs in bfloat16; probabilities are float32.
-
-    Args:
-        net: gives class scores for normalized images; it is used as it is, so put it into evaluation mode first.
-        crops: what was asked of :func:`batchnorm.evaluate.open_squares`.
-        batch_size: crops that the network takes at a time.
-
-    Paper: Sec. 4.2.3
-    """
-
-    def __init__(self, net: nn.Module, crops: Crops, batch_size: int = 256) -> None:
-        super().__init__()
-        self.net, self.crops, self.batch_size, self.normalize = net, crops, batch_size, Normalize()
-
-    def forward(self, squares: Squares) -> Tensor:
-        """Return one row of probabilities for each image of the step."""
-        device = self.normalize.shift.device
-        # Nothing here waits for the device: the next step's squares are on their way while this one's are computed.
-        levels = [self._level(pixels.to(device, non_blocking=True).movedim(-1, 1)) for pixels in squares.pixels]
-        rows = squares.rows.to(device, non_blocking=True)
-        return torch.stack(levels).mean(0)[rows].mean(1)
-
-    def _level(self, squares: Tensor) -> Tensor:
-        """Return each square's mean over its crops."""
-        views = cut_views(squares, self.crops).flatten(0, 1)
-        # Even parts: a small last one would leave the device idle.
-        parts = max(1, round(len(views) / self.batch_size))
-        probabilities = torch.cat([self.probabilities(part) for part in views.tensor_split(parts)])
-        return probabilities.view(self.crops.per_square, -1, probabilities.shape[1]).mean(0)
-
-    def probabilities(self, images: Tensor) -> Tensor:
-        """Return the network's class probabilities for uint8 images."""
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
-            scores: Tensor = self.net(self.normalize(images))
-        return scores.float().softmax(1)
 
 
 def _shrink(squares: Tensor, size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Figure 1 as the paper lays it out: accuracy, then the inputs of a typical sigmoid without and with BN."""
+"""Figure 1 and the claims of Section 4.1: a picture laid out as in the paper, and tables of paper versus here."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..monitor import drift
 from ..results import write_atomically
 from .runs import Run
 
+TARGETS = (0.8, 0.9, 0.95, 0.96, 0.97, 0.98)
 COLOURS = {False: "#d9622b", True: "#2a6fc9"}
 
 
@@ -19,7 +20,7 @@ def draw(runs: Sequence[Run], out: Path) -> list[Path]:
     """Draw ``fig1.png`` and ``fig1.svg`` into ``out`` from a run without and a run with batch normalization.
 
     Args:
-        runs: their ``config`` says ``batch_norm``; the first of each kind is drawn.
+        runs: with ``batch_norm`` in their ``config``; the first of each kind is drawn.
         out: the folder.
 
     Raises:
@@ -46,7 +47,7 @@ def draw(runs: Sequence[Run], out: Path) -> list[Path]:
             _bands(axis, pair[kind], f"({letter}) {'With' if kind else 'Without'} BN", COLOURS[kind])
         paths = [out / f"fig1.{kind}" for kind in ("png", "svg")]
         for path in paths:
-            # No date in the file: the same run draws the same bytes.
+            # No date in the file: the same run gives the same bytes.
             content = io.BytesIO()
             no_date = {"Date": None} if path.suffix == ".svg" else None
             figure.savefig(content, format=path.suffix[1:], dpi=200, metadata=no_date)
@@ -96,9 +97,6 @@ def _thousands(axis: Any) -> None:
     axis.grid(axis="y", color="#000000", alpha=0.08, lw=0.6)
 
 
-ACCURACIES = (0.8, 0.9, 0.95, 0.96, 0.97, 0.98)
-
-
 def steps_to(runs: Sequence[Run]) -> list[list[str]]:
     """Tabulate the first step at which each run reached given test accuracies; the first row is the header.
 
@@ -107,14 +105,14 @@ def steps_to(runs: Sequence[Run]) -> list[list[str]]:
     if not any(run.accuracy for run in runs):
         return []
     rows = [["test accuracy", *(run.name for run in runs)]]
-    for accuracy in ACCURACIES:
+    for accuracy in TARGETS:
         reached = [run.steps_to(accuracy) for run in runs]
         rows.append([f"{accuracy:.0%}", *("not reached" if s is None else f"{s:,}" for s in reached)])
     return rows
 
 
 def paper_versus_here(runs: Sequence[Run]) -> list[list[str]]:
-    """Tabulate what Section 4.1 says and what these runs show; empty without a run of either kind.
+    """Tabulate what Section 4.1 says and what these runs show; empty unless there is a run of each kind.
 
     Paper: Sec. 4.1; Fig. 1
     """

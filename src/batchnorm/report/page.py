@@ -19,22 +19,44 @@ from .figure1 import paper_versus_here, steps_to
 from .runs import ACCURACIES, Curve, Run
 
 Section = tuple[str, str, Sequence[Sequence[str]]]
+# Percentiles that one run may put into the page, in floats: 125 records of three layers of 100 units.
+BUDGET = 125 * 3 * 3 * 100
+
+MEASURES = (
+    {
+        "key": "z",
+        "name": "drift of the nonlinearity's inputs",
+        "text": "How far a unit's input distribution moved since the record before, in units of its own width; median"
+        " over the layer's units. Batch normalization fixes the mean and variance that this looks at.",
+    },
+    {
+        "key": "x",
+        "name": "drift of x = Wu, before normalization",
+        "text": "The same for x = Wu, which batch normalization takes and does not itself hold in place.",
+    },
+    {
+        "key": "gradient",
+        "name": "change of a layer's gradient",
+        "text": "||g' - g|| / ||g||, with g a layer's gradient on a mini-batch and g' its gradient on the same"
+        " mini-batch after only the layers below took their step: Section 2's definition, as the layer feels it.",
+    },
+)
 
 
 def write_report(
     runs: Sequence[Run], path: Path, *, title: str | None = None, sections: Sequence[Section] | None = None
 ) -> Path:
-    """Write the page for these runs to ``path``: it needs nothing else, and no network.
+    """Write the page for these runs to ``path``; it is one file and loads nothing else.
 
     Args:
-        runs: what is compared.
-        path: the page.
-        title: by default made of the runs.
-        sections: headings, texts and tables of what the runs are about; by default Section 4.1's claims.
+        runs: to compare.
+        path: of the page.
+        title: by default made from the runs.
+        sections: headings, texts and tables about the runs; by default Section 4.1's claims.
 
     Beyond the paper: ``batchnorm report``.
     """
-    # A lone surrogate, from an undecodable file name or a JSON string, has no UTF-8.
+    # A lone surrogate, from an undecodable file name or a JSON string, cannot be encoded in UTF-8.
     write_atomically(path, render(runs, title=title, sections=sections).encode(errors="replace"))
     return path
 
@@ -57,19 +79,19 @@ def render(runs: Sequence[Run], *, title: str | None = None, sections: Sequence[
         footer=escape(_footer(runs)),
         css=style,
         css_hash=_hash(style),
-        data=_inert(payload(runs)),
+        data=_inert(_page_data(runs)),
         script=script,
         script_hash=_hash(script),
     )
 
 
 def _hash(text: str) -> str:
-    """Return an element's content as the page's Content-Security-Policy names it."""
+    """Return the hash of an element's content for the page's Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _inert(data: Any) -> str:
-    """Return JSON that no HTML parser sees markup in: a name may hold "</script>"."""
+    """Return JSON without anything that HTML parses as markup: a name may hold "</script>"."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"})
 
@@ -163,35 +185,8 @@ def _table(rows: Sequence[Sequence[str]], mark: bool) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-# Floats of percentiles that one run may put into the page: 125 records of three layers of 100 units.
-BUDGET = 125 * 3 * 3 * 100
-
-MEASURES = (
-    {
-        "key": "z",
-        "name": "drift of the nonlinearity's inputs",
-        "text": "How far a unit's input distribution moved since the record before, in units of its own width; median"
-        " over the layer's units. Batch normalization fixes the mean and variance that this looks at.",
-    },
-    {
-        "key": "x",
-        "name": "drift of x = Wu, before normalization",
-        "text": "The same for x = Wu, which batch normalization takes and does not itself hold in place.",
-    },
-    {
-        "key": "gradient",
-        "name": "change of a layer's gradient",
-        "text": "||g' - g|| / ||g||, with g a layer's gradient on a mini-batch and g' its gradient on the same"
-        " mini-batch after only the layers below took their step: Section 2's definition, as the layer feels it.",
-    },
-)
-
-
-def payload(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return what the page's script needs, fit for JSON.
-
-    Beyond the paper: ``batchnorm report``.
-    """
+def _page_data(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the curves, percentiles and shift measures that the page's script draws, as JSON values."""
     accuracies = sorted({key for run in runs for key in run.curves if key.endswith(ACCURACIES)})
     return {"measures": MEASURES, "accuracies": accuracies, "runs": [_run_data(run) for run in runs]}
 
@@ -220,7 +215,7 @@ def _curve(curve: Curve) -> dict[str, list[float | None]]:
 
 
 def _thin(items: Sequence[Any], limit: int) -> list[Any]:
-    """Keep at most about ``limit`` items, evenly spaced, the last among them."""
+    """Keep at most about ``limit`` items, evenly spaced, including the last."""
     every = max(-(-len(items) // limit), 1)
     return [item for k, item in enumerate(items) if (len(items) - 1 - k) % every == 0]
 
