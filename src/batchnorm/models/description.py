@@ -1,4 +1,4 @@
-"""What a network consists of, layer by layer, and what the appendix says about its own."""
+"""A network's layers, parameters and multiply-adds, and the paper's statements about the size of its own."""
 
 from __future__ import annotations
 
@@ -11,85 +11,6 @@ from torch import Tensor, nn
 
 from ..errors import at_least
 from .bn_inception.blocks import InceptionModule
-
-
-class Layer(NamedTuple):
-    """One layer that has parameters or changes the map: its place, output and cost for one image.
-
-    Beyond the paper: accounting.
-    """
-
-    name: str
-    kind: str
-    output: tuple[int, ...]
-    parameters: int
-    multiply_adds: int
-
-
-class Description(NamedTuple):
-    """A network's layers in the order they run, for one image; ``print`` it for the table.
-
-    Beyond the paper: accounting.
-    """
-
-    layers: tuple[Layer, ...]
-    parameters: int
-    multiply_adds: int
-    depth: int
-
-    def __str__(self) -> str:
-        lines = [f"{'layer':34} {'kind':16} {'output':>13} {'parameters':>12} {'multiply-adds':>15}"]
-        for layer in self.layers:
-            shape = "x".join(str(n) for n in (*layer.output[1:], layer.output[0]))
-            cost = f"{layer.parameters:12,} {layer.multiply_adds:15,}"
-            lines.append(f"{layer.name:34} {layer.kind:16} {shape:>13} {cost}")
-        lines.append(f"{'total':34} {'':16} {'':>13} {self.parameters:12,} {self.multiply_adds:15,}")
-        return "\n".join(lines)
-
-
-def describe(net: nn.Module, size: int = 224, channels: int = 3) -> Description:
-    """Run a copy of the network on the meta device and account for each layer; nothing is computed.
-
-    Multiply-adds count convolutions and linear layers, as the literature does.
-
-    Args:
-        net: a network of images.
-        size: height and width of the image.
-        channels: its channels.
-
-    >>> describe(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()), size=4).multiply_adds
-    3456
-
-    Beyond the paper: accounting.
-    """
-    at_least(1, size=size, channels=channels)
-    shadow = copy.deepcopy(net).to("meta").eval()
-    found: list[Layer] = []
-    for name, module in shadow.named_modules():
-        if not list(module.children()):
-            module.register_forward_hook(partial(_note, found, name))
-    with torch.no_grad():
-        shadow(torch.empty(1, channels, size, size, device="meta"))
-    work = sum(layer.multiply_adds for layer in found)
-    return Description(tuple(found), sum(p.numel() for p in net.parameters()), work, _depth(net))
-
-
-def _note(found: list[Layer], name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-    own, kind = sum(p.numel() for p in module.parameters()), type(module).__name__
-    work = 0
-    if isinstance(module, nn.Conv2d | nn.Linear):
-        work = output[0].numel() * module.weight[0].numel()
-    if own or "Pool" in kind or "Response" in kind:
-        found.append(Layer(name, kind, tuple(output.shape[1:]), own, work))
-
-
-def _depth(net: nn.Module) -> int:
-    """Count weight layers on the longest path: children follow each other, but for an Inception module's branches."""
-    if isinstance(net, nn.Conv2d | nn.Linear):
-        return 1
-    depths = [_depth(child) for child in net.children()]
-    return max(depths, default=0) if isinstance(net, InceptionModule) else sum(depths)
-
 
 # Szegedy et al. (2014), Table 1: #1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool projection, and the map's height.
 GOOGLENET = (
@@ -105,8 +26,86 @@ GOOGLENET = (
 )
 
 
+class LayerCost(NamedTuple):
+    """Hold one layer that has parameters or changes the map: its path, output shape and cost for one image.
+
+    Beyond the paper: accounting.
+    """
+
+    name: str
+    kind: str
+    output: tuple[int, ...]
+    parameters: int
+    multiply_adds: int
+
+
+class Description(NamedTuple):
+    """Hold a network's layers in the order they run, for one image; ``print`` it for the table.
+
+    Beyond the paper: accounting.
+    """
+
+    layers: tuple[LayerCost, ...]
+    parameters: int
+    multiply_adds: int
+    depth: int
+
+    def __str__(self) -> str:
+        lines = [f"{'layer':34} {'kind':16} {'output':>13} {'parameters':>12} {'multiply-adds':>15}"]
+        for layer in self.layers:
+            shape = "x".join(str(n) for n in (*layer.output[1:], layer.output[0]))
+            cost = f"{layer.parameters:12,} {layer.multiply_adds:15,}"
+            lines.append(f"{layer.name:34} {layer.kind:16} {shape:>13} {cost}")
+        lines.append(f"{'total':34} {'':16} {'':>13} {self.parameters:12,} {self.multiply_adds:15,}")
+        return "\n".join(lines)
+
+
+def describe(net: nn.Module, size: int = 224, channels: int = 3) -> Description:
+    """Count each layer's parameters and multiply-adds in a pass on the meta device, where nothing is computed.
+
+    Multiply-adds count convolutions and linear layers, as the literature does.
+
+    Args:
+        net: a network of images.
+        size: height and width of the image.
+        channels: its channels.
+
+    >>> describe(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()), size=4).multiply_adds
+    3456
+
+    Beyond the paper: accounting.
+    """
+    at_least(1, size=size, channels=channels)
+    shadow = copy.deepcopy(net).to("meta").eval()
+    found: list[LayerCost] = []
+    for name, module in shadow.named_modules():
+        if not list(module.children()):
+            module.register_forward_hook(partial(_note, found, name))
+    with torch.no_grad():
+        shadow(torch.empty(1, channels, size, size, device="meta"))
+    work = sum(layer.multiply_adds for layer in found)
+    return Description(tuple(found), sum(p.numel() for p in net.parameters()), work, _depth(net))
+
+
+def _note(found: list[LayerCost], name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    own, kind = sum(p.numel() for p in module.parameters()), type(module).__name__
+    work = 0
+    if isinstance(module, nn.Conv2d | nn.Linear):
+        work = output[0].numel() * module.weight[0].numel()
+    if own or "Pool" in kind or "Response" in kind:
+        found.append(LayerCost(name, kind, tuple(output.shape[1:]), own, work))
+
+
+def _depth(net: nn.Module) -> int:
+    """Count weight layers on the longest path: children run in sequence, except an Inception module's branches."""
+    if isinstance(net, nn.Conv2d | nn.Linear):
+        return 1
+    depths = [_depth(child) for child in net.children()]
+    return max(depths, default=0) if isinstance(net, InceptionModule) else sum(depths)
+
+
 class Claim(NamedTuple):
-    """A statement of the paper and what it comes to here.
+    """Hold a statement of the paper and the number computed here.
 
     Paper: Appendix; Sec. 4.2
     """
@@ -116,9 +115,9 @@ class Claim(NamedTuple):
 
 
 def claims(description: Description) -> tuple[Claim, ...]:
-    """Set the paper's statements about the appendix network beside a description of it.
+    """Compare the paper's statements about the appendix network with a description of it.
 
-    None of the readings of the table gives the 13.6 million parameters of Section 4.2; the number is printed as it is.
+    No reading of the table gives the 13.6 million parameters of Section 4.2; the computed number is printed.
 
     >>> from .bn_inception.network import inception
     >>> for claim in claims(describe(inception(stem="plain"))): print(claim.computed)

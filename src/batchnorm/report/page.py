@@ -18,7 +18,7 @@ from ..results import write_atomically
 from .figure1 import paper_versus_here, steps_to
 from .runs import ACCURACIES, Curve, Run
 
-Section = tuple[str, str, Sequence[Sequence[str]]]
+PageSection = tuple[str, str, Sequence[Sequence[str]]]
 # Percentiles that one run may put into the page, in floats: 125 records of three layers of 100 units.
 BUDGET = 125 * 3 * 3 * 100
 
@@ -44,7 +44,7 @@ MEASURES = (
 
 
 def write_report(
-    runs: Sequence[Run], path: Path, *, title: str | None = None, sections: Sequence[Section] | None = None
+    runs: Sequence[Run], path: Path, *, title: str | None = None, sections: Sequence[PageSection] | None = None
 ) -> Path:
     """Write the page for these runs to ``path``; it is one file and loads nothing else.
 
@@ -61,7 +61,7 @@ def write_report(
     return path
 
 
-def render(runs: Sequence[Run], *, title: str | None = None, sections: Sequence[Section] | None = None) -> str:
+def render(runs: Sequence[Run], *, title: str | None = None, sections: Sequence[PageSection] | None = None) -> str:
     """Return the page's HTML.
 
     Beyond the paper: ``batchnorm report``.
@@ -134,14 +134,14 @@ def _footer(runs: Sequence[Run]) -> str:
     return " · ".join(parts)
 
 
-def _section41(runs: Sequence[Run]) -> list[Section]:
+def _section41(runs: Sequence[Run]) -> list[PageSection]:
     return [
         ("Paper versus here", "Section 4.1 and Figure 1 beside these runs.", paper_versus_here(runs)),
         ("Steps to given accuracies", "The first evaluation that reached them.", steps_to(runs)),
     ]
 
 
-def _tables(runs: Sequence[Run], sections: Sequence[Section]) -> str:
+def _tables(runs: Sequence[Run], sections: Sequence[PageSection]) -> str:
     config = _config(runs)
     parts = [
         *sections,
