@@ -6,10 +6,9 @@ import json
 import math
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from ..extras import require
 from ..monitor.records import Record
 from ..monitor.sinks import as_json
+from ..progress import Display
 from ..results import parse_json, write_atomically
 from .distributed import Ranks
 
@@ -89,35 +89,30 @@ class Logger:
     """
 
     def __init__(self, folder: Path, positions: tuple[int, int], total: int, *, tensorboard: bool = False) -> None:
-        self.metrics = Metrics(folder / "metrics.jsonl", positions[0])
-        self.monitor = Metrics(folder / "monitor.jsonl", positions[1])
-        self.started = time.perf_counter()
+        self._open = ExitStack()
+        self.metrics = self._open.enter_context(closing(Metrics(folder / "metrics.jsonl", positions[0])))
+        self.monitor = self._open.enter_context(closing(Metrics(folder / "monitor.jsonl", positions[1])))
         self.board: Any = None
         if tensorboard:
-            self.board = require("torch.utils.tensorboard", "train").SummaryWriter(str(folder / "tensorboard"))
-        self.bar: Any = None
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self.bar = Progress(*columns, console=Console(stderr=True))
-            self.task = self.bar.add_task("training", total=total)
-            self.bar.start()
+            board = require("torch.utils.tensorboard", "train").SummaryWriter(str(folder / "tensorboard"))
+            self.board = self._open.enter_context(closing(board))
+        self.started, self._text = time.perf_counter(), ""
+        # Without a terminal, the records are the only lines.
+        self.display = self._open.enter_context(Display(every=math.inf))
+        self.display.add("training", total)
 
     def advance(self, step: int) -> None:
         """Move the bar."""
-        if self.bar is not None:
-            self.bar.update(self.task, completed=step)
+        self.display.update("training", step, self._text)
 
     def log(self, record: dict[str, Any]) -> None:
         """Write a record to metrics.jsonl, and to TensorBoard if asked for, and show it."""
         self.metrics.write({**record, "seconds": round(time.perf_counter() - self.started, 3)})
-        text = "  ".join(_shown(key, value) for key, value in record.items())
-        if self.bar is not None:
-            self.bar.update(self.task, description=text)
+        self._text = "  ".join(_shown(key, value) for key, value in record.items())
+        if self.display.bars is None:
+            self.display.say(self._text)
         else:
-            print(text, file=sys.stderr, flush=True)
+            self.advance(record["step"])
         if self.board is not None:
             for key, value in record.items():
                 if isinstance(value, float):
@@ -133,13 +128,7 @@ class Logger:
 
     def close(self) -> None:
         """Close all files, even if one of them fails."""
-        with ExitStack() as stack:
-            stack.callback(self.metrics.close)
-            stack.callback(self.monitor.close)
-            if self.bar is not None:
-                stack.callback(self.bar.stop)
-            if self.board is not None:
-                stack.callback(self.board.close)
+        self._open.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
