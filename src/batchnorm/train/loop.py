@@ -23,25 +23,25 @@ from .recipe import Recipe
 from .resume import RunState, Stopped, StopSignal, claim_folder, resume_, save_state, stop_signal
 from .step import TrainStep, make_optimizer
 
-# Ranks agree on a stop every so many steps: often enough for a scheduler's grace period, rarely enough to cost nothing.
+# Steps between agreements of the ranks on a stop: often enough for a scheduler's grace period, and cheap.
 AGREE_EVERY = 10
 
 
 def train(recipe: Recipe, options: Options) -> Result:
-    """Train a network by a recipe, going on from the last checkpoint where the run was interrupted.
+    """Train a network by a recipe; an interrupted run is resumed from its last checkpoint.
 
-    On the CPU, at the same number of threads and ranks, an interrupted run ends with the same bits as one that was
-    not. Under ``torchrun`` the batch is spread over the ranks.
+    On the CPU, with the same number of threads and ranks, a resumed run ends with the same bits as an uninterrupted
+    one. Under ``torchrun`` the batch is divided among the ranks.
 
     Args:
         recipe: what to train and how.
         options: on what data, on which device, and how often to report.
 
     Returns:
-        The result that is also in ``result.json``; ``metrics.jsonl`` has the course of the run, ``final/`` the network.
+        The result, which is also in ``result.json``; the metrics are in ``metrics.jsonl``, the network in ``final/``.
 
     Raises:
-        Stopped: if SIGTERM or Ctrl-C came; the state is saved.
+        Stopped: after SIGTERM or Ctrl-C; the state is saved.
         ValueError: if the data, the folder or its checkpoints do not fit the recipe, or another process trains there.
 
     Paper: Sec. 4.2.2; Alg. 2 at the end
@@ -67,15 +67,15 @@ class _Training:
         cuda = here.device.type == "cuda"
         self.bf16 = cuda if options.precision == "auto" else options.precision == "bf16"
         self.net = recipe.network(len(self.batches.classes)).to(here.device)
-        # Only now that there is a network and something to train it on: a mistyped --data or --size must not leave a
-        # folder that looks like a run, and refuses the right one.
+        # Only now that the data and the network are known to be good: a mistyped --data or --size must not leave a
+        # folder that looks like a run and then refuses the right one.
         if here.main:
             claim_folder(self.folder, recipe, describe_data(options.data))
         here.wait()
         if cuda:
             self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = make_optimizer(self.net, recipe, here.device)
-        # What autocast would make of the images anyway.
+        # Autocast would convert the images anyway.
         dtype = torch.bfloat16 if self.bf16 else torch.float32
         self.augment = Augment(recipe.photometric, dtype=dtype).to(here.device)
         self.normalize = Normalize(dtype=dtype).to(here.device)
@@ -101,12 +101,12 @@ class _Training:
 
     @property
     def total_steps(self) -> int:
-        """The length of the run."""
+        """The steps of the whole run."""
         planned = round(self.recipe.epochs * len(self.batches))
         return planned if self.options.max_steps is None else min(planned, self.options.max_steps)
 
     def finish(self) -> Result:
-        """Train to the end, then replace running averages by population statistics and fold."""
+        """Train to the end, then replace the running averages by population statistics and fold."""
         try:
             diverged = self._train()
             return self._conclude(diverged)
@@ -115,7 +115,7 @@ class _Training:
                 self.logger.close()
 
     def _train(self) -> bool:
-        """Run the loop; return whether the loss stopped being a number, which ends it."""
+        """Run the loop; return whether it ended because the loss became NaN or infinite."""
         self._evaluate_if_due()
         while self.step < self.total_steps:
             epoch, start = divmod(self.step, len(self.batches))
@@ -136,7 +136,7 @@ class _Training:
         return False
 
     def _train_on(self, images: Tensor, labels: Tensor, k: int) -> None:
-        """Take one step. All randomness is a function of (seed, step), so there is no generator's state to save."""
+        """Take one step. All randomness is a function of (seed, step), so there is no generator state to save."""
         rate = self.recipe.rate_at(self.step, len(self.batches))
         torch.manual_seed(seed_at(self.recipe.seed, 1, self.step, self.ranks.rank))  # dropout
         generator = torch.Generator().manual_seed(seed_at(self.recipe.seed, 2, self.step))
@@ -147,7 +147,7 @@ class _Training:
             self.logger.advance(self.step)
 
     def _log(self) -> bool:
-        """Report the mean over the steps since the last line; return whether the loss is still a number."""
+        """Log the mean over the steps since the last line; return whether the loss is finite."""
         sums = self.ranks.sum_(self.train_step.sums.clone())
         self.train_step.sums.zero_()
         loss, right, count = sums.tolist()
@@ -156,7 +156,7 @@ class _Training:
         return math.isfinite(loss)
 
     def _monitor_if_due(self) -> None:
-        """Record percentiles on the first validation batch, always the same one, without a trace in the training."""
+        """Record percentiles on the first validation batch, without any effect on the training."""
         if self.options.monitor_every == 0 or self.step % self.options.monitor_every:
             return
         if self.monitor is None:
@@ -185,7 +185,7 @@ class _Training:
 
     def _interruptible(self, batches: ImageBatches) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in batches.epoch(0):
-            # With several ranks the others would wait for this one: the stop then comes after the validation.
+            # With several ranks the others would wait for this one: then the run stops after the validation.
             if self.stop.requested and self.ranks.world_size == 1 and self.step > self.evaluated:
                 self._save()
                 raise Stopped(f"stopped at step {self.step:,}, in validation; the same command goes on from there")
@@ -202,7 +202,7 @@ class _Training:
         save_state(self.folder, state, self.net, self.optimizer, self.ranks)
 
     def _conclude(self, diverged: bool) -> Result:
-        """Take Algorithm 2 to its end, keep the network and write down how the run went."""
+        """Finish Algorithm 2, save the final network and write the result."""
         accuracy = on_training = None
         if not diverged:
             net = self._inference_network()

@@ -1,4 +1,4 @@
-"""The paper's five training runs and its two failures, each derived from another as the paper tells it."""
+"""The paper's five training runs and its two failures, each derived from another as in the paper."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Recipe:
     """of initial weights, order, crops, distortions and dropout"""
 
     def __post_init__(self) -> None:
-        """Check what can be known before any work.
+        """Check the fields before any work is done.
 
         Raises:
             ValueError: naming the first field that no run can have.
@@ -138,24 +138,14 @@ class Recipe:
 
     @property
     def network_fields(self) -> dict[str, Any]:
-        """What of the recipe its network computes with, as JSON has it.
+        """The fields that the network's output depends on, as JSON values.
 
         >>> BN_X30.network_fields["activation"]
         'relu'
         """
-        names = [
-            "batch_norm",
-            "activation",
-            "local_response",
-            "per_activation",
-            "stem",
-            "projection",
-            "width",
-            "eps",
-            "size",
-        ]
+        names = "batch_norm activation local_response per_activation stem projection width eps size"
         values = json.loads(self.to_json())
-        return {name: values[name] for name in names}
+        return {name: values[name] for name in names.split()}
 
     def to_json(self) -> str:
         """Return the recipe as JSON."""
