@@ -1,22 +1,22 @@
-"""Errors as people read them on a command line, and checks of options that raise them."""
+"""Error messages for the command line, and checks of options."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-LARGEST = {int: 2**63 - 1, float: 3.4e38}  # what torch takes as an integer, and as a float32
+LARGEST = {int: 2**63 - 1, float: 3.4e38}  # torch's largest integer and float32
 SEED_MAX = 2**32 - 1
 
 
 class JobsFailedError(RuntimeError):
-    """Say which of several jobs failed, and how: the message holds the ends of their logs.
+    """Report which of several jobs failed; the message has the ends of their logs.
 
     Beyond the paper: the command line.
     """
 
 
 def sentence(error: Exception) -> str:
-    """Say what went wrong: an error's message, or for one of the operating system which file and what about it.
+    """Return an error's message; for an OSError, the path and the reason.
 
     >>> sentence(PermissionError(13, "Permission denied", "runs/a"))
     'runs/a: permission denied'
@@ -31,12 +31,12 @@ def sentence(error: Exception) -> str:
 
 
 def at_least(least: float, /, **options: object) -> None:
-    """Check that options are numbers of at least ``least``; of a tuple, that it has some and all differ.
+    """Check that options are numbers of at least ``least``; a tuple must not be empty or hold a number twice.
 
-    None is an option that was not given.
+    None means that an option was not given.
 
     Raises:
-        ValueError: naming the first option that is not.
+        ValueError: naming the first option that fails.
 
     >>> at_least(1, steps=10, marks=(1, 2), processes=None)
     >>> at_least(1, log_every=0)

@@ -1,4 +1,4 @@
-"""Optional packages: which extra brings them, and the error that says how to install them."""
+"""Optional packages: the extras that install them, and the error if one is missing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ EXTRAS = {
     "report": ("matplotlib",),
     "export": ("onnx", "onnxscript", "onnxruntime", "safetensors"),
 }
-PACKAGES = {"PIL": "pillow"}  # where the package is not called like its module
+PACKAGES = {"PIL": "pillow"}  # packages with another name than their module
 
 
 class MissingExtraError(ImportError):
-    """Report packages that an optional part of the library needs."""
+    """Report missing packages that an optional part of the library needs."""
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import ``module``, or say in one sentence how to install what is missing.
+    """Import ``module``, or raise an error that says how to install what is missing.
 
     >>> require("math", "train").pi > 3
     True
@@ -39,7 +39,7 @@ def require(module: str, extra: str) -> ModuleType:
 
 
 def check_installed(*modules: str) -> None:
-    """Check that optional packages are installed, without importing them: for use before long work starts.
+    """Check that optional packages are installed, without importing them, before long work starts.
 
     Raises:
         MissingExtraError: naming all that are missing.

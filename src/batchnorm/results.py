@@ -1,4 +1,4 @@
-"""Result files: what was measured, on what, with which versions and from which commit."""
+"""Result files: measurements with the hardware, versions and commit they come from; atomic writing of files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-# Far more than any file of ours has, and few enough that printing a value does not exhaust the stack.
+# Far more than this library's files have, and few enough that printing a value does not exhaust the stack.
 MAX_DEPTH = 100
 
 
@@ -22,12 +22,12 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     """Describe the machine and the software that a measurement ran on.
 
     Args:
-        commit: that of the software, where git cannot tell.
+        commit: of the software, if git does not know it.
 
     >>> sorted(environment())
     ['commit', 'cores', 'gpu', 'hardware', 'load', 'numpy', 'python', 'threads', 'torch']
 
-    Beyond the paper: provenance of what is measured.
+    Beyond the paper: provenance of measurements.
     """
     return {
         "hardware": _cpu(),
@@ -43,7 +43,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 
 
 def write_result(path: Path, question: str, **content: Any) -> None:
-    """Write what was measured as JSON, with the question it answers and where and by what code it was measured.
+    """Write a measurement as JSON, with the question it answers, the hardware and the commit.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -51,19 +51,19 @@ def write_result(path: Path, question: str, **content: Any) -> None:
     ...     sorted(json.loads((Path(folder) / "a.json").read_text()))
     ['environment', 'question', 'rows']
 
-    Beyond the paper: every number stated anywhere has such a file.
+    Beyond the paper: every published number has such a file.
     """
     write_json(path, {"question": question, "environment": environment(), **content})
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> Path:
-    """Write a JSON file so that a reader sees the old or the new content, never a part."""
+    """Write a JSON file atomically."""
     write_atomically(path, (json.dumps(values, indent=1, default=str) + "\n").encode())
     return path
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds.
+    """Return the object in a JSON file.
 
     Raises:
         ValueError: naming the file, if it holds anything else.
@@ -74,7 +74,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """Return the object that a JSON text holds; an error starts with ``where`` the text comes from.
+    """Return the object in a JSON text; errors start with ``where`` the text comes from.
 
     >>> parse_json(b"[1]", "a.json")
     Traceback (most recent call last):
@@ -95,7 +95,7 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _depth(value: object) -> int:
-    """Return how deep lists and dicts are nested, without recursion."""
+    """Return how deeply lists and dicts are nested, without recursion."""
     depth, level = 0, [value]
     while level := [v for v in level if isinstance(v, dict | list)]:
         depth, level = depth + 1, [x for v in level for x in (v.values() if isinstance(v, dict) else v)]
@@ -117,7 +117,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         if not isinstance(error, OSError) or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # not the name of the temporary file
-    # The rename itself is on the disk only when the folder is.
+    # The rename is on the disk only once the folder is.
     sync(path.parent)
 
 
@@ -125,7 +125,7 @@ def sync(path: Path) -> None:
     """Wait until a file or folder is on the disk."""
     windows = os.name == "nt"
     if windows and path.is_dir():
-        return  # Windows can open no folder, and journals renames itself
+        return  # Windows cannot open folders, and journals renames itself
     handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -134,10 +134,10 @@ def sync(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Check that a file can be written, before the work whose result it will hold; make its folder if needed.
+    """Check that a file can be written, before the work whose result it will hold; make its folder if missing.
 
     Raises:
-        OSError: naming the file, or the part of its path that is in the way.
+        OSError: naming the file, or the part of its path that cannot be used.
 
     >>> check_writable(Path("."))
     Traceback (most recent call last):
@@ -166,9 +166,9 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of the source tree, with a mark where files differ from it; None outside a repository.
+    """Return the commit of the source tree, marked if files differ from it; None outside a repository.
 
-    A copy of the tree without its repository is told by ``BATCHNORM_COMMIT``.
+    ``BATCHNORM_COMMIT`` gives the commit of a copy without its repository.
     """
     if "BATCHNORM_COMMIT" in os.environ:
         return os.environ["BATCHNORM_COMMIT"]

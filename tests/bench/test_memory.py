@@ -6,7 +6,7 @@ import torch
 from batchnorm.bench import memory as bench
 from batchnorm.bench.contenders import STOCK
 from batchnorm.bench.memory import FORMS, Form, Measured, memory, peak, report
-from batchnorm.models.bn_inception.pools import AvgPool2d, MaxPool2d
+from batchnorm.models.bn_inception.pooling import AvgPool2d, MaxPool2d
 
 
 def test_peak_sees_what_is_allocated_meanwhile():

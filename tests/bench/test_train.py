@@ -6,14 +6,14 @@ from batchnorm.bench.contenders import OURS, STOCK, STOCK_COMPOSED, Timed, chose
 from batchnorm.bench.kernels import kernels
 from batchnorm.bench.train import Measured, check_same_function, report, train
 from batchnorm.layers import BatchNorm
-from batchnorm.models.bn_inception import pools
+from batchnorm.models.bn_inception import pooling
 
 
 def test_stock_parts_are_torchs():
     net = STOCK.network(64, torch.device("cpu"))
     norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
     assert len(norms) == 70 - 1  # one for each convolution but the stem's depthwise one
-    assert not any(isinstance(m, BatchNorm | pools.MaxPool2d | pools.AvgPool2d) for m in net.modules())
+    assert not any(isinstance(m, BatchNorm | pooling.MaxPool2d | pooling.AvgPool2d) for m in net.modules())
 
 
 def test_contenders_compute_the_same_loss():

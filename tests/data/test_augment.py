@@ -5,8 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchnorm.data import Augment, Normalize
-from batchnorm.data.augment import IMAGENET_MEAN, IMAGENET_STD
-from batchnorm.data.colours import COLOUR_COMPONENTS, GREY, STRENGTHS
+from batchnorm.data.augment import COLOUR_COMPONENTS, GREY, IMAGENET_MEAN, IMAGENET_STD, STRENGTHS
 
 
 def images(n=16, side=7):

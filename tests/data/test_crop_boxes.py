@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchnorm.data.crop_boxes import CROP_AREA, CROP_ASPECT, DRAWS, centre_box, random_box
-from batchnorm.data.draws import uniforms
+from batchnorm.data.random_numbers import uniforms
 
 SIDES = st.integers(1, 2000)
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -331,6 +332,27 @@ print(count)
 def test_workers_outlive_the_signals_that_ask_the_parent_to_stop(sets):
     command = [sys.executable, "-c", STOPPED, str(sets["folder"])]
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    assert (done.stdout, done.stderr) == (f"{len(SIZES)}\n", "")
+
+
+STARTING = """
+import os, signal, sys
+from batchnorm.data import open_images
+
+def signals():
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+
+batches = open_images(sys.argv[1], size=4, batch_size=4, train=True, workers=2)
+os.register_at_fork(after_in_child=signals)
+print(sum(len(labels) for images, labels in batches.epoch(0)))
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="needs sigwaitinfo")
+def test_workers_outlive_signals_that_come_while_they_start(sets):
+    command = [sys.executable, "-c", STARTING, str(sets["folder"])]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == (f"{len(SIZES)}\n", "")
 
 

@@ -12,8 +12,8 @@ from pictures import real_jpegs
 
 from batchnorm.data import open_images
 from batchnorm.evaluate import Crops, open_squares
+from batchnorm.evaluate.predictions import cut_views
 from batchnorm.evaluate.square_crops import cut_squares, decode
-from batchnorm.evaluate.views import cut_views
 
 
 def coordinates(width, height):

@@ -10,8 +10,8 @@ from torch import nn
 
 from batchnorm.data import Normalize
 from batchnorm.evaluate import Crops, Ensemble, evaluate_networks, open_squares, predict
+from batchnorm.evaluate.predictions import cut_views
 from batchnorm.evaluate.square_crops import cut_squares, decode
-from batchnorm.evaluate.views import cut_views
 
 SIZES = [(44, 36), (36, 50), (40, 40), (120, 36), (20, 20), (64, 40)]
 

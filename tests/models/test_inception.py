@@ -11,7 +11,7 @@ from torch import nn
 import batchnorm as bn
 from batchnorm.models import describe, inception
 from batchnorm.models.bn_inception.blocks import InceptionModule, SeparableConv2d, Unit
-from batchnorm.models.bn_inception.local_response import LocalResponseNorm
+from batchnorm.models.bn_inception.network import LocalResponseNorm
 
 # The rows of the paper's source: type & patch/stride & output & depth & 1x1 & reduce & 3x3 & reduce & double & pool.
 LATEX = r"""

@@ -13,9 +13,8 @@ from training import assert_same_outcome, outcome, small, start, train_small
 
 from batchnorm.train import Recipe, Stopped
 from batchnorm.train.checkpoint import load_latest, save
-from batchnorm.train.metrics import read
-from batchnorm.train.report import Reporter
-from batchnorm.train.saved import open_run
+from batchnorm.train.metrics import Logger, read
+from batchnorm.train.saved_runs import open_run
 from batchnorm.train.train_command import _summary
 
 
@@ -120,15 +119,15 @@ def test_killed_at_random_points(data, reference, tmp_path, times):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_save_first(data, reference, tmp_path, number, monkeypatch):
-    write = Reporter.line
+    write = Logger.log
 
-    def write_and_signal(reporter, record):
-        write(reporter, record)
+    def write_and_signal(logger, record):
+        write(logger, record)
         if record["step"] == 3:
             os.kill(os.getpid(), number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Reporter, "line", write_and_signal)
+        patch.setattr(Logger, "log", write_and_signal)
         with pytest.raises(Stopped, match="stopped at step 3"):
             train_small(data, tmp_path, checkpoint_every=1000, evaluate_every=5)
     assert load_latest(tmp_path / "checkpoints").step == 3

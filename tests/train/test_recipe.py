@@ -10,7 +10,6 @@ from torch import nn
 import batchnorm as bn
 from batchnorm.train import RECIPES, Recipe
 from batchnorm.train.recipe import MEMBERS
-from batchnorm.train.schedule import exponential_rate
 from batchnorm.train.step import make_optimizer
 from batchnorm.train.train_command import Overrides, RecipeName, resolve
 
@@ -79,7 +78,7 @@ def test_six_times_faster_decay():
     base, fast = RECIPES["inception"], RECIPES["bn-x5"]
 
     def relative(recipe, epoch):
-        return exponential_rate(epoch, initial=1.0, factor=recipe.decay, every=recipe.decay_epochs)
+        return replace(recipe, rate=1.0).rate_at(epoch, steps_per_epoch=1)
 
     assert relative(base, 48) == pytest.approx(relative(fast, 8)) == pytest.approx(0.96**6)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import BatchNorm
-from ..models.bn_inception import pools
+from ..models.bn_inception import pooling
 from ..models.bn_inception.blocks import InceptionModule, SeparableConv2d
 from ..train import RECIPES
 from ..train.distributed import Ranks
@@ -107,9 +107,9 @@ def with_stock_parts_(net: nn.Module) -> None:
                 norm = nn.BatchNorm2d(layer.features[0], layer.eps, layer.momentum)
                 norm.load_state_dict(layer.state_dict())
                 setattr(parent, name, nn.Sequential(norm, nn.ReLU(inplace=True)))
-            elif isinstance(layer, pools.MaxPool2d):
+            elif isinstance(layer, pooling.MaxPool2d):
                 setattr(parent, name, nn.MaxPool2d(3, layer.stride, 1))
-            elif isinstance(layer, pools.AvgPool2d):
+            elif isinstance(layer, pooling.AvgPool2d):
                 setattr(parent, name, nn.AvgPool2d(3, 1, 1, count_include_pad=False))
 
 

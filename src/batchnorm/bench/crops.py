@@ -21,8 +21,8 @@ from torch import nn
 from ..errors import above, at_least
 from ..evaluate import Crops, SquareBatches, open_squares, predict
 from ..evaluate.crops import Count
+from ..evaluate.predictions import MeanProbabilities
 from ..evaluate.square_crops import Squares
-from ..evaluate.views import MeanProbabilities
 from ..extras import require
 from ..inference import fold
 from ..models import inception

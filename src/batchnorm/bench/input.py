@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..data import open_images
-from ..data.reader import BatchReader, RandomCrop, Request
-from ..data.source import ImageSource, open_source
+from ..data.image_sources import ImageSource, open_source
+from ..data.loader import BatchReader, RandomCrop, Request
 from ..errors import above, at_least
 from ..extras import require
 from ..results import check_writable, environment, write_json

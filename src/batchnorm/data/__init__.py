@@ -1,11 +1,10 @@
 """Data: the embedded MNIST, images from folders and tar shards, and batches fit for batch normalization."""
 
 from .augment import Augment, Normalize
-from .balanced_batches import BalancedBatches
 from .digits import MNIST, Digits, mnist
-from .draws import seed_at
 from .images import ImageBatches, TooManyCorruptError, open_images
-from .order import Order
+from .order import BalancedBatches, Order
+from .random_numbers import seed_at
 
 __all__ = [
     "MNIST",

@@ -1,4 +1,4 @@
-"""Where to cut: boxes in the original image's pixels, each resized to the network's input."""
+"""Crop boxes in the original image's pixels; each crop is resized to the network's input."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def random_box(draws: Sequence[float], width: int, height: int, area: tuple[floa
         if 0 < w <= width and 0 < h <= height:
             left, top = int(x * (width - w + 1)), int(y * (height - h + 1))
             return Box(left, top, left + w, top + h)
-    # The image is too long for any of them: its centre, at the nearest aspect ratio in range.
+    # No rectangle fits into so long an image: take its centre, at the nearest aspect ratio in range.
     return _centred(min(width, round(height * wide)), min(height, round(width / narrow)), width, height)
 
 
 def centre_box(width: int, height: int, size: int) -> Box:
     """Return the centre square that evaluation sees: 7/8 of the short side.
 
-    It is the same as resizing the short side to 8/7 of ``size`` and cutting out the centre. An image of fewer pixels
-    than that is not enlarged in order to be cut: the square has at least ``size`` pixels, or the whole short side.
+    This equals resizing the short side to 8/7 of ``size`` and cutting out the centre. A smaller image is not enlarged
+    only to be cut: the square has at least ``size`` pixels, or the whole short side.
 
     >>> centre_box(512, 256, 224), centre_box(64, 64, 64)
     (Box(left=144, top=16, right=368, bottom=240), Box(left=0, top=0, right=64, bottom=64))

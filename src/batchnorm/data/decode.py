@@ -1,4 +1,4 @@
-"""Encoded bytes to the pixels of one crop."""
+"""Decode one crop of an image."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from .crop_boxes import Box
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# JPEG's decoder can shrink by these in the transform itself, which is much cheaper than decoding every pixel.
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+# The JPEG decoder can downscale by these factors, which is much cheaper than decoding every pixel.
 JPEG_SCALES = (8, 4, 2)
 
 Choose = Callable[[int, int], Box]
 
 
 class CorruptImageError(ValueError):
-    """Report bytes that are no readable image."""
+    """Report bytes that are not a readable image."""
 
 
 def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
     """Decode an image, write one crop of it, resized, to ``out`` and return the image's width and height.
 
-    Pixels are those of "convert to RGB, crop, resize with an antialiased bilinear filter", but a JPEG much larger than
-    the crop needs is decoded at a half, a quarter or an eighth of its size (then the box is rounded to whole pixels of
-    that, at most half a pixel of the result), and the filter is torch's, several times faster than Pillow's. Grey,
-    palette, CMYK and 16-bit images become RGB; transparency is dropped.
+    The image is converted to RGB, cropped and resized with torch's antialiased bilinear filter, which is several times
+    faster than Pillow's. A JPEG much larger than the crop needs is decoded at a half, a quarter or an eighth of its
+    size; the box is then rounded to whole pixels of that, by at most half a pixel of the result. Grey, palette, CMYK
+    and 16-bit images become RGB; transparency is dropped.
 
     Args:
         data: the encoded image.
@@ -47,11 +48,11 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
     size = out.shape[0]
     try:
         image, box, original = _load(data, choose, size)
-    # Pillow has no one error for a broken file: OSError, SyntaxError, ValueError, struct.error and others occur.
+    # Pillow raises OSError, SyntaxError, ValueError, struct.error and others for a broken file.
     except Exception as error:
         raise CorruptImageError(f"{type(error).__name__}: {error}") from error
     pixels = torch.from_numpy(np.array(image.crop(_whole_pixels(box, *image.size))))
-    # F.interpolate(antialias=True) with an out=: at this size half of its time is the allocation.
+    # F.interpolate(antialias=True) with an out=: at this size allocation takes half of its time.
     torch.ops.aten._upsample_bilinear2d_aa.out(
         pixels.permute(2, 0, 1)[None], [size, size], False, out=out.permute(2, 0, 1)[None]
     )
@@ -67,7 +68,7 @@ def _load(data: bytes, choose: Choose, size: int) -> tuple[Image, Box, tuple[int
     scale = next((s for s in JPEG_SCALES if s <= room), 1)
     drafted = image.draft(None, (width // scale, height // scale)) if scale > 1 else None
     if drafted is not None:
-        # Not the ratio of the sizes: the last pixels of the smaller image stand for fewer of the original's.
+        # Not the ratio of the sizes: the last pixels of the smaller image cover fewer of the original's.
         _, (_, _, right, bottom) = drafted
         box = box.scaled(right / width, bottom / height)
     return to_rgb(image), box, (width, height)
@@ -79,7 +80,7 @@ def to_rgb(image: Image) -> Image:
         image.load()
         return image
     if image.mode.startswith("I;16"):
-        # Pillow would clip and not scale.
+        # Pillow would clip instead of scaling.
         return image.point(lambda value: value / 256).convert("L").convert("RGB")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")

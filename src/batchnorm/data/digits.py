@@ -21,7 +21,7 @@ class Digits(NamedTuple):
 
 
 class MNIST(NamedTuple):
-    """Hold the training and the test part.
+    """Hold the training and the test set.
 
     Paper: Sec. 4.1
     """
@@ -31,7 +31,7 @@ class MNIST(NamedTuple):
 
 
 def mnist(dtype: torch.dtype = torch.float32) -> MNIST:
-    """Return the whole of MNIST, 60,000 and 10,000 digits, thresholded to binary images; nothing is downloaded.
+    """Return MNIST, 60,000 and 10,000 digits, thresholded to binary images; nothing is downloaded.
 
     MNIST is by Y. LeCun and C. Cortes, licence CC BY-SA 3.0; see ``LICENSE-mnist.md`` beside the data.
 

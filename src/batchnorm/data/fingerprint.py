@@ -1,4 +1,4 @@
-"""Which images a result is of."""
+"""Tell data sets apart, so that results of different ones are not mixed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from .source import ImageSource, open_source
+from .image_sources import ImageSource, open_source, sample_examples
 
 
 def check_same_data(data: dict[str, dict[str, Any]]) -> None:
@@ -37,17 +35,17 @@ def check_same_data(data: dict[str, dict[str, Any]]) -> None:
 
 
 def describe_data(path: Path, splits: Sequence[str] = ("train", "val")) -> dict[str, Any]:
-    """Say how many images and classes there are, and tell the set from others by a hash over labels and some images.
+    """Count the images and classes, and identify the set by a hash of its labels and a sample of its images.
 
     Raises:
-        FileNotFoundError: where there is none.
+        FileNotFoundError: if there is none.
 
     Beyond the paper: results are not mixed.
     """
     sources = {split: open_source(path, split) for split in splits}
     digest = hashlib.sha256()
     for source in sources.values():
-        for part in _telling(source):
+        for part in _identifying(source):
             digest.update(part)
     return {
         **{split: len(source.labels) for split, source in sources.items()},
@@ -56,8 +54,8 @@ def describe_data(path: Path, splits: Sequence[str] = ("train", "val")) -> dict[
     }
 
 
-def _telling(source: ImageSource) -> Iterable[bytes]:
+def _identifying(source: ImageSource) -> Iterable[bytes]:
     yield json.dumps([source.classes, source.shard_sizes]).encode()
     yield source.labels.tobytes()
-    for example in np.unique(np.linspace(0, len(source.labels) - 1, 64).astype(int)).tolist():
+    for example in sample_examples(source, 64):
         yield source.read(example)

@@ -10,13 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .cache import DeviceCache
 from .crop_boxes import CROP_AREA
-from .decoded import open_decoded
+from .device_cache import DeviceCache, open_decoded
+from .image_sources import ImageSource, open_source
+from .loader import BatchReader, CentreCrop, CorruptFile, Crop, Prefetcher, RandomCrop, Request
 from .order import Order, Shuffle
-from .prefetch import Prefetcher
-from .reader import BatchReader, CentreCrop, CorruptFile, Crop, RandomCrop, Request
-from .source import ImageSource, open_source
 
 
 class TooManyCorruptError(ValueError):
@@ -24,7 +22,7 @@ class TooManyCorruptError(ValueError):
 
 
 class ImageBatches:
-    """Give the batches of any epoch from any step on; :func:`open_images` makes them.
+    """Give the batches of any epoch from any step on; made by :func:`open_images`.
 
     Beyond the paper: the input pipeline.
     """
@@ -48,7 +46,7 @@ class ImageBatches:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes; a label is a place among them."""
+        """The names of the classes; a label is an index into them."""
         return self._source.classes
 
     @property
@@ -76,12 +74,12 @@ class ImageBatches:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's batches of an epoch from step ``start`` on.
 
-        Images are uint8 of shape (n, 3, size, size), channels last in memory, labels int64 of shape (n,). What step
-        k holds depends on the seed, the epoch and k alone, so going on from (epoch, step) is exact. A batch lacks
-        its corrupt files; in evaluation the last one may be empty on some ranks.
+        Images are uint8 of shape (n, 3, size, size), channels last in memory, labels int64 of shape (n,). Step k
+        depends only on the seed, the epoch and k, so resuming from (epoch, step) is exact. Corrupt files are left out
+        of their batch; in evaluation the last batch may be empty on some ranks.
 
         Raises:
-            TooManyCorruptError: past ``max_corrupt`` files, or where a training batch has fewer than two images left.
+            TooManyCorruptError: past ``max_corrupt`` files, or if a training batch has fewer than two images left.
         """
         if not 0 <= start <= len(self):
             raise ValueError(f"start={start} is outside of the {len(self)} steps of an epoch")
@@ -117,7 +115,7 @@ class ImageBatches:
 def _requests(order: Order, epoch: int, start: int) -> Iterator[Request]:
     """Yield the requests of an epoch.
 
-    No method: a generator that held the batches would be part of a cycle, and workers would live until it is collected.
+    Not a method: a generator that held the batches would form a cycle, and workers would live until it is collected.
     """
     examples = order.examples(epoch)
     for step in range(start, len(order)):
@@ -159,17 +157,17 @@ def open_images(
         shuffle: ``"fixed"`` or ``"epoch"``, for training.
         seed: of order and crops.
         rank, world_size: this process among all.
-        workers: processes that decode ahead; 0 decodes in this one.
+        workers: processes that decode ahead; 0 decodes in this process.
         cache: ``"device"`` decodes everything once and keeps it on the device; see
-            :class:`batchnorm.data.cache.DeviceCache` for what differs.
+            :class:`batchnorm.data.device_cache.DeviceCache` for the differences.
         decoded: with ``cache="device"``, a folder to keep the decoded images in for the next time.
         device: where batches go.
-        max_corrupt: files that may be unreadable, by default 10 and a thousandth of all.
+        max_corrupt: files that may be unreadable, by default 10 plus a thousandth of all.
         crop_area: the range of the random crops' share of the image.
 
     Raises:
-        FileNotFoundError: where ``path`` is neither layout.
-        ValueError: where no step layout fits, and :class:`TooManyCorruptError` where too many files are unreadable.
+        FileNotFoundError: if ``path`` has neither layout.
+        ValueError: if no step layout fits, and :class:`TooManyCorruptError` if too many files are unreadable.
 
     >>> import tempfile
     >>> from PIL import Image

@@ -1,40 +1,43 @@
-"""Which examples a step sees: a function of the seed, the epoch and the step alone."""
+"""Which examples each step sees, on any number of ranks, and batches of balanced sizes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.utils.data import Sampler
 
-from .draws import permutation, seed_at
+from .random_numbers import permutation, seed_at
 
 Shuffle = Literal["fixed", "epoch"]
 
 
 @dataclass(frozen=True)
 class Order:
-    """Lay out epochs: every example once, in steps that all ranks share.
+    """Lay out epochs: every example once, in steps that all ranks share, as a function of the seed and the epoch.
 
     A step is ``batch_size`` examples over all ranks together, so a position (epoch, step) means the same on any
     number of ranks. Each rank takes one consecutive part of the step; the parts differ by at most one example.
 
-    The tail: where n is no multiple of the batch size, the last step is smaller. In training no rank may get a part
-    of fewer than two examples (they could not be normalized), so a leftover of less than half a step shares evenly
-    with the step before it. In evaluation the leftover stays as it is, and a rank's part of it may be empty.
+    If n is not a multiple of the batch size, the last step is smaller. In training no rank may get fewer than two
+    examples (they could not be normalized), so a leftover of less than half a step is balanced with the step before
+    it. In evaluation the leftover stays as it is, and a rank's part of it may be empty.
 
     Args:
         shard_sizes: examples in each shard.
         batch_size: examples of a step, over all ranks.
-        train: whether the order is random and the tail is balanced; else it is as stored.
+        train: random order and balanced last steps, or the stored order.
         shuffle: ``"fixed"`` is one random order within shards, the same each epoch, so the same examples always meet
             in a mini-batch; ``"epoch"`` draws a new order of the shards and within them each epoch.
-        seed: where the random order comes from.
+        seed: of the random order.
         rank, world_size: this process among all.
 
     Raises:
-        ValueError: where no layout gives each rank two examples in each step.
+        ValueError: if no layout gives each rank two examples in each step.
 
     >>> order = Order((5, 4), batch_size=4, train=True, shuffle="epoch", seed=0)
     >>> len(order), [order.step_size(step) for step in range(3)]
@@ -75,7 +78,7 @@ class Order:
         return -(-self.num_examples // self.batch_size)
 
     def step_size(self, step: int) -> int:
-        """Return how many examples the step has over all ranks."""
+        """Return the number of examples in the step, over all ranks."""
         lo, hi = self._bounds(step)
         return hi - lo
 
@@ -113,3 +116,40 @@ def _part(size: int, rank: int, world_size: int) -> slice:
     each, extra = divmod(size, world_size)
     start = rank * each + min(rank, extra)
     return slice(start, start + each + (rank < extra))
+
+
+class BalancedBatches(Sampler[list[int]]):
+    """Sample mini-batches whose sizes differ by at most one, so that the last batch never has a single example.
+
+    Use it as a loader's ``batch_sampler``. Every example is seen once an epoch, in ceil(n / batch_size) batches.
+
+    Args:
+        n: the number of examples, at least 2.
+        batch_size: the largest size of a batch, at least 2.
+        shuffle: draw a new permutation each epoch.
+        generator: to draw it with.
+
+    Raises:
+        ValueError: if a batch of one example cannot be avoided.
+
+    >>> [len(batch) for batch in BalancedBatches(65, batch_size=32)]
+    [22, 22, 21]
+
+    Beyond the paper: Alg. 1 needs m > 1 (Sec. 3.1).
+    """
+
+    def __init__(
+        self, n: int, batch_size: int, *, shuffle: bool = False, generator: torch.Generator | None = None
+    ) -> None:
+        if n < 2 or batch_size < 2:
+            raise ValueError(f"{n} example(s) in batches of {batch_size} cannot be normalized: both must be at least 2")
+        if batch_size == 2 and n % 2:
+            raise ValueError(f"{n} examples in batches of 2 leave one alone; use batch_size=3")
+        self.n, self.batch_size, self.shuffle, self.generator = n, batch_size, shuffle, generator
+
+    def __len__(self) -> int:
+        return -(-self.n // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(self.n, generator=self.generator) if self.shuffle else torch.arange(self.n)
+        return (part.tolist() for part in order.tensor_split(len(self)))

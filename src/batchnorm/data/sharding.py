@@ -1,36 +1,35 @@
-"""``batchnorm shard``: an image folder as tar shards."""
+"""``batchnorm shard``: pack an image folder into tar shards, with smaller images if asked for."""
 
 from __future__ import annotations
 
 import io
 import os
 import shutil
-import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extras import check_installed
+from ..extras import check_installed, require
+from ..progress import progress
 from ..results import sync, write_atomically
-from .draws import permutation, seed_at
-from .folder import FolderSource
-from .imagenet import TRAIN_TAR, open_official
-from .shards import CLASSES_FILE, TarSource, classes_text
-from .shrink import shrink
-from .source import ImageSource
+from .decode import to_rgb
+from .image_sources import FolderSource, ImageSource
+from .imagenet_tars import TRAIN_TAR, open_official
+from .random_numbers import permutation, seed_at
+from .tar_shards import CLASSES_FILE, TarSource, classes_text
 
-T = TypeVar("T")
 AHEAD = 256  # images made smaller at a time
+QUALITY = 95  # of JPEG; encoding once more should not show
 
 
 class ShardedSplit(NamedTuple):
-    """Say what was written of one split."""
+    """Report what was written of one split."""
 
     split: str
     examples: int
@@ -50,8 +49,8 @@ def shard(
     folder ``out`` appears when all of it is written and safe on disk; the same folder and options give the same bytes.
 
     Args:
-        folder: with train/CLASS/*.jpg and, where there is one, val/CLASS/*.jpg; or with ILSVRC2012_img_train.tar and,
-            where there is one, ILSVRC2012_img_val.tar beside what says its classes, ILSVRC2012_bbox_val_v3.tgz or
+        folder: with train/CLASS/*.jpg and perhaps val/CLASS/*.jpg; or with ILSVRC2012_img_train.tar and perhaps
+            ILSVRC2012_img_val.tar beside the file with its classes, ILSVRC2012_bbox_val_v3.tgz or
             LOC_val_solution.csv.
         out: the folder to make.
         per_shard: images in a shard, at most.
@@ -61,8 +60,8 @@ def shard(
 
     Raises:
         FileNotFoundError: if ``folder`` has no images.
-        ValueError: if ``out`` exists, ``per_shard`` or ``short_side`` is no positive number, or a class cannot be named
-            in ``classes.txt``.
+        ValueError: if ``out`` exists, ``per_shard`` or ``short_side`` is not positive, or a class cannot be named in
+            ``classes.txt``.
 
     Beyond the paper: WebDataset's layout.
     """
@@ -88,7 +87,7 @@ def shard(
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            raise OSError(error.errno, error.strerror, str(out)) from error  # a full disk does not name the file
+            raise OSError(error.errno, error.strerror, str(out)) from error  # a full disk's error has no name
         raise
     for line in written:
         print(line)
@@ -112,9 +111,9 @@ def _write_split(
     order = permutation(seed_at(seed, 0), n)
     parts = np.array_split(order, -(-n // per_shard))
     shards = [out / f"{split}-{number:06d}.tar" for number in range(len(parts))]
-    for path, part in _progress(list(zip(shards, parts, strict=True)), split):
+    for path, part in progress(list(zip(shards, parts, strict=True)), f"{split} shards"):
         _write_shard(path, source, part, short_side)
-    TarSource.open(out, split, shards)  # leaves the index
+    TarSource.open(out, split, shards)  # writes the index
     return ShardedSplit(split, n, len(parts), len(source.classes))
 
 
@@ -124,7 +123,7 @@ def _write_shard(path: Path, source: ImageSource, examples: NDArray[np.int64], s
             for example, (content, suffix) in zip(
                 examples.tolist(), _contents(source, examples, short_side), strict=True
             ):
-                # A key has no dot and is unique; the file's own name is kept in it, for messages about it.
+                # A key is unique and has no dot; it keeps the file's own name for messages.
                 key = f"{example:08d}-{Path(source.name(example)).stem.replace('.', '_')}"
                 _add(tar, f"{key}{suffix}", content)
                 _add(tar, f"{key}.cls", str(source.labels[example]).encode())
@@ -141,7 +140,7 @@ def _contents(source: ImageSource, examples: NDArray[np.int64], short_side: int 
     if short_side is None:
         yield from map(read, examples.tolist())
         return
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes and encodes without the interpreter's lock
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the interpreter's lock
         for start in range(0, len(examples), AHEAD):
             files = [read(example) for example in examples[start : start + AHEAD].tolist()]
             yield from pool.map(lambda file: shrink(file[0], file[1], short_side), files)
@@ -153,10 +152,39 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(info, io.BytesIO(content))
 
 
-def _progress(parts: list[T], title: str) -> Iterable[T]:
-    if not sys.stderr.isatty():
-        return parts
-    from rich.console import Console
-    from rich.progress import track
+def shrink(data: bytes, suffix: str, short_side: int) -> tuple[bytes, str]:
+    """Return an encoded image, made smaller if its shorter side is longer than asked for, and its file's suffix.
 
-    return track(parts, description=f"{title} shards", console=Console(stderr=True))
+    The result is a JPEG with the same aspect ratio up to rounding; grey stays grey, everything else becomes RGB. An
+    image that is small enough is returned as it is, and so is one that cannot be read: training reports it later.
+
+    Args:
+        data: the encoded image.
+        suffix: of its file, such as ".png".
+        short_side: pixels of the shorter side of the result, at most.
+
+    >>> from PIL import Image
+    >>> file = io.BytesIO(); Image.new("L", (400, 200)).save(file, "PNG")
+    >>> smaller, suffix = shrink(file.getvalue(), ".png", 100)
+    >>> Image.open(io.BytesIO(smaller)).size, suffix
+    ((200, 100), '.jpg')
+
+    Beyond the paper: the input pipeline.
+    """
+    pillow = require("PIL.Image", "train")
+    try:
+        image = pillow.open(io.BytesIO(data))
+        width, height = image.size
+        if min(width, height) <= short_side:
+            return data, suffix
+        ratio = short_side / min(width, height)
+        size = max(1, round(width * ratio)), max(1, round(height * ratio))
+        # The decoder may downscale first, but not by so much that it shows.
+        image.draft(None, (2 * size[0], 2 * size[1]))
+        image = image if image.mode == "L" else to_rgb(image)
+        smaller = image.resize(size, pillow.Resampling.BICUBIC)
+    except Exception:  # Pillow raises many kinds of errors for a broken file
+        return data, suffix
+    file = io.BytesIO()
+    smaller.save(file, "JPEG", quality=QUALITY)
+    return file.getvalue(), ".jpg"

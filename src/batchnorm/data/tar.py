@@ -1,4 +1,4 @@
-"""The members of a tar file that is whole."""
+"""Read tar files, and check that they are complete."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ BLOCK = tarfile.BLOCKSIZE
 
 
 def members(file: IO[bytes], name: str, start: int = 0, length: int | None = None) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files in an uncompressed tar file and check that it is whole.
+    """Yield the regular files in an uncompressed tar file and check that it is complete.
 
-    ``tarfile`` takes a file that ends between two members, a damaged header and the end of the first of several
-    concatenated archives for the end, so members would be missing without an error. A whole archive ends with a block
-    of zeros, and only zeros may follow it.
+    ``tarfile`` stops silently at a file cut off between two members, at a damaged header and at the end of the first
+    of several concatenated archives. A complete archive ends with a block of zeros, and only zeros may follow it.
 
     Args:
-        file: seekable; it may be read and moved between two members.
+        file: seekable; it may be read and sought between two members.
         name: what to call it in errors.
         start, length: where the archive lies in the file, if it is not all of it.
 
     Raises:
-        ValueError: if it is no tar file, or is cut off, damaged or continued.
+        ValueError: if it is not a tar file, or is cut off, damaged or continued.
 
     Beyond the paper: WebDataset's layout.
     """
@@ -33,7 +32,7 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
-                # A negative size, which a tar header can express, would move tarfile backwards, over and over.
+                # A tar header can hold a negative size, which would move tarfile backwards for ever.
                 if not 0 <= member.size <= stop - member.offset_data:
                     raise ValueError(f"its member {member.name!r:.80} does not end inside it")
                 if member.issparse():
@@ -42,7 +41,7 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
                     yield member
             end = tar.offset
         _check_end(file, end, stop)
-    # tarfile lets a few errors of a damaged header through as they are.
+    # tarfile lets a few errors of a damaged header through.
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, EOFError) as error:
         raise ValueError(f"{name} is not a whole, uncompressed tar file ({error}): copy it again") from error
 
@@ -50,8 +49,8 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
 def read_at(path: Path, offset: int, length: int) -> bytes:
     """Return a part of a file.
 
-    The file is opened each time: there are no descriptors to share with forked workers or to run out of, and it costs
-    microseconds.
+    The file is opened each time, which costs microseconds: there are no descriptors to share with forked workers or
+    to run out of.
     """
     with path.open("rb", buffering=0) as file:
         file.seek(offset)

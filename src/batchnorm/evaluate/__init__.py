@@ -1,10 +1,9 @@
 """How good a network is: accuracy, many crops, many networks."""
 
-from .accuracy import Accuracy, count_correct
+from .accuracy import Accuracy, Score, count_correct, score
 from .crops import Crops
 from .ensemble import Ensemble, EnsembleReport, Member, evaluate_networks
-from .predict import Predictions, predict
-from .score import Score, score
+from .predictions import Predictions, predict
 from .square_crops import SquareBatches, open_squares
 
 __all__ = [

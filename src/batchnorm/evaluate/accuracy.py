@@ -1,4 +1,4 @@
-"""Validation accuracy at 1 and at 5 from a single crop."""
+"""How good predictions are: accuracy at 1 and at 5, log loss, calibration."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from ..collectives import add_across_ranks
+
+BINS = 15
 
 
 class Accuracy(NamedTuple):
@@ -21,7 +25,7 @@ class Accuracy(NamedTuple):
 
     @classmethod
     def of(cls, counts: Tensor) -> Accuracy:
-        """Read what :func:`count_correct` counted, summed over ranks where there are several.
+        """Read the counts of :func:`count_correct`, after they were summed over all ranks.
 
         >>> Accuracy.of(torch.tensor([1.0, 3.0, 4.0]))
         Accuracy(top1=0.25, top5=0.75, examples=4)
@@ -31,10 +35,10 @@ class Accuracy(NamedTuple):
 
 
 def label_ranks(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return how many classes each example's label stands behind; among equal scores the lower class comes first.
+    """Return each label's rank, from 0, among the class scores; of equal scores the lower class comes first.
 
-    So an example is right at k where its rank is below k, and ties are decided alike on every device. A label whose
-    score is not a number stands behind all.
+    An example is correct at k if its rank is below k, and ties are decided alike on every device. A label whose score
+    is NaN comes last.
 
     >>> label_ranks(torch.tensor([[0.2, 0.5, 0.3], [0.4, 0.4, 0.2]]), torch.tensor([2, 1]))
     tensor([1, 1])
@@ -55,10 +59,10 @@ def count_correct(
     *,
     bf16: bool = False,
 ) -> Tensor:
-    """Count examples that are right at 1, right at 5, and all, as one float64 tensor that ranks can add up.
+    """Count the examples that are correct at 1, correct at 5, and all, in a float64 tensor that ranks can add up.
 
     The network runs in the mode it is in; put it into ``eval()`` first. Empty batches, which a rank may get at the end
-    of an epoch, count nothing. With fewer than five classes, right at 5 is right among all of them.
+    of an epoch, count nothing. With fewer than five classes every example is correct at 5.
 
     Args:
         net: gives class scores.
@@ -82,3 +86,71 @@ def count_correct(
         ranks = label_ranks(scores, labels)
         counts += torch.stack([(ranks < 1).sum(), (ranks < 5).sum(), torch.full_like(labels[0], len(labels))])
     return counts
+
+
+class Score(NamedTuple):
+    """Hold the errors of class probabilities over all examples of all ranks.
+
+    Paper: Fig. 4 (top-1 and top-5 error)
+    """
+
+    examples: int
+    top1_error: float
+    top5_error: float
+    log_loss: float
+    """-1/n sum log p(label)"""
+    calibration_error: float
+    """the mean gap between confidence and accuracy"""
+
+    def __str__(self) -> str:
+        return (
+            f"top-1 error {self.top1_error:.2%}, top-5 error {self.top5_error:.2%},"
+            f" log loss {self.log_loss:.3f}, calibration error {self.calibration_error:.2%}"
+        )
+
+
+def score(probabilities: Tensor, labels: Tensor, name: str = "the network") -> Score:
+    """Score class probabilities, one row an example; in a distributed run over the examples of all ranks.
+
+    The calibration error bins examples by their confidence, the largest probability, into B_1 to B_15 of equal width:
+
+        sum_b |B_b| / n * |accuracy(B_b) - confidence(B_b)|
+
+    Args:
+        probabilities: (n, classes); n may be 0 on some ranks.
+        labels: (n,).
+        name: what messages call the network.
+
+    Raises:
+        ValueError: on every rank, if there are no examples or a probability on any rank is NaN.
+
+    >>> print(score(torch.tensor([[0.75, 0.25], [0.75, 0.25]]), torch.tensor([0, 1])))
+    top-1 error 50.00%, top-5 error 0.00%, log loss 0.837, calibration error 25.00%
+
+    Paper: Fig. 4; beyond the paper: calibration (Guo et al., 2017)
+    """
+    ranks = label_ranks(probabilities, labels)
+    confidence = probabilities.amax(1).double() if len(labels) else probabilities.new_zeros(0, dtype=torch.float64)
+    finite = probabilities.isfinite().all(1)
+    own = probabilities.gather(1, labels[:, None])[:, 0].double()
+    # A probability that underflowed to 0 costs as much as the smallest one, not infinitely much.
+    loss = -own.clamp_min(torch.finfo(torch.float32).tiny).log()
+    totals = torch.stack([ranks < 1, ranks < 5, loss, ~finite, torch.ones_like(loss)]).sum(1)
+    bins = torch.stack([torch.ones_like(confidence), ranks < 1, confidence], dim=1)
+    place = (confidence.nan_to_num(0.0) * BINS).long().clamp(0, BINS - 1)
+    binned = bins.new_zeros(BINS, 3).index_add_(0, place, bins)
+    return _read(add_across_ranks(torch.cat([totals, binned.flatten()])), name)
+
+
+def _read(sums: Tensor, name: str) -> Score:
+    top1, top5, loss, broken, n = sums[:5].tolist()
+    if not n:
+        raise ValueError(f"there are no examples to score {name} on: every file was unreadable or the split is empty")
+    if broken:
+        raise ValueError(
+            f"{name} gives probabilities that are not numbers for {broken:.0f} of {n:.0f} images: it has diverged, so"
+            " leave it out or go back to an earlier checkpoint"
+        )
+    _, right, confidence = sums[5:].unflatten(0, (BINS, 3)).unbind(1)
+    gap = (right - confidence).abs().sum().item() / n
+    return Score(int(n), 1 - top1 / n, 1 - top5 / n, loss / n, gap)

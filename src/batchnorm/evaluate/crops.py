@@ -1,4 +1,4 @@
-"""Which crops of an image are looked at: scales, squares, corners and mirrors, as exact boxes."""
+"""The crops of an image that a network sees: scales, squares, corners and mirrors, as exact boxes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Count = Literal[1, 10, 144]
 
 
 class Square(NamedTuple):
-    """Hold a square of an image in whole pixels; right and bottom are outside of it."""
+    """Hold a square of an image in whole pixels; right and bottom are exclusive."""
 
     left: int
     top: int
@@ -23,7 +23,7 @@ class Square(NamedTuple):
 
 @dataclass(frozen=True)
 class Crops:
-    """Say which crops of an image a network sees; their class probabilities are averaged.
+    """Describe the crops of an image that a network sees; their class probabilities are averaged.
 
     The image is resized so that its short side has each of ``scales``; an image smaller than that is enlarged, so any
     image has all crops. From each resized image come one or three squares as high as its short side: centre, or left,
@@ -31,16 +31,16 @@ class Crops:
     also its corners; with ``whole`` also the square itself, resized. ``mirror`` adds the mirror image of each.
 
     Without scales there is one crop, the centre as validation during training sees it
-    (:func:`batchnorm.data.crops.centre_box`), so that both give the same accuracy.
+    (:func:`batchnorm.data.crop_boxes.centre_box`), so that both give the same accuracy.
 
     Args:
-        size: height and width of the crops, which is what the network takes.
+        size: height and width of the crops, the network's input.
         scales: short sides, each at least ``size``.
         squares: 1 or 3.
         corners, whole, mirror: as above.
 
     Raises:
-        ValueError: where a scale is smaller than the crop, or the number of squares is neither 1 nor 3.
+        ValueError: if a scale is smaller than the crop, or the number of squares is neither 1 nor 3.
 
     >>> Crops.of(144, size=224)
     Crops(size=224, scales=(256, 288, 320, 352), squares=3, corners=True, whole=True, mirror=True)

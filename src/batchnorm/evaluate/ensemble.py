@@ -1,4 +1,4 @@
-"""Many crops, many networks: the arithmetic mean of class probabilities, one network in memory at a time."""
+"""Many networks: the arithmetic mean of their class probabilities, one network in memory at a time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import add_across_ranks, gather_objects
-from ..data.reader import CorruptFile
-from .predict import Predictions, predict
-from .score import Score, score
+from ..data.loader import CorruptFile
+from .accuracy import Score, score
+from .predictions import Predictions, predict
 from .square_crops import SquareBatches
 
 
 class Member(NamedTuple):
-    """Hold a network's score alone, and that of the mean of all networks up to it.
+    """Hold a network's own score, and the score of the mean of all networks up to it.
 
     Paper: Sec. 4.2.3
     """
@@ -46,7 +46,7 @@ class EnsembleReport(NamedTuple):
         return self.members[-1].together
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as what JSON can hold."""
+        """Return the report as JSON values."""
         scores = {m.name: {"alone": m.alone._asdict(), "together": m.together._asdict()} for m in self.members}
         return {**self._asdict(), "members": scores, "corrupt": [file._asdict() for file in self.corrupt]}
 
@@ -91,7 +91,7 @@ class Ensemble:
         """Add a network's probabilities for this rank's images; every rank calls it.
 
         Raises:
-            ValueError: where a probability is not a number, or the images are not those of the networks before.
+            ValueError: if a probability is NaN, or the images are not those of the networks before.
         """
         if self._sum is None or self._votes is None or self._labels is None:
             self._sum, self._labels = torch.zeros_like(probabilities), labels
@@ -112,18 +112,18 @@ class Ensemble:
         """Return the mean of all networks' probabilities, for this rank's images.
 
         Raises:
-            ValueError: before a network was added.
+            ValueError: if no network was added.
         """
         if self._sum is None:
             raise ValueError("an ensemble without networks has no mean: add one first")
         return self._sum / len(self.members)
 
     def report(self, crops: int, last: Predictions) -> EnsembleReport:
-        """Return what was found; every rank calls it.
+        """Return the report; every rank calls it.
 
         Args:
             crops: how many of each image were averaged.
-            last: any member's predictions, for what they say about the images.
+            last: any member's predictions, which list enlarged and corrupt images.
         """
         corrupt = tuple(file for part in gather_objects(last.corrupt) for file in part)
         enlarged = sum(gather_objects(last.enlarged))
@@ -146,17 +146,17 @@ class Ensemble:
 def evaluate_networks(
     networks: Mapping[str, Callable[[], nn.Module]], batches: SquareBatches, *, batch_size: int = 256
 ) -> EnsembleReport:
-    """Score networks and the mean of their class probabilities, one network in memory at a time.
+    """Score networks and the mean of their class probabilities, with one network in memory at a time.
 
     In a distributed run every rank calls it with its own part of the images and gets the scores over all of them.
 
     Args:
-        networks: a function that builds or loads each, by the name it is reported under.
+        networks: functions that build or load each network, by name.
         batches: from :func:`batchnorm.evaluate.open_squares`; each network passes over them once.
         batch_size: crops that a network takes at a time.
 
     Raises:
-        ValueError: without networks, or where one does not fit the data or has diverged; it names the network.
+        ValueError: without networks, or naming one that does not fit the data or has diverged.
 
     Paper: Sec. 4.2.3; Fig. 4
     """
@@ -164,7 +164,7 @@ def evaluate_networks(
         raise ValueError("there are no networks to evaluate: give at least one")
     ensemble = Ensemble()
     for name, load in networks.items():
-        # The network is held by nothing else, so it is gone before the next one is loaded.
+        # Nothing else holds the network, so it is freed before the next one is loaded.
         found = predict(load(), batches, batch_size=batch_size, name=name)
         ensemble.add(name, found.probabilities, found.labels)
     return ensemble.report(batches.crops.count, found)

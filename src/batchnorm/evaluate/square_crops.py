@@ -1,4 +1,4 @@
-"""The CPU's share of evaluation: each image is decoded once, resized to every scale and cut into squares."""
+"""The CPU's part of evaluation: decode each image once, resize it to every scale and cut it into squares."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..data.crop_boxes import centre_box
 from ..data.decode import CorruptImageError, decode_crop, to_rgb
+from ..data.image_sources import ImageSource, check_complete, open_source
+from ..data.loader import CorruptFile
 from ..data.order import Order
-from ..data.reader import CorruptFile
-from ..data.source import ImageSource, check_complete, open_source
 from ..extras import require
 from .crops import Crops, resized, square_boxes
 
-# Past this a long image's squares do not overlap, and most of it is in none of them.
+# Beyond this ratio the squares do not overlap, and most of the image is in none of them.
 LONG = 3
 
 
@@ -37,7 +37,7 @@ class Squares(NamedTuple):
     pixels: list[Tensor]
     """uint8 of shape (squares, side, side, 3), one for each scale"""
     rows: Tensor
-    """(images, squares): which squares are whose; a square image has one, which stands for all three"""
+    """(images, squares): the squares of each image; a square image has one, used for all three"""
     labels: Tensor
     examples: Tensor
     """the number of each image in its split"""
@@ -90,7 +90,7 @@ class SquareReader(Dataset[Squares]):
 
 
 class SquareBatches:
-    """Give every image of a split once, as squares, as often as asked; :func:`open_squares` makes them."""
+    """Give every image of a split once per pass, as squares; made by :func:`open_squares`."""
 
     def __init__(self, source: ImageSource, crops: Crops, order: Order, workers: int, device: torch.device) -> None:
         self.source, self.crops, self.order, self.device = source, crops, order, device
@@ -101,17 +101,17 @@ class SquareBatches:
         self._loader = DataLoader(
             SquareReader(source, crops),
             batch_size=None,
-            # Arrays of examples where torch's types expect an index.
+            # Torch's types expect an index, not an array of examples.
             sampler=cast("list[int]", steps),
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # an evaluation must not move torch's global one
+            generator=torch.Generator(),  # an evaluation must not draw from torch's global one
         )
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes; a label is a place among them."""
+        """The names of the classes; a label is an index into them."""
         return self.source.classes
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ class SquareBatches:
         return len(self.order)
 
     def __iter__(self) -> Iterator[Squares]:
-        """Yield this rank's part of each step, pixels in pinned memory where the device is a GPU."""
+        """Yield this rank's part of each step, pixels in pinned memory if the device is a GPU."""
         return cast("Iterator[Squares]", iter(self._loader))
 
 
@@ -139,15 +139,15 @@ def open_squares(
     Args:
         path: folder with SPLIT/CLASS/*.jpg or with SPLIT-*.tar.
         split: which one.
-        crops: which crops of each image will be wanted.
-        batch_size: crops that a network takes at a time, on each rank; a step has the images that give as many.
-        workers: processes that decode ahead; 0 decodes in this one.
+        crops: of each image.
+        batch_size: crops that a network takes at a time, on each rank; a step has about as many images as fill it.
+        workers: processes that decode ahead; 0 decodes in this process.
         rank, world_size: this process among all.
         device: where the network is.
 
     Raises:
-        FileNotFoundError: where the folder or its images are not found.
-        ValueError: where a class has no images in the split.
+        FileNotFoundError: if the folder or its images are not found.
+        ValueError: if a class has no images in the split.
 
     Beyond the paper: how it is run.
     """
@@ -168,7 +168,7 @@ def decode(data: bytes) -> Tensor:
     """
     try:
         return torch.from_numpy(np.array(to_rgb(require("PIL.Image", "train").open(io.BytesIO(data)))))
-    # Pillow has no one error for a broken file.
+    # Pillow raises many kinds of errors for a broken file.
     except Exception as error:
         raise CorruptImageError(f"{type(error).__name__}: {error}") from error
 
@@ -176,7 +176,7 @@ def decode(data: bytes) -> Tensor:
 def cut_squares(image: Tensor, crops: Crops) -> list[Tensor]:
     """Return the squares of an image for each scale, in tensors of shape (squares, side, side, 3).
 
-    Left, centre and right square of a square image are the same one, which then stands for all three.
+    The left, centre and right squares of a square image are the same: it is returned once.
 
     >>> [tuple(squares.shape) for squares in cut_squares(torch.zeros(48, 64, 3, dtype=torch.uint8), Crops.of(10, 32))]
     [(1, 37, 37, 3)]
@@ -186,7 +186,7 @@ def cut_squares(image: Tensor, crops: Crops) -> list[Tensor]:
     height, width = image.shape[:2]
     squares = 1 if width == height else crops.squares
     if max(width, height) > LONG * min(width, height):
-        # differs from the protocol: cut first, then resize, as an extreme image enlarged as a whole fills the memory.
+        # differs from the protocol: cut first, then resize; enlarging all of an extreme image would fill the memory.
         parts = [image[t:b, left:r] for left, t, r, b in square_boxes(width, height, squares)]
         return [torch.stack([_resize(part, scale, scale) for part in parts]) for scale in crops.scales]
     levels = []
@@ -198,6 +198,6 @@ def cut_squares(image: Tensor, crops: Crops) -> list[Tensor]:
 
 
 def _resize(image: Tensor, width: int, height: int) -> Tensor:
-    """Resize by the antialiased bilinear filter that training's images are resized by."""
+    """Resize with the same antialiased bilinear filter as in training."""
     planes = image.permute(2, 0, 1)[None]
     return F.interpolate(planes, (height, width), mode="bilinear", antialias=True)[0].permute(1, 2, 0)

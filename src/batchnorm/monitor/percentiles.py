@@ -26,17 +26,17 @@ class Monitor:
         net: any network. Nonlinearities are found as modules, or fused into this library's batch normalization.
         layers: names of the layers to watch: a nonlinearity (its input is recorded) or a batch normalization (its
             output, before a fused nonlinearity, is). None watches every nonlinearity.
-        percentiles: which, ascending.
-        every: steps from one record to the next. It doubles each time ``points`` records are full, when every second
-            one is dropped: memory is bounded on a run of any length.
+        percentiles: to record, ascending.
+        every: steps between records. Each time ``points`` records are reached, every second one is dropped and
+            ``every`` doubles: memory is bounded on a run of any length.
         points: how many records are kept in memory.
-        probe: a batch that is run at each record instead of reading the training batch: as in training, normalized by
-            its own statistics, without dropout and without a trace in running averages or random numbers.
-        unit_dim: the dimension of a layer's units; a mapping gives it by name where it is not 1.
-        sinks: where else the records go, e.g. :class:`batchnorm.monitor.JSONLines`. They are closed on exit.
+        probe: a batch to run at each record instead of reading the training batch. It is normalized by its own
+            statistics as in training, without dropout, and changes no running averages or random numbers.
+        unit_dim: the dimension of a layer's units; a mapping gives it by name for layers where it is not 1.
+        sinks: where else to write the records, e.g. :class:`batchnorm.monitor.JSONLines`. They are closed on exit.
 
     Raises:
-        ValueError: where a layer is not in the network, or none is found.
+        ValueError: if a layer is not in the network, or none is found.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 1))
     >>> with Monitor(net, every=2) as monitor:
@@ -73,12 +73,12 @@ class Monitor:
 
     @property
     def records(self) -> list[Record]:
-        """The records of percentiles that are in memory, in order."""
+        """The records of percentiles in memory, in order."""
         return self._percentiles.records
 
     @property
     def gradient_changes(self) -> list[Record]:
-        """The records of gradient changes that are in memory, in order."""
+        """The records of gradient changes in memory, in order."""
         return self._changes.records
 
     def __enter__(self) -> Monitor:
@@ -92,7 +92,7 @@ class Monitor:
             sink.close()
 
     def record(self, step: int, batch: Any = None) -> Record:
-        """Run ``batch``, or the probe, as in training and without a trace; keep and return what was seen."""
+        """Run ``batch``, or the probe, as in training but without side effects; keep and return the record."""
         batch = self.probe if batch is None else batch
         if batch is None:
             raise ValueError("nothing to run: give record() a batch, or make the Monitor with probe=")
@@ -108,7 +108,7 @@ class Monitor:
     def record_gradient_change(self, step: int, loss: Callable[[Any, Any], Tensor], batch: Any, rate: float) -> Record:
         """Keep and return how the layers' gradients change when only the layers below take their step.
 
-        Arguments as for :func:`batchnorm.monitor.gradient_change`. It costs a forward and backward pass a layer.
+        Takes the arguments of :func:`batchnorm.monitor.gradient_change`; costs a forward and backward pass per layer.
         """
         busy, self._busy = self._busy, True
         try:
@@ -125,7 +125,7 @@ class Monitor:
                 self.record(self.step)
             else:
                 self._seen = {}
-                # Attached for this pass alone: hooks that only look at a counter would slow every other step.
+                # Attached for this pass only: hooks that check a counter would slow down every other step.
                 self._taps.enter_context(self._reading(self._seen))
                 # Removed before the next pass: torch iterates over the hooks while this one runs.
                 self._end.callback(net.register_forward_hook(self._after, always_call=True).remove)
@@ -136,7 +136,7 @@ class Monitor:
             return
         self._taps.close()
         seen, self._seen = self._seen, None
-        if seen and output is not None:  # None after an exception: the pass saw only a part
+        if seen and output is not None:  # None after an exception: the pass is incomplete
             self._keep(Record(self.step - 1, seen))
 
     def _reading(self, seen: dict[str, Percentiles]) -> Taps:

@@ -1,4 +1,4 @@
-"""What a monitor writes down at one step."""
+"""What a monitor records at one step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 class Percentiles(NamedTuple):
     """Hold the percentiles of one nonlinearity's inputs, each of shape (percentiles, units).
 
-    ``z`` is what the nonlinearity takes; ``x`` is what stood there before batch normalization, x = Wu, and is ``z``
-    itself where nothing was normalized.
+    ``z`` is the nonlinearity's input; ``x`` is its value before batch normalization, x = Wu, and is ``z`` itself if
+    nothing was normalized.
 
     Paper: Fig. 1 b, c
     """
@@ -35,7 +35,7 @@ class Change(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Hold what was seen at one step: percentiles, gradient changes, or both, by the layer's name.
+    """Hold the percentiles or gradient changes, or both, of one step, by layer name.
 
     Paper: Fig. 1 b, c
     """
@@ -50,7 +50,7 @@ def percentiles_of(
 ) -> Tensor:
     """Return the percentiles of each unit over all other dimensions, shape (percentiles, units), interpolated linearly.
 
-    Beyond the paper: of a large tensor, at most ``samples`` values a unit and ``units`` units count, evenly spaced.
+    Beyond the paper: of a large tensor only ``samples`` values per unit and ``units`` units are used, evenly spaced.
 
     >>> percentiles_of(torch.tensor([[0.0], [1.0], [2.0]]), (0, 50, 75))
     tensor([[0.0000],
@@ -63,7 +63,7 @@ def percentiles_of(
     table = values.movedim(unit_dim, 0).flatten(1)
     if table.numel() == 0:
         return torch.full((len(percentiles), len(table)), torch.nan)
-    # Evenly spaced, not drawn: a monitor must not touch the random numbers of the training it watches.
+    # Evenly spaced, not random: a monitor must not touch the random numbers of the training it watches.
     table = table[:: -(-len(table) // units), :: -(-table.shape[1] // samples)].float().contiguous()
     position = [q / 100 * (table.shape[1] - 1) for q in percentiles]
     below, above = [floor(p) for p in position], [ceil(p) for p in position]

@@ -1,4 +1,4 @@
-"""Internal covariate shift in numbers: how distributions drift, and how gradients change under a layer's feet."""
+"""Internal covariate shift in numbers: how distributions drift, and how a layer's gradient changes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") ->
 
     mean_p |q_p(t) - q_p(s)| / w, with q_p the percentiles at the consecutive records s and t, and w the mean over both
     of the distance from the lowest percentile to the highest. Shape (records - 1, units). The scale of the values
-    cancels, so that normalizing them to a fixed scale gains nothing.
+    cancels, so normalizing them to a fixed scale does not reduce the drift.
 
     Args:
-        records: a monitor's, in order.
+        records: of a monitor, in order.
         layer: a name in them.
         of: "z" for the nonlinearity's inputs, "x" for them before normalization, x = Wu.
 
@@ -42,7 +42,7 @@ def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") ->
 
 
 def typical_unit(records: Sequence[Record], layer: str) -> int:
-    """Return the unit of a layer whose inputs' total drift is the median of all units: neither the best nor the worst.
+    """Return the unit of a layer whose inputs' total drift is the median over units.
 
     >>> from batchnorm.monitor import Percentiles
     >>> q = torch.tensor([[-1.0] * 3, [0.0] * 3, [1.0] * 3])
@@ -64,7 +64,7 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
     that follows it; the first has nothing below it and is left out. The network is not changed.
 
     Args:
-        net: any network; used in the mode it is in.
+        net: any network, in the mode it is in.
         loss: from the network's output and the batch to a scalar.
         batch: see :mod:`batchnorm.network_call` for its form.
         rate: the size of the step.
@@ -80,7 +80,7 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
 
     def gradients(values: Mapping[str, Tensor], of: Sequence[str]) -> dict[str, Tensor]:
         leaves = {name: v.detach().requires_grad_(name in of) for name, v in values.items()}
-        # Copies take the updates of running averages; each evaluation draws the same random numbers.
+        # Copies receive the updates of running averages; each evaluation draws the same random numbers.
         buffers = {name: b.clone() for name, b in net.named_buffers()}
         devices = {p.device.index for p in parameters.values() if p.device.type == "cuda"}
         with torch.enable_grad(), torch.random.fork_rng([d for d in devices if d is not None]):

@@ -17,11 +17,11 @@ from .records import Percentiles, Record
 class Sink(Protocol):
     """Take records as they come.
 
-    Beyond the paper: how a run is kept.
+    Beyond the paper: storing a run.
     """
 
     def write(self, record: Record) -> None:
-        """Keep one record."""
+        """Write one record."""
 
     def close(self) -> None:
         """Finish."""
@@ -59,8 +59,8 @@ class Memory:
 class JSONLines:
     """Append one line of JSON a record: ``{"step": 100, "percentiles": {"sigmoid1": {"z": [...], "x": [...]}}}``.
 
-    ``x`` is left out where it is ``z``. Numbers have five significant digits. A run that goes on, or starts again, in
-    the same file replaces the records from its first step on.
+    ``x`` is left out if it is ``z``. Numbers have five significant digits. A run that is resumed or restarted in the
+    same file replaces the records from its first step on.
 
     >>> import tempfile, pathlib
     >>> path = pathlib.Path(tempfile.mkdtemp(), "metrics.jsonl")
@@ -87,7 +87,7 @@ class JSONLines:
         self._file.flush()
 
     def _cut(self, step: int) -> None:
-        """Remove the lines of this step and later ones, which an earlier run has left."""
+        """Remove an earlier run's lines from this step on."""
         self._file.seek(0)
         lines = self._file.readlines()
         kept = [line for line in lines if json.loads(line)["step"] < step]
@@ -110,9 +110,9 @@ class TensorBoard:
     """Write scalars for TensorBoard: each percentile's mean over a layer's units, and gradient changes.
 
     Raises:
-        MissingExtraError: where tensorboard is not installed.
+        MissingExtraError: if tensorboard is not installed.
 
-    Beyond the paper: how a run is watched.
+    Beyond the paper: watching a run.
     """
 
     def __init__(self, folder: str | Path, percentiles: Sequence[float] = (15, 50, 85)) -> None:
@@ -135,7 +135,7 @@ class TensorBoard:
 
 
 def as_json(record: Record) -> dict[str, Any]:
-    """Return the record as what :mod:`json` writes."""
+    """Return the record as JSON values."""
     line: dict[str, Any] = {"step": record.step}
     if record.percentiles:
         line["percentiles"] = {name: _table(p) for name, p in record.percentiles.items()}

@@ -1,4 +1,4 @@
-"""Read the inputs of a network's nonlinearities in a forward pass, and run a pass that leaves no trace."""
+"""Read the inputs of a network's nonlinearities in a forward pass, and run a pass without side effects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..ops import Activation
 
 Seen = Callable[[str, Tensor, Tensor], None]
 
-# The elementwise ones of torch.nn; each subclass of them counts.
+# The elementwise ones of torch.nn; subclasses count too.
 NONLINEARITIES = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid,
     nn.Mish, nn.PReLU, nn.ReLU, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh,
@@ -24,10 +24,9 @@ NONLINEARITIES = (
 
 
 def nonlinearities(net: nn.Module) -> list[str]:
-    """Name the layers whose nonlinearity's input can be read: nonlinearities, and normalizations with one fused in.
+    """Return the names of layers whose nonlinearity's input can be read: nonlinearities, and BN with one fused in.
 
-    A network whose nonlinearities are all functional has none of these; then its batch normalizations are named,
-    whose outputs feed them.
+    If all nonlinearities of a network are functional, the batch normalizations before them are returned.
     """
     named = [(name, m) for name, m in net.named_modules() if name]
     found = [name for name, m in named if isinstance(m, NONLINEARITIES) or _fuses(m)]
@@ -114,12 +113,12 @@ def _without_activation(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def borrowed_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Give normalization layers copies of their buffers for a while: what they update is thrown away."""
+    """Give normalization layers copies of their buffers inside the block; updates to them are discarded."""
     layers = [m for m in modules if isinstance(m, TorchNorm)]
     kept = [dict(m._buffers) for m in layers]
     try:
         for layer in layers:
-            # Other tensors, not other values: autograd may hold the old ones for a backward pass still to come.
+            # Other tensors, not other values: autograd may hold the old ones for a later backward pass.
             layer._buffers.update({k: None if b is None else b.clone() for k, b in layer._buffers.items()})
         yield
     finally:
@@ -129,10 +128,10 @@ def borrowed_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def probing(net: nn.Module) -> Iterator[None]:
-    """Run the network as in training, by the batch's own statistics, but without a trace.
+    """Run the network inside the block as in training, with the batch's own statistics, but without side effects.
 
     Only batch normalizations stay in training mode (dropout does not); running averages, random numbers and modes are
-    as before at the end.
+    restored at the end.
     """
     modules = list(net.modules())
     modes = [m.training for m in modules]

@@ -1,16 +1,18 @@
-"""Figure 1 as the paper lays it out: accuracy, then the inputs of a typical sigmoid without and with BN."""
+"""Figure 1 and the claims of Section 4.1: a picture laid out as in the paper, and tables of paper versus here."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..extras import require
+from ..monitor import drift
 from ..results import write_atomically
 from .runs import Run
 
+TARGETS = (0.8, 0.9, 0.95, 0.96, 0.97, 0.98)
 COLOURS = {False: "#d9622b", True: "#2a6fc9"}
 
 
@@ -18,7 +20,7 @@ def draw(runs: Sequence[Run], out: Path) -> list[Path]:
     """Draw ``fig1.png`` and ``fig1.svg`` into ``out`` from a run without and a run with batch normalization.
 
     Args:
-        runs: their ``config`` says ``batch_norm``; the first of each kind is drawn.
+        runs: with ``batch_norm`` in their ``config``; the first of each kind is drawn.
         out: the folder.
 
     Raises:
@@ -45,7 +47,7 @@ def draw(runs: Sequence[Run], out: Path) -> list[Path]:
             _bands(axis, pair[kind], f"({letter}) {'With' if kind else 'Without'} BN", COLOURS[kind])
         paths = [out / f"fig1.{kind}" for kind in ("png", "svg")]
         for path in paths:
-            # No date in the file: the same run draws the same bytes.
+            # No date in the file: the same run gives the same bytes.
             content = io.BytesIO()
             no_date = {"Date": None} if path.suffix == ".svg" else None
             figure.savefig(content, format=path.suffix[1:], dpi=200, metadata=no_date)
@@ -93,3 +95,70 @@ def _thousands(axis: Any) -> None:
     axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}K" if value else "0")
     axis.set_xlim(left=0)
     axis.grid(axis="y", color="#000000", alpha=0.08, lw=0.6)
+
+
+def steps_to(runs: Sequence[Run]) -> list[list[str]]:
+    """Tabulate the first step at which each run reached given test accuracies; the first row is the header.
+
+    Paper: Fig. 1 a, "train faster"
+    """
+    if not any(run.accuracy for run in runs):
+        return []
+    rows = [["test accuracy", *(run.name for run in runs)]]
+    for accuracy in TARGETS:
+        reached = [run.steps_to(accuracy) for run in runs]
+        rows.append([f"{accuracy:.0%}", *("not reached" if s is None else f"{s:,}" for s in reached)])
+    return rows
+
+
+def paper_versus_here(runs: Sequence[Run]) -> list[list[str]]:
+    """Tabulate what Section 4.1 says and what these runs show; empty unless there is a run of each kind.
+
+    Paper: Sec. 4.1; Fig. 1
+    """
+    plain = next((r for r in runs if r.config.get("batch_norm") is False), None)
+    bn = next((r for r in runs if r.config.get("batch_norm") is True), None)
+    if plain is None or bn is None or not (plain.accuracy and bn.accuracy):
+        return []
+    rows = [["claim", "paper", "here: without BN", "here: with BN"]]
+    at_step = [dict(r.accuracy) for r in (plain, bn)]
+    if common := at_step[0].keys() & at_step[1].keys():
+        last = max(common)
+        rows.append(
+            [
+                f"test accuracy at step {last:,}",
+                '"The batch-normalized network enjoys the higher test accuracy."',
+                *(f"{accuracy[last]:.2%}" for accuracy in at_step),
+            ]
+        )
+    reached = [(r.steps_to(0.95), r) for r in (plain, bn)]
+    rows.append(
+        [
+            "steps to 95% test accuracy",
+            '"Batch Normalization helps the network train faster"',
+            *("not reached" if s is None else f"{s:,}" for s, _ in reached),
+        ]
+    )
+    if all(len(r.percentiles) > 1 and r.layers for r in (plain, bn)):
+        rows += _drift_rows(plain, bn)
+    return rows
+
+
+def _drift_rows(plain: Run, bn: Run) -> list[list[str]]:
+    quotes = {
+        "z": '"much more stable as training progresses"',
+        "x": "not measured: what BN's own normalization cannot hide",
+    }
+    names = {"z": "sigmoid inputs", "x": "x = Wu before normalization"}
+    rows = []
+    kinds: tuple[Literal["z", "x"], ...] = ("z", "x")
+    for of in kinds:
+        values = [_path(r, of) for r in (plain, bn)]
+        what = f"path of {names[of]}, last hidden layer, median unit, in widths of its distribution"
+        rows.append([what, quotes[of], *(f"{v:.1f}" for v in values)])
+    return rows
+
+
+def _path(run: Run, of: Literal["z", "x"]) -> float:
+    """Return the median over units of the total drift over the run."""
+    return float(drift(run.percentiles, run.layers[-1], of).sum(0).median())

@@ -12,33 +12,56 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ..results import write_atomically
-from .payload import payload
-from .runs import Run
-from .section_4_1 import paper_versus_here, steps_to
+import torch
 
-Section = tuple[str, str, Sequence[Sequence[str]]]
+from ..results import write_atomically
+from .figure1 import paper_versus_here, steps_to
+from .runs import ACCURACIES, Curve, Run
+
+PageSection = tuple[str, str, Sequence[Sequence[str]]]
+# Percentiles that one run may put into the page, in floats: 125 records of three layers of 100 units.
+BUDGET = 125 * 3 * 3 * 100
+
+MEASURES = (
+    {
+        "key": "z",
+        "name": "drift of the nonlinearity's inputs",
+        "text": "How far a unit's input distribution moved since the record before, in units of its own width; median"
+        " over the layer's units. Batch normalization fixes the mean and variance that this looks at.",
+    },
+    {
+        "key": "x",
+        "name": "drift of x = Wu, before normalization",
+        "text": "The same for x = Wu, which batch normalization takes and does not itself hold in place.",
+    },
+    {
+        "key": "gradient",
+        "name": "change of a layer's gradient",
+        "text": "||g' - g|| / ||g||, with g a layer's gradient on a mini-batch and g' its gradient on the same"
+        " mini-batch after only the layers below took their step: Section 2's definition, as the layer feels it.",
+    },
+)
 
 
 def write_report(
-    runs: Sequence[Run], path: Path, *, title: str | None = None, sections: Sequence[Section] | None = None
+    runs: Sequence[Run], path: Path, *, title: str | None = None, sections: Sequence[PageSection] | None = None
 ) -> Path:
-    """Write the page for these runs to ``path``: it needs nothing else, and no network.
+    """Write the page for these runs to ``path``; it is one file and loads nothing else.
 
     Args:
-        runs: what is compared.
-        path: the page.
-        title: by default made of the runs.
-        sections: headings, texts and tables of what the runs are about; by default Section 4.1's claims.
+        runs: to compare.
+        path: of the page.
+        title: by default made from the runs.
+        sections: headings, texts and tables about the runs; by default Section 4.1's claims.
 
     Beyond the paper: ``batchnorm report``.
     """
-    # A lone surrogate, from an undecodable file name or a JSON string, has no UTF-8.
+    # A lone surrogate, from an undecodable file name or a JSON string, cannot be encoded in UTF-8.
     write_atomically(path, render(runs, title=title, sections=sections).encode(errors="replace"))
     return path
 
 
-def render(runs: Sequence[Run], *, title: str | None = None, sections: Sequence[Section] | None = None) -> str:
+def render(runs: Sequence[Run], *, title: str | None = None, sections: Sequence[PageSection] | None = None) -> str:
     """Return the page's HTML.
 
     Beyond the paper: ``batchnorm report``.
@@ -56,19 +79,19 @@ def render(runs: Sequence[Run], *, title: str | None = None, sections: Sequence[
         footer=escape(_footer(runs)),
         css=style,
         css_hash=_hash(style),
-        data=_inert(payload(runs)),
+        data=_inert(_page_data(runs)),
         script=script,
         script_hash=_hash(script),
     )
 
 
 def _hash(text: str) -> str:
-    """Return an element's content as the page's Content-Security-Policy names it."""
+    """Return the hash of an element's content for the page's Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _inert(data: Any) -> str:
-    """Return JSON that no HTML parser sees markup in: a name may hold "</script>"."""
+    """Return JSON without anything that HTML parses as markup: a name may hold "</script>"."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"})
 
@@ -111,14 +134,14 @@ def _footer(runs: Sequence[Run]) -> str:
     return " · ".join(parts)
 
 
-def _section41(runs: Sequence[Run]) -> list[Section]:
+def _section41(runs: Sequence[Run]) -> list[PageSection]:
     return [
         ("Paper versus here", "Section 4.1 and Figure 1 beside these runs.", paper_versus_here(runs)),
         ("Steps to given accuracies", "The first evaluation that reached them.", steps_to(runs)),
     ]
 
 
-def _tables(runs: Sequence[Run], sections: Sequence[Section]) -> str:
+def _tables(runs: Sequence[Run], sections: Sequence[PageSection]) -> str:
     config = _config(runs)
     parts = [
         *sections,
@@ -160,3 +183,58 @@ def _table(rows: Sequence[Sequence[str]], mark: bool) -> str:
         kind = ' class="differs"' if mark and len(set(row[1:])) > 1 else ""
         body += f"<tr><td>{escape(row[0])}</td>" + "".join(f"<td{kind}>{escape(c)}</td>" for c in row[1:]) + "</tr>"
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _page_data(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the curves, percentiles and shift measures that the page's script draws, as JSON values."""
+    accuracies = sorted({key for run in runs for key in run.curves if key.endswith(ACCURACIES)})
+    return {"measures": MEASURES, "accuracies": accuracies, "runs": [_run_data(run) for run in runs]}
+
+
+def _run_data(run: Run) -> dict[str, Any]:
+    shift: dict[str, Any] = {}
+    if len(run.percentiles) > 1 and run.layers:
+        shift["z"] = {layer: _curve(run.drift_curve(layer, "z")) for layer in run.layers}
+        shift["x"] = {layer: _curve(run.drift_curve(layer, "x")) for layer in run.layers}
+    if run.gradient_changes:
+        shift["gradient"] = {
+            layer: _curve([(r.step, c.relative) for r in run.gradient_changes if (c := r.gradient_change.get(layer))])
+            for layer in run.gradient_changes[0].gradient_change
+        }
+    return {
+        "name": run.name,
+        "curves": {key: _curve(curve) for key, curve in run.curves.items()},
+        "percentiles": _percentile_data(run),
+        "shift": shift,
+    }
+
+
+def _curve(curve: Curve) -> dict[str, list[float | None]]:
+    finite = [(s, v) for s, v in _thin(curve, 1000) if abs(v) < float("inf")]
+    return {"steps": [s for s, _ in finite], "values": [float(f"{v:.5g}") for _, v in finite]}
+
+
+def _thin(items: Sequence[Any], limit: int) -> list[Any]:
+    """Keep at most about ``limit`` items, evenly spaced, including the last."""
+    every = max(-(-len(items) // limit), 1)
+    return [item for k, item in enumerate(items) if (len(items) - 1 - k) % every == 0]
+
+
+def _percentile_data(run: Run) -> dict[str, Any] | None:
+    if not run.layers:
+        return None
+    size = sum(run.percentiles[0].percentiles[layer].z.numel() for layer in run.layers)
+    records = _thin(run.percentiles, max(BUDGET // size, 10))
+    layers = []
+    for name in run.layers:
+        values = torch.stack([r.percentiles[name].z for r in records])
+        layers.append(
+            {
+                "name": name,
+                "count": values.shape[1],
+                "units": values.shape[2],
+                "typical": run.typical(name),
+                "data": base64.b64encode(values.numpy().astype("<f4").tobytes()).decode(),
+            }
+        )
+    return {"steps": [r.step for r in records], "layers": layers}

@@ -17,7 +17,7 @@ from .runs import read_runs
 class Report:
     """Compare runs on one self-contained page of HTML.
 
-    Beyond the paper: what ``batchnorm report runs/a runs/b`` writes.
+    Beyond the paper: ``batchnorm report runs/a runs/b``.
     """
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN...", help_behavior_hint="(one or more)")]
@@ -31,7 +31,7 @@ def report(options: Report) -> Path:
 
     Raises:
         FileNotFoundError: if a folder holds no run.
-        ValueError: naming a file that is not what a run leaves.
+        ValueError: naming a file that is not a run's.
 
     Beyond the paper: ``batchnorm report``.
     """

@@ -1,4 +1,4 @@
-"""Read runs from their folders: any run that left a ``metrics.jsonl``, of this library's commands or of a user."""
+"""Read runs from their folders: any run with a ``metrics.jsonl``, written by this library's commands or by a user."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ..results import parse_json, read_json
 T = TypeVar("T")
 Curve = list[tuple[int, float]]
 
-LAST_STEP = 2**53  # JavaScript's numbers are exact below it
+LAST_STEP = 2**53  # JavaScript's numbers are exact below this
 
-# How names of curves of accuracies end: this library's commands write "accuracy" and "val_top1".
+# The names of accuracy curves end so: this library's commands write "accuracy" and "val_top1".
 ACCURACIES = ("accuracy", "top1")
 
 
 @dataclass(frozen=True)
 class Run:
-    """Hold what one run left behind.
+    """Hold what was read from one run's folder.
 
-    Beyond the paper: what is compared.
+    Beyond the paper: comparing runs.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """The last step that anything was written for."""
+        """The last step with a record."""
         points = [step for curve in self.curves.values() for step, _ in curve]
         return max([*points, *(r.step for r in (*self.percentiles, *self.gradient_changes))], default=0)
 
@@ -60,7 +60,7 @@ class Run:
         return typical_unit(self.percentiles, layer) if len(self.percentiles) > 1 else 0
 
     def steps_to(self, accuracy: float) -> int | None:
-        """Return the first step at which the accuracy was at least this, or None."""
+        """Return the first step that reached this accuracy, or None."""
         return next((step for step, value in self.accuracy if value >= accuracy), None)
 
     def drift_curve(self, layer: str, of: Literal["z", "x"]) -> Curve:
@@ -72,7 +72,7 @@ class Run:
         return list(zip(steps, values, strict=True))
 
     def line(self) -> str:
-        """Say in one line what the run came to."""
+        """Summarize the run in one line."""
         parts = [f"{self.name}: step {self.steps:,}"]
         final = self.summary.get("accuracy")
         if isinstance(final, dict):
@@ -92,7 +92,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
     Raises:
         FileNotFoundError: if a path holds no run.
-        ValueError: without a path, or naming a file that is not what a run leaves.
+        ValueError: without a path, or naming a file that is not a run's.
 
     Beyond the paper: ``batchnorm report``.
     """
@@ -110,7 +110,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Name runs by the last part of their path, or by what tells them apart where that is not enough."""
+    """Name runs by the last part of their path, or by a longer part if that is not unique."""
     last = [_printable(f.resolve().name) for f in folders]
     if len(set(last)) == len(last):
         return last
@@ -119,7 +119,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _printable(name: str) -> str:
-    """Return a file's name without what a terminal would obey or UTF-8 cannot express."""
+    """Replace characters of a file's name that would control a terminal or cannot be encoded."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
 
@@ -171,14 +171,14 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def _place(curve: str) -> int:
-    """Return the place of a curve among the others: a comparison opens with the accuracy on data not trained on."""
+    """Return a curve's place among the others: held-out accuracy comes first."""
     if not curve.endswith(ACCURACIES):
         return 2
     return 1 if curve.startswith("train") else 0
 
 
 def _recipe(folder: Path) -> dict[str, Any]:
-    """Return the settings of a run of ``batchnorm train``, by the names that the table shows.
+    """Return the settings of a run of ``batchnorm train``, by the names shown in the table.
 
     Not under ``batch_norm``, which marks the pair of Section 4.1.
     """
@@ -186,7 +186,7 @@ def _recipe(folder: Path) -> dict[str, Any]:
 
 
 def _result(folder: Path) -> dict[str, Any]:
-    """Return what a run of ``batchnorm train`` came to, as a ``summary.json`` says it."""
+    """Return the outcome of a run of ``batchnorm train`` in the form of a ``summary.json``."""
     path = folder / "result.json"
     result = _json(path)
     found = {"running": result.get("running_top1"), "folded": result.get("top1")}
@@ -197,7 +197,7 @@ def _result(folder: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a file of JSON lines, each with its place for error messages."""
+    """Yield the objects of a file of JSON lines, each with its line number for error messages."""
     if not path.exists():
         return
     lines = path.read_bytes().split(b"\n")
@@ -207,7 +207,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if text.strip():
                 yield where, parse_json(text, where)
         except ValueError:
-            # Not terminated: the run was killed, or is still writing.
+            # An unterminated last line: the run was killed, or is still writing.
             if number < len(lines):
                 raise
 
@@ -237,7 +237,7 @@ def _change(table: Any) -> Change:
 
 
 def _check_shapes(records: Sequence[Record], folder: Path) -> None:
-    """Check that a layer has the same percentiles and units at every step: they are drawn over time."""
+    """Check that a layer has the same percentiles and units at every step."""
     shapes: dict[str, torch.Size] = {}
     for record in records:
         for layer, (z, _) in record.percentiles.items():

@@ -1,4 +1,4 @@
-"""The tables of results in README and docs, written from the files under results/ and never by hand.
+"""The tables of results in README and docs, written from the files under results/, never by hand.
 
 python -m batchnorm.report.summary          rewrites README.md and docs/ between their two markers
 """
@@ -19,7 +19,7 @@ MARKERS = ("<!-- results: written by python -m batchnorm.report.summary -->", "<
 
 
 class Row(NamedTuple):
-    """Hold one line: what is claimed or asked, the command that answers, and how to read its result file."""
+    """Hold one line: the claim or question, the command that answers it, and how to read its result file."""
 
     what: str
     command: str
@@ -208,7 +208,7 @@ SPEED = [
 
 
 def tables(results: Path) -> str:
-    """Return both tables as Markdown; what has no result file is listed as not yet run.
+    """Return both tables as Markdown; commands without a result file are listed as not yet run.
 
     Beyond the paper: the paper's tables beside ours.
     """
@@ -237,7 +237,7 @@ def _where(result: Result) -> str:
 
 
 def figures(results: Path) -> str:
-    """Return README's Figures 3 and 4 as Markdown, with their pictures; nothing of what is not yet run.
+    """Return README's Figures 3 and 4 as Markdown, with their pictures, as far as they have been run.
 
     Paper: Figs. 2, 3, 4
     """
@@ -281,7 +281,7 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """Return the text of every page of a project that has markers, renewed between them."""
+    """Return the text of every page with markers, updated between them."""
     results = root / "results"
     contents = {"README.md": f"{tables(results)}\n\n{figures(results)}"}
     for name in ("fig2", "fig4"):
@@ -291,7 +291,7 @@ def pages(root: Path) -> dict[Path, str]:
 
 
 def _beneath(text: str) -> str:
-    """Return a page as a part of another: without its title, and with its headings a level lower."""
+    """Return a page as a section of another: without its title, its headings one level lower."""
     lines = [line for line in text.splitlines() if not line.startswith("# ")]
     return "\n".join(f"#{line}" if line.startswith("#") else line for line in lines).strip()
 

@@ -1,7 +1,9 @@
 """Training the paper's network: recipes, the loop, checkpoints."""
 
 from .loop import train
+from .metrics import Result
+from .options import Options
 from .recipe import RECIPES, Recipe
-from .run import Options, Result, Stopped
+from .resume import Stopped
 
 __all__ = ["RECIPES", "Options", "Recipe", "Result", "Stopped", "train"]

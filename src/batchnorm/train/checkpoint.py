@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written beside, synced, renamed, and checked when read.
+"""Checkpoints: written atomically, and verified when read.
 
 A checkpoint is a folder ``step-000001234`` of three files: ``model.safetensors`` (parameters and buffers), ``state.pt``
 (optimizer, position, counters; loadable with ``weights_only=True``) and ``manifest.json`` (sizes and SHA-256 of both).
@@ -27,11 +27,11 @@ KEPT = 2
 
 
 class CheckpointError(ValueError):
-    """Report a checkpoint that cannot be used, and why."""
+    """Report a checkpoint that cannot be used, and the reason."""
 
 
 class Checkpoint(NamedTuple):
-    """Hold what a run needs to go on, and what was wrong with newer checkpoints that were passed over.
+    """Hold what a run needs to resume, and what was wrong with newer checkpoints that were skipped.
 
     Beyond the paper: resuming.
     """
@@ -43,12 +43,12 @@ class Checkpoint(NamedTuple):
 
 
 def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any]) -> Path:
-    """Write a checkpoint so that a crash at any moment leaves either all of it or none, and drop old ones.
+    """Write a checkpoint atomically, so that a crash leaves all of it or none, and remove old ones.
 
-    The two newest are kept: the one before is only removed when its second successor is complete.
+    The two newest are kept: an old one is removed only once two newer ones are complete.
 
     Args:
-        folder: where the run keeps its checkpoints; made where missing.
+        folder: for the run's checkpoints; made if missing.
         step: steps taken so far.
         model: tensors, as ``state_dict()`` gives them.
         state: tensors, numbers, strings, lists and dicts.
@@ -67,11 +67,11 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
     final, temporary = folder / f"step-{step:09d}", folder / f".writing-{step:09d}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    # Copies of their own: safetensors refuses views and shared memory.
+    # Copies, because safetensors refuses views and shared memory.
     tensors = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in model.items()}
     pickled = io.BytesIO()
     torch.save(state, pickled)
-    # Written by Python: on a full disk both packages would raise errors of their own, which do not name the file.
+    # Serialized in memory: on a full disk both packages would raise their own errors, without the file's name.
     contents = {"model.safetensors": safetensors.save(tensors), "state.pt": pickled.getvalue()}
     files = {
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -82,11 +82,11 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
         for name, content in contents.items():
             write_atomically(temporary / name, content)
         sync(temporary)
-        if final.exists():  # an unreadable one that a resumed run has passed over
+        if final.exists():  # an unreadable one that a resumed run skipped
             shutil.rmtree(final)
         os.rename(temporary, final)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)  # it may be what fills the disk
+        shutil.rmtree(temporary, ignore_errors=True)  # it may fill the disk
         raise
     sync(folder)
     for old in _newest_first(folder)[KEPT:]:
@@ -95,10 +95,10 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
-    """Return the newest checkpoint that is whole, or None where there is none at all.
+    """Return the newest intact checkpoint, or None if there is none at all.
 
     Raises:
-        CheckpointError: where there are checkpoints, but none can be used; it says what is wrong with each.
+        CheckpointError: if there are checkpoints but none can be used; it says what is wrong with each.
 
     Beyond the paper: resuming.
     """
@@ -116,10 +116,10 @@ def load_latest(folder: Path) -> Checkpoint | None:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read one checkpoint and check it against its manifest.
+    """Read one checkpoint and verify it against its manifest.
 
     Raises:
-        CheckpointError: if a file is missing, cut short, altered, or not one of ours.
+        CheckpointError: if a file is missing, cut short, altered, or was not written by :func:`save`.
 
     Beyond the paper: resuming.
     """
@@ -142,17 +142,17 @@ def load(path: Path) -> Checkpoint:
         if not isinstance(state, dict):
             raise TypeError("state.pt holds no dict")
     except Exception as error:
-        # The hashes fit, so this is what was written: not by us.
+        # The hashes match, so nothing was damaged: something else wrote it.
         why = str(error).partition("\n")[0]
         raise CheckpointError(f"{path}: model.safetensors or state.pt cannot be read ({why})") from error
     return Checkpoint(step, model, state)
 
 
 def weights_digest(folder: Path) -> str | None:
-    """Return the SHA-256 of the newest checkpoint's weights, as its manifest states it; None if there is none.
+    """Return the SHA-256 of the newest checkpoint's weights, from its manifest; None if there is no checkpoint.
 
     Raises:
-        CheckpointError: if its manifest is not one of ours.
+        CheckpointError: if its manifest cannot be read.
 
     Beyond the paper: telling runs apart.
     """
@@ -161,7 +161,7 @@ def weights_digest(folder: Path) -> str | None:
 
 
 def _manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Return the step, and by name what is known of each file."""
+    """Return the step, and each file's size and SHA-256 by name."""
     try:
         manifest = read_json(path / "manifest.json")
     except (OSError, ValueError) as error:

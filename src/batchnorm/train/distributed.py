@@ -1,4 +1,4 @@
-"""One process or many: who am I, what do we agree on, what is the sum."""
+"""Training in one process or many: ranks, devices, and what the ranks share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Ranks:
-    """Stand for this process among those that train together; alone it is rank 0 of 1.
+    """Describe this process among those that train together; alone it is rank 0 of 1.
 
     >>> Ranks().any(True), Ranks().main
     (True, True)
@@ -33,11 +33,11 @@ class Ranks:
     world_size: int = 1
     device: torch.device = CPU
     control: distributed.ProcessGroup | None = None
-    """for decisions of the host, beside nccl's group"""
+    """for decisions on the host, beside nccl's group"""
 
     @property
     def main(self) -> bool:
-        """Whether this process writes files and talks."""
+        """Whether this process writes files and prints."""
         return self.rank == 0
 
     def sum_(self, values: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Ranks:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Say whether the flag is raised on any rank."""
+        """Return whether the flag is set on any rank."""
         if self.world_size == 1:
             return flag
         raised = torch.tensor(float(flag))
@@ -60,9 +60,9 @@ class Ranks:
             distributed.barrier(self.control)
 
     def average_statistics_(self, net: nn.Module) -> None:
-        """Replace each running average by its mean over the ranks, so that none of the ranks' data is lost.
+        """Replace each running average by its mean over the ranks, so that every rank's data counts.
 
-        (DistributedDataParallel would keep rank 0's alone.) One all-reduce; nothing to do with one rank or ``Sync``.
+        DistributedDataParallel would keep only rank 0's. One all-reduce; none with a single rank or ``Sync``.
         """
         if self.world_size == 1:
             return
@@ -78,7 +78,7 @@ class Ranks:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device that a command is to run on: "cpu", "cuda", or "auto" for a GPU if there is one.
+    """Return the device for a command: "cpu", "cuda", or "auto" for a GPU if there is one.
 
     Raises:
         ValueError: for another name, or if "cuda" is asked for and there is none.
@@ -103,10 +103,10 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
     """Join the other processes that ``torchrun`` started, or run alone.
 
     Args:
-        device: "cpu", "cuda", or "auto" for a GPU where there is one. Each rank of a machine takes its own GPU.
+        device: "cpu", "cuda", or "auto" for a GPU if there is one. Each rank of a machine takes its own GPU.
 
     Raises:
-        ValueError: where "cuda" is asked for and there is none, or fewer GPUs than ranks on this machine.
+        ValueError: if "cuda" is asked for and there is none, or fewer GPUs than ranks on this machine.
 
     >>> with ranks("cpu") as alone: print(alone.rank, alone.world_size)
     0 1
@@ -124,7 +124,7 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
         yield Ranks(device=place)
         return
     store, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
-    # Workers that torchrun has restarted may meet the addresses that the dead ones left in its store.
+    # Workers restarted by torchrun must not read the addresses that the dead ones left in its store.
     store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     backend = "nccl" if cuda else "gloo"
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)

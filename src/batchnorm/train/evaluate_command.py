@@ -1,4 +1,4 @@
-"""``batchnorm evaluate``: finished runs on data, with any number of crops and networks."""
+"""``batchnorm evaluate``: score finished runs, with any number of crops and networks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from ..data.prefetch import WORKERS
+from ..data.loader import WORKERS
 from ..errors import at_least
 from ..evaluate import EnsembleReport, evaluate_networks
 from ..evaluate.crops import Count
 from ..results import check_writable, environment, write_json
 from .distributed import ranks
-from .opened import loaders, open_for, open_runs
+from .saved_runs import loaders, open_for, open_runs
 
 
 def evaluate(
@@ -29,7 +29,7 @@ def evaluate(
 ) -> EnsembleReport:
     """Print the top-1 and top-5 error of finished runs and of the mean of their class probabilities.
 
-    Networks are folded, and one is in memory at a time. Under torchrun the images are spread over the ranks.
+    Networks are folded, and one is in memory at a time. Under torchrun the images are divided among the ranks.
 
     Args:
         runs: folders that batchnorm train has left; several are also averaged.
@@ -42,8 +42,8 @@ def evaluate(
         out: JSON file for the result.
 
     Raises:
-        FileNotFoundError: where a run or the data is not found.
-        ValueError: where a run and the data, or the runs among themselves, do not fit.
+        FileNotFoundError: if a run or the data is not found.
+        ValueError: if a run does not fit the data or the other runs.
 
     Paper: Sec. 4.2.3; Fig. 4
     """

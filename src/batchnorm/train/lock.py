@@ -1,4 +1,4 @@
-"""One process at a time in a run's folder."""
+"""Lock a run's folder: one process at a time trains in it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LOCK_FILE = "train.lock"
 def locked(folder: Path) -> Iterator[None]:
     """Keep other processes out of a run's folder inside the block.
 
-    The operating system drops the lock when the process ends, however it ends: a killed run can be resumed at once. On
-    a network file system the lock is as good as that system's.
+    The operating system releases the lock however the process ends: a killed run can be resumed at once. On a network
+    file system the lock is as reliable as that system's.
 
     Args:
-        folder: made if missing, and then removed again if nothing was put into it.
+        folder: made if missing, and removed again if nothing was put into it.
 
     Raises:
-        ValueError: if another process has the folder.
+        ValueError: if another process has locked it.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp(), "run")
@@ -44,7 +44,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Removed while it is locked, so that nobody locks a file that is about to go; Windows refuses that.
+        # Removed while still locked, so that nobody locks a file about to be removed; Windows does not allow that.
         with contextlib.suppress(OSError):
             path.unlink()
         file.close()

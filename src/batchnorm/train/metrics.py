@@ -1,23 +1,33 @@
-"""What a run leaves behind: a file of JSON lines that survives kills, and the questions asked of it."""
+"""The metrics of a run: logged while it trains, read back, and summed up in ``result.json``."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import platform
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..results import parse_json
+import torch
+
+from ..extras import require
+from ..monitor.records import Record
+from ..monitor.sinks import as_json
+from ..progress import Display
+from ..results import parse_json, write_atomically
+from .distributed import Ranks
 
 
 class Metrics:
-    """Append one line of JSON a record; after a crash go on where the checkpoint stood, without gaps or doubles.
+    """Append records to a file of JSON lines; a resumed run continues it without gaps or duplicates.
 
-    A checkpoint notes :meth:`position`, after the lines are on the disk; a resumed run cuts the file there and writes
-    the later lines again.
+    A checkpoint notes :meth:`position` once the lines are on the disk; a resumed run truncates the file there and
+    writes the later lines again.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "metrics.jsonl")
@@ -42,11 +52,11 @@ class Metrics:
         """Append a record; numbers that are not finite become null."""
         line = memoryview((json.dumps({k: _finite(v) for k, v in record.items()}) + "\n").encode())
         with self._named():
-            while line:  # a full disk takes a part first
+            while line:  # a full disk may take only a part of it
                 line = line[self._file.write(line) :]
 
     def position(self) -> int:
-        """Return the length of the file, all of it on the disk."""
+        """Flush the file to the disk and return its length."""
         with self._named():
             os.fsync(self._file.fileno())
         return self._file.tell()
@@ -57,31 +67,80 @@ class Metrics:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Add the file's name to an error: writing to an open file does not know it."""
+        """Add the file's name to an OSError: writing to an open file does not give it."""
         try:
             yield
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
 
+class Logger:
+    """Write a run's records to its folder and show them: a bar on a terminal, a line each elsewhere.
+
+    Only rank 0 has one.
+
+    Args:
+        folder: of the run.
+        positions: how much of metrics.jsonl and monitor.jsonl to keep.
+        total: steps of the whole run.
+        tensorboard: also write scalars for TensorBoard.
+
+    Beyond the paper: watching a run.
+    """
+
+    def __init__(self, folder: Path, positions: tuple[int, int], total: int, *, tensorboard: bool = False) -> None:
+        self._open = ExitStack()
+        self.metrics = self._open.enter_context(closing(Metrics(folder / "metrics.jsonl", positions[0])))
+        self.monitor = self._open.enter_context(closing(Metrics(folder / "monitor.jsonl", positions[1])))
+        self.board: Any = None
+        if tensorboard:
+            board = require("torch.utils.tensorboard", "train").SummaryWriter(str(folder / "tensorboard"))
+            self.board = self._open.enter_context(closing(board))
+        self.started, self._text = time.perf_counter(), ""
+        # Without a terminal, the records are the only lines.
+        self.display = self._open.enter_context(Display(every=math.inf))
+        self.display.add("training", total)
+
+    def advance(self, step: int) -> None:
+        """Move the bar."""
+        self.display.update("training", step, self._text)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Write a record to metrics.jsonl, and to TensorBoard if asked for, and show it."""
+        self.metrics.write({**record, "seconds": round(time.perf_counter() - self.started, 3)})
+        self._text = "  ".join(_shown(key, value) for key, value in record.items())
+        if self.display.bars is None:
+            self.display.say(self._text)
+        else:
+            self.advance(record["step"])
+        if self.board is not None:
+            for key, value in record.items():
+                if isinstance(value, float):
+                    self.board.add_scalar(key, value, record["step"])
+
+    def log_monitor(self, record: Record) -> None:
+        """Write a Monitor's record to monitor.jsonl."""
+        self.monitor.write(as_json(record))
+
+    def positions(self) -> tuple[int, int]:
+        """Flush both files to the disk and return their lengths."""
+        return self.metrics.position(), self.monitor.position()
+
+    def close(self) -> None:
+        """Close all files, even if one of them fails."""
+        self._open.close()
+
+
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file; a last line that is still being written is left out.
+    """Return the records of a metrics file, without a last line that is still being written.
 
     Raises:
-        ValueError: naming the file and the line, if one is not a record.
+        ValueError: naming the file and the line, if a line is not a record.
 
     Beyond the paper: results.
     """
     *lines, _ = path.read_bytes().split(b"\n")
     return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
-
-
-def _record(line: bytes, where: str) -> dict[str, Any]:
-    record = parse_json(line, where)
-    accuracy = record.get("val_top1")
-    if not isinstance(record.get("step"), int) or not (accuracy is None or isinstance(accuracy, int | float)):
-        raise ValueError(f"{where} is not a record of a step and numbers")
-    return record
 
 
 def curve(records: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
@@ -96,7 +155,7 @@ def curve(records: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
 
 
 def steps_to(points: Sequence[tuple[int, float]], accuracy: float) -> int | None:
-    """Return the first step whose validation accuracy is at least ``accuracy``; None where it is never reached.
+    """Return the first step whose validation accuracy is at least ``accuracy``; None if it is never reached.
 
     >>> steps_to([(100, 0.3), (200, 0.5), (300, 0.45)], 0.4), steps_to([(100, 0.3)], 0.4)
     (200, None)
@@ -106,5 +165,75 @@ def steps_to(points: Sequence[tuple[int, float]], accuracy: float) -> int | None
     return next((step for step, reached in points if reached >= accuracy), None)
 
 
+@dataclass
+class Result:
+    """Tell how a run went; ``result.json`` in the run's folder.
+
+    Paper: Fig. 3 (steps to an accuracy, maximum accuracy, steps to it)
+    """
+
+    recipe: str
+    steps: int
+    examples: int
+    classes: int
+    diverged: bool = False
+    best_top1: float | None = None
+    best_step: int | None = None
+    top1: float | None = None
+    """of the folded network with estimated population statistics"""
+    top5: float | None = None
+    train_top1: float | None = None
+    """of the same network on the training images, if ``score_training`` asked for it"""
+    running_top1: float | None = None
+    """of the same network with running averages, at the last step"""
+    steps_to: dict[str, int | None] = field(default_factory=dict)
+    corrupt: int = 0
+    corrupt_files: tuple[str, ...] = ()
+    """the first files of both splits that could not be read"""
+    hardware: dict[str, Any] = field(default_factory=dict)
+
+
+def write_result(folder: Path, result: Result, targets: Sequence[float]) -> None:
+    """Complete a result from the run's ``metrics.jsonl`` and write it to ``result.json``.
+
+    From the metrics come the best and the last validation accuracy, and the first steps that reach the targets.
+
+    Paper: Fig. 3
+    """
+    points = curve(read(folder / "metrics.jsonl"))
+    if points:
+        result.best_step, result.best_top1 = max(points, key=lambda point: (point[1], -point[0]))
+        result.running_top1 = points[-1][1] if points[-1][0] == result.steps else None
+    result.steps_to = {f"{target:g}": steps_to(points, target) for target in targets}
+    write_atomically(folder / "result.json", json.dumps(asdict(result), indent=2).encode())
+
+
+def hardware(here: Ranks) -> dict[str, Any]:
+    """Describe what a run ran on, for its result file."""
+    cuda = here.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(here.device) if cuda else platform.processor() or platform.machine(),
+        "ranks": here.world_size,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _shown(key: str, value: Any) -> str:
+    if value is True:
+        return key
+    return f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}"
+
+
+def _record(line: bytes, where: str) -> dict[str, Any]:
+    record = parse_json(line, where)
+    accuracy = record.get("val_top1")
+    if not isinstance(record.get("step"), int) or not (accuracy is None or isinstance(accuracy, int | float)):
+        raise ValueError(f"{where} is not a record of a step and numbers")
+    return record

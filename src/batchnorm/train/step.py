@@ -17,8 +17,8 @@ from .distributed import Ranks
 from .recipe import Recipe
 
 Compile = Literal["network", "nothing"]
-# Steps run as they come before the graph is captured: allocations, autotuning and, for DistributedDataParallel, its
-# first iterations (torch's notes on CUDA graphs ask for 11) must be behind.
+# Steps before the graph is captured, for allocations, autotuning and the first iterations of DistributedDataParallel
+# (torch's notes on CUDA graphs ask for 11).
 WARMUP, WARMUP_DISTRIBUTED = 3, 11
 # torch 2.13 renamed it.
 _RENAMED = "forward_sync_buffers" in signature(nn.parallel.DistributedDataParallel).parameters
@@ -41,7 +41,7 @@ def make_optimizer(net: nn.Module, recipe: Recipe, device: torch.device) -> torc
 
 
 def set_rate_(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Change the learning rate, in the tensor that a captured graph reads where there is one."""
+    """Change the learning rate, in place if it is a tensor that a captured graph reads."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -50,10 +50,10 @@ def set_rate_(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 class Shadows:
-    """Run a network with bfloat16 copies of its kernels and matrices, all made at once.
+    """Run a network with bfloat16 copies of its kernels and matrices, all cast at once.
 
-    Autocast casts each of them when it is used, and each gradient when it comes back: two launches a layer. The
-    separable stem keeps its own precision, in which its composed kernel is computed.
+    Autocast casts each one when it is used, and each gradient in the backward pass: two launches per layer. The
+    separable stem keeps its precision, because its composed kernel is computed in it.
 
     Beyond the paper: speed; autocast computes the same.
     """
@@ -74,8 +74,8 @@ class Shadows:
         return y
 
     def backward(self, loss: Tensor) -> None:
-        """Give the parameters the gradients of what was used in their place, in their precision."""
-        # Not loss.backward(), which copies each gradient that is a part of another, as those of joined kernels are.
+        """Give the parameters the gradients of their copies, in the parameters' precision."""
+        # Not loss.backward(), which copies gradients that are views of others, as those of joined kernels are.
         grads = torch.autograd.grad(loss, self.used)
         to, of = [], []
         for parameter, grad in zip(self.trained, grads, strict=True):
@@ -90,40 +90,39 @@ class Shadows:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the masters again."""
+        """Copy the parameters to their bfloat16 copies again."""
         torch._foreach_copy_(list(self.copies.values()), self.masters)
 
 
 def _with_strides_of(like: Tensor, t: Tensor) -> Tensor:
-    """Return ``t``, by the same strides as ``like`` where both lie alike in memory.
+    """Return ``t``, with the strides of ``like`` if both have the same layout in memory.
 
-    Dimensions of one element have no order: the kernel of a 1x1 convolution is contiguous and channels last at once.
-    Torch copies many tensors in one launch only where all strides are the same.
+    Strides of dimensions of one element are arbitrary: the kernel of a 1x1 convolution is both contiguous and channels
+    last. Torch copies many tensors in one launch only if all strides are the same.
     """
     alike = all(n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), like.stride(), strict=True))
     return t.as_strided(like.shape, like.stride()) if alike else t
 
 
 class TrainStep:
-    """Train a network by one batch a call, and add up what it saw in ``sums``: loss, right at 1, examples.
+    """Train a network on one batch per call, and add up in ``sums``: loss, correct predictions, examples.
 
     The gradient is that of the mean loss over all ranks' examples, however unevenly they are spread.
 
     Args:
         net: gives class scores; on the ranks' device.
         optimizer: of its parameters.
-        augment: what is done to the images on the device.
+        augment: augments the images on the device.
         ranks: the processes that train together.
         bf16: run forward and backward under autocast.
-        compile: what torch.compile takes over: the whole "network", or "nothing".
+        compile: what torch.compile compiles: the whole "network", or "nothing".
         cast_once: with ``bf16`` and in one process, cast all kernels and matrices together after each update instead
             of one by one in each forward and backward pass: the same numbers from two launches instead of hundreds.
-        graph: capture the whole step as a CUDA graph; in one, branches of a network that is not compiled run side by
-            side.
-        batch: examples of a whole batch of this rank. The smaller ones at the end of an epoch run as they are: neither
-            a second graph nor another minute of compilation is worth it.
+        graph: capture the whole step as a CUDA graph; branches of a network that is not compiled then run in parallel.
+        batch: this rank's examples of a full batch. Smaller batches at the end of an epoch run without graph and
+            compilation: neither a second graph nor another minute of compilation is worth it.
 
-    Beyond the paper: speed; the step computes what the paper's does.
+    Beyond the paper: speed; the step computes the same as the paper's.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class TrainStep:
         self._graph = _Graph(self._compute, WARMUP if ranks.world_size == 1 else WARMUP_DISTRIBUTED) if graph else None
         if ranks.world_size > 1:
             with nullcontext() if self._graph is None else torch.cuda.stream(self._graph.stream):
-                # Running averages are averaged over the ranks below, instead of rank 0's being copied to the others.
+                # Running averages are averaged over the ranks below, instead of copied from rank 0.
                 self.model = nn.parallel.DistributedDataParallel(self.model, **_KEEP_BUFFERS)
         self.sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
         self._rate = -1.0
@@ -164,7 +163,7 @@ class TrainStep:
             self._rate = rate
         draws = draws.to(images.device, non_blocking=True)
         if self.batch is not None and len(labels) != self.batch:
-            # DistributedDataParallel is not to be gone around.
+            # DistributedDataParallel must not be bypassed.
             self._compute(images, labels, draws, self.plain if self.ranks.world_size == 1 else self.model)
         else:
             (self._graph or self._compute)(images, labels, draws)
@@ -190,16 +189,16 @@ class TrainStep:
         self.sums += torch.stack([loss.detach().double() * len(labels), right, torch.full_like(right, len(labels))])
 
     def _share(self, labels: Tensor) -> Tensor | float:
-        """Return what makes the mean over ranks of the ranks' means the mean over all examples."""
+        """Return the factor that turns the mean of the ranks' means into the mean over all examples."""
         if self.ranks.world_size == 1:
             return 1.0
-        # In double precision: a third of a batch should weigh a third.
+        # In double precision, so that a third of a batch weighs a third.
         total = self.ranks.sum_(torch.full((), len(labels), dtype=torch.float64, device=labels.device))
         return len(labels) * self.ranks.world_size / total
 
 
 class _Graph:
-    """Replay a function of tensors, always of the same shapes, as a CUDA graph once it has run a few times."""
+    """Run a function of tensors of fixed shapes a few times, then capture and replay it as a CUDA graph."""
 
     def __init__(self, function: Any, warmup: int) -> None:
         self.function, self.left = function, warmup
@@ -221,7 +220,7 @@ class _Graph:
             static.copy_(v)
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
-            # Other threads, such as nccl's watchdog, may go on calling CUDA meanwhile.
+            # Other threads, such as nccl's watchdog, may call CUDA meanwhile.
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.function(*self.inputs)
         self.graph.replay()

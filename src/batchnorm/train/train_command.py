@@ -11,17 +11,18 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import OmitArgPrefixes, arg
 
-from ..data.sizes import small_images_note
-from ..data.source import check_complete, open_source
+from ..data.image_sources import check_complete, open_source, small_images_note
 from ..errors import between
 from ..extras import check_installed
 from ..models import describe as describe_network
-from ..models.bn_inception.appendix import claims
 from ..models.bn_inception.network import early_strides_note
+from ..models.description import claims
 from .distributed import device_of
 from .loop import train as train_recipe
+from .metrics import Result
+from .options import Options
 from .recipe import RECIPES, Recipe
-from .run import Options, Result, Stopped
+from .resume import Stopped
 
 RecipeName = Literal[
     "inception", "bn-baseline", "bn-x5", "bn-x30", "bn-x5-sigmoid", "inception-x5", "inception-sigmoid",
@@ -37,7 +38,7 @@ def _metavar(kind: Any) -> str:
 
 
 def _defaults(name: str) -> str:
-    """Say what a field is in most recipes, then in which of them it is something else."""
+    """Show a field's value in most recipes, then the recipes with other values."""
     of_value: dict[str, list[str]] = {}
     for recipe in RECIPES.values():
         of_value.setdefault(_shown(getattr(recipe, name)), []).append(recipe.name)
@@ -60,8 +61,8 @@ def _field(name: str, kind: Any) -> tuple[str, Any, None]:
 if TYPE_CHECKING:
     Overrides = Recipe
 else:
-    # Every field of a recipe, of the same type or None: what is not given stays the recipe's. As a subclass it takes
-    # the fields' descriptions along.
+    # Every field of a recipe, of the same type or None: a field that is not given keeps the recipe's value. A subclass
+    # inherits the fields' descriptions.
     Overrides = make_dataclass(
         "Overrides",
         [_field(name, kind) for name, kind in get_type_hints(Recipe).items()],
@@ -77,13 +78,13 @@ def train(
 ) -> None:
     """Train the paper's network, or a variant of it, on images of your own.
 
-    Start the same command again after an interruption: it goes on from the last checkpoint. Under torchrun
-    (torchrun --nproc-per-node 8 -m batchnorm train ...) the batch is spread over the GPUs. The exit status is 0 where
-    the run has ended, 1 where it diverged, 130 where it was stopped.
+    Start the same command again after an interruption to resume from the last checkpoint. Under torchrun
+    (torchrun --nproc-per-node 8 -m batchnorm train ...) the batch is divided among the GPUs. The exit status is 0 if
+    the run has ended, 1 if it diverged, 130 if it was stopped.
 
     Args:
         recipe: which of the paper's runs.
-        options: where, on what, how often.
+        options: data, folder, device, how often to report.
         overrides: fields of the recipe to change.
     """
     chosen = resolve(RECIPES[recipe], overrides)
@@ -93,7 +94,7 @@ def train(
         raise ValueError("--graph True captures CUDA graphs, and this run is on the CPU: leave it out")
     if options.tensorboard:
         check_installed("tensorboard")
-    silent = os.environ.get("RANK", "0") != "0"  # one of torchrun's processes speaks for all
+    silent = os.environ.get("RANK", "0") != "0"  # only one of torchrun's processes prints
     sources = {split: open_source(options.data, split) for split in ("train", "val")}
     for split, source in sources.items():
         check_complete(source, options.data, split)
@@ -104,7 +105,7 @@ def train(
         result = train_recipe(chosen, options)
     except Stopped as stopped:
         raise KeyboardInterrupt(str(stopped)) from stopped
-    # File names are no markup.
+    # File names are not markup.
     Console(quiet=silent).print(_summary(result, options.folder(chosen)), markup=False)
     if result.diverged:
         raise SystemExit(1)
@@ -123,7 +124,7 @@ def describe(
 
     Args:
         network: which network; inception is the only one yet.
-        recipe: in the form of which of the paper's runs.
+        recipe: of which of the paper's runs.
         classes: the number of classes.
         size: height and width of the images.
         stem: the first convolution.
@@ -145,7 +146,7 @@ def describe(
 
 
 def resolve(recipe: Recipe, overrides: Recipe) -> Recipe:
-    """Return the recipe with those fields replaced that the overrides give.
+    """Return the recipe with the fields that the overrides give replaced.
 
     >>> resolve(RECIPES["bn-x30"], Overrides(batch_size=64)).batch_size
     64

@@ -1,4 +1,4 @@
-"""A convolution's bias with the nonlinearity behind it, on channels-last CUDA tensors: what BN takes the place of.
+"""A convolution's bias and the nonlinearity after it in one pass, on channels-last CUDA tensors: what BN replaces.
 
 Torch adds the bias in one pass, applies the nonlinearity in another, and sums the bias's gradient in a third.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from ...ops.cuda.schedule import up
 from .channels_last import Tiling, empty, readable, row_stride
 
-PARTS = 256  # programs of a backward pass that keep a GPU busy; each sums a part of the pixels
+PARTS = 256  # programs of a backward pass that keep a GPU busy; each sums over some of the pixels
 
 
 def bias_act(x: Tensor, bias: Tensor, activation: Literal["relu", "sigmoid"]) -> Tensor:
@@ -43,7 +43,7 @@ class _BiasAct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         y, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient is to be differentiated: by operations that torch knows
+        if torch.is_grad_enabled():  # the gradient will be differentiated: use torch's operations
             dz = dy * (y * (1 - y) if ctx.sigmoid else y > 0)
             return dz, dz.sum((0, 2, 3)).to(bias.dtype), None
         from .triton.bias import backward

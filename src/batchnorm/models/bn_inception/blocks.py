@@ -1,8 +1,8 @@
-"""The parts that the appendix network is built of: a convolution unit, the separable stem, an Inception module.
+"""The building blocks of the appendix network: a convolution unit, the separable stem, an Inception module.
 
-Where linear maps follow each other with nothing between, their order is free. On CUDA in training these modules take
-the cheaper order; everywhere else they run as drawn, one child after the other, so that surgery and folding see the
-network of the paper. ``rearrange`` (None: on CUDA in training) decides; the parameters are the same either way.
+Consecutive linear maps can be computed in any order. On CUDA in training these modules use the cheaper order; anywhere
+else they run as drawn, one child after the other, so that surgery and folding see the network of the paper.
+``rearrange`` decides (None: on CUDA in training); the parameters are the same either way.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from ...graph.kinds import has_hooks
 from .bias import bias_act
 from .channels_last import takes
-from .pools import AvgPool2d, MaxPool2d
+from .pooling import AvgPool2d, MaxPool2d
 
 _NONLINEARITIES: dict[type[nn.Module], Literal["relu", "sigmoid"]] = {nn.ReLU: "relu", nn.Sigmoid: "sigmoid"}
 _A = TypeVar("_A")
 _B = TypeVar("_B")
 
 
-class Row(NamedTuple):
-    """One Inception row of the appendix table: numbers of filters, 0 where the table has none.
+class InceptionRow(NamedTuple):
+    """Hold one Inception row of the appendix table: numbers of filters, 0 if the table has none.
 
     Paper: Appendix, Inception architecture
     """
@@ -47,15 +47,15 @@ class Row(NamedTuple):
         """Return the channels of the concatenation; a pool without projection passes its input through."""
         return self.one + self.three + self.double33 + (self.projection or inputs)
 
-    def times(self, width: float) -> Row:
+    def times(self, width: float) -> InceptionRow:
         """Return the row with all numbers of filters times ``width``."""
         one, reduce3, three, reduce33, double33 = (scaled(n, width) for n in self[2:7])
         projection = scaled(self.projection, width)
-        return Row(self.name, self.stride, one, reduce3, three, reduce33, double33, self.pool, projection)
+        return InceptionRow(self.name, self.stride, one, reduce3, three, reduce33, double33, self.pool, projection)
 
 
 def scaled(filters: int, width: float) -> int:
-    """Return a number of filters times ``width``, rounded, but never none of some."""
+    """Return a number of filters times ``width``, rounded; at least 1 unless there are none."""
     return max(1, round(filters * width)) if filters else 0
 
 
@@ -74,11 +74,11 @@ class Unit(nn.Sequential):
         """Convolve, normalize, apply the nonlinearity."""
         if not self._is_plain() or not _rearranged(self, x):
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
-        # Torch's own way from a module to the function: dilation, groups and kinds of padding may have been changed.
+        # torch's own method, which respects dilation, groups and padding modes that were changed.
         return self.finish(self.conv._conv_forward(x, self.conv.weight, None))
 
     def finish(self, product: Tensor) -> Tensor:
-        """Do what follows the convolution, whose bias, if it has one, is not added yet."""
+        """Apply what follows the convolution, starting with its bias if it has one."""
         bias = self.conv.bias
         if bias is not None:
             if self._is_plain() and not torch.compiler.is_compiling() and takes(product):
@@ -90,13 +90,13 @@ class Unit(nn.Sequential):
         return product
 
     def joins(self) -> bool:
-        """Say whether the convolution may be computed together with others: it is torch's, and nobody listens to it."""
+        """Return whether the convolution can be computed together with others: it is torch's and has no hooks."""
         conv = self[0]
         plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.stride == (1, 1)
         return plain and not (has_hooks(self) or has_hooks(conv))
 
     def _is_plain(self) -> bool:
-        """Say whether a biased convolution and a nonlinearity are all there is, and nobody listens in between."""
+        """Return whether this is a biased convolution and a nonlinearity, both without hooks."""
         if len(self) != 2:
             return False
         conv, last = self
@@ -112,9 +112,9 @@ class SeparableConv2d(nn.Sequential):
     """Convolve each input channel with ``multiplier`` filters of its own, then mix them with a 1x1 convolution.
 
     W[o, i] = sum_m P[o, i, m] D[i, m] is one dense convolution with the same result; ``rearrange`` uses it: it has
-    more multiply-adds, but runs as one matrix product and keeps no depthwise activations. Where its stride is 2,
-    ``by_blocks`` then reads the image as blocks of 2x2 pixels with four times the channels: the same products again, in
-    an order that suits matrix units better than three channels do.
+    more multiply-adds, but runs as one matrix product and keeps no depthwise activations. At stride 2, ``by_blocks``
+    then reads the image as blocks of 2x2 pixels with four times the channels: the same products, in an order that
+    suits matrix units better than three channels do.
 
     >>> conv = SeparableConv2d(3, 64, 7, stride=2, multiplier=8)
     >>> x, conv.rearrange = torch.randn(1, 3, 16, 16), True
@@ -158,12 +158,12 @@ class SeparableConv2d(nn.Sequential):
 def _convolve_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Convolve at stride 2 with an odd kernel, padded by half of it, as stride 1 over blocks of 2x2 pixels."""
     inputs, kernel = weight.shape[1], weight.shape[-1]
-    # A tap of zeros, before or behind the others, makes the kernel even and lets it start at a block's first pixel.
+    # A zero tap, before or after the others, makes the kernel even and lets it start at a block's first pixel.
     front = kernel // 2 % 2
     taps, before = (kernel + 1) // 2, (kernel // 2 + front) // 2
     x = F.pad(x, (0, x.shape[-1] % 2, 0, x.shape[-2] % 2)) if x.shape[-1] % 2 or x.shape[-2] % 2 else x
     rows, columns = x.shape[-2] // 2, x.shape[-1] // 2
-    # In memory: rows, columns, then a block's pixels and channels, rounded up to what matrix units take at once.
+    # In memory: rows, columns, then a block's pixels and channels, rounded up to a multiple that matrix units take.
     channels = -(-4 * inputs // 8) * 8
     blocks = x.new_zeros(len(x), rows + taps - 1, columns + taps - 1, channels)
     inside = blocks[:, before : before + rows, before : before + columns, : 4 * inputs].unflatten(3, (2, 2, inputs))
@@ -191,7 +191,7 @@ class InceptionModule(nn.Module):
     Paper: Appendix, Inception architecture
     """
 
-    def __init__(self, inputs: int, row: Row, size: int, unit: MakeUnit) -> None:
+    def __init__(self, inputs: int, row: InceptionRow, size: int, unit: MakeUnit) -> None:
         super().__init__()
         out = -(-size // row.stride)
         self.one = unit(inputs, row.one, 1, 1, size, row.name) if row.one else None
@@ -208,7 +208,7 @@ class InceptionModule(nn.Module):
                 conv2=unit(row.double33, row.double33, 3, row.stride, out, row.name),
             )
         )
-        # A constant stays one at the border, which is what lets the average and a biased projection change places.
+        # A constant stays constant at the border, so the average and a biased projection can be swapped.
         pool: nn.Module = AvgPool2d() if row.pool == "avg" else MaxPool2d(row.stride)
         self.pool = nn.Sequential(OrderedDict(pool=pool))
         if row.projection:
@@ -227,7 +227,7 @@ class InceptionModule(nn.Module):
         return torch.cat([branch(x) for branch in branches], 1)
 
     def _heads(self) -> dict[str, Unit]:
-        """Return the units whose 1x1 convolutions read the module's input, or may."""
+        """Return the units whose 1x1 convolutions read the module's input, or can be made to."""
         heads = {"one": self.one, "three": self.three[0], "double": self.double33[0]}
         if self.projects_first:
             heads["project"] = self.pool[1]
@@ -256,7 +256,7 @@ class InceptionModule(nn.Module):
 def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
     """Call two functions whose kernels may run at the same time on a GPU, forward and backward.
 
-    No memory is reused too early: what one stream reads of the other's is freed only after they have met again.
+    No memory is reused too early: what one stream reads of the other's is freed only after they synchronize.
     """
     main, side = torch.cuda.current_stream(), _side_stream()
     side.wait_stream(main)
@@ -273,6 +273,6 @@ def _side_stream() -> torch.cuda.Stream:
 
 
 def _rearranged(module: Unit | SeparableConv2d | InceptionModule, x: Tensor | torch.fx.Proxy) -> bool:
-    if isinstance(x, torch.fx.Proxy):  # what torch.fx records is the network as drawn
+    if isinstance(x, torch.fx.Proxy):  # torch.fx records the network as drawn
         return False
     return module.training and x.is_cuda if module.rearrange is None else module.rearrange

@@ -1,4 +1,4 @@
-"""What the kernels for channels-last CUDA tensors share: which tensors they take, how programs divide them."""
+"""What the kernels for channels-last CUDA tensors share: the tensors they take, and how they are tiled."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ...ops.torch_state import is_forward_mode, is_observed, is_transformed
 
 
 def takes(x: Tensor | torch.fx.Proxy) -> bool:
-    """Say whether there is a kernel for ``x``.
+    """Return whether there is a kernel for ``x``.
 
     >>> takes(torch.zeros(1, 8, 4, 4))  # not on a GPU
     False
 
     Beyond the paper: speed.
     """
-    if isinstance(x, torch.fx.Proxy):  # no tensor at all: torch.fx records
+    if isinstance(x, torch.fx.Proxy):  # torch.fx is tracing
         return False
     if not x.is_cuda or x.dim() != 4 or x.dtype not in DTYPES or not HAS_TRITON or x.numel() == 0:
         return False
@@ -30,7 +30,7 @@ def takes(x: Tensor | torch.fx.Proxy) -> bool:
 
 
 class Tiling:
-    """Spread the pixels and channels of a tensor over programs, in tiles of P pixels and V channels.
+    """Divide the pixels and channels of a tensor among programs, in tiles of P pixels and V channels.
 
     Beyond the paper: speed.
     """
@@ -52,15 +52,15 @@ class Tiling:
 
 
 def empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a channels-last tensor that nothing is written to yet."""
+    """Return an uninitialized channels-last tensor."""
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
 def row_stride(x: Tensor) -> int:
-    """Return how far apart the rows of an input, each the channels of a pixel, are.
+    """Return the stride between the rows of an input; a row is the channels of a pixel.
 
     Raises:
-        ValueError: where it is not channels last.
+        ValueError: if it is not channels last.
     """
     g = geometry_of(x)
     if g is None or not g.nhwc:
@@ -69,7 +69,7 @@ def row_stride(x: Tensor) -> int:
 
 
 def readable(dy: Tensor) -> tuple[Tensor, int]:
-    """Return a gradient and the stride of its rows, copied only where it is not channels last."""
+    """Return a gradient and the stride of its rows, copied unless it is channels last."""
     g = geometry_of(dy)
     if g is None or not g.nhwc:
         return dy.contiguous(memory_format=torch.channels_last), dy.shape[1]

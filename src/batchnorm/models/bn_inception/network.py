@@ -1,33 +1,35 @@
-"""The Inception variant of the paper's appendix: the table, literally, and one builder for all its forms."""
+"""The Inception variant of the paper's appendix: its table as printed, and one function that builds all variants."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
+from functools import cache
 from typing import Literal
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ...layers import BatchNorm2d
-from .blocks import InceptionModule, Row, SeparableConv2d, Unit, scaled
-from .local_response import LocalResponseNorm
-from .pools import MaxPool2d
+from .blocks import InceptionModule, InceptionRow, SeparableConv2d, Unit, scaled
+from .channels_last import takes
+from .pooling import MaxPool2d
 
 # As printed. 4c and 4d sum to 608 channels, while the output column says 576: see `projection` of inception().
 # fmt: off
 APPENDIX = (
-    #   name stride #1x1 3x3 reduce, 3x3  double reduce, double  pool + projection (0: pass through)
-    Row("3a",  1,    64,      64,    64,           64,     96,   "avg",  32),
-    Row("3b",  1,    64,      64,    96,           64,     96,   "avg",  64),
-    Row("3c",  2,     0,     128,   160,           64,     96,   "max",   0),
-    Row("4a",  1,   224,      64,    96,           96,    128,   "avg", 128),
-    Row("4b",  1,   192,      96,   128,           96,    128,   "avg", 128),
-    Row("4c",  1,   160,     128,   160,          128,    160,   "avg", 128),
-    Row("4d",  1,    96,     128,   192,          160,    192,   "avg", 128),
-    Row("4e",  2,     0,     128,   192,          192,    256,   "max",   0),
-    Row("5a",  1,   352,     192,   320,          160,    224,   "avg", 128),
-    Row("5b",  1,   352,     192,   320,          192,    224,   "max", 128),
+    #            name stride #1x1 3x3 reduce, 3x3  double reduce, double  pool + projection (0: pass through)
+    InceptionRow("3a",  1,    64,      64,    64,           64,     96,   "avg",  32),
+    InceptionRow("3b",  1,    64,      64,    96,           64,     96,   "avg",  64),
+    InceptionRow("3c",  2,     0,     128,   160,           64,     96,   "max",   0),
+    InceptionRow("4a",  1,   224,      64,    96,           96,    128,   "avg", 128),
+    InceptionRow("4b",  1,   192,      96,   128,           96,    128,   "avg", 128),
+    InceptionRow("4c",  1,   160,     128,   160,          128,    160,   "avg", 128),
+    InceptionRow("4d",  1,    96,     128,   192,          160,    192,   "avg", 128),
+    InceptionRow("4e",  2,     0,     128,   192,          192,    256,   "max",   0),
+    InceptionRow("5a",  1,   352,     192,   320,          160,    224,   "avg", 128),
+    InceptionRow("5b",  1,   352,     192,   320,          192,    224,   "max", 128),
 )
 # fmt: on
 AMBIGUOUS = ("4c", "4d")
@@ -61,18 +63,18 @@ def inception(
     Args:
         classes: the number of classes.
         size: height and width of the images, 32 or more.
-        norm: "batch" normalizes before every nonlinearity; None has biases instead.
+        norm: "batch" normalizes before every nonlinearity; None uses biases instead.
         activation: the nonlinearity.
         stem: the 7x7 convolution, "separable" with depth multiplier 8, or "plain".
         projection: filters of the pool projection in 4c and 4d. The table prints 128 and outputs that need 96; the
             outputs are the default.
-        local_response: local response normalization after the first pool and before the second (GoogLeNet's places:
-            the paper names none).
+        local_response: local response normalization after the first pool and before the second, as in GoogLeNet; the
+            paper does not say where.
         dropout: its probability, before the classifier.
         per_activation: rows, such as ("5b",), whose normalization has statistics, gamma and beta for each activation
             instead of each feature map.
         width: factor on all numbers of filters; 1 is the paper's, less is for a quick try on a CPU.
-        init: "kaiming", or "xavier" as in 2014. The paper does not say.
+        init: "kaiming", or "xavier" as was usual in 2014. The paper does not say.
         init_scale: factor on the initial weights of the convolutions.
         eps: of the normalization; the paper does not say (1e-3 is TF-slim's).
         momentum: of the running averages; the paper does not say.
@@ -131,7 +133,7 @@ def inception(
     return net
 
 
-def rows(projection: Literal[96, 128] = 96) -> tuple[Row, ...]:
+def rows(projection: Literal[96, 128] = 96) -> tuple[InceptionRow, ...]:
     """Return the table with one of the two readings of 4c and 4d.
 
     >>> sum(row.projection for row in rows(96)), sum(row.projection for row in APPENDIX)
@@ -157,7 +159,7 @@ def early_strides(size: int) -> tuple[int, int]:
 
 
 def early_strides_note(size: int) -> str | None:
-    """Say which early strides images of ``size`` px do without; None where they have all.
+    """Say which early strides are dropped for images of ``size`` px; None if none are.
 
     >>> early_strides_note(64)
     'at 64 px the first max pool is left out'
@@ -196,3 +198,42 @@ def initialize_(
         nn.init.normal_(layer.weight, std=variance**0.5 * (scale if followed else 1.0), generator=generator)
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)
+
+
+class LocalResponseNorm(nn.LocalResponseNorm):
+    """Divide each value by a power of the mean square of its neighbours in other channels.
+
+        y_c = x_c (k + alpha / n sum_{|c' - c| <= n/2} x_{c'}^2)^-beta
+
+    Torch pools over a fifth dimension, in another memory format. On a GPU the sum is computed as a 1x1 convolution with
+    a banded matrix of ones.
+
+    >>> norm, x = LocalResponseNorm(5, alpha=0.5), torch.randn(2, 8, 3, 3)
+    >>> torch.allclose(norm.convolved(x), norm(x), atol=1e-5)
+    True
+
+    Paper: Sec. 4.2.1, "Remove Local Response Normalization"
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize."""
+        # A compiler fuses torch's own implementation.
+        return self.convolved(x) if not torch.compiler.is_compiling() and takes(x) else super().forward(x)
+
+    def convolved(self, x: Tensor) -> Tensor:
+        """Normalize images by a convolution."""
+        weight = _neighbours(x.shape[1], self.size, self.alpha / self.size, x.dtype, x.device)
+        # In full precision: in bfloat16 most sums would be lost beside k = 1.
+        return x * (F.conv2d(x * x, weight).to(torch.promote_types(x.dtype, torch.float32)) + self.k).pow(
+            -self.beta
+        ).to(x.dtype)
+
+
+@cache
+def _neighbours(channels: int, size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the kernel that adds up the ``size`` channels around each one, times a factor."""
+    with torch.inference_mode(False):  # cached for training as well
+        c = torch.arange(channels)
+        distance = c[None, :] - c[:, None]
+        near = (distance >= -(size // 2)) & (distance <= (size - 1) // 2)
+        return (factor * near).to(device, dtype)[:, :, None, None]

@@ -1,6 +1,7 @@
-"""Pooling of 3x3 windows on channels-last CUDA tensors: torch's kernels for these take several times the memory's time.
+"""Pooling of 3x3 windows: torch's modules, computed on channels-last CUDA tensors by this library's kernels.
 
-What the backward pass of the largest value needs is one byte per window, where torch keeps an index of eight.
+Torch's kernels take several times as long as the memory needs. For the backward pass of a maximum these keep one byte
+per window, and torch an index of eight.
 """
 
 from __future__ import annotations
@@ -8,13 +9,51 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .channels_last import Tiling, empty, readable, row_stride
+from .channels_last import Tiling, empty, readable, row_stride, takes
+
+
+class MaxPool2d(nn.MaxPool2d):
+    """Take the maximum of 3x3 windows, padded by 1.
+
+    >>> MaxPool2d(2)(torch.arange(16.0).view(1, 1, 4, 4))
+    tensor([[[[ 5.,  7.],
+              [13., 15.]]]])
+
+    Paper: Appendix (max pool)
+    """
+
+    stride: int
+
+    def __init__(self, stride: int) -> None:
+        super().__init__(3, stride, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pool."""
+        return max_pool(x, self.stride) if self.stride in (1, 2) and takes(x) else super().forward(x)
+
+
+class AvgPool2d(nn.AvgPool2d):
+    """Average 3x3 windows at stride 1 over their pixels inside the image.
+
+    >>> AvgPool2d()(torch.ones(1, 1, 2, 2))  # a constant stays one at the border
+    tensor([[[[1., 1.],
+              [1., 1.]]]])
+
+    Paper: Appendix (avg pool)
+    """
+
+    def __init__(self) -> None:
+        super().__init__(3, 1, 1, count_include_pad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pool."""
+        return average_pool(x) if takes(x) else super().forward(x)
 
 
 def max_pool(x: Tensor, stride: int) -> Tensor:
-    """Return the largest value of each 3x3 window, padded by 1, at stride 1 or 2.
+    """Return the maximum of each 3x3 window, padded by 1, at stride 1 or 2.
 
     Beyond the paper: speed; ``F.max_pool2d`` computes the same.
     """
@@ -23,7 +62,7 @@ def max_pool(x: Tensor, stride: int) -> Tensor:
 
 
 def average_pool(x: Tensor) -> Tensor:
-    """Return the mean of each 3x3 window at stride 1 over those of its pixels that are in the image.
+    """Return the mean of each 3x3 window at stride 1 over its pixels inside the image.
 
     Beyond the paper: speed; ``F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)`` computes the same.
     """
@@ -103,7 +142,7 @@ def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _second_max_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
-    """Take at each window what stands at its place: the transpose of the backward pass, which is linear in dy."""
+    """Gather each window's value at its maximum: the transpose of the backward pass, which is linear in dy."""
     (where,) = ctx.saved_tensors
     place = where.long()
     rows, columns = (torch.arange(n, device=where.device) * ctx.stride - 1 for n in where.shape[2:])
@@ -112,7 +151,7 @@ def _second_max_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _average_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-    # The transpose of the average, and the other way round.
+    # The transpose of the average, and vice versa.
     return torch.ops.batchnorm.average_pool(dy, not ctx.backward), None
 
 
@@ -129,7 +168,7 @@ for _name, _kernel, _fake in (
     ("max_pool_backward", _max_pool_backward, _fake_max_pool_backward),
     ("average_pool", _average_pool, _fake_average_pool),
 ):
-    # For every backend, though only CUDA's tensors are sent here: interpreted, the kernels run on CPU tensors.
+    # For every backend, though only CUDA tensors get here: interpreted, the kernels run on CPU tensors.
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"batchnorm::{_name}", _fake, lib=_library)
 torch.library.register_autograd("batchnorm::max_pool", _max_gradient, setup_context=_keep_max, lib=_library)

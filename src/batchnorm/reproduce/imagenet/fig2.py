@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...data.fingerprint import check_same_data, describe_data
-from ...data.source import check_complete, open_source
+from ...data.image_sources import check_complete, open_source
 from .fig2_plan import Group, read_plan
 from .fig2_publication import publish
 from .plan import Plan

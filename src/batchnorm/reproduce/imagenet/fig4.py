@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...data.fingerprint import check_same_data, describe_data
-from ...data.source import check_complete, open_source
-from ...train.opened import open_runs
+from ...data.image_sources import check_complete, open_source
+from ...train.saved_runs import open_runs
 from .fig4_plan import read_plan
 from .fig4_publication import publish
 from .member import TakenMember, TrainedMember

@@ -17,7 +17,7 @@ from typing import Protocol
 from ...errors import JobsFailedError
 from ...train import Stopped
 from ...train.lock import take
-from ...train.run import stop_signal
+from ...train.resume import stop_signal
 from .jobs_display import Watch
 
 POLL = 0.2

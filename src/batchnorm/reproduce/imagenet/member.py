@@ -11,8 +11,7 @@ import torch
 from ...evaluate import Predictions, predict, score
 from ...results import environment, write_json
 from ...train.distributed import ranks
-from ...train.opened import loaders, open_for
-from ...train.saved import SavedRun, open_run
+from ...train.saved_runs import SavedRun, loaders, open_for, open_run
 from .member_files import CROPS, MemberFiles
 from .training import Machine, Training
 

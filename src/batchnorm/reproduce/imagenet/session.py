@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from ...data.decoded import discard_decoded, open_decoded
+from ...data.device_cache import discard_decoded, open_decoded
 from ...errors import at_least
 from ...extras import check_installed
 from ...results import check_writable

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import between
-from ...report.figure1 import draw
+from ...report.figure1 import draw, paper_versus_here, steps_to
 from ...report.page import write_report
 from ...report.runs import Run, read_runs
-from ...report.section_4_1 import paper_versus_here, steps_to
 from ...results import check_writable, write_json
 from .training import Setting
 from .workers import run_all

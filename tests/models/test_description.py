@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from batchnorm.models import describe, inception
-from batchnorm.models.bn_inception.appendix import claims, googlenet
+from batchnorm.models.description import claims, googlenet
 
 
 def test_convolution_and_linear_by_hand():

@@ -12,7 +12,7 @@ from batchnorm.layers import BatchNorm
 from batchnorm.train import RECIPES
 from batchnorm.train.evaluate_command import evaluate
 from batchnorm.train.recipe import BN_X30, MEMBERS
-from batchnorm.train.saved import open_run
+from batchnorm.train.saved_runs import open_run
 
 
 def one_of_each(root, *classes):

@@ -1,4 +1,4 @@
-"""ImageNet as its authors give it out: one tar of a tar for each class, and one tar of validation images."""
+"""ImageNet as its authors distribute it: a tar file of a tar file per class, and a tar file of validation images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tar import members, read_at
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
-# Either says which class a validation image has: the authors' bounding boxes, or the table of Kaggle's copy.
+# Either gives the classes of the validation images: the authors' bounding boxes, or the table of Kaggle's copy.
 VAL_BOXES = "ILSVRC2012_bbox_val_v3.tgz"
 VAL_TABLE = "LOC_val_solution.csv"
 MAX_ANNOTATION = 2**20  # bytes of one image's bounding boxes
@@ -70,10 +70,10 @@ def open_official(folder: Path) -> dict[str, OfficialTar]:
     return splits
 
 
-Row = tuple[str, str, int, int]  # class, member, offset, length
+Entry = tuple[str, str, int, int]  # class, member, offset, length
 
 
-def _source(path: Path, classes: tuple[str, ...], rows: list[Row]) -> OfficialTar:
+def _source(path: Path, classes: tuple[str, ...], rows: list[Entry]) -> OfficialTar:
     label = {wnid: number for number, wnid in enumerate(classes)}
     unknown = sorted({wnid for wnid, *_ in rows} - set(classes))
     if unknown or not rows:
@@ -87,7 +87,7 @@ def _source(path: Path, classes: tuple[str, ...], rows: list[Row]) -> OfficialTa
     )
 
 
-def _training_images(path: Path) -> Iterator[Row]:
+def _training_images(path: Path) -> Iterator[Entry]:
     with path.open("rb") as file:
         for part in members(file, str(path)):
             if not part.name.endswith(".tar"):
@@ -97,7 +97,7 @@ def _training_images(path: Path) -> Iterator[Row]:
                 yield wnid, f"{wnid}/{member.name}", member.offset_data, member.size
 
 
-def _validation_images(path: Path, class_of: dict[str, str]) -> Iterator[Row]:
+def _validation_images(path: Path, class_of: dict[str, str]) -> Iterator[Entry]:
     with path.open("rb") as file:
         for member in members(file, str(path)):
             stem = Path(member.name).stem

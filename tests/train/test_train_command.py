@@ -12,8 +12,7 @@ import pytest
 from full_disk import no_room
 
 from batchnorm.cli import main
-from batchnorm.data.sizes import small_images_note
-from batchnorm.data.source import open_source
+from batchnorm.data.image_sources import open_source, small_images_note
 from batchnorm.train.metrics import read
 
 

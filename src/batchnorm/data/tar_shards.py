@@ -1,4 +1,4 @@
-"""Where each image of a set of tar shards lies, kept in a file beside them."""
+"""WebDataset's tar shards, read in any order through an index of where each image lies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,17 +15,96 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..results import write_atomically
-from .folder import IMAGE_SUFFIXES
-from .tar import members
+from .decode import IMAGE_SUFFIXES
+from .tar import members, read_at
 
-# What is read from files decides how much memory is taken: one wrong label must not name a billion classes.
+CLASSES_FILE = "classes.txt"
+# Files decide how much memory is allocated: one wrong label must not name a billion classes.
 MAX_CLASSES = 1_000_000
 MAX_LABEL = 64  # bytes of a .cls file
 MAX_NAME = 256  # bytes of a member's name that are kept for messages
 
 
-class Member(NamedTuple):
-    """Say where an image lies in its shard, and its label."""
+@dataclass(frozen=True)
+class TarSource:
+    """Read the images of one split of tar shards: ``SPLIT-*.tar`` with ``key.jpg|jpeg|webp|png`` and ``key.cls``.
+
+    Class names are the lines of ``classes.txt`` beside the shards, or the labels themselves if there is none.
+
+    Beyond the paper: WebDataset's layout.
+    """
+
+    root: Path
+    classes: tuple[str, ...]
+    index: ShardIndex
+
+    @classmethod
+    def open(cls, root: Path, split: str, shards: list[Path]) -> TarSource:
+        """Open the shards; the first time this scans them, later it reads ``SPLIT.index.npz`` beside them."""
+        index = ShardIndex.load_or_scan(root / f"{split}.index.npz", shards)
+        if not len(index.labels):
+            raise ValueError(f"{root}/{split}-*.tar hold no images")
+        names = root / CLASSES_FILE
+        highest = int(index.labels.max())
+        if not names.exists():
+            return cls(root, tuple(map(str, range(highest + 1))), index)
+        classes = read_classes(names)
+        if highest >= len(classes):
+            raise ValueError(f"{names} names {len(classes)} classes, but {split}-*.tar have label {highest}")
+        return cls(root, classes, index)
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The label of each example."""
+        return self.index.labels
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """How many examples each shard has."""
+        return tuple(np.bincount(self.index.shard_of, minlength=len(self.index.shards)).tolist())
+
+    def read(self, index: int) -> bytes:
+        """Return the encoded image."""
+        return read_at(self.root / self._shard(index), *self.index.spans[index].tolist())
+
+    def name(self, index: int) -> str:
+        """Return the shard's path and the member's name."""
+        return f"{self.root / self._shard(index)}:{self.index.members[index].decode(errors='replace')}"
+
+    def _shard(self, index: int) -> str:
+        return os.fsdecode(self.index.shards[self.index.shard_of[index]])
+
+
+def classes_text(classes: Sequence[str]) -> bytes:
+    """Return what ``classes.txt`` holds: a name a line.
+
+    Raises:
+        ValueError: if a name has a line break, which would move all names after it to other labels.
+
+    Beyond the paper: WebDataset's layout.
+    """
+    for name in classes:
+        if "\n" in name or "\r" in name:
+            raise ValueError(f"the class {name!r} has a line break in its name: rename its folder")
+    return "".join(f"{name}\n" for name in classes).encode(errors="surrogateescape")
+
+
+def read_classes(path: Path) -> tuple[str, ...]:
+    """Return the names in a ``classes.txt``, one a line.
+
+    Raises:
+        ValueError: if it names more classes than there can be.
+
+    Beyond the paper: WebDataset's layout.
+    """
+    classes = tuple(path.read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n").split("\n"))
+    if len(classes) > MAX_CLASSES:
+        raise ValueError(f"{path} names {len(classes):,} classes: there can be {MAX_CLASSES:,}")
+    return classes
+
+
+class ShardImage(NamedTuple):
+    """Hold where an image lies in its shard, and its label."""
 
     name: str
     offset: int
@@ -41,7 +120,7 @@ class ShardIndex:
     """
 
     shards: NDArray[np.bytes_]
-    states: NDArray[np.int64]  # size and time of change of each shard, to notice that it is another one by now
+    states: NDArray[np.int64]  # size and modification time of each shard, to notice changes
     shard_of: NDArray[np.int32]
     members: NDArray[np.bytes_]
     spans: NDArray[np.int64]  # offset and length
@@ -66,25 +145,24 @@ class ShardIndex:
                     " remove the index to do without it"
                 )
         index = cls._scan(names, states, shards)
-        # Data may lie on a disk that is full or must not be written to.
+        # The disk may be full or read-only.
         with contextlib.suppress(OSError):
             index._save(path)
         return index
 
     @classmethod
     def _load(cls, path: Path) -> ShardIndex | None:
-        """Return the index in a file, or None: it is a shortcut only, and the shards have all of it."""
-        # Damaged files raise almost anything: zipfile, zlib and the parser of numpy's headers each have errors of
-        # their own.
+        """Return the index in a file, or None if it cannot be used: the shards hold everything in it."""
+        # Damaged files raise almost anything: zipfile, zlib and numpy's header parser each have their own errors.
         with contextlib.suppress(Exception), zipfile.ZipFile(path) as file:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
-                return None  # not ours; a small file could unpack to any size
+                return None  # not written here; a small file could unpack to any size
             index = cls(**{field.name: _array(file, field.name) for field in fields(cls)})
             return index if index._is_consistent() else None
         return None
 
     def _is_consistent(self) -> bool:
-        """Return whether everything points to places inside the shards."""
+        """Return whether every image lies inside its shard."""
         n, count = len(self.labels), len(self.shards)
         if (
             [self.shards.dtype.kind, self.members.dtype.kind] != ["S", "S"]
@@ -110,7 +188,7 @@ class ShardIndex:
             shards=names,
             states=states,
             shard_of=np.array([number for number, _ in found], dtype=np.int32),
-            # Their ends: one long name would make every place of the array as long.
+            # The ends of the names: one long name would make every entry of the array as long.
             members=np.array([os.fsencode(member.name)[-MAX_NAME:] for _, member in found], dtype=np.bytes_),
             spans=np.array([(m.offset, m.length) for _, m in found], dtype=np.int64).reshape(-1, 2),
             labels=np.array([member.label for _, member in found], dtype=np.int64),
@@ -126,7 +204,7 @@ def _array(file: zipfile.ZipFile, name: str) -> Any:
     return np.load(io.BytesIO(file.read(f"{name}.npy")), allow_pickle=False)
 
 
-def scan(shard: Path) -> Iterator[Member]:
+def scan(shard: Path) -> Iterator[ShardImage]:
     """Yield the examples of a shard in stored order, from its headers and labels.
 
     Raises:
@@ -134,7 +212,7 @@ def scan(shard: Path) -> Iterator[Member]:
 
     Beyond the paper: WebDataset's layout.
     """
-    images: dict[str, Member] = {}
+    images: dict[str, ShardImage] = {}
     labels: dict[str, int] = {}
     with shard.open("rb") as file:
         for member in members(file, str(shard)):
@@ -145,7 +223,7 @@ def scan(shard: Path) -> Iterator[Member]:
             if f".{suffix.lower()}" in IMAGE_SUFFIXES:
                 if key in images:
                     raise ValueError(f"{shard} has two images of one key: {images[key].name} and {member.name}")
-                images[key] = Member(member.name, member.offset_data, member.size, -1)
+                images[key] = ShardImage(member.name, member.offset_data, member.size, -1)
             elif suffix == "cls":
                 file.seek(member.offset_data)
                 labels[key] = _label(file.read(min(member.size, MAX_LABEL)), f"{shard}:{member.name}")

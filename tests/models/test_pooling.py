@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from batchnorm.models.bn_inception import pooling, pools
+from batchnorm.models.bn_inception import pooling
 from batchnorm.models.bn_inception.channels_last import takes
 
 # Triton's interpreter meets it in numpy >= 1.25.
@@ -119,7 +119,7 @@ def test_contiguous_tensors_are_refused():
         torch.ops.batchnorm.max_pool(torch.zeros(2, 3, 4, 4), 1)
 
 
-@pytest.mark.parametrize("module", [pools.MaxPool2d(1), pools.MaxPool2d(2), pools.AvgPool2d()])
+@pytest.mark.parametrize("module", [pooling.MaxPool2d(1), pooling.MaxPool2d(2), pooling.AvgPool2d()])
 def test_modules_are_torchs_off_the_device(module):
     x = torch.randn(2, 3, 6, 6, requires_grad=True)
     assert isinstance(module, nn.MaxPool2d | nn.AvgPool2d)
@@ -131,7 +131,7 @@ def test_modules_are_torchs_off_the_device(module):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("module", [pools.MaxPool2d(1), pools.MaxPool2d(2), pools.AvgPool2d()])
+@pytest.mark.parametrize("module", [pooling.MaxPool2d(1), pooling.MaxPool2d(2), pooling.AvgPool2d()])
 def test_modules_on_the_device(module):
     x = torch.randn(2, 24, 6, 6, device="cuda").contiguous(memory_format=torch.channels_last).requires_grad_()
     assert takes(x)

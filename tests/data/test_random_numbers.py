@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchnorm.data.draws import permutation, seed_at, uniforms
+from batchnorm.data.random_numbers import permutation, seed_at, uniforms
 
 
 def test_values_never_change():

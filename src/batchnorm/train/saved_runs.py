@@ -1,22 +1,26 @@
-"""Networks that runs have left: from a run's folder to the folded inference network."""
+"""Saved runs: from a run's folder to its folded inference network, with the data to evaluate it on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..inference import fold
+from ..evaluate import Crops, SquareBatches, open_squares
+from ..evaluate.crops import Count
 from ..results import read_json
 from . import checkpoint
+from .distributed import Ranks
+from .final_network import folded_network
 from .recipe import Recipe
 
 
 class SavedRun(NamedTuple):
-    """Stand for a finished run; its network is read when asked for.
+    """Refer to a run in its folder; :meth:`load` reads its network.
 
     Beyond the paper: evaluating a run.
     """
@@ -31,29 +35,26 @@ class SavedRun(NamedTuple):
 
     @property
     def weights(self) -> str | None:
-        """The SHA-256 of the final network's weights, as its manifest states it; None if there is none yet."""
+        """The SHA-256 of the final network's weights, from its manifest; None if there is no final network yet."""
         return checkpoint.weights_digest(self.folder / "final")
 
     def load(self, classes: Sequence[str]) -> nn.Module:
-        """Return the folded network with the population statistics of the end of training.
+        """Return the folded network, with the population statistics that were estimated at the end of training.
 
         Args:
             classes: names of the data's classes.
 
         Raises:
-            ValueError: where the run has not ended or has diverged, its files are damaged, its weights are of another
-                architecture than its recipe, or its classes are not the data's.
+            ValueError: if the run has not ended or has diverged, its files are damaged, its weights do not fit its
+                recipe, or its classes are not the data's.
         """
-        net = self._network(classes)
-        # Any image will do: the network's path does not depend on it. Noise, so that no activation is at rest.
-        example = torch.randn(2, 3, self.recipe.size, self.recipe.size, generator=torch.Generator().manual_seed(0))
-        return fold(net.eval(), example)
+        return folded_network(self._network(classes).eval(), self.recipe.size)
 
     def check(self, classes: Sequence[str]) -> None:
-        """Check that :meth:`load` will not refuse.
+        """Check that :meth:`load` will succeed.
 
         Raises:
-            ValueError: where it would.
+            ValueError: as :meth:`load`.
         """
         self._network(classes)
 
@@ -71,7 +72,7 @@ class SavedRun(NamedTuple):
         return net
 
     def _check_recipe(self, trained: Mapping[str, Any]) -> None:
-        """Check what weights alone do not show: an activation, say, has none."""
+        """Check what the weights do not show, such as the activation."""
         now = self.recipe.network_fields
         for name, value in trained.items():
             if now.get(name) != value:
@@ -91,8 +92,8 @@ def open_run(folder: Path) -> SavedRun:
     """Open the folder of a run of ``batchnorm train``.
 
     Raises:
-        FileNotFoundError: where it is not one.
-        ValueError: where its recipe was made by another version.
+        FileNotFoundError: if it is not one.
+        ValueError: if its recipe was made by another version.
 
     Beyond the paper: evaluating a run.
     """
@@ -109,11 +110,10 @@ def open_run(folder: Path) -> SavedRun:
 def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) -> None:
     """Check that a label means the same class in training and here.
 
-    Shards without classes.txt have numbers for names, which say nothing about the classes; then only their number
-    counts.
+    Classes of shards without classes.txt have numbers for names; then only the number of classes is compared.
 
     Raises:
-        ValueError: where it does not.
+        ValueError: if it does not.
 
     >>> check_classes(Path("run"), ["cat", "dog"], ["0", "1"])
     >>> check_classes(Path("run"), ["cat", "dog"], ["cat", "eel"])
@@ -150,3 +150,53 @@ def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path) -> Non
             " was the recipe edited or the folder mixed up?"
         )
     net.load_state_dict(model)
+
+
+def open_runs(folders: Sequence[Path]) -> dict[str, SavedRun]:
+    """Open runs whose predictions can be averaged, under unique names.
+
+    Raises:
+        ValueError: without runs, or if they take images of different sizes.
+
+    Beyond the paper: evaluating runs.
+    """
+    if not folders:
+        raise ValueError("give at least one run: a folder that batchnorm train has left")
+    opened = [open_run(folder) for folder in folders]
+    sizes = {run.recipe.size: run.folder for run in opened}
+    if len(sizes) > 1:
+        (a, first), (b, second), *_ = sizes.items()
+        raise ValueError(f"{first} takes images of {a} px and {second} of {b} px: evaluate them one at a time")
+    unique = len({run.name for run in opened}) == len(opened)
+    named = {run.name if unique else str(run.folder): run for run in opened}
+    if len(named) < len(opened):
+        raise ValueError("a run is given twice, which would count it twice in the mean: name each once")
+    return named
+
+
+def open_for(
+    runs: dict[str, SavedRun], data: Path, crops: Count, split: str, here: Ranks, batch_size: int, workers: int
+) -> SquareBatches:
+    """Open the data at the size that the runs take."""
+    size = next(iter(runs.values())).recipe.size
+    return open_squares(
+        data,
+        split,
+        crops=Crops.of(crops, size),
+        batch_size=batch_size,
+        workers=workers,
+        rank=here.rank,
+        world_size=here.world_size,
+        device=here.device,
+    )
+
+
+def loaders(runs: dict[str, SavedRun], batches: SquareBatches) -> dict[str, Callable[[], nn.Module]]:
+    """Return, by name, functions that load the runs' networks for the batches' device."""
+    return {name: partial(_load, run, batches) for name, run in runs.items()}
+
+
+def _load(run: SavedRun, batches: SquareBatches) -> nn.Module:
+    net: Any = run.load(batches.classes)
+    cuda = batches.device.type == "cuda"
+    return net.to(memory_format=torch.channels_last) if cuda else net  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The end of training: Algorithm 2, lines 7 to 11."""
+"""The final network of a run: population statistics, then folding (Algorithm 2, lines 7 to 11)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def population_network(
 ) -> nn.Module:
     """Return a copy of the network whose running averages are replaced by population statistics.
 
-    A network without batch normalization is its own inference network. Every rank calls this.
+    A network without batch normalization is only copied. Every rank calls this.
 
     Args:
         net: the trained network.
-        batches: training data; the first ``count`` batches of ``epoch``, each augmented as in training, are used.
+        batches: training data, of which the first ``count`` batches of ``epoch`` are used, augmented as in training.
         augment: on the network's device.
         epoch: one that training has not seen, so that its order and crops are new.
         seed: of the augmentation.
@@ -44,7 +44,7 @@ def population_network(
 def folded_network(net: nn.Module, size: int) -> nn.Module:
     """Return the inference network with its batch normalization folded into the weights, on the network's device.
 
-    It is made, and checked against the original, on the CPU: a GPU's shortened products would hide a mistake.
+    It is made, and checked against the original, on the CPU: a GPU's reduced precision would hide a mistake.
 
     Args:
         net: with population statistics.
@@ -55,6 +55,7 @@ def folded_network(net: nn.Module, size: int) -> nn.Module:
     if not any(isinstance(m, BatchNorm) for m in net.modules()):
         return net
     device = next(net.parameters()).device
+    # Any image will do, as the network always takes the same path. Noise, so that no activation is constant.
     example = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
     folded = fold(copy.deepcopy(net).cpu(), example).to(device)
     return folded.to(memory_format=torch.channels_last) if device.type == "cuda" else folded  # type: ignore[call-overload]

@@ -8,7 +8,7 @@ import pytest
 from pictures import encoded, smooth
 
 from batchnorm.data import open_images
-from batchnorm.data.imagenet import open_official
+from batchnorm.data.imagenet_tars import open_official
 from batchnorm.data.sharding import shard
 
 CLASSES = ("n01440764", "n01443537", "n01484850")

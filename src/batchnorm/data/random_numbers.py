@@ -1,4 +1,4 @@
-"""Random numbers that are a function of where they are used: no state to save, none to lose."""
+"""Random numbers as a function of a seed and a position: there is no generator state to save or lose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MASK = (1 << 64) - 1
 
 
 def seed_at(seed: int, *position: int) -> int:
-    """Return a 63-bit seed for a position, such as (epoch, step): the same one whenever and wherever it is asked for.
+    """Return a 63-bit seed for a position, such as (epoch, step): always the same one.
 
     >>> import torch
     >>> generator = torch.Generator().manual_seed(seed_at(0, 3, 17))
@@ -36,7 +36,7 @@ def uniforms(key: int, index: NDArray[np.int64], draws: int) -> NDArray[np.float
 
 
 def permutation(key: int, n: int) -> NDArray[np.int64]:
-    """Return a random order of 0 to n - 1; unlike numpy's it is the same in every version of numpy."""
+    """Return a random permutation of 0 to n - 1; unlike numpy's it is the same in every version of numpy."""
     return np.argsort(hashes(key, np.arange(n), 1)[:, 0], kind="stable")
 
 

@@ -10,9 +10,9 @@ from full_disk import no_room
 from pictures import encoded, image_folder, smooth
 
 from batchnorm.data import open_images
-from batchnorm.data.index import scan
+from batchnorm.data.image_sources import open_source
 from batchnorm.data.sharding import shard
-from batchnorm.data.source import open_source
+from batchnorm.data.tar_shards import scan
 
 PNG = encoded(smooth(8, 8))
 

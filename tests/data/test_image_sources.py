@@ -1,7 +1,6 @@
 from pictures import gigantic, image_folder
 
-from batchnorm.data.sizes import small_images_note
-from batchnorm.data.source import open_source
+from batchnorm.data.image_sources import open_source, small_images_note
 
 
 def test_an_image_of_gigantic_dimensions_is_passed_over(tmp_path):

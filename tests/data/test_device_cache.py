@@ -8,7 +8,7 @@ from pictures import image_folder
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from batchnorm.data.decoded import discard_decoded, open_decoded
+from batchnorm.data.device_cache import discard_decoded, open_decoded
 
 SIZES = [(20, 20)] * 6
 

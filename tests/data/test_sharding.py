@@ -7,9 +7,8 @@ import pytest
 from pictures import encoded, image_folder, real_jpegs, smooth
 from PIL import Image
 
-from batchnorm.data.sharding import shard
-from batchnorm.data.shrink import shrink
-from batchnorm.data.source import open_source
+from batchnorm.data.image_sources import open_source
+from batchnorm.data.sharding import shard, shrink
 
 
 def opened(data):

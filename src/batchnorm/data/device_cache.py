@@ -1,0 +1,238 @@
+"""A whole set of images, decoded once and kept on the device and in a file; crops are cut out of it in batches."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..extras import require
+from ..results import sync
+from .crop_boxes import CENTRE_SHARE, Box
+from .decode import decode_crop
+from .image_sources import ImageSource, open_source, sample_examples
+from .loader import BatchReader, CorruptFile, Crop, Prefetcher, Request, WholeImage
+
+CHUNK = 256
+
+
+@dataclass(frozen=True)
+class DeviceCache:
+    """Hold all images at one size, stretched to squares, with what their crops need.
+
+    A crop is chosen in the original image's pixels, as without the cache (the same boxes for the same seed), and cut
+    out of the stretched image. Two things differ: pixels are resampled twice, and a crop of a large image has no more
+    detail than the cached size.
+    """
+
+    images: Tensor  # (n, side, side, 3)
+    labels: Tensor
+    row_of: np.ndarray  # the row of each example, -1 if it is corrupt
+    sizes: np.ndarray
+    corrupt: list[CorruptFile]
+
+    @classmethod
+    def fill(cls, source: ImageSource, size: int, workers: int, device: torch.device) -> DeviceCache:
+        """Decode the whole source."""
+        n, side = len(source.labels), _cached_side(source, size)
+        _check_room(n * side * side * 3, device)
+        images = torch.empty(n, side, side, 3, dtype=torch.uint8, device=device)
+        labels = torch.empty(n, dtype=torch.int64, device=device)
+        row_of, sizes = np.full(n, -1), np.zeros((n, 2), dtype=np.int64)
+        corrupt: list[CorruptFile] = []
+        load = Prefetcher(BatchReader(source, WholeImage(), side), workers, device)
+        row = 0
+        for part in load(Request(0, np.arange(i, min(i + CHUNK, n))) for i in range(0, n, CHUNK)):
+            rows = slice(row, row + len(part.images))
+            images[rows], labels[rows] = part.images, part.labels
+            row_of[part.examples.numpy()] = np.arange(rows.start, rows.stop)
+            sizes[part.examples.numpy()] = part.sizes.numpy()
+            corrupt += part.corrupt
+            row = rows.stop
+        return cls(images, labels, row_of, sizes, corrupt)
+
+    def batch(self, request: Request, crop: Crop, size: int) -> tuple[Tensor, Tensor]:
+        """Return the crops of a request as (n, size, size, 3), and the labels."""
+        side = self.images.shape[1]
+        boxes = [
+            choose(w, h).scaled(side / w, side / h)
+            for choose, (w, h) in zip(crop(request), self.sizes[request.examples].tolist(), strict=True)
+            if w
+        ]
+        rows = self.row_of[request.examples]
+        index = _to(torch.from_numpy(rows[rows >= 0]), self.images.device)
+        cut = _to(torch.tensor(boxes, dtype=torch.float32).view(-1, 4), self.images.device)
+        return crop_resize(self.images[index], cut, size), self.labels[index]
+
+
+def open_decoded(
+    data: Path, split: str, size: int, *, folder: Path, workers: int, device: torch.device | str
+) -> DeviceCache:
+    """Return the decoded images of a split, from the file in ``folder`` if there is one of the same data.
+
+    The data are the same if the classes, the labels, and the names, sizes and modification times of the image files
+    or shards are. Files of other data are left alone. The file only saves time: if it cannot be read it is written
+    again, and if it cannot be written there is a warning.
+
+    Beyond the paper: the input pipeline.
+    """
+    error = require("safetensors", "train").SafetensorError
+    data, where = data.expanduser(), torch.device(device)
+    source = open_source(data, split)
+    side = _cached_side(source, size)
+    path = folder / f"{split}-{side}px-{_state_of(source, data, split)}.safetensors"
+    # Damaged files raise errors of safetensors, json and others.
+    with contextlib.suppress(Exception):
+        return _load(path, where, source, side)
+    cache = DeviceCache.fill(source, size, workers, where)
+    try:
+        _save(cache, path)
+    except (OSError, error) as why:
+        warnings.warn(f"the decoded images cannot be kept in {folder}: {why}", stacklevel=2)
+    return cache
+
+
+def discard_decoded(folder: Path) -> None:
+    """Remove what :func:`open_decoded` left in a folder, and the folder itself if nothing else is in it.
+
+    Beyond the paper: the input pipeline.
+    """
+    for path in folder.glob("*-*px-*.safetensors"):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
+    """Cut a box out of each image and resize it with an antialiased bilinear (triangle) filter.
+
+    The filter is separable: y = R x C^T with one matrix for the rows and one for the columns of each image, so a batch
+    is two batched matrix products, and nothing waits for the device.
+
+    Args:
+        images: uint8 of shape (n, height, width, 3).
+        boxes: left, top, right, bottom of each, in pixels.
+        size: the side of the result, (n, size, size, 3).
+
+    Beyond the paper: the input pipeline.
+    """
+    left, top, right, bottom = boxes.unbind(1)
+    rows = _triangle_filter(top, bottom, images.shape[1], size)
+    columns = _triangle_filter(left, right, images.shape[2], size)
+    y = torch.einsum("niy,nyxc->nixc", rows, images.to(rows.dtype))
+    y = torch.einsum("njx,nixc->nijc", columns, y)
+    return y.round().clamp(0, 255).to(torch.uint8).contiguous()
+
+
+def _triangle_filter(start: Tensor, stop: Tensor, pixels: int, size: int) -> Tensor:
+    """Return the weights, (n, size, pixels), of the pixels inside [start, stop) for each pixel of the result."""
+    scale = ((stop - start) / size)[:, None]
+    centre = start[:, None] + scale * (torch.arange(size, device=start.device) + 0.5)
+    pixel = torch.arange(pixels, device=start.device) + 0.5
+    weight = (1 - (pixel - centre[..., None]).abs() / scale.clamp(min=1)[..., None]).clamp(min=0)
+    # A pixel cut by the box's edge counts, so that there is always one.
+    inside = (pixel > start.floor()[:, None]) & (pixel < stop.ceil()[:, None])
+    weight = weight * inside[:, None]
+    return weight / weight.sum(-1, keepdim=True)
+
+
+def _cached_side(source: ImageSource, size: int) -> int:
+    """Return the side of the cached images: 8/7 of the crop's, or their own longest side if that is smaller."""
+    longest, pixel, whole = 1, torch.empty(1, 1, 3, dtype=torch.uint8), partial(Box, 0, 0)
+    for example in sample_examples(source, 64):
+        try:
+            longest = max(longest, *decode_crop(source.read(example), whole, pixel))
+        except (ValueError, OSError):
+            continue
+    return min(longest, math.ceil(size / CENTRE_SHARE))
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _check_room(wanted: int, device: torch.device) -> None:
+    """Refuse more bytes than a GPU has free."""
+    if device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    if wanted > free:
+        raise ValueError(
+            f"cache='device' needs {wanted / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free: use"
+            " cache='none'"
+        )
+
+
+def _state_of(source: ImageSource, data: Path, split: str) -> str:
+    digest = hashlib.sha256(json.dumps(source.classes).encode())
+    digest.update(source.labels.tobytes())
+    shards = [str(path) for path in sorted(data.glob(f"{split}-*.tar"))]
+    for path in shards or (source.name(example) for example in range(len(source.labels))):
+        digest.update(os.fsencode(f"{path.removeprefix(str(data))} {_state_of_file(path)}\n"))
+    return digest.hexdigest()[:16]
+
+
+def _state_of_file(path: str) -> str:
+    try:
+        stat = os.stat(path)
+    except OSError:  # a broken link is a corrupt image
+        return "absent"
+    return f"{stat.st_size} {stat.st_mtime_ns}"
+
+
+def _save(cache: DeviceCache, path: Path) -> None:
+    tensors = {"images": cache.images, "labels": cache.labels}
+    arrays = {"row_of": cache.row_of, "sizes": cache.sizes}
+    tensors |= {name: torch.from_numpy(array) for name, array in arrays.items()}
+    corrupt = json.dumps([file._asdict() for file in cache.corrupt])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".writing-{os.getpid()}-{path.name}")
+    host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        require("safetensors.torch", "train").save_file(host, temporary, {"corrupt": corrupt})
+        sync(temporary)
+        temporary.replace(path)  # whole or absent
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _load(path: Path, device: torch.device, source: ImageSource, side: int) -> DeviceCache:
+    with require("safetensors", "train").safe_open(path, framework="pt", device=str(device)) as file:
+        if file.get_slice("images").get_shape() != [len(source.labels), side, side, 3]:
+            raise ValueError(f"{path} has images of other shapes")
+        _check_room(len(source.labels) * side * side * 3, device)
+        images, labels = file.get_tensor("images"), file.get_tensor("labels")
+        row_of, sizes = (np.asarray(file.get_tensor(name).cpu()) for name in ("row_of", "sizes"))
+        corrupt = [CorruptFile(**entry) for entry in json.loads(file.metadata()["corrupt"])]
+    cache = DeviceCache(images, labels, row_of, sizes, corrupt)
+    _check(cache, source, path)
+    return cache
+
+
+def _check(cache: DeviceCache, source: ImageSource, path: Path) -> None:
+    """Check that a file's numbers fit the source: they are used as indices and as labels."""
+    n = len(source.labels)
+    kept = cache.row_of >= 0
+    ok = (
+        [cache.images.dtype, cache.labels.dtype, cache.row_of.dtype, cache.sizes.dtype]
+        == [torch.uint8, torch.int64, np.int64, np.int64]
+        and [cache.labels.shape, cache.row_of.shape, cache.sizes.shape] == [(n,), (n,), (n, 2)]
+        and np.array_equal(cache.row_of[kept], np.arange(kept.sum()))
+        and np.array_equal(cache.labels[: kept.sum()].cpu().numpy(), source.labels[kept])
+        and (cache.sizes[kept] > 0).all()
+        and not cache.sizes[~kept].any()
+        and [file.example for file in cache.corrupt] == np.flatnonzero(~kept).tolist()
+        and all(isinstance(text, str) for file in cache.corrupt for text in (file.name, file.reason))
+    )
+    if not ok:
+        raise ValueError(f"{path} is not of this data")

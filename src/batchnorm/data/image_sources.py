@@ -1,0 +1,155 @@
+"""Encoded images on disk, and where they come from: image folders, and tar shards read through an index."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..extras import require
+from .decode import IMAGE_SUFFIXES
+from .tar_shards import TarSource
+
+
+class ImageSource(Protocol):
+    """Give the encoded bytes, the name and the label of each example of one split."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes; a label is an index into them."""
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The label of each example."""
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """How many examples each shard has; examples are numbered from shard to shard."""
+
+    def read(self, index: int) -> bytes:
+        """Return the encoded image."""
+
+    def name(self, index: int) -> str:
+        """Return where the example is stored, for messages."""
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """Read the images of one split of an image folder, SPLIT/CLASS/*.jpg; the whole split is one shard.
+
+    Beyond the paper: torchvision's layout.
+    """
+
+    root: Path
+    classes: tuple[str, ...]
+    labels: NDArray[np.int64]
+    # Bytes in one array, not a list of str: reference counts in forked workers would copy every page of a list.
+    paths: NDArray[np.bytes_]
+
+    @classmethod
+    def open(cls, root: Path, split: str) -> FolderSource:
+        """List the split; class names are those of train/ if it exists, so that splits agree on the labels."""
+        present = _class_names(root / split)
+        reference = root / "train"
+        classes = _class_names(reference) if reference.is_dir() else present
+        unknown = sorted(set(present) - set(classes))
+        if unknown:
+            raise ValueError(f"{root / split} has classes that {reference} lacks: {', '.join(unknown[:5])}")
+        index = {name: i for i, name in enumerate(classes)}
+        files = [(f"{split}/{name}/{file}", index[name]) for name in present for file in _images(root / split / name)]
+        if not files:
+            raise FileNotFoundError(f"{root / split} has no images ({', '.join(IMAGE_SUFFIXES)}) in its class folders")
+        paths = np.array([os.fsencode(path) for path, _ in files])
+        return cls(root, classes, np.array([label for _, label in files], dtype=np.int64), paths)
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """One shard."""
+        return (len(self.paths),)
+
+    def read(self, index: int) -> bytes:
+        """Return the encoded image."""
+        return (self.root / os.fsdecode(self.paths[index])).read_bytes()
+
+    def name(self, index: int) -> str:
+        """Return the file's path."""
+        return str(self.root / os.fsdecode(self.paths[index]))
+
+
+def _class_names(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
+
+
+def _images(folder: Path) -> list[str]:
+    names = (entry.name for entry in os.scandir(folder))
+    return sorted(n for n in names if n.lower().endswith(IMAGE_SUFFIXES) and not n.startswith("."))
+
+
+def open_source(path: str | Path, split: str) -> ImageSource:
+    """Open one split of an image folder or of a folder of tar shards, whichever ``path`` is.
+
+    Raises:
+        FileNotFoundError: if it is neither.
+
+    Beyond the paper: the two layouts in common use.
+    """
+    root = Path(path).expanduser()
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root} is not a folder: give one with {split}/CLASS/*.jpg or with {split}-*.tar")
+    shards = sorted(root.glob(f"{split}-*.tar"))
+    if shards and (root / split).is_dir():
+        raise FileNotFoundError(f"{root} has both {split}/ and {split}-*.tar: move one of them elsewhere")
+    if shards:
+        return TarSource.open(root, split, shards)
+    if (root / split).is_dir():
+        return FolderSource.open(root, split)
+    found = sorted(entry.name for entry in root.iterdir())[:8]
+    raise FileNotFoundError(
+        f"{root} has neither {split}/CLASS/*.jpg nor {split}-*.tar; it holds: {', '.join(found) or 'nothing'}"
+    )
+
+
+def check_complete(source: ImageSource, path: str | Path, split: str) -> None:
+    """Check that every class has images in a split, opened from ``path``.
+
+    Raises:
+        ValueError: naming classes that have none.
+
+    Beyond the paper: errors over fewer classes would not compare.
+    """
+    examples = np.bincount(source.labels, minlength=len(source.classes))
+    empty = [name for name, n in zip(source.classes, examples.tolist(), strict=True) if not n]
+    if empty:
+        raise ValueError(
+            f"{path} has no images of {len(empty)} of its {len(source.classes)} classes in its split {split!r}"
+            f" ({', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}): add some, or take these classes out"
+        )
+
+
+def sample_examples(source: ImageSource, count: int) -> list[int]:
+    """Return at most ``count`` examples, evenly spaced."""
+    return [int(i) for i in np.unique(np.linspace(0, len(source.labels) - 1, count).astype(int))]
+
+
+def small_images_note(source: ImageSource, size: int) -> str | None:
+    """Say that images are smaller than the network's input, if most of a sample are.
+
+    Beyond the paper: a --size that was forgotten.
+    """
+    sides = []
+    for example in sample_examples(source, 32):
+        try:
+            with require("PIL.Image", "train").open(BytesIO(source.read(example))) as image:
+                sides.append(min(image.size))
+        except Exception:  # training counts and lists such files; Pillow raises many kinds of errors for them
+            continue
+    usual = int(median(sides)) if sides else size
+    if usual >= size:
+        return None
+    return f"most images are smaller than {size} px and are enlarged; --size {usual} takes them as they are"

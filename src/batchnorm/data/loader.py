@@ -1,0 +1,223 @@
+"""Read, decode and crop batches of images, ahead of their use in worker processes, and copy them to the device."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from .crop_boxes import CROP_AREA, DRAWS, Box, centre_box, random_box
+from .decode import Choose, CorruptImageError, decode_crop
+from .image_sources import ImageSource
+from .random_numbers import seed_at, uniforms
+
+# By default four, but at most one for each core of this process: torch warns if there are more.
+WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+class Request(NamedTuple):
+    """Ask for examples as an epoch sees them."""
+
+    epoch: int
+    examples: NDArray[np.int64]
+
+
+class CorruptFile(NamedTuple):
+    """Name a file that was skipped, and the reason."""
+
+    example: int
+    name: str
+    reason: str
+
+
+class Decoded(NamedTuple):
+    """Hold the readable images of a batch as (n, size, size, 3), and what is known of each."""
+
+    images: Tensor
+    labels: Tensor
+    examples: Tensor
+    sizes: Tensor  # width and height before the crop
+    corrupt: list[CorruptFile]
+
+
+class Crop(Protocol):
+    """Return, for each example of a request, the function from its width and height to its box."""
+
+    def __call__(self, request: Request) -> Sequence[Choose]:
+        """Return one function for each example."""
+
+
+@dataclass(frozen=True)
+class RandomCrop:
+    """Cut out a random rectangle that depends only on the seed, the epoch and the example."""
+
+    seed: int
+    area: tuple[float, float] = CROP_AREA
+
+    def __call__(self, request: Request) -> Sequence[Choose]:
+        """Return one function for each example."""
+        draws = uniforms(seed_at(self.seed, request.epoch, 0), request.examples, DRAWS).tolist()
+        return [partial(random_box, row, area=self.area) for row in draws]
+
+
+@dataclass(frozen=True)
+class CentreCrop:
+    """Cut out the centre square."""
+
+    size: int
+
+    def __call__(self, request: Request) -> Sequence[Choose]:
+        """Return one function for each example."""
+        return [partial(centre_box, size=self.size)] * len(request.examples)
+
+
+class WholeImage:
+    """Keep the whole image."""
+
+    def __call__(self, request: Request) -> Sequence[Choose]:
+        """Return one function for each example."""
+        return [partial(Box, 0, 0)] * len(request.examples)
+
+
+@dataclass(frozen=True)
+class BatchReader(Dataset[Decoded]):
+    """Read, decode and crop the examples of a request; corrupt ones are left out and listed."""
+
+    source: ImageSource
+    crop: Crop
+    size: int
+
+    def __getitem__(self, request: Request) -> Decoded:
+        images = torch.empty(len(request.examples), self.size, self.size, 3, dtype=torch.uint8)
+        kept: list[int] = []
+        sizes: list[tuple[int, int]] = []
+        corrupt: list[CorruptFile] = []
+        for example, choose in zip(request.examples.tolist(), self.crop(request), strict=True):
+            try:
+                sizes.append(decode_crop(self.source.read(example), choose, images[len(kept)]))
+                kept.append(example)
+            except (CorruptImageError, OSError) as error:
+                corrupt.append(CorruptFile(example, self.source.name(example), str(error)))
+        labels = torch.from_numpy(self.source.labels[kept])
+        return Decoded(images[: len(kept)], labels, torch.tensor(kept), torch.tensor(sizes).view(-1, 2), corrupt)
+
+
+class _Requests:
+    """The sampler of a loader whose workers stay alive: other requests can be put into it each time."""
+
+    current: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.current)
+
+
+class Prefetcher:
+    """Answer requests in order, in ``workers`` processes that stay alive, or in this process if it is 0.
+
+    Only one sequence of answers runs at a time: asking for the next one abandons the last.
+    """
+
+    def __init__(self, reader: BatchReader, workers: int, device: torch.device) -> None:
+        self.reader, self.workers, self.device = reader, workers, device
+        self._requests = _Requests()
+        self._turn = 0
+        self._loader = self._make_loader() if workers else None
+
+    def __call__(self, requests: Iterable[Request]) -> Iterator[Decoded]:
+        """Yield the answers, images and labels on the device."""
+        self._turn += 1
+        answers = self._answers(requests)
+        ahead = _copy_ahead(answers, self.device) if self.device.type == "cuda" else answers
+        return self._guarded(ahead, self._turn)
+
+    def _answers(self, requests: Iterable[Request]) -> Iterator[Decoded]:
+        if self._loader is None:
+            return map(self.reader.__getitem__, requests)
+        self._requests.current = requests
+        with _signals_blocked():  # the first time this starts the workers
+            return cast("Iterator[Decoded]", iter(self._loader))
+
+    def _guarded(self, answers: Iterator[Decoded], turn: int) -> Iterator[Decoded]:
+        for answer in answers:
+            yield answer
+            if turn != self._turn:
+                raise RuntimeError("these batches were asked for another epoch meanwhile; open them a second time")
+
+    def _make_loader(self) -> DataLoader[Decoded]:
+        return DataLoader(
+            self.reader,
+            batch_size=None,
+            sampler=cast("Iterable[int]", self._requests),  # torch's types expect an index, not a request
+            num_workers=self.workers,
+            persistent_workers=True,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=_obey_only_the_parent,
+            # Otherwise each epoch would draw from torch's global generator, and runs with and without workers differ.
+            generator=torch.Generator(),
+        )
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM: a worker inherits this until it can ignore them itself."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _obey_only_the_parent(worker: int) -> None:
+    """Ignore Ctrl-C in this worker, and any SIGTERM that its parent did not send.
+
+    Both often reach the whole process group, and a parent that saves its work first still needs its workers.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_exit_with_the_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _exit_with_the_parent(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)  # as torch's own handler does
+
+
+def _copy_ahead(answers: Iterator[Decoded], device: torch.device) -> Iterator[Decoded]:
+    """Copy each batch on a separate stream, one batch ahead of the one in use."""
+    stream = torch.cuda.Stream(device)
+    waiting: tuple[Decoded, torch.cuda.Event] | None = None
+    for answer in answers:
+        with torch.cuda.stream(stream):
+            images, labels = (t.pin_memory().to(device, non_blocking=True) for t in (answer.images, answer.labels))
+            copied = stream.record_event()
+        if waiting is not None:
+            yield _received(*waiting)
+        waiting = answer._replace(images=images, labels=labels), copied
+    if waiting is not None:
+        yield _received(*waiting)
+
+
+def _received(batch: Decoded, copied: torch.cuda.Event) -> Decoded:
+    current = torch.cuda.current_stream(batch.images.device)
+    # Wait for this copy alone: the stream is already copying the next batch.
+    current.wait_event(copied)
+    for tensor in (batch.images, batch.labels):
+        # Its memory belongs to the copying stream: keep it from being reused there while it is read here.
+        tensor.record_stream(current)
+    return batch

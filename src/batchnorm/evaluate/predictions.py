@@ -1,0 +1,177 @@
+"""The class probabilities that one network gives every image of a split, averaged over crops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..data import Normalize
+from ..data.loader import CorruptFile
+from ..progress import progress
+from .crops import Crops, crop_boxes
+from .square_crops import SquareBatches, Squares
+
+
+def cut_views(squares: Tensor, crops: Crops) -> Tensor:
+    """Return the crops of squares of one scale, as uint8 of shape (crops of a square, squares, 3, size, size).
+
+    The order is the centre, the corners, the whole square, then their mirror images.
+
+    >>> cut_views(torch.zeros(6, 3, 73, 73, dtype=torch.uint8), Crops.of(144, size=64)).shape
+    torch.Size([12, 6, 3, 64, 64])
+
+    Beyond the paper: GoogLeNet's protocol.
+    """
+    n, side, size = len(squares), squares.shape[-1], crops.size
+    boxes = crop_boxes(side, size, crops.corners)
+    # Filled in place, channels last: one write for each crop.
+    views = squares.new_empty(crops.per_square, n, size, size, 3).movedim(-1, 2)
+    for view, box in zip(views, boxes, strict=False):
+        view.copy_(squares[..., box.top : box.bottom, box.left : box.right])
+    plain = len(boxes)
+    if crops.whole:
+        views[plain] = _shrink(squares, size)
+        plain += 1
+    if crops.mirror:
+        views[plain:] = views[:plain].flip(-1)
+    return views
+
+
+class MeanProbabilities(nn.Module):
+    """Compute the mean of a network's class probabilities over the crops of each image.
+
+        p(y | image) = 1/|crops| sum_c softmax(net(crop_c))_y
+
+    Crops of all images of a step go through the network together, about ``batch_size`` at a time. On a GPU the
+    network runs in bfloat16; probabilities are float32.
+
+    Args:
+        net: gives class scores for normalized images; put it into evaluation mode first.
+        crops: what was asked of :func:`batchnorm.evaluate.open_squares`.
+        batch_size: crops that the network takes at a time.
+
+    Paper: Sec. 4.2.3
+    """
+
+    def __init__(self, net: nn.Module, crops: Crops, batch_size: int = 256) -> None:
+        super().__init__()
+        self.net, self.crops, self.batch_size, self.normalize = net, crops, batch_size, Normalize()
+
+    def forward(self, squares: Squares) -> Tensor:
+        """Return one row of probabilities for each image of the step."""
+        device = self.normalize.shift.device
+        # Nothing here waits for the device: the next step's squares are copied while this one's are computed.
+        levels = [self._level(pixels.to(device, non_blocking=True).movedim(-1, 1)) for pixels in squares.pixels]
+        rows = squares.rows.to(device, non_blocking=True)
+        return torch.stack(levels).mean(0)[rows].mean(1)
+
+    def _level(self, squares: Tensor) -> Tensor:
+        """Return each square's mean over its crops."""
+        views = cut_views(squares, self.crops).flatten(0, 1)
+        # Even parts: a small last one would leave the device idle.
+        parts = max(1, round(len(views) / self.batch_size))
+        probabilities = torch.cat([self.probabilities(part) for part in views.tensor_split(parts)])
+        return probabilities.view(self.crops.per_square, -1, probabilities.shape[1]).mean(0)
+
+    def probabilities(self, images: Tensor) -> Tensor:
+        """Return the network's class probabilities for uint8 images."""
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
+            scores: Tensor = self.net(self.normalize(images))
+        return scores.float().softmax(1)
+
+
+class Predictions(NamedTuple):
+    """Hold the class probabilities that one network gives this rank's images.
+
+    Paper: Sec. 4.2.3
+    """
+
+    probabilities: Tensor
+    """(images, classes), the mean over crops"""
+    labels: Tensor
+    examples: Tensor
+    """the number of each image in its split"""
+    enlarged: int
+    """images smaller than the crop"""
+    corrupt: tuple[CorruptFile, ...]
+
+
+@torch.no_grad()
+def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, name: str = "the network") -> Predictions:
+    """Return a network's class probabilities for every image of this rank, averaged over the crops.
+
+    The network is moved to the batches' device and runs in evaluation mode; its modules' modes are restored afterwards.
+
+    Args:
+        net: gives class scores for normalized images of the crops' size.
+        batches: from :func:`batchnorm.evaluate.open_squares`.
+        batch_size: crops that the network takes at a time.
+        name: what messages call the network.
+
+    Raises:
+        ValueError: if the network does not take such images, or has other classes than the data.
+
+    Paper: Sec. 4.2.3, "multicrop inference"
+    """
+    mean = MeanProbabilities(net, batches.crops, batch_size).to(batches.device)
+    rows = batches.num_examples
+    probabilities = torch.empty(rows, len(batches.classes), device=batches.device)
+    labels, examples = torch.empty(2, rows, dtype=torch.int64)  # on the host: a copy now would wait for the device
+    corrupt: list[CorruptFile] = []
+    done = enlarged = 0
+    with _evaluating(net):
+        check_fits(mean, len(batches.classes), name)
+        for squares in progress(
+            batches, f"{name}, {batches.crops.count} {'crop' if batches.crops.count == 1 else 'crops'}"
+        ):
+            end = done + len(squares.labels)
+            if end > done:
+                probabilities[done:end] = mean(squares)
+                labels[done:end], examples[done:end] = squares.labels, squares.examples
+            done, enlarged = end, enlarged + squares.enlarged
+            corrupt += squares.corrupt
+    labels = labels[:done].to(batches.device)
+    return Predictions(probabilities[:done], labels, examples[:done], enlarged, tuple(corrupt))
+
+
+def check_fits(mean: MeanProbabilities, classes: int, name: str) -> None:
+    """Try the network on one black image, on every rank, so that all of them stop if it does not fit.
+
+    Raises:
+        ValueError: as :func:`predict`.
+    """
+    size = mean.crops.size
+    try:
+        found = mean.probabilities(torch.zeros(1, 3, size, size, dtype=torch.uint8, device=mean.normalize.shift.device))
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{name} does not take images of 3x{size}x{size} ({error}): evaluate it at the size it was trained for"
+        ) from error
+    if found.shape != (1, classes):
+        raise ValueError(
+            f"{name} gives {' x '.join(map(str, found.shape[1:]))} classes and the data has {classes}: evaluate it on"
+            " the data it was trained on"
+        )
+
+
+@contextmanager
+def _evaluating(net: nn.Module) -> Iterator[None]:
+    before = {module: module.training for module in net.modules()}
+    net.eval()
+    try:
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
+def _shrink(squares: Tensor, size: int) -> Tensor:
+    if squares.shape[-1] == size:
+        return squares
+    small = F.interpolate(squares.float(), (size, size), mode="bilinear", antialias=True, align_corners=False)
+    return small.round().to(torch.uint8)

@@ -1,0 +1,170 @@
+"""Stop a run and resume it: signals, the folder's recipe and data, the state in the newest checkpoint."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..data.fingerprint import check_same_data
+from ..results import read_json, write_atomically
+from . import checkpoint
+from .distributed import Ranks
+from .recipe import Recipe
+
+
+class Stopped(Exception):
+    """Report that a run was asked to stop and has saved its state.
+
+    Beyond the paper: resuming.
+    """
+
+
+class StopSignal:
+    """Remember a SIGTERM or Ctrl-C, so that the loop can finish its step and save first.
+
+    Beyond the paper: resuming.
+    """
+
+    requested = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle the signal; a second Ctrl-C interrupts at once."""
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+@contextmanager
+def stop_signal() -> Iterator[StopSignal]:
+    """Catch SIGTERM and Ctrl-C inside the block, and restore the handlers after it.
+
+    >>> import os
+    >>> with stop_signal() as stop:
+    ...     os.kill(os.getpid(), signal.SIGTERM)
+    ...     print(stop.requested)
+    True
+
+    Beyond the paper: resuming.
+    """
+    stop = StopSignal()
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) -> None:
+    """Write the recipe and a description of the data into a run's folder, or check that they match those there.
+
+    ``epochs`` may differ: a run can be resumed for longer.
+
+    Raises:
+        ValueError: if the folder belongs to another recipe (it names the fields) or to other data.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp()); claim_folder(folder, Recipe()); claim_folder(folder, Recipe(epochs=3))
+    >>> claim_folder(folder, Recipe(rate=1.0))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    ValueError: ...: rate is 0.0015 there, 1.0 here; choose another --out, or remove that folder
+
+    Beyond the paper: resuming.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "recipe.json"
+    if path.exists():
+        there, here = asdict(Recipe.read(path)), asdict(recipe)
+        other = [f"{k} is {there[k]} there, {here[k]} here" for k in here if k != "epochs" and there[k] != here[k]]
+        if other:
+            raise ValueError(
+                f"{path} is of another run: {'; '.join(other)}; choose another --out, or remove that folder"
+            )
+    known = out / "data.json"
+    if data is not None and known.exists():
+        check_same_data({f"the run in {out}": read_json(known), "the data given": data})
+    elif data is not None:
+        write_atomically(known, json.dumps(data).encode())
+    write_atomically(path, recipe.to_json().encode())
+
+
+class RunState(NamedTuple):
+    """Hold how far a run has come; its network and optimizer are saved beside it.
+
+    Beyond the paper: resuming.
+    """
+
+    step: int = 0
+    evaluated: int = 0
+    """the last step that was validated"""
+    positions: tuple[int, int] = (0, 0)
+    """lengths of metrics.jsonl and monitor.jsonl"""
+    sums: Tensor | None = None
+    """this rank's sums of loss, correct predictions and examples since the last line of metrics.jsonl"""
+
+
+def save_state(folder: Path, state: RunState, net: nn.Module, optimizer: torch.optim.Optimizer, here: Ranks) -> None:
+    """Write a checkpoint that :func:`resume_` reads; every rank calls this, rank 0 writes.
+
+    Beyond the paper: resuming.
+    """
+    assert state.sums is not None
+    # The sums differ between ranks; everything else is the same on each.
+    sums = state.sums.new_zeros(here.world_size, 3)
+    sums[here.rank] = state.sums
+    here.sum_(sums)
+    if here.main:
+        values = {
+            "optimizer": optimizer.state_dict(),
+            "sums": sums.cpu(),
+            "evaluated": state.evaluated,
+            "positions": state.positions,
+            "threads": torch.get_num_threads(),
+        }
+        checkpoint.save(folder / "checkpoints", state.step, net.state_dict(), values)
+    here.wait()
+
+
+def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here: Ranks) -> RunState:
+    """Load the newest good checkpoint into the network and its optimizer; return how far the run was.
+
+    Without a checkpoint nothing changes, and the run starts at step 0.
+
+    Raises:
+        ValueError: if no checkpoint can be read, or the newest one does not fit the network.
+
+    Beyond the paper: resuming.
+    """
+    found = checkpoint.load_latest(folder / "checkpoints")
+    if found is None:
+        return RunState()
+    for problem in found.passed_over if here.main else ():
+        print(f"passed over a checkpoint: {problem}")
+    state = found.state
+    try:
+        net.load_state_dict(found.model)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        optimizer.load_state_dict(state["optimizer"])
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # on a GPU the tensor itself, on its device; its value is set before each step
+        evaluated = int(state["evaluated"])
+        metrics, monitor = map(int, state["positions"])
+        sums, threads = state["sums"].view(-1, 3), int(state["threads"])
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"the checkpoint in {folder} does not fit the network: {error!r}") from error
+    same = len(sums) == here.world_size and threads == torch.get_num_threads()
+    if here.main:
+        note = "" if same else "; the number of ranks or threads differs, so the last bits will"
+        print(f"going on from step {found.step:,}{note}", flush=True)
+    mine = sums[here.rank] if same else sums.sum(0) / here.world_size
+    return RunState(found.step, evaluated, (metrics, monitor), mine)
