@@ -64,6 +64,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench monitor": ("batchnorm.bench.monitor:monitor", "what a Monitor costs a training loop"),
     "bench counters": ("batchnorm.bench.counters:counters", "what bounds those kernels: hardware counters, by ncu"),
     "bench train": ("batchnorm.bench.train:train", "time the appendix network's training step against stock parts"),
+    "bench networks": (
+        "batchnorm.bench.networks:networks",
+        "time training steps of real networks against the same networks converted",
+    ),
     "bench memory": ("batchnorm.bench.memory:memory", "peak memory of that training step against stock parts"),
     "bench input": ("batchnorm.bench.input:input_rate", "images per second and core against a plain loader"),
     "bench crops": ("batchnorm.bench.crops:crops", "crops per second against the bare forward pass"),
