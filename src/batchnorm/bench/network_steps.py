@@ -154,7 +154,7 @@ class Step:
                 F.cross_entropy(t.float(), self.labels) for t in network_call.tensors_in(self.model(self.images))
             )
         loss: Tensor = first + AUXILIARY * sum(others) if others else first
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         return loss.detach()
 

@@ -54,6 +54,7 @@ MEASURED = ("ops", "layers", "graph", "surgery", "network_call.py", "network_cop
 BROKEN = 3  # exit status of a process that can no longer use the GPU
 Key = tuple[str, Mode, int]
 Report = dict[Key, Row]
+Layout = tuple[Sequence[int], Sequence[tuple[Mode, ...]]]  # batch sizes, and modes that are measured together
 
 
 class Bar(NamedTuple):
@@ -192,10 +193,11 @@ def _key(row: Row) -> Key:
 
 def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int], rows: Report) -> list[Job]:
     """Lay out the rows that are missing: eager and graph of each network, then what compiles, one batch size a job."""
-    quick = [(mode,) for mode in modes if mode not in COMPILING]
+    quick: Layout = batches, [(mode,) for mode in modes if mode not in COMPILING]
     compiling = [tuple(mode for mode in modes if mode in COMPILING)]
+    slow: list[Layout] = [((batch,), compiling) for batch in batches]
     jobs = []
-    for some, groups in ((tuple(batches), quick), *(((batch,), compiling) for batch in batches)):
+    for some, groups in (quick, *slow):
         for network in networks:
             units = [
                 Unit(batch, left)
