@@ -133,7 +133,10 @@ def test_a_form_with_another_loss_is_not_timed():
     (row,) = measure(pair, Unit(4, ("eager",)), SETTINGS, lambda: None)
     assert "speedup" not in row
     assert "of step 1 is" in row["failed"]
+    assert row["ours_losses"] != row["stock_losses"]
     assert loss_problem([1.0], [math.nan])
+    assert loss_problem([1.0], [1.01])
+    assert loss_problem([1.0, 1.0], [1.0, 1.01]) is loss_problem([1.0], [1.01], compiled=True) is None
 
 
 def test_batches_are_halved_until_they_fit(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Does a converted network learn as the stock one does? ``batchnorm bench learning --data DIR`` trains both, seed by seed.
+"""Does a converted network learn as the stock one does? ``batchnorm bench learning --data DIR`` trains both.
 
     python -m batchnorm.bench.learning --data DIR --out runs/bench/learning.json
 
