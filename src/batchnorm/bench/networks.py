@@ -458,7 +458,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         axes.axvline(1, color="k", lw=1)
         axes.set(title=MODE_NAMES[mode], xlabel="times as fast as stock", yticks=range(len(names)), yticklabels=names)
     panels[0].invert_yaxis()
-    panels[-1].legend(loc="lower right", fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(batches), fontsize=8)
     told = report["machine"]
     figure.suptitle(f"{told['device']}, torch {told['torch']}, {told['steps']}: training steps", fontsize=10)
     figure.savefig(path, dpi=130)
