@@ -64,6 +64,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench monitor": ("batchnorm.bench.monitor:monitor", "what a Monitor costs a training loop"),
     "bench counters": ("batchnorm.bench.counters:counters", "what bounds those kernels: hardware counters, by ncu"),
     "bench train": ("batchnorm.bench.train:train", "time the appendix network's training step against stock parts"),
+    "bench networks": (
+        "batchnorm.bench.networks:networks",
+        "time training steps of real networks against the same networks converted",
+    ),
+    "bench learning": (
+        "batchnorm.bench.learning:learning",
+        "train a network as it is and converted, and compare their accuracies",
+    ),
     "bench memory": ("batchnorm.bench.memory:memory", "peak memory of that training step against stock parts"),
     "bench input": ("batchnorm.bench.input:input_rate", "images per second and core against a plain loader"),
     "bench crops": ("batchnorm.bench.crops:crops", "crops per second against the bare forward pass"),
@@ -84,6 +92,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "reproduce init": ("matplotlib",),
     "bench fig1": ("matplotlib",),
     "bench input": ("PIL",),
+    "bench learning": ("PIL",),
     "bench crops": ("PIL",),
 }
 

@@ -194,11 +194,69 @@ def _algorithm2(r: Result) -> str:
     )
 
 
+def _learning(r: Result) -> str:
+    told = [f"{form} {r[form]['mean']:.1%} ({r[form]['lowest']:.1%} to {r[form]['highest']:.1%})" for form in _FORMS]
+    return f"{', '.join(told)}: {'the same within' if r['same'] else 'apart by more than'} the seeds' range"
+
+
+_FORMS = ("stock", "converted")
+_MODES = {
+    "eager": "eager",
+    "graph": "CUDA graph",
+    "compiled": "torch.compile",
+    "backend": '`backend="batchnorm"`',
+}
+
+
+def networks(results: Path) -> str:
+    """Return the table of training steps of real networks as Markdown; empty if they are not yet measured.
+
+    Beyond the paper: speed.
+    """
+    path = results / "networks-h200.json"
+    if not path.exists():
+        return ""
+    result = json.loads(path.read_text())
+    cells = {(row["network"], row["mode"], row["batch"]): _speedup(row) for row in result["rows"]}
+    names, batches = (dict.fromkeys(row[key] for row in result["rows"]) for key in ("network", "batch"))
+    columns = [(mode, b) for mode in _MODES for b in batches if any((name, mode, b) in cells for name in names)]
+    rows = [["training step, times as fast as stock", *(f"{_MODES[mode]}, batch {b}" for mode, b in columns)]]
+    rows += [[name, *(cells.get((name, *column), "") for column in columns)] for name in names]
+    judged = [bar for bar in result["bars"] if bar["reached"] is not None]
+    missed = [
+        f"{bar['what']} {bar['measured']:.2f} (to be at {'least' if bar['at_least'] else 'most'} {bar['wanted']:g})"
+        for bar in judged
+        if not bar["reached"]
+    ]
+    told = f"; missed: {'; '.join(missed)}" if missed else ""
+    return (
+        f"`batchnorm bench networks`: whole training steps of `bn.convert(net, example)` against the stock network, and"
+        f" in brackets the 95% interval; {result['machine']['steps']}, {_where(result)}"
+        f" ([numbers](results/{path.name}), [picture](results/{path.stem}.png)).\n\n{_table(rows)}\n\n"
+        f"{len(judged) - len(missed)} of {len(judged)} bars are reached{told}."
+    )
+
+
+def _speedup(row: Result) -> str:
+    if "failed" in row:
+        return f"failed: {row['failed']}".replace("|", " ")
+    low, high = row["interval"]
+    fits = "" if row["examples"] == row["batch"] else f", batch {row['examples']}"
+    return f"{row['speedup']:.2f} ({low:.2f} to {high:.2f}){fits}"
+
+
 SPEED = [
     Row("CPU layers against torch", "bench cpu", "", "cpu.json", _cpu),
     Row("CUDA kernels, bf16, forward + backward", "bench kernels", "", "kernels-h200.json", _kernels),
     Row("peak memory of a training step", "bench memory", "", "memory-h200.json", _memory),
     Row("the training step against stock parts", "bench train", "", "bench-train-h200.json", _train),
+    Row(
+        "converted and stock ResNet-18, accuracy after training",
+        "bench learning --data DIR",
+        "",
+        "same-learning-h200.json",
+        _learning,
+    ),
     Row("images decoded and cropped per core", "bench input DIR", "", "bench-input.json", _input),
     Row("144 crops of an image", "bench crops", "", "bench-crops-h200.json", _crops),
     Row("Figure 1 against plain eager", "bench fig1", "", "bench-fig1.json", _bench_fig1),
@@ -215,6 +273,7 @@ def tables(results: Path) -> str:
     lines = ["| part of the paper | command | paper | measured here | on |", "|---|---|---|---|---|"]
     for row in FIGURES:
         lines.append(f"| {row.what} | `batchnorm {row.command}` | {row.paper} | {' | '.join(_read(row, results))} |")
+    lines += ["", text] if (text := networks(results)) else []
     lines += ["", "| speed | command | measured here | on |", "|---|---|---|---|"]
     for row in SPEED:
         lines.append(f"| {row.what} | `batchnorm {row.command}` | {' | '.join(_read(row, results))} |")

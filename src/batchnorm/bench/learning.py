@@ -1,0 +1,234 @@
+"""Does a converted network learn as the stock one does? ``batchnorm bench learning --data DIR`` trains both.
+
+    python -m batchnorm.bench.learning --data DIR --out runs/bench/learning.json
+
+For each seed both forms start from the same weights and see the same crops in the same order: SGD with Nesterov
+momentum, one cycle of the learning rate; on a GPU in bf16 autocast and channels_last. Both forms agree if their mean
+accuracies differ by no more than the seeds of one form do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from ..data import Augment, ImageBatches, Normalize, open_images
+from ..errors import SEED_MAX, above, at_least, between
+from ..evaluate.accuracy import Accuracy, count_correct
+from ..results import check_writable, write_result
+from ..surgery import convert
+from .network_steps import build
+
+QUESTION = "validation accuracy of a network trained as it is and converted"
+FORMS = ("stock", "converted")
+CROP_AREA = (0.25, 1.0)  # smaller parts of small images show too little
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How each run trains.
+
+    Beyond the paper: a converted network learns the same.
+    """
+
+    data: Path
+    network: str
+    size: int
+    batch: int
+    epochs: int
+    rate: float
+    device: str
+    workers: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run came to: the loss and the validation accuracy after each epoch.
+
+    Beyond the paper: a line of results/same-learning-h200.json.
+    """
+
+    form: str
+    seed: int
+    accuracy: float
+    losses: list[float]
+    accuracies: list[float]
+    seconds: float
+
+
+def train(form: str, seed: int, recipe: Recipe) -> Run:
+    """Train one form of the network with one seed."""
+    device, cuda = torch.device(recipe.device), recipe.device == "cuda"
+    images, held_out = _open(recipe, "train", seed), _open(recipe, "val", seed)
+    torch.manual_seed(seed)
+    net: Any = build(recipe.network)[0].to(device)
+    if cuda:
+        net = net.to(memory_format=torch.channels_last)
+    if form == "converted":
+        example = torch.randn(8, 3, recipe.size, recipe.size, generator=torch.Generator().manual_seed(seed))
+        net = convert(net, example.to(device))
+    steps = recipe.epochs * len(images)
+    optimizer = torch.optim.SGD(net.parameters(), recipe.rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.rate, total_steps=steps, pct_start=0.2)
+    augment, normalize = Augment("none").to(device), Normalize().to(device)
+    draws = torch.Generator().manual_seed(seed)
+    losses, accuracies = [], []
+    torch.manual_seed(seed)  # for what the network itself draws: convert may have drawn, too
+    began = time.monotonic()
+    for epoch in range(recipe.epochs):
+        total = torch.zeros((), device=device)
+        net.train()
+        for batch, labels in images.epoch(epoch):
+            x = augment(batch, augment.draw(len(batch), draws).to(device))
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
+                loss = F.cross_entropy(net(x).float(), labels)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total += loss.detach()
+        losses.append(float(total) / len(images))
+        counted = count_correct(net.eval(), held_out.epoch(0), normalize, device, bf16=cuda)
+        accuracies.append(Accuracy.of(counted).top1)
+    return Run(form, seed, accuracies[-1], losses, accuracies, time.monotonic() - began)
+
+
+def _open(recipe: Recipe, split: Literal["train", "val"], seed: int) -> ImageBatches:
+    return open_images(
+        recipe.data,
+        split,
+        size=recipe.size,
+        batch_size=recipe.batch,
+        train=split == "train",
+        seed=seed,
+        workers=recipe.workers,
+        cache="device",
+        device=recipe.device,
+        crop_area=CROP_AREA,
+    )
+
+
+def compare(runs: Iterable[Run]) -> dict[str, Any]:
+    """Return each form's mean and range over seeds, and whether the means differ by no more than the wider range.
+
+    >>> def run(form, accuracy):
+    ...     return Run(form, 0, accuracy, [], [], 0.0)
+    >>> compare([run("stock", 0.50), run("stock", 0.54), run("converted", 0.51), run("converted", 0.55)])["same"]
+    True
+
+    Beyond the paper: a converted network learns the same.
+    """
+    found: dict[str, Any] = {}
+    for form in FORMS:
+        if ends := [run.accuracy for run in runs if run.form == form]:
+            found[form] = {"mean": statistics.mean(ends), "lowest": min(ends), "highest": max(ends), "runs": len(ends)}
+    if len(found) == len(FORMS):
+        stock, converted = (found[form] for form in FORMS)
+        found["difference of means"] = converted["mean"] - stock["mean"]
+        found["wider range"] = max(form["highest"] - form["lowest"] for form in (stock, converted))
+        found["same"] = abs(found["difference of means"]) <= found["wider range"]
+    return found
+
+
+def learning(
+    data: Path,
+    network: str = "torchvision/resnet18",
+    seeds: tuple[int, ...] = (0, 1, 2),
+    size: int = 64,
+    batch: int = 256,
+    epochs: int = 20,
+    rate: float = 0.2,
+    device: str = "auto",
+    workers: int = 2,
+    jobs: int = 6,
+    out: Path = Path("runs/bench/learning.json"),
+) -> list[Run]:
+    """Train a network as it is and converted, by the same recipe, and compare their validation accuracies.
+
+    Args:
+        data: an image folder or tar shards, with train and val parts.
+        network: torchvision/NAME, timm/NAME or MODULE:FUNCTION, with at least as many outputs as there are classes.
+        seeds: of the weights, the order and the crops; at least two show a spread.
+        size: height and width of the crops.
+        batch: images of a step.
+        epochs: length of a run.
+        rate: the highest learning rate of its cycle.
+        device: cpu, cuda, or auto.
+        workers: processes that decode the images of each run, once.
+        jobs: runs at the same time, each in a process of its own; 0: one after the other in this process.
+        out: the result file; the published one is results/same-learning-h200.json.
+
+    Raises:
+        ValueError: if an option cannot be used.
+
+    Beyond the paper: a converted network learns the same.
+    """
+    at_least(1, size=size, epochs=epochs)
+    at_least(2, batch=batch)
+    at_least(0, workers=workers, jobs=jobs)
+    above(0, rate=rate)
+    between(0, SEED_MAX, seeds=seeds)
+    check_writable(out)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    recipe = Recipe(data, network, size, batch, epochs, rate, device, workers)
+    images = {split: _open_sizes(recipe, split) for split in ("train", "val")}
+    runs: list[Run] = []
+    for run in _runs([(form, seed, recipe) for seed in seeds for form in FORMS], jobs):
+        print(f"{run.form:<9} seed {run.seed}: {run.accuracy:.2%} after {run.seconds:.0f} s", flush=True)
+        runs = sorted([*runs, run], key=lambda run: (FORMS.index(run.form), run.seed))
+        told = {**asdict(recipe), "data": None, "seeds": len(seeds), "cycle": "one, warm-up 20%", "crops": CROP_AREA}
+        write_result(out, QUESTION, options=told, data=images, **compare(runs), runs=[asdict(run) for run in runs])
+    found = compare(runs)
+    verdict = "the same within the seeds' range" if found["same"] else "MORE than the seeds' range"
+    print(
+        f"stock {found['stock']['mean']:.2%}, converted {found['converted']['mean']:.2%}: difference"
+        f" {found['difference of means']:+.2%}, range over seeds {found['wider range']:.2%}: {verdict}"
+    )
+    return runs
+
+
+def _open_sizes(recipe: Recipe, split: str) -> dict[str, int]:
+    part = open_images(recipe.data, split, size=recipe.size, batch_size=recipe.batch, train=split == "train")
+    return {"images": part.num_examples, "classes": len(part.classes)}
+
+
+def _runs(jobs: Sequence[tuple[str, int, Recipe]], processes: int) -> Iterator[Run]:
+    if not processes:
+        yield from (train(*job) for job in jobs)
+        return
+    with ProcessPoolExecutor(min(processes, len(jobs)), get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(train, *job) for job in jobs]):
+            yield done.result()
+
+
+def _arguments() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+")
+    for name, kind in {"network": str, "device": str, "rate": float, "out": Path}.items():
+        parser.add_argument(f"--{name}", type=kind)
+    for name in ("size", "batch", "epochs", "workers", "jobs"):
+        parser.add_argument(f"--{name}", type=int)
+    given: dict[str, Any] = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    if "seeds" in given:
+        given["seeds"] = tuple(given["seeds"])
+    learning(**given)
+
+
+if __name__ == "__main__":
+    try:
+        _arguments()
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))

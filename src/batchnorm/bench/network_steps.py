@@ -1,0 +1,411 @@
+"""Whole training steps of a network, as its author wrote it and converted, timed in pairs within one process."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import network_call
+from ..surgery import convert
+
+Mode = Literal["eager", "graph", "compiled", "backend"]
+Row = dict[str, Any]
+COMPILING: tuple[Mode, ...] = ("compiled", "backend")
+# Relative. At first the losses differ by rounding in bfloat16; training amplifies that, and compiled networks draw
+# dropout masks of their own.
+FIRST_TOLERANCE, LOSS_TOLERANCE = 0.005, 0.03
+CHECKED_STEPS = 3
+AUXILIARY = 0.3  # the weight of GoogLeNet's and Inception's auxiliary classifiers
+RATE = 1e-3  # at 0.01, changing GoogLeNet's weights by 1e-6 changes the loss by 1% after one step
+GROUP_SECONDS = 0.1  # a host-bound step is timed with others, between two synchronizations
+MIN_PAIRS = 6  # with fewer, order statistics give no 95% interval
+NARROW = 0.01  # stop at a 95% interval of the median +-1%
+OPTIONS = {name: {"init_weights": True} for name in ("torchvision/googlenet", "torchvision/inception_v3")}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is the same for all rows.
+
+    Beyond the paper: speed.
+    """
+
+    device: str
+    size: int
+    seconds: float
+    seed: int = 0
+    cudnn_benchmark: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether steps run in bf16 autocast and channels_last, on a GPU; on a CPU they run in float32."""
+        return self.device == "cuda"
+
+
+class Unit(NamedTuple):
+    """Rows of one batch size whose modes share the stock form that they are timed against."""
+
+    batch: int
+    modes: tuple[Mode, ...]
+
+
+class Job(NamedTuple):
+    """What one process measures of one network."""
+
+    network: str
+    units: tuple[Unit, ...]
+
+
+class Pair(NamedTuple):
+    """A network and its converted form, on the device."""
+
+    stock: nn.Module
+    converted: nn.Module
+    example: Tensor
+    classes: int
+    convert_seconds: float
+    fused: str
+
+
+def build(name: str) -> tuple[nn.Module, Any]:
+    """Make a network from torchvision/NAME, timm/NAME or MODULE:FUNCTION, and an example batch if the function has one.
+
+    Raises:
+        ValueError: if the name leads to no network.
+
+    >>> build("torch.nn:Identity")
+    (Identity(), None)
+
+    Beyond the paper: speed.
+    """
+    library, slash, rest = name.partition("/")
+    module, colon, function = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        if slash and library == "torchvision":
+            made = import_module("torchvision.models").get_model(rest, weights=None, **OPTIONS.get(name, {}))
+        elif slash and library == "timm":
+            made = import_module("timm").create_model(rest, pretrained=False)
+        elif module and colon and function:
+            made = getattr(import_module(module), function)()
+        else:
+            raise ValueError(f"'{name}' names no network: write torchvision/NAME, timm/NAME or MODULE:FUNCTION")
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot make {name}: {error}") from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    net, example = made if isinstance(made, tuple) else (made, None)
+    return net.train(), example
+
+
+def convert_pair(name: str, settings: Settings) -> Pair:
+    """Build a network, move it to the device and convert it."""
+    torch.manual_seed(settings.seed)
+    net, example = build(name)
+    if example is None:
+        example = torch.randn(8, 3, settings.size, settings.size)
+    (example, *_), _ = network_call.arguments(example)
+    net, example = net.to(settings.device), example.to(settings.device)
+    if settings.on_gpu and example.dim() == 4:
+        net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        example = example.contiguous(memory_format=torch.channels_last)
+    began = time.perf_counter()
+    converted = convert(net, example)
+    seconds = time.perf_counter() - began
+    with torch.no_grad():
+        output = network_call.tensors_in(copy.deepcopy(net)(example))[0]
+    return Pair(net, converted, example, output.shape[1], seconds, str(converted.report).partition("\n")[0])
+
+
+class Step:
+    """Training steps on one batch: forward, loss, backward, SGD with momentum.
+
+    Beyond the paper: speed.
+    """
+
+    def __init__(self, net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> None:
+        self.images, self.labels = images, labels
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9)
+        self.model: Any = net
+        if mode == "compiled":
+            self.model = torch.compile(net)
+        elif mode == "backend":
+            import_module("batchnorm.dynamo")  # registers it, if the package is not installed
+            self.model = torch.compile(net, backend="batchnorm")
+
+    def __call__(self) -> Tensor:
+        """Take one step and return its loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self.images.device.type, torch.bfloat16, enabled=self.images.is_cuda):
+            first, *others = (
+                F.cross_entropy(t.float(), self.labels) for t in network_call.tensors_in(self.model(self.images))
+            )
+        loss: Tensor = first + AUXILIARY * sum(others) if others else first
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+class GraphedStep:
+    """A step that has warmed up, captured whole as one CUDA graph.
+
+    Beyond the paper: speed.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        step.optimizer.zero_grad(set_to_none=True)  # gradients must come from the graph's own memory
+        with torch.cuda.graph(self.graph):
+            self.loss = step()
+        self.step = step
+
+    def __call__(self) -> Tensor:
+        """Replay the step and return its loss."""
+        self.graph.replay()
+        return self.loss
+
+
+class Form(NamedTuple):
+    """One form of the network, ready to be timed."""
+
+    step: Callable[[], Tensor]
+    losses: list[float]
+    first_step_seconds: float
+    peak: int | None  # bytes, on a GPU; of other forms' memory it counts nothing
+
+
+def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Form:
+    """Take the first steps of a copy of a network, and measure their time and memory.
+
+    The first step of a compiled network starts with empty caches of compiled code, and its time is the CPU's: others
+    may compile at the same time.
+    """
+    before = torch.cuda.memory_allocated() - images.nbytes - labels.nbytes if images.is_cuda else 0
+    step: Any = Step(copy.deepcopy(net), mode, images, labels)
+    compiles = mode in COMPILING
+    clock = time.process_time if compiles else time.perf_counter
+    side: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream()) if mode == "graph" else nullcontext()
+    if images.is_cuda:
+        torch.cuda.synchronize()  # the copy was made in another stream
+    began = clock()
+    with side:
+        with _compiling() if compiles else nullcontext():
+            losses = _losses(step, range(1))
+        seconds = clock() - began
+        losses += _losses(step, range(1, CHECKED_STEPS))
+    if images.is_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    if mode == "graph":
+        step = GraphedStep(step)  # which allocates as a step does
+        losses += _losses(step, range(CHECKED_STEPS, 2 * CHECKED_STEPS))
+    else:
+        step()
+    peak = torch.cuda.max_memory_allocated() - before if images.is_cuda else None
+    if compiles and images.is_cuda:
+        torch.cuda.empty_cache()  # other processes compile, too
+    return Form(step, losses, seconds, peak)
+
+
+def _losses(step: Callable[[], Tensor], seeds: range) -> list[float]:
+    """Take steps, each with a seed of its own for what the network draws."""
+    losses = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        losses.append(float(step()))
+    return losses
+
+
+def _compiling() -> AbstractContextManager[Any]:
+    """Compile with empty caches, and the backward pass before the forward pass runs: no activations wait for it."""
+    import torch._functorch.config as functorch
+    from torch._inductor.utils import fresh_cache
+
+    stack = ExitStack()
+    stack.enter_context(fresh_cache())
+    if hasattr(functorch, "force_non_lazy_backward_lowering"):
+        stack.enter_context(functorch.patch(force_non_lazy_backward_lowering=True))
+    return stack
+
+
+def loss_problem(stock: Sequence[float], ours: Sequence[float], compiled: bool = False) -> str | None:
+    """Say which step's losses differ by more than rounding does, if any.
+
+    >>> loss_problem([6.9, 6.8], [6.91, 6.75]), loss_problem([6.9, 6.8], [6.9, math.nan])
+    (None, 'the loss of step 2 is nan and stock computes 6.8: not timed')
+
+    Beyond the paper: a fast wrong answer is not fast.
+    """
+    for k, (a, b) in enumerate(zip(stock, ours, strict=True), 1):
+        if not abs(a - b) <= (FIRST_TOLERANCE if k == 1 and not compiled else LOSS_TOLERANCE) * abs(a):
+            return f"the loss of step {k} is {b:.4g} and stock computes {a:.4g}: not timed"
+    return None
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median and its 95% interval by order statistics, which assume nothing about the distribution.
+
+    The k-th smallest and k-th largest of n values bound the median with probability 1 - 2 P(Binomial(n, 1/2) < k).
+    Fewer than six values give the whole range, which is less than 95%.
+
+    >>> median_interval([5, 1, 2, 4, 3, 6])
+    (3.5, 1, 6)
+
+    Beyond the paper: speed.
+    """
+    ordered, n = sorted(values), len(values)
+    k, below = 0, 1.0  # P(Binomial < k + 1), times 2^n
+    while 2 * (below + math.comb(n, k + 1)) <= 0.05 * 2**n:
+        k += 1
+        below += math.comb(n, k)
+    return statistics.median(ordered), ordered[k], ordered[n - 1 - k]
+
+
+def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: float) -> list[list[float]]:
+    """Time forms in turns; return the seconds of a step of each, round by round.
+
+    Rounds end as soon as the speedup of each form over the first is known well enough, or when time is up.
+    """
+
+    def synchronize() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    def timed(step: Callable[[], Tensor], count: int) -> float:
+        if count > 1:  # a long step warms up by itself
+            step()
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            step()
+        synchronize()
+        return (time.perf_counter() - began) / count
+
+    end = time.perf_counter() + seconds
+    counts = [max(1, math.ceil(GROUP_SECONDS / timed(step, 1))) for step in steps]
+    rounds: list[list[float]] = []
+    while True:
+        took = [0.0] * len(steps)
+        forward = len(rounds) % 2 == 0
+        for i in range(len(steps)) if forward else reversed(range(len(steps))):
+            took[i] = timed(steps[i], counts[i])
+        rounds.append(took)
+        if len(rounds) >= MIN_PAIRS:
+            intervals = [median_interval([r[0] / r[i] for r in rounds]) for i in range(1, len(steps))]
+            narrow = all(high - low <= 2 * NARROW * middle for middle, low, high in intervals)
+            if narrow or time.perf_counter() > end:
+                return rounds
+
+
+def measure(pair: Pair, unit: Unit, settings: Settings, turn: Callable[[], None]) -> list[Row]:
+    """Measure a unit, at half the batch size as often as memory runs out."""
+    examples = unit.batch
+    while True:
+        try:
+            rows = _measure(pair, unit.modes, examples, settings, turn)
+            return [{"batch": unit.batch, "examples": examples, **row} for row in rows]
+        except torch.OutOfMemoryError:
+            if examples < 4:
+                return failed(unit, f"out of memory with {examples} examples")
+        finally:
+            gc.collect()
+            if unit.modes[0] in COMPILING:
+                torch.compiler.reset()
+            if settings.on_gpu:
+                torch.cuda.empty_cache()
+        examples //= 2
+
+
+def failed(unit: Unit, why: str) -> list[Row]:
+    """Return rows that say why there is no number."""
+    return [{"batch": unit.batch, "mode": mode, "failed": why} for mode in unit.modes]
+
+
+def _measure(
+    pair: Pair, modes: tuple[Mode, ...], examples: int, settings: Settings, turn: Callable[[], None]
+) -> list[Row]:
+    generator = torch.Generator().manual_seed(settings.seed)
+    images = torch.randn(examples, *pair.example.shape[1:], generator=generator).to(pair.example)
+    if settings.on_gpu and images.dim() == 4:
+        images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(pair.classes, (examples,), generator=generator).to(images.device)
+    # Libraries load code and allocate workspaces when they are first used: neither form pays for it.
+    Step(copy.deepcopy(pair.stock), "eager", images[:8], labels[:8])()
+    stock = prepare(pair.stock, "compiled" if modes[0] == "backend" else modes[0], images, labels)
+    forms: dict[Mode, Form] = {}
+    rows: list[Row] = []
+    for mode in modes:
+        try:
+            form = prepare(pair.stock if mode == "backend" else pair.converted, mode, images, labels)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of any kind: the row says so, and the others go on
+            rows.append({"mode": mode, "failed": _first_line(error)})
+            continue
+        if problem := loss_problem(stock.losses, form.losses, mode in COMPILING):
+            losses = {"stock_losses": stock.losses, "ours_losses": form.losses}
+            rows.append({"mode": mode, "failed": problem, **losses})
+        else:
+            forms[mode] = form
+    if forms:
+        turn()
+        steps = [stock.step, *(form.step for form in forms.values())]
+        rounds = time_rounds(steps, settings.device, settings.seconds)
+        rows += [_row(pair, mode, i, stock, form, rounds) for i, (mode, form) in enumerate(forms.items(), 1)]
+    return sorted(rows, key=lambda row: modes.index(row["mode"]))
+
+
+def _row(pair: Pair, mode: Mode, i: int, stock: Form, form: Form, rounds: list[list[float]]) -> Row:
+    middle, low, high = median_interval([took[0] / took[i] for took in rounds])
+    return {
+        "mode": mode,
+        "speedup": middle,
+        "interval": [low, high],
+        "pairs": len(rounds),
+        "stock_ms": 1e3 * statistics.median(took[0] for took in rounds),
+        "ours_ms": 1e3 * statistics.median(took[i] for took in rounds),
+        "stock_peak_bytes": stock.peak,
+        "ours_peak_bytes": form.peak,
+        "convert_seconds": pair.convert_seconds,
+        "stock_first_step_seconds": stock.first_step_seconds,
+        "ours_first_step_seconds": form.first_step_seconds,
+        "stock_losses": stock.losses,
+        "ours_losses": form.losses,
+        "fused": pair.fused,
+    }
+
+
+def results_of(job: Job, settings: Settings, turn: Callable[[], None]) -> Iterator[tuple[Unit, list[Row]]]:
+    """Yield the rows of each unit of a job; ``turn`` waits until the machine is free for timing."""
+    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+    try:
+        pair = convert_pair(job.network, settings)
+    except Exception as error:  # of any kind: the rows say so, and other networks go on
+        for unit in job.units:
+            yield unit, failed(unit, _first_line(error))
+        return
+    for unit in job.units:
+        if unit.modes[0] not in COMPILING:
+            turn()  # their first steps are timed too
+        try:
+            yield unit, measure(pair, unit, settings, turn)
+        except Exception as error:  # of the stock network's too
+            yield unit, failed(unit, f"stock: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]

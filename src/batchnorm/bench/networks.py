@@ -1,0 +1,491 @@
+"""How much faster do real networks train once they are converted? ``batchnorm bench networks`` answers with speedups.
+
+    python -m batchnorm.bench.networks --out runs/bench/networks.json
+
+Whole training steps of a stock network against ``bn.convert(net, example)``: eager, as one CUDA graph, under
+``torch.compile``, and the stock network under ``torch.compile(backend="batchnorm")``. On a GPU in bf16 autocast and
+channels_last, on a CPU in float32. Both forms start from the same weights and take turns in one process. A row whose
+losses differ is not timed. Rows that the result file holds already, of the same code on the same machine, are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import platform
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import above, at_least
+from ..extras import MissingExtraError, require
+from ..results import check_writable, environment, read_json, write_result
+from .network_steps import COMPILING, Job, Mode, Row, Settings, Unit, failed, results_of
+
+QUESTION = "speedup of a converted network's training step over the stock network's"
+NETWORKS = (
+    "torchvision/resnet50",
+    "torchvision/resnet18",
+    "torchvision/mobilenet_v3_large",
+    "torchvision/efficientnet_b0",
+    "timm/resnet50",
+    "torchvision/regnet_y_400mf",
+    "torchvision/googlenet",
+    "torchvision/densenet121",
+)
+SOURCE = Path(__file__).parents[1]
+MEASURED = ("ops", "layers", "graph", "surgery", "network_call.py", "network_copy.py")  # the code that rows depend on
+BROKEN = 3  # exit status of a process that can no longer use the GPU
+Key = tuple[str, Mode, int]
+Report = dict[Key, Row]
+Layout = tuple[Sequence[int], Sequence[tuple[Mode, ...]]]  # batch sizes, and modes that are measured together
+
+
+class Bar(NamedTuple):
+    """One requirement.
+
+    Beyond the paper: a line of results/networks-h200.json.
+    """
+
+    what: str
+    wanted: float
+    measured: float | None  # None if no row was measured
+    at_least: bool
+    rows: int
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether it is; None if nothing was measured."""
+        if self.measured is None:
+            return None
+        return self.measured >= self.wanted if self.at_least else self.measured <= self.wanted
+
+    def line(self) -> str:
+        """Return it as a sentence."""
+        told = {None: "not measured", True: "reached", False: "MISSED"}[self.reached]
+        number = "" if self.measured is None else f"{self.measured:.3f}, "
+        way = "at least" if self.at_least else "at most"
+        return f"{self.what}: {number}{way} {self.wanted:g}, {self.rows} rows: {told}"
+
+
+def bars(rows: Iterable[Row], device: str) -> list[Bar]:
+    """Judge measured rows by what converted networks are to reach on an H200, or on a CPU.
+
+    >>> row = {"network": "torchvision/resnet50", "mode": "eager", "batch": 8, "speedup": 1.25}
+    >>> for bar in bars([row], "cpu"):
+    ...     print(bar.line())
+    time over stock's, geometric mean: 0.800, at most 0.9, 1 rows: reached
+    time over stock's, worst: 0.800, at most 1, 1 rows: reached
+
+    Beyond the paper: speed.
+    """
+    good = [row for row in rows if "failed" not in row]
+    if device == "cpu":
+        times = [1 / row["speedup"] for row in good]
+        return [
+            Bar("time over stock's, geometric mean", 0.9, _mean(times), False, len(times)),
+            Bar("time over stock's, worst", 1.0, max(times, default=None), False, len(times)),
+        ]
+
+    def of(*modes: Mode, batch: int | None = None, network: str | None = None) -> list[Row]:
+        return [
+            row
+            for row in good
+            if row["mode"] in modes and batch in (None, row["batch"]) and network in (None, row["network"])
+        ]
+
+    def mean(what: str, wanted: float, rows: list[Row]) -> Bar:
+        return Bar(f"{what}: speedup, geometric mean", wanted, _mean([r["speedup"] for r in rows]), True, len(rows))
+
+    def worst(what: str, wanted: float, values: list[float]) -> Bar:
+        return Bar(what, wanted, max(values, default=None), False, len(values))
+
+    def memory(*modes: Mode) -> list[float]:
+        return [row["ours_peak_bytes"] / row["stock_peak_bytes"] for row in of(*modes)]
+
+    first = NETWORKS[0]
+    upper = [row["interval"][1] for row in good]
+    compiling = [row["ours_first_step_seconds"] / row["stock_first_step_seconds"] for row in of(*COMPILING)]
+    return [
+        Bar("upper end of the slowest row's 95% interval", 0.97, min(upper, default=None), True, len(upper)),
+        mean("eager, batch 256", 1.3, of("eager", batch=256)),
+        mean("eager, batch 32", 1.0, of("eager", batch=32)),
+        mean("torch.compile", 1.05, of("compiled")),
+        mean("torch.compile(backend='batchnorm')", 1.05, of("backend")),
+        mean("CUDA graph", 1.4, of("graph")),
+        worst(f"{first}, eager, batch 256: time over stock's", 0.67, [
+            1 / row["speedup"] for row in of("eager", batch=256, network=first)
+        ]),
+        mean(f"{first}, torch.compile, batch 256", 1.1, of("compiled", batch=256, network=first)),
+        worst("eager: peak memory over stock's, worst", 1.02, memory("eager")),
+        worst("torch.compile: peak memory over stock's, worst", 1.05, memory("compiled")),
+        worst("torch.compile: CPU time to compile over stock's, worst", 1.2, compiling),
+    ]  # fmt: skip
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.geometric_mean(values) if values else None
+
+
+@cache
+def digest(mode: Mode) -> str:
+    """Return a digest of the code that rows of a mode depend on."""
+    found = hashlib.sha256()
+    for name in (*MEASURED, *(["dynamo.py"] if mode == "backend" else [])):
+        path = SOURCE / name
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.suffix in (".py", ".cu", ".c", ".h"):
+                found.update(file.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def machine(settings: Settings) -> dict[str, Any]:
+    """Return what must agree between rows of one file: hardware, versions and settings."""
+    env = environment()
+    versions = {}
+    for package in ("triton", "torchvision", "timm"):
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {
+        "device": env["gpu"] if settings.on_gpu else env["hardware"],
+        "threads": None if settings.on_gpu else env["threads"],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **versions,
+        **{name: value for name, value in asdict(settings).items() if name not in ("device", "seconds")},
+        "steps": "bf16 autocast, channels_last" if settings.on_gpu else "float32",
+    }
+
+
+def earlier_rows(path: Path, here: dict[str, Any]) -> Report:
+    """Return the rows of a result file that are of the same code.
+
+    Raises:
+        ValueError: if they are of another machine or software.
+    """
+    if not path.exists():
+        return {}
+    report = read_json(path)
+    if report["machine"] != here:
+        raise ValueError(f"{path} is of {report['machine']}, and this is {here}: give another --out")
+    return {_key(row): row for row in report["rows"] if row["code"] == digest(row["mode"])}
+
+
+def _key(row: Row) -> Key:
+    return row["network"], row["mode"], row["batch"]
+
+
+def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int], rows: Report) -> list[Job]:
+    """Lay out the rows that are missing: eager and graph of each network, then what compiles, one batch size a job."""
+    quick: Layout = batches, [(mode,) for mode in modes if mode not in COMPILING]
+    compiling = [tuple(mode for mode in modes if mode in COMPILING)]
+    slow: list[Layout] = [((batch,), compiling) for batch in batches]
+    jobs = []
+    for some, groups in (quick, *slow):
+        for network in networks:
+            units = [
+                Unit(batch, left)
+                for batch in some
+                for group in groups
+                if (left := tuple(mode for mode in group if (network, mode, batch) not in rows))
+            ]
+            jobs += [Job(network, tuple(units))] if units else []
+    return jobs
+
+
+class Worker:
+    """A process that prepares a job, then waits for its turn to time it."""
+
+    def __init__(self, job: Job, settings: Settings) -> None:
+        self.job, self.left, self.ready = job, list(job.units), False
+        context = get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, job, settings), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def signal(self, name: str) -> None:
+        """Stop or continue the process, if the system can."""
+        if hasattr(signal, name) and self.process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, getattr(signal, name))
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _work(pipe: Connection, job: Job, settings: Settings) -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # others compile beside this process
+    asked = False
+
+    def turn() -> None:
+        nonlocal asked
+        if not asked:
+            pipe.send(None)
+            pipe.recv()
+            asked = True
+
+    for unit, rows in results_of(job, settings, turn):
+        pipe.send((unit, rows))
+        if settings.on_gpu and any("failed" in row for row in rows):
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:  # after an illegal access nothing works in this process any more
+                os._exit(BROKEN)
+
+
+def in_turns(jobs: Sequence[Job], settings: Settings, processes: int, end: float) -> Iterator[tuple[str, list[Row]]]:
+    """Yield rows of jobs that prepare side by side and time one at a time, the others stopped meanwhile.
+
+    A job whose process dies goes on in a new one, behind the unit that killed it.
+    """
+    waiting = list(jobs)
+    workers: list[Worker] = []
+    timing: Worker | None = None
+    try:
+        while waiting or workers:
+            if timing is None:
+                while waiting and len(workers) < processes:
+                    workers.append(Worker(waiting.pop(0), settings))
+                timing = next((worker for worker in workers if worker.ready), None)
+                if timing is not None:
+                    for worker in workers:
+                        worker.signal("SIGSTOP" if worker is not timing else "SIGCONT")
+                    timing.pipe.send(None)
+            found = wait([worker.pipe for worker in workers], max(0.0, min(end - time.monotonic(), 1e6)))
+            if not found:
+                return
+            for worker in [worker for worker in workers if worker.pipe in found]:
+                try:
+                    message = worker.pipe.recv()
+                except (EOFError, ConnectionError):
+                    workers.remove(worker)
+                    if worker is timing:
+                        timing = None
+                        for other in workers:
+                            other.signal("SIGCONT")
+                    worker.process.join()
+                    status = worker.process.exitcode
+                    worker.close()
+                    if worker.left and status != BROKEN:
+                        yield worker.job.network, failed(worker.left.pop(0), f"its process died (status {status})")
+                    if worker.left:
+                        waiting.insert(0, Job(worker.job.network, tuple(worker.left)))
+                    continue
+                if message is None:
+                    worker.ready = True
+                else:
+                    unit, rows = message
+                    worker.left.remove(unit)
+                    yield worker.job.network, rows
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def here(jobs: Sequence[Job], settings: Settings, end: float) -> Iterator[tuple[str, list[Row]]]:
+    """Yield rows of jobs measured in this process, one after the other."""
+    for job in jobs:
+        for _, rows in results_of(job, settings, lambda: None):
+            yield job.network, rows
+            if time.monotonic() > end:
+                return
+
+
+def networks(
+    networks: tuple[str, ...] = NETWORKS,
+    modes: tuple[Mode, ...] = (),
+    batches: tuple[int, ...] = (),
+    size: int = 224,
+    device: str = "auto",
+    seconds_per_row: float = 10.0,
+    minutes: float = math.inf,
+    jobs: int = os.cpu_count() or 1,
+    cudnn_benchmark: bool = False,
+    out: Path = Path("runs/bench/networks.json"),
+) -> list[Row]:
+    """Time training steps of networks against the same networks converted, and compare their memory.
+
+    Args:
+        networks: torchvision/NAME, timm/NAME, or MODULE:FUNCTION, which returns a classifier, or one and an example.
+        modes: eager, graph (the whole step as one CUDA graph), compiled (both by torch.compile) and backend (the stock
+            network by torch.compile with this library's backend); by default all on a GPU, and eager on a CPU.
+        batches: batch sizes, by default 256 and 32 on a GPU and 8 on a CPU; halved while memory runs out.
+        size: height and width of the images, unless the function returns an example.
+        device: cpu, cuda, or auto.
+        seconds_per_row: time a row no longer than this; a row ends sooner once its speedup is known to 1%.
+        minutes: stop after so many, with what is measured by then; the same command goes on.
+        jobs: on a GPU, build and compile in so many processes, which time one at a time.
+        cudnn_benchmark: let cuDNN choose its algorithms by trial, which takes long.
+        out: the result file, with a picture beside it; the published ones are in results.
+
+    Raises:
+        ValueError: if an option cannot be used, or the file is of another machine.
+
+    Beyond the paper: speed.
+    """
+    end = time.monotonic() + 60 * minutes
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    modes = modes or _default_modes(device)
+    batches = batches or ((256, 32) if device == "cuda" else (8,))
+    _check(networks, modes, device, batches=batches, size=size, jobs=jobs)
+    above(0, seconds_per_row=seconds_per_row, minutes=None if minutes == math.inf else minutes)
+    check_writable(out)
+    settings = Settings(device, size, seconds_per_row, cudnn_benchmark=cudnn_benchmark)
+    machine_here = machine(settings)
+    rows = earlier_rows(out, machine_here)
+    missing = plan(networks, modes, batches, rows)
+    print(f"{len(rows)} rows are measured already, {_count(missing)} are not", flush=True)
+    origin = {"commit": environment()["commit"], "date": time.strftime("%Y-%m-%d")}
+    found = in_turns(missing, settings, jobs, end) if device == "cuda" else here(missing, settings, end)
+    for network, measured in found:
+        for row in measured:
+            row = {"network": network, **row, **origin, "code": digest(row["mode"])}
+            rows[_key(row)] = row
+            print(line(row), flush=True)
+        _write(out, rows, settings, machine_here)
+    for bar in bars(rows.values(), device):
+        print(bar.line())
+    if any("failed" not in row for row in rows.values()):
+        picture(out)
+    if left := _count(plan(networks, modes, batches, rows)):
+        print(f"{left} rows are not measured yet: the same command goes on")
+    return list(rows.values())
+
+
+def _default_modes(device: str) -> tuple[Mode, ...]:
+    if device != "cuda":
+        return ("eager",)
+    backend: tuple[Mode, ...] = ("backend",) if find_spec("batchnorm.dynamo") else ()
+    return ("eager", "graph", "compiled", *backend)
+
+
+def _check(networks: Sequence[str], modes: Sequence[Mode], device: str, **numbers: Any) -> None:
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r}: must be cpu, cuda or auto")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', and torch finds no CUDA device")
+    if device == "cpu" and "graph" in modes:
+        raise ValueError("mode graph needs a CUDA device")
+    if not networks:
+        raise ValueError("networks is empty: give at least one")
+    for name in networks:
+        if not name.startswith(("torchvision/", "timm/")) and not name.partition(":")[2]:
+            raise ValueError(f"'{name}' names no network: write torchvision/NAME, timm/NAME or MODULE:FUNCTION")
+        library = name.partition("/")[0]
+        if library != name and find_spec(library) is None:
+            raise ValueError(f"{name} needs {library}, which is not installed; run: pip install {library}")
+    at_least(1, **numbers)
+
+
+def _count(jobs: Sequence[Job]) -> int:
+    return sum(len(unit.modes) for job in jobs for unit in job.units)
+
+
+def _write(path: Path, rows: Report, settings: Settings, machine_here: dict[str, Any]) -> None:
+    judged = [{**bar._asdict(), "reached": bar.reached} for bar in bars(rows.values(), settings.device)]
+    write_result(path, QUESTION, machine=machine_here, settings=asdict(settings), bars=judged, rows=[*rows.values()])
+
+
+def line(row: Row) -> str:
+    """Return a row as one line of text."""
+    start = f"{row['network']:<30} {row['mode']:<8} batch {row['batch']:>3}"
+    if "failed" in row:
+        return f"{start}: failed: {row['failed']}"
+    halved = "" if row["examples"] == row["batch"] else f", only {row['examples']} fit"
+    low, high = row["interval"]
+    stock, ours = row["stock_peak_bytes"], row["ours_peak_bytes"]
+    memory = f", {ours / stock:.3f} of the memory" if stock else ""
+    return (
+        f"{start}: {row['stock_ms']:8.2f} to {row['ours_ms']:8.2f} ms, {row['speedup']:.3f} times as fast"
+        f" ({low:.3f} to {high:.3f}, {row['pairs']} pairs){memory}, first step"
+        f" {row['stock_first_step_seconds']:.1f} to {row['ours_first_step_seconds']:.1f} s{halved}"
+    )
+
+
+def picture(path: Path) -> None:
+    """Draw the speedups of a result file beside it, or say what is missing for that."""
+    try:
+        require("matplotlib", "report")
+    except MissingExtraError as error:
+        print(f"no picture: {error}, then run the same command again")
+        return
+    draw(json.loads(path.read_text()), path.with_suffix(".png"))
+    print(f"picture: {path.with_suffix('.png')}")
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Write a picture with one panel a mode and one bar a network and batch size, with 95% intervals."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [row for row in report["rows"] if "failed" not in row]
+    modes, names, batches = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mode", "network", "batch"))
+    batches.sort(reverse=True)
+    height = 0.8 / len(batches)
+    figure = Figure(figsize=(3.4 * len(modes) + 2, 0.55 * len(names) + 1.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
+    for axes, mode in zip(panels, modes, strict=True):
+        for k, batch in enumerate(batches):
+            shown = [row for row in rows if (row["mode"], row["batch"]) == (mode, batch)]
+            places = [names.index(row["network"]) + (k - (len(batches) - 1) / 2) * height for row in shown]
+            speedups = [row["speedup"] for row in shown]
+            around = [[abs(row["interval"][i] - row["speedup"]) for row in shown] for i in (0, 1)]
+            axes.barh(places, speedups, 0.9 * height, xerr=around, color=f"C{k}", label=f"batch {batch}", ecolor="0.2")
+            for row, place in zip(shown, places, strict=True):
+                axes.text(0.03, place, f"{row['speedup']:.2f}", va="center", fontsize=8, color="white")
+        axes.axvline(1, color="k", lw=1)
+        axes.set(title=MODE_NAMES[mode], xlabel="times as fast as stock", yticks=range(len(names)), yticklabels=names)
+    panels[0].invert_yaxis()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(batches), fontsize=8)
+    told = report["machine"]
+    figure.suptitle(f"{told['device']}, torch {told['torch']}, {told['steps']}: training steps", fontsize=10)
+    figure.savefig(path, dpi=130)
+
+
+MODE_NAMES = {
+    "eager": "eager",
+    "graph": "one CUDA graph",
+    "compiled": "torch.compile",
+    "backend": "stock, backend='batchnorm'",
+}
+
+
+def _arguments(function: Callable[..., Any]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, kind in {"networks": str, "modes": str, "batches": int}.items():
+        parser.add_argument(f"--{name}", type=kind, nargs="+")
+    for name, kind in {"size": int, "seconds-per-row": float, "minutes": float, "jobs": int, "out": Path}.items():
+        parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--cudnn-benchmark", action="store_true")
+    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    function(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+
+
+if __name__ == "__main__":
+    try:
+        _arguments(networks)
+    except ValueError as error:
+        sys.exit(str(error))

@@ -1,0 +1,256 @@
+"""Training steps of networks, stock against converted: the rows, their intervals, what goes wrong, going on later."""
+
+import json
+import math
+from pathlib import Path
+
+import networks as shapes
+import pytest
+import torch
+from torch import nn
+
+import batchnorm as bn
+from batchnorm.bench import network_steps
+from batchnorm.bench.network_steps import Job, Pair, Settings, Unit, loss_problem, measure, median_interval, results_of
+from batchnorm.bench.networks import bars, in_turns, networks, plan
+from batchnorm.cli import main
+
+SETTINGS = Settings("cpu", size=8, seconds=0.0)
+
+
+def tiny():
+    return nn.Sequential(
+        shapes.BasicBlock(3, 4), nn.Dropout(0.2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
+    )
+
+
+def with_example():
+    return tiny(), torch.randn(4, 3, 6, 7)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.auxiliary = nn.BatchNorm1d(6), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.body(x).relu()
+        return self.head(h), self.auxiliary(h)
+
+
+def two_heads():
+    return TwoHeads(), torch.randn(4, 6)
+
+
+class Greedy(nn.Sequential):
+    """Has memory for eight examples."""
+
+    def forward(self, x):
+        if len(x) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return super().forward(x)
+
+
+def greedy():
+    return Greedy(*tiny())
+
+
+def insatiable():
+    class Insatiable(Greedy):
+        def forward(self, x):
+            if self.training and torch.is_grad_enabled() and len(x) != 8:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(x)
+
+    return Insatiable(*tiny())
+
+
+def not_convertible():
+    raise RuntimeError("no such luck\nat all")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(network_steps, "GROUP_SECONDS", 0.0)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))  # where test_networks:tiny is looked for
+
+
+def run(out, *names, **options):
+    names = [f"test_networks:{name}" for name in names]
+    return networks(tuple(names), size=8, device="cpu", seconds_per_row=1e-9, out=out, **options)
+
+
+def test_writes_rows_bars_and_a_picture(tmp_path, capsys):
+    out = tmp_path / "results" / "networks.json"
+    rows = run(out, "with_example", "two_heads", batches=(4, 2))
+    written = json.loads(out.read_text())
+    assert written["rows"] == rows
+    assert [(row["network"][14:], row["batch"]) for row in rows] == [
+        (name, batch) for name in ("with_example", "two_heads") for batch in (4, 2)
+    ]
+    assert written["environment"]["torch"] == written["machine"]["torch"] == torch.__version__
+    shown = capsys.readouterr().out
+    for row in rows:
+        low, high = row["interval"]
+        assert low <= row["speedup"] <= high
+        assert row["pairs"] == network_steps.MIN_PAIRS
+        assert row["stock_losses"] == pytest.approx(row["ours_losses"], rel=1e-3)
+        assert row["convert_seconds"] > 0
+        assert f"{row['speedup']:.3f} times as fast" in shown
+    assert rows[0]["fused"].startswith("convert: 2 of 2 BN layers") or print(rows[0]["fused"])
+    assert [bar["what"] for bar in written["bars"]] == [bar.what for bar in bars(rows, "cpu")]
+    assert out.with_suffix(".png").stat().st_size > 1000
+
+
+def test_goes_on_with_the_rows_that_are_missing_or_of_other_code(tmp_path, capsys):
+    out = tmp_path / "networks.json"
+    (first,) = run(out, "tiny", batches=(2,))
+    rows = run(out, "tiny", batches=(2, 4))
+    assert "1 rows are measured already, 1 are not" in capsys.readouterr().out
+    assert rows[0] == first
+    report = json.loads(out.read_text())
+    report["rows"][0]["code"] = "another"
+    out.write_text(json.dumps(report))
+    assert [row["batch"] for row in run(out, "tiny", batches=(2, 4))] == [4, 2]
+    with pytest.raises(ValueError, match="give another --out"):
+        networks(("test_networks:tiny",), size=9, device="cpu", out=out)
+
+
+def test_stops_in_time_and_says_what_is_left(tmp_path, capsys):
+    rows = run(tmp_path / "networks.json", "tiny", "two_heads", batches=(2,), minutes=1e-9)
+    assert len(rows) == 1
+    assert "1 rows are not measured yet: the same command goes on" in capsys.readouterr().out
+
+
+def test_a_form_with_another_loss_is_not_timed():
+    torch.manual_seed(0)
+    net, example = tiny(), torch.randn(4, 3, 8, 8)
+    wrong = bn.convert(net, example)
+    with torch.no_grad():
+        wrong[0].bn1.weight.mul_(-1)
+        wrong[4].bias.add_(torch.arange(5.0))
+    pair = Pair(net, wrong, example, 5, 0.0, "")
+    (row,) = measure(pair, Unit(4, ("eager",)), SETTINGS, lambda: None)
+    assert "speedup" not in row
+    assert "of step 1 is" in row["failed"]
+    assert row["ours_losses"] != row["stock_losses"]
+    assert loss_problem([1.0], [math.nan])
+    assert loss_problem([1.0], [1.01])
+    assert loss_problem([1.0, 1.0], [1.0, 1.01]) is loss_problem([1.0], [1.01], compiled=True) is None
+
+
+def test_batches_are_halved_until_they_fit(tmp_path, capsys):
+    (row,) = run(tmp_path / "networks.json", "greedy", batches=(32,))
+    assert (row["batch"], row["examples"]) == (32, 8)
+    assert "only 8 fit" in capsys.readouterr().out
+    (row,) = run(tmp_path / "others.json", "insatiable", batches=(4,))
+    assert row["failed"] == "out of memory with 2 examples"
+
+
+def test_a_network_that_fails_leaves_rows_that_say_so(tmp_path, capsys):
+    rows = run(tmp_path / "networks.json", "not_convertible", "absent", "tiny", batches=(2,))
+    assert [row.get("failed") for row in rows] == [
+        "RuntimeError: no such luck",
+        "ValueError: cannot make test_networks:absent: module 'test_networks' has no attribute 'absent'",
+        None,
+    ]
+
+
+def test_intervals_hold_the_median_as_often_as_they_say():
+    generator = torch.Generator().manual_seed(0)
+    for n in (6, 9, 20):
+        held = 0
+        for _ in range(1000):
+            _, low, high = median_interval(torch.randn(n, generator=generator).tolist())
+            held += low <= 0 <= high
+        assert held >= 940
+    assert median_interval([1.0, 3.0]) == (2.0, 1.0, 3.0)
+    # n = 20: P(Binomial(20, 1/2) < 6) is 2.07%, and below 7 it is 5.8%.
+    assert median_interval(range(20)) == (9.5, 5, 14)
+
+
+def row(network="torchvision/resnet50", mode="eager", batch=256, speedup=1.0, **changed):
+    return {
+        "network": network, "mode": mode, "batch": batch, "examples": batch, "speedup": speedup,
+        "interval": [speedup - 0.01, speedup + 0.01], "stock_peak_bytes": 100, "ours_peak_bytes": 101,
+        "stock_ms": 10.0, "ours_ms": 10 / speedup,
+        "stock_first_step_seconds": 10.0, "ours_first_step_seconds": 11.0, **changed,
+    }  # fmt: skip
+
+
+def test_bars():
+    rows = [
+        row(speedup=1.5),
+        row("timm/resnet50", speedup=1.2, ours_peak_bytes=110),
+        row(batch=32, speedup=0.9),
+        row(mode="compiled", speedup=1.2),
+        row(mode="graph", failed="no"),
+    ]
+    judged = {bar.what: (bar.measured and round(bar.measured, 3), bar.reached) for bar in bars(rows, "cuda")}
+    assert judged == {
+        "upper end of the slowest row's 95% interval": (0.91, False),
+        "eager, batch 256: speedup, geometric mean": (round(math.sqrt(1.8), 3), True),
+        "eager, batch 32: speedup, geometric mean": (0.9, False),
+        "torch.compile: speedup, geometric mean": (1.2, True),
+        "torch.compile(backend='batchnorm'): speedup, geometric mean": (None, None),
+        "CUDA graph: speedup, geometric mean": (None, None),
+        "torchvision/resnet50, eager, batch 256: time over stock's": (0.667, True),
+        "torchvision/resnet50, torch.compile, batch 256: speedup, geometric mean": (1.2, True),
+        "eager: peak memory over stock's, worst": (1.1, False),
+        "torch.compile: peak memory over stock's, worst": (1.01, True),
+        "torch.compile: CPU time to compile over stock's, worst": (1.1, True),
+    }
+
+
+def test_rows_that_compile_come_last_and_share_the_stock_network():
+    modes, done = ("eager", "graph", "compiled", "backend"), {("b", "eager", 256): {}, ("a", "backend", 32): {}}
+    assert plan(("a", "b"), modes, (256, 32), done) == [
+        Job("a", (Unit(256, ("eager",)), Unit(256, ("graph",)), Unit(32, ("eager",)), Unit(32, ("graph",)))),
+        Job("b", (Unit(256, ("graph",)), Unit(32, ("eager",)), Unit(32, ("graph",)))),
+        Job("a", (Unit(256, ("compiled", "backend")),)),
+        Job("b", (Unit(256, ("compiled", "backend")),)),
+        Job("a", (Unit(32, ("compiled",)),)),
+        Job("b", (Unit(32, ("compiled", "backend")),)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--networks", "resnet18"], "write torchvision/NAME, timm/NAME or MODULE:FUNCTION"),
+        (["--modes", "graph"], "mode graph needs a CUDA device"),
+        (["--batches", "0"], "batches=0: must be 1 or more"),
+        (["--minutes", "0"], "minutes=0.0: must be above 0"),
+    ],
+)
+def test_options_that_cannot_be_used(words, said, capsys):
+    given = words if "--networks" in words else [*words, "--networks", "torch.nn:Identity"]
+    assert main(["bench", "networks", "--device", "cpu", *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_compiled_forms_are_measured_against_the_compiled_stock_network():
+    ((_, (row,)),) = results_of(Job("test_networks:two_heads", (Unit(4, ("compiled",)),)), SETTINGS, lambda: None)
+    assert row["speedup"] > 0
+    assert row["stock_losses"] == pytest.approx(row["ours_losses"], rel=1e-3)
+
+
+def dies():
+    import os
+
+    os._exit(7)
+
+
+@pytest.mark.dist
+def test_processes_prepare_side_by_side_and_a_death_fails_one_unit_only():
+    units = (Unit(2, ("eager",)), Unit(4, ("eager",)))
+    jobs = [Job("test_networks:tiny", units), Job("test_networks:dies", units[:1])]
+    results = in_turns(jobs, SETTINGS, 2, math.inf)
+    found = [(name, row["batch"], row.get("failed")) for name, rows in results for row in rows]
+    assert sorted(found, key=str) == [
+        ("test_networks:dies", 2, "its process died (status 7)"),
+        ("test_networks:tiny", 2, None),
+        ("test_networks:tiny", 4, None),
+    ]
