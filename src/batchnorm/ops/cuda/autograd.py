@@ -288,8 +288,8 @@ def _fake_backward(
     return empty_dense(x, g, x.dtype), stats.new_empty(x.shape[1]), stats.new_empty(x.shape[1]), dr
 
 
-def _differentiable(op: Any) -> Any:
-    """Return what autograd runs for an operator."""
+def _differentiable(op: Any, kernel: Any) -> Any:
+    """Return what autograd runs for an operator, whose kernel is given too."""
 
     def below(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -297,7 +297,8 @@ def _differentiable(op: Any) -> Any:
 
     def run(*args: Any) -> Any:
         if not (torch.is_grad_enabled() and _any_requires_grad(*args[:4])):
-            return below(*args)
+            # A second way through the dispatcher would take longer than a launch, in every compiled layer.
+            return kernel(*args) if is_unseen(*args[:4]) else below(*args)
         rest = args[4:-1]
         again = lambda call, keep_bits: below(*args[:4], *rest, keep_bits)  # noqa: E731
         return _Fused.apply(*args[:4], _call_of(*args)[0], again, False)  # type: ignore[no-untyped-call]
@@ -334,4 +335,4 @@ for _name, _kernel, _fake in (
     _library.impl(_name, _whole(_kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"batchnorm::{_name}", _whole(_fake), lib=_library)
 for _op in (torch.ops.batchnorm.fused.default, torch.ops.batchnorm.fused_.default):
-    _library.impl(_op, _differentiable(_op), "Autograd")
+    _library.impl(_op, _differentiable(_op, _whole(_fused)), "Autograd")
