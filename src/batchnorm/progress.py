@@ -1,11 +1,12 @@
-"""A progress bar for passes that take long: rich's on a terminal, plain lines elsewhere, nothing for short ones."""
+"""Progress on stderr: rich's bars on a terminal, plain lines elsewhere, nothing for short passes."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
-from typing import TypeVar
+from importlib.util import find_spec
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 PATIENCE = 3.0
@@ -18,35 +19,93 @@ def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterat
     >>> list(progress([1, 2], "counting"))
     [1, 2]
 
-    Beyond the paper: for people who wait.
+    Beyond the paper: the command line.
     """
     if total is None and isinstance(items, Sized):
         total = len(items)
     start = time.monotonic()
     iterator = enumerate(items, 1)
-    for done, item in iterator:
+    for _, item in iterator:
         yield item
         if time.monotonic() - start > PATIENCE:
-            show = _bar if sys.stderr.isatty() else _lines
-            yield from show(iterator, label, done, total)
-            return
-
-
-def _bar(rest: Iterator[tuple[int, T]], label: str, done: int, total: int | None) -> Iterator[T]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total, completed=done)
-        for done, item in rest:
+            break
+    else:
+        return
+    with Display(transient=True) as display:
+        display.add(label, total)
+        for done, item in iterator:
             yield item
-            bar.update(task, completed=done)
+            display.update(label, done)
 
 
-def _lines(rest: Iterator[tuple[int, T]], label: str, done: int, total: int | None) -> Iterator[T]:
-    last = float("-inf")
-    for done, item in rest:
-        yield item
-        if time.monotonic() - last > LINE_EVERY:
-            last = time.monotonic()
-            print(f"{label}: {done}" + (f" of {total}" if total else ""), file=sys.stderr, flush=True)
+class Display:
+    """Show how far several things are, by name; for use in a ``with`` statement.
+
+    Args:
+        every: without a terminal, print a line for each name at most once in so many seconds.
+        transient: on a terminal, remove the bars at the end.
+
+    Beyond the paper: the command line.
+    """
+
+    def __init__(self, every: float = LINE_EVERY, *, transient: bool = False) -> None:
+        self.every = every
+        self._shown: dict[str, _Shown] = {}
+        self.bars = _rich_bars(transient) if sys.stderr.isatty() and find_spec("rich") else None
+
+    def __enter__(self) -> Display:
+        if self.bars is not None:
+            self.bars.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.bars is not None:
+            self.bars.stop()
+
+    def add(self, name: str, total: int | None = None, unit: str = "") -> None:
+        """Show one more thing, which ends at ``total``; lines say the unit before the number."""
+        task = None if self.bars is None else self.bars.add_task(name, total=total)
+        self._shown[name] = _Shown(task, total, f"{unit} " if unit else "")
+
+    def update(self, name: str, done: int, text: str = "") -> None:
+        """Show that something is at ``done``, and a text about it."""
+        shown = self._shown[name]
+        shown.done, shown.text = done, f", {text}" if text else ""
+        if self.bars is not None:
+            self.bars.update(shown.task, completed=done, description=f"{name}{shown.text}")
+        elif time.monotonic() - shown.printed > self.every:
+            shown.printed = time.monotonic()
+            self.say(f"{name}: {shown}")
+
+    def end(self, name: str, how: str) -> None:
+        """Say how something ended, and show it no longer."""
+        shown = self._shown.pop(name)
+        if self.bars is not None:
+            self.bars.remove_task(shown.task)
+        self.say(f"{name}: {how}" + (f" at {shown}" if shown.done else ""))
+
+    def say(self, text: str) -> None:
+        """Print a line, above the bars."""
+        if self.bars is not None:
+            self.bars.console.print(text, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+class _Shown:
+    """How far one thing is."""
+
+    def __init__(self, task: Any, total: int | None, unit: str) -> None:
+        self.task, self.total, self.unit = task, total, unit
+        self.done, self.text, self.printed = 0, "", float("-inf")
+
+    def __str__(self) -> str:
+        return f"{self.unit}{self.done:,}" + (f" of {self.total:,}" if self.total else "") + self.text
+
+
+def _rich_bars(transient: bool) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=transient)

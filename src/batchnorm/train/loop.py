@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..data import Augment, ImageBatches, Normalize, open_images, seed_at
 from ..data.fingerprint import describe_data
 from ..evaluate import Accuracy, count_correct
+from ..jobs import Stopped, StopSignal, stop_signal
 from ..monitor import Monitor
 from . import checkpoint
 from .distributed import Ranks, ranks
@@ -19,7 +20,7 @@ from .finish import folded_network, population_network
 from .lock import locked
 from .recipe import Recipe
 from .report import Reporter
-from .run import Options, Result, Stopped, StopSignal, claim_folder, compare, hardware, stop_signal, write_result
+from .run import Options, Result, claim_folder, compare, hardware, write_result
 from .schedule import exponential_rate
 from .step import TrainStep, make_optimizer
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -116,49 +113,6 @@ class Result:
     corrupt_files: tuple[str, ...] = ()
     """the first of those that could not be read, of both splits"""
     hardware: dict[str, Any] = field(default_factory=dict)
-
-
-class Stopped(Exception):
-    """Say that a run was asked to stop and has saved its state.
-
-    Beyond the paper: resuming.
-    """
-
-
-class StopSignal:
-    """Remember that SIGTERM or Ctrl-C came, so that the loop can finish its step and save first.
-
-    Beyond the paper: resuming.
-    """
-
-    requested = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Take the signal; a second Ctrl-C is not waited for."""
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.requested = True
-
-
-@contextmanager
-def stop_signal() -> Iterator[StopSignal]:
-    """Catch SIGTERM and Ctrl-C inside the block, and give the handlers back after it.
-
-    >>> import os
-    >>> with stop_signal() as stop:
-    ...     os.kill(os.getpid(), signal.SIGTERM)
-    ...     print(stop.requested)
-    True
-
-    Beyond the paper: resuming.
-    """
-    stop = StopSignal()
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) -> None:

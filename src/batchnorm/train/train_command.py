@@ -15,13 +15,14 @@ from ..data.sizes import small_images_note
 from ..data.source import check_complete, open_source
 from ..errors import between
 from ..extras import check_installed
+from ..jobs import Stopped
 from ..models import describe as describe_network
 from ..models.bn_inception.appendix import claims
 from ..models.bn_inception.network import early_strides_note
 from .distributed import device_of
 from .loop import train as train_recipe
 from .recipe import RECIPES, Recipe
-from .run import Options, Result, Stopped
+from .run import Options, Result
 
 RecipeName = Literal[
     "inception", "bn-baseline", "bn-x5", "bn-x30", "bn-x5-sigmoid", "inception-x5", "inception-sigmoid",
