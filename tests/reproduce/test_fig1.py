@@ -80,7 +80,7 @@ def test_the_folded_network_is_the_unfolded_one(finished):
 def test_every_measure_is_recorded(finished):
     for r in read_runs([finished]):
         assert r.layers == ["sigmoid1", "sigmoid2", "sigmoid3"]
-        assert r.percentiles[0].step == 0
+        assert [record.step for record in r.percentiles] == list(range(0, 601, 10))
         assert r.percentiles[-1].percentiles["sigmoid3"].z.shape == (3, 100)
         assert list(r.gradient_changes[0].gradient_change) == ["linear2", "linear3", "output"]
         assert (r.percentiles[0].percentiles["sigmoid1"].x is not r.percentiles[0].percentiles["sigmoid1"].z) == (

@@ -52,7 +52,9 @@ def run(
     clock = _Clock(seconds)
     probe = data.test.images[:PROBE]
     watch = _Watch(setting, folder, net, data, progress, clock)
-    with Monitor(net, percentiles=PERCENTILES, probe=probe, sinks=[JSONLines(folder.metrics)]) as monitor:
+    with JSONLines(folder.metrics) as sink:
+        # Not entered: it would count the training passes, and record some of them by itself.
+        monitor = Monitor(net, percentiles=PERCENTILES, probe=probe, sinks=[sink])
         if step == 0:
             watch.measure(0, float("nan"), monitor)
         for now, loss in train_(net, data.train, setting, watch.marks, start=step):

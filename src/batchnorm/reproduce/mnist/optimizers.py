@@ -14,9 +14,8 @@ from ...data import Digits
 from ...errors import SEED_MAX, above, at_least, between
 from ...results import check_writable
 from ..publish import colour, label, publish
-from .eager import train_eagerly_
 from .parallel import digits, spread_out
-from .training import Setting, accuracy
+from .training import Setting, accuracy, train_
 
 Parameters = Any
 OPTIMIZERS: dict[str, Callable[[Parameters], Optimizer]] = {
@@ -87,7 +86,7 @@ def _train(job: tuple[str, Setting, int]) -> dict[str, Any]:
     optimizer = OPTIMIZERS[name](net.parameters())
     marks = [max(setting.steps * k // 20, 1) for k in range(1, 21)]
     data = Digits(train.images[:examples], train.labels[:examples])
-    found = [(step, loss, accuracy(net, test)) for step, loss in train_eagerly_(net, data, setting, optimizer, marks)]
+    found = [(step, loss, accuracy(net, test)) for step, loss in train_(net, data, setting, marks, optimizer=optimizer)]
     steps, losses, accuracies = map(list, zip(*found, strict=True))
     return {
         "optimizer": name,

@@ -15,9 +15,8 @@ from ...errors import above, at_least
 from ...layers import BatchNorm1d
 from ...results import check_writable
 from ..publish import BLUE, GREEN, publish
-from .eager import train_eagerly_
 from .parallel import digits, spread_out
-from .training import Setting, accuracy
+from .training import Setting, accuracy, train_
 
 Where = Literal["before", "after"]
 NONLINEARITIES = {"sigmoid": nn.Sigmoid, "relu": nn.ReLU}
@@ -120,9 +119,8 @@ def build(where: Where, nonlinearity: str, std: float, seed: int) -> nn.Sequenti
 def _train(job: tuple[Where, str, Setting]) -> dict[str, Any]:
     where, name, setting = job
     net, data = build(where, name, setting.std, setting.seed), digits()
-    optimizer = torch.optim.SGD(net.parameters(), lr=setting.rate)
     found = {"0": shapes(net, data.test.images[:5000])}
-    for step, _ in train_eagerly_(net, data.train, setting, optimizer, [setting.steps]):
+    for step, _ in train_(net, data.train, setting, [setting.steps]):
         found[str(step)] = shapes(net, data.test.images[:5000])
     return {"accuracy": accuracy(net, data.test), "shapes": found}
 

@@ -18,9 +18,8 @@ from ...layers import BatchNorm1d
 from ...models import perceptron
 from ...results import check_writable
 from ..publish import BLUE, GREEN, ORANGE, publish
-from .eager import train_eagerly_
 from .parallel import digits, spread_out
-from .training import Setting
+from .training import Setting, train_
 
 VARIANTS = {
     "centring outside the gradient": ORANGE,
@@ -155,9 +154,8 @@ def build(variant: str, std: float, seed: int) -> nn.Sequential:
 def _whole(job: tuple[str, Setting, Sequence[int]]) -> dict[str, Any]:
     variant, setting, marks = job
     net, data = build(variant, setting.std, setting.seed), digits()
-    optimizer = torch.optim.SGD(net.parameters(), lr=setting.rate)
     rows = []
-    for step, loss in train_eagerly_(net, data.train, setting, optimizer, marks):
+    for step, loss in train_(net, data.train, setting, marks):
         hidden = [m for m in net if isinstance(m, nn.Linear)][:-1]
         rows.append(
             {

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from ...data import Digits
 from ...errors import SEED_MAX, above, at_least, between
 from ...models import perceptron
-from .lean import LeanSGD
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,39 @@ def order(setting: Setting, examples: int, start: int, stop: int) -> Tensor:
 
 
 def train_(
-    net: nn.Sequential, data: Digits, setting: Setting, marks: Iterable[int], start: int = 0
+    net: nn.Module,
+    data: Digits,
+    setting: Setting,
+    marks: Iterable[int],
+    *,
+    start: int = 0,
+    optimizer: Optimizer | None = None,
 ) -> Iterator[tuple[int, float]]:
-    """Train from step ``start`` on and yield (step, loss of its batch) at each of the marks, in order.
+    """Train on the mean cross-entropy and yield (step, loss of its batch) at each of the marks, in order.
 
-    Step t means that t updates were made; between two marks the network is out of sight.
+    Step t means that t updates were made.
 
-    Paper: Sec. 4.1
+    Args:
+        net: the network; it is trained in place.
+        data: the examples, of which :func:`order` takes a batch for each step.
+        setting: the steps, the batch size, the seed and the rate.
+        marks: steps to stop at; those up to ``start`` and those after the last step are skipped.
+        start: steps already taken.
+        optimizer: by default plain stochastic gradient descent at the setting's rate.
+
+    Paper: Sec. 3.1; Sec. 4.1
     """
-    sgd = LeanSGD(net, data, setting.rate, setting.batch_size)
+    optimizer = optimizer or SGD(net.parameters(), lr=setting.rate)
     for mark in sorted({m for m in marks if start < m <= setting.steps}):
-        loss = sgd.run_(order(setting, len(data.images), start, mark))
+        for rows in order(setting, len(data.images), start, mark).unbind():
+            # images[rows] would take longer.
+            images, labels = data.images.index_select(0, rows), data.labels.index_select(0, rows)
+            loss = F.cross_entropy(net(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
         start = mark
-        yield mark, loss
+        yield mark, loss.item()
 
 
 @torch.no_grad()
