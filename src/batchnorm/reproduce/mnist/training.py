@@ -113,17 +113,3 @@ def accuracy(net: nn.Module, digits: Digits) -> float:
         return float((predictions == digits.labels).double().mean())
     finally:
         net.train(mode)
-
-
-def accuracy_steps(steps: int) -> list[int]:
-    """Return the steps at which accuracy is taken: dense while it rises, then every fiftieth of the run.
-
-    >>> accuracy_steps(50_000)[:3], len(accuracy_steps(50_000)), accuracy_steps(50_000)[-1]
-    ([100, 200, 300], 71, 50000)
-
-    Paper: Fig. 1 a
-    """
-    early = {*range(100, 1000, 100), *range(1000, 5000, 250)}
-    every = max(steps // 50, 100)
-    late = range(every, steps + 1, every)
-    return sorted({s for s in {*early, *late, steps} if s <= steps})

@@ -8,7 +8,6 @@ import signal
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import FrameType
@@ -18,8 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from ...errors import JobsFailedError, sentence
-from .network_run import run
-from .run_folder import RunFolder
+from .network_run import check_config, run
 from .threads import one_thread, use_one_thread
 from .training import Setting
 
@@ -45,9 +43,9 @@ def run_all(settings: Mapping[str, Setting], out: Path, *, resume: bool, process
     Paper: Sec. 4.1
     """
     for name, setting in settings.items():
-        # Here as well as in the run itself: before any process starts.
-        mine = {k: v for k, v in asdict(setting).items() if not (resume and k == "steps")}
-        RunFolder(out / name).check_same(mine)
+        # The run checks it too; this is before any process starts.
+        (out / name).mkdir(parents=True, exist_ok=True)
+        check_config(out / name, setting, resume=resume)
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     with _interruptible(stop), _Bars(settings) as bars:
