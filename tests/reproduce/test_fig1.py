@@ -13,7 +13,6 @@ from batchnorm.cli import main
 from batchnorm.report.runs import read_runs
 from batchnorm.reproduce.mnist.fig1 import Fig1, fig1
 from batchnorm.reproduce.mnist.network_run import run, save
-from batchnorm.reproduce.mnist.threads import one_thread
 from batchnorm.reproduce.mnist.training import Setting
 
 SCRIPT = """
@@ -40,13 +39,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def test_the_threads_of_the_caller_are_left_alone():
-    torch.set_num_threads(2)
-    with one_thread():
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == 2
 
 
 @pytest.fixture(scope="module")

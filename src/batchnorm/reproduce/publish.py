@@ -50,7 +50,7 @@ def publish(
     """
     out: Path = options.out
     given = {key: value for key, value in asdict(options).items() if key != "out"}
-    # Whatever this process may use, each training ran on one thread: parallel.py.
+    # Whatever this process may use, each training ran on one thread: processes.map_on_cores.
     result = {"claim": claim, "options": given, "environment": {**environment(), "threads": 1}, **findings}
     result["verdicts"] = dict(verdicts)
     path = write_json(out / f"{name}.json", result)

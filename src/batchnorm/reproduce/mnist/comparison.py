@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import above, at_least
+from ...processes import map_on_cores
 from ...results import check_writable
 from ..publish import colour, label, publish
-from .parallel import accuracies, held_out, spread_out
-from .training import Setting
+from .training import Setting, accuracies, held_out
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _sweep(options: Comparison) -> Table:
         for rate in options.rates
         for seed in range(options.seeds)
     ]
-    return _by_kind_and_rate(jobs, spread_out(_on_held_out, jobs, options.processes))
+    return _by_kind_and_rate(jobs, map_on_cores(_on_held_out, jobs, options.processes))
 
 
 def _trained(options: Comparison, pairs: Sequence[tuple[bool, float]]) -> Table:
@@ -102,7 +102,7 @@ def _trained(options: Comparison, pairs: Sequence[tuple[bool, float]]) -> Table:
         for kind, rate in pairs
         for seed in range(options.seeds)
     ]
-    return _by_kind_and_rate(jobs, spread_out(_on_test, jobs, options.processes))
+    return _by_kind_and_rate(jobs, map_on_cores(_on_test, jobs, options.processes))
 
 
 def _on_held_out(job: tuple[Setting, Sequence[int]]) -> list[float]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import above, at_least
+from ...processes import map_on_cores
 from ...results import check_writable
 from ..publish import colour, label, publish
-from .parallel import accuracies, spread_out
-from .training import Setting
+from .training import Setting, accuracies
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def init(options: Init) -> dict[str, Any]:
         for seed in range(options.seeds)
     ]
     results: dict[tuple[bool, float], list[float]] = {}
-    for setting, final in zip(jobs, spread_out(_final, jobs, options.processes), strict=True):
+    for setting, final in zip(jobs, map_on_cores(_final, jobs, options.processes), strict=True):
         results.setdefault((setting.batch_norm, setting.std), []).append(final)
     rows: list[dict[str, Any]] = [
         {

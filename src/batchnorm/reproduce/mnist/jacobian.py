@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ...errors import SEED_MAX, above, at_least, between
 from ...layers import BatchNorm1d
+from ...processes import map_on_cores
 from ...results import check_writable
 from ..publish import GREY, colour, label, publish
-from .parallel import digits, spread_out
-from .training import Setting, order, train_
+from .training import Setting, digits, order, train_
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def jacobian(options: Jacobian) -> dict[str, Any]:
     """
     check_writable(options.out / "jacobian.json")
     settings = [Setting(kind, options.steps, options.rate, options.std, seed=options.seed) for kind in (False, True)]
-    results = spread_out(_measure, [(s, options.examples) for s in settings], options.processes)
+    results = map_on_cores(_measure, [(s, options.examples) for s in settings], options.processes)
     rows = [
         {"network": label(s.batch_norm), **row} for s, found in zip(settings, results, strict=True) for row in found
     ]

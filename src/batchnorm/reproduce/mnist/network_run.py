@@ -9,7 +9,7 @@ import io
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from ...data import MNIST, mnist
 from ...inference import fold
+from ...jobs import Stopped, StopSignal, stop_signal
 from ...monitor import Monitor
 from ...monitor.sinks import as_json
 from ...population import estimate_
+from ...processes import one_thread
 from ...results import environment, read_json, write_atomically, write_json
 from ...train.lock import locked
 from ...train.metrics import Metrics
@@ -33,7 +35,49 @@ GRADIENT_RECORDS = 25
 CHECKPOINTS = 10
 SEGMENT = 100
 
-Progress = Callable[[int, float, float], None]
+Show = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class NetworkRun:
+    """The training of one network, which several processes can do side by side: a :class:`batchnorm.jobs.Job`.
+
+    Paper: Sec. 4.1
+    """
+
+    folder: Path
+    setting: Setting
+    resume: bool = False
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.folder.name
+
+    @property
+    def steps(self) -> int:
+        """Training steps."""
+        return self.setting.steps
+
+    def prepare(self) -> None:
+        """Make the folder and check that it holds no run of other options, before any process starts."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        check_config(self.folder, self.setting, resume=self.resume)
+        (self.folder / "summary.json").unlink(missing_ok=True)  # an old one does not mean that this run has finished
+
+    def finished(self) -> bool:
+        """Return whether the run reached its last step."""
+        return (self.folder / "summary.json").exists()
+
+    def __call__(self) -> None:
+        """Train in a process of its own, with one thread."""
+        with one_thread(), stop_signal() as stop:
+            if not self.train(stop):
+                raise Stopped("stopped before the end")
+
+    def train(self, stop: StopSignal, show: Show = lambda step, text: None) -> bool:
+        """Train until the end, or until a stop is requested; return whether it was the end."""
+        return run(self.setting, self.folder, resume=self.resume, stopped=lambda: stop.requested, show=show)
 
 
 def run(
@@ -42,7 +86,7 @@ def run(
     *,
     resume: bool = False,
     stopped: Callable[[], bool] = lambda: False,
-    progress: Progress = lambda step, loss, accuracy: None,
+    show: Show = lambda step, text: None,
 ) -> bool:
     """Train one network into ``folder``; return whether it reached its last step.
 
@@ -51,7 +95,7 @@ def run(
         folder: the run's folder; it is made if missing.
         resume: continue from the folder's checkpoint, if there is one.
         stopped: asked at least every 100 steps; if it returns True, the run saves a checkpoint and ends.
-        progress: called with the step, the loss and the last test accuracy every 100 steps.
+        show: called every 100 steps with the step and a text, the loss and the last test accuracy.
 
     Raises:
         ValueError: if the folder holds a run of other options, a checkpoint that cannot be read, or is in use by
@@ -64,7 +108,7 @@ def run(
         step, seconds, position = _resume(folder, net, setting) if resume else _start(folder, setting)
         began = time.perf_counter() - seconds
         with closing(Metrics(folder / "metrics.jsonl", position)) as metrics:
-            watch = _Watch(setting, net, data, metrics, progress)
+            watch = _Watch(setting, net, data, metrics, show)
             if step == 0:
                 watch.measure(0, float("nan"))
             for now, loss in train_(net, data.train, setting, watch.marks, start=step):
@@ -146,8 +190,8 @@ def _config(setting: Setting) -> dict[str, Any]:
 class _Watch:
     """Decide what is measured at which steps, measure it and write it to the metrics."""
 
-    def __init__(self, setting: Setting, net: nn.Sequential, data: MNIST, metrics: Metrics, progress: Progress) -> None:
-        self.setting, self.net, self.data, self.metrics, self.progress = setting, net, data, metrics, progress
+    def __init__(self, setting: Setting, net: nn.Sequential, data: MNIST, metrics: Metrics, show: Show) -> None:
+        self.setting, self.net, self.data, self.metrics, self.show = setting, net, data, metrics, show
         # Not entered as a context: it would count the training passes, and record some of them by itself.
         self.monitor = Monitor(net, percentiles=PERCENTILES, probe=data.test.images[:PROBE])
         steps = setting.steps
@@ -167,7 +211,7 @@ class _Watch:
         if step % SEGMENT == 0:
             if step:
                 self.metrics.write({"step": step, "loss": float(f"{loss:.5g}")})
-            self.progress(step, loss, self.accuracy)
+            self.show(step, (f"loss {loss:.4f}, " if step else "") + f"accuracy {self.accuracy:.2%}")
         if step in self.record_at:
             self.metrics.write(as_json(self.monitor.record(step)))
         if step in self.gradients_at:

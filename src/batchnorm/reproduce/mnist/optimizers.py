@@ -12,10 +12,10 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from ...data import Digits
 from ...errors import SEED_MAX, above, at_least, between
+from ...processes import map_on_cores
 from ...results import check_writable
 from ..publish import colour, label, publish
-from .parallel import digits, spread_out
-from .training import Setting, accuracy, train_
+from .training import Setting, accuracy, digits, train_
 
 Parameters = Any
 OPTIMIZERS: dict[str, Callable[[Parameters], Optimizer]] = {
@@ -68,7 +68,7 @@ def optimizers(options: Optimizers) -> dict[str, Any]:
             steps, size = (options.batch_steps, options.batch) if full else (options.steps, 60)
             setting = Setting(kind, steps, std=options.std, batch_size=size, seed=options.seed)
             jobs.append((name, setting, options.batch if full else 60_000))
-    rows = spread_out(_train, jobs, options.processes)
+    rows = map_on_cores(_train, jobs, options.processes)
     claim = "A model employing Batch Normalization can be trained using batch gradient descent, or Stochastic Gradient"
     claim += " Descent with a mini-batch size m > 1, or with any of its variants such as Adagrad."
     verdicts = {

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ...errors import above, at_least
 from ...layers import BatchNorm1d
+from ...processes import map_on_cores
 from ...results import check_writable
 from ..publish import BLUE, GREEN, publish
-from .parallel import digits, spread_out
-from .training import Setting, accuracy, train_
+from .training import Setting, accuracy, digits, train_
 
 Where = Literal["before", "after"]
 NONLINEARITIES = {"sigmoid": nn.Sigmoid, "relu": nn.ReLU}
@@ -61,7 +61,7 @@ def placement(options: Placement) -> dict[str, Any]:
         for where in kinds
         for seed in range(options.seeds)
     ]
-    results = spread_out(_train, jobs, options.processes)
+    results = map_on_cores(_train, jobs, options.processes)
     rows = []
     for name in NONLINEARITIES:
         for where in kinds:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ...errors import SEED_MAX, above, at_least, between
 from ...monitor.taps import Taps, probing
+from ...processes import map_on_cores
 from ...results import check_writable
 from ..publish import colour, label, publish
-from .parallel import digits, spread_out
-from .training import Setting, train_
+from .training import Setting, digits, train_
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def saturation(options: Saturation) -> dict[str, Any]:
     jobs = [(setting, marks, options.tail) for setting in settings]
     rows: list[dict[str, Any]] = [
         {"network": label(s.batch_norm), "std": s.std, "steps": marks, "saturated": fractions}
-        for s, fractions in zip(settings, spread_out(_follow, jobs, options.processes), strict=True)
+        for s, fractions in zip(settings, map_on_cores(_follow, jobs, options.processes), strict=True)
     ]
     claim = "Batch Normalization makes it possible to use saturating nonlinearities by preventing the network from"
     claim += " getting stuck in the saturated modes."

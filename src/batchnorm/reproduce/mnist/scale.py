@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from ...errors import SEED_MAX, above, at_least, between
 from ...layers import BatchNorm1d
 from ...ops import reference
+from ...processes import map_on_cores
 from ...results import check_writable
 from ..publish import colour, label, publish
-from .parallel import digits, spread_out
-from .training import Setting, train_
+from .training import Setting, digits, train_
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def scale(options: Scale) -> dict[str, Any]:
         for kind in (False, True)
         for rate in options.rates
     ]
-    results = spread_out(_follow, [(s, marks, options.factors) for s in settings], options.processes)
+    results = map_on_cores(_follow, [(s, marks, options.factors) for s in settings], options.processes)
     growth = [
         {"network": label(s.batch_norm), "rate": s.rate, "steps": [0, *marks], **growth}
         for s, (growth, _) in zip(settings, results, strict=True)

@@ -16,10 +16,10 @@ from ...data import Digits
 from ...errors import SEED_MAX, above, at_least, between
 from ...layers import BatchNorm1d
 from ...models import perceptron
+from ...processes import map_on_cores
 from ...results import check_writable
 from ..publish import BLUE, GREEN, ORANGE, publish
-from .parallel import digits, spread_out
-from .training import Setting, train_
+from .training import Setting, digits, train_
 
 VARIANTS = {
     "centring outside the gradient": ORANGE,
@@ -64,7 +64,7 @@ def section2(options: Section2) -> dict[str, Any]:
     check_writable(options.out / "section2.json")
     data = digits().train
     few = Digits(data.images[:1000], data.labels[:1000])
-    ignored, through = spread_out(partial(_alone, few, options), [False, True], processes=1)
+    ignored, through = map_on_cores(partial(_alone, few, options), [False, True], processes=1)
     alone = {"ignored": ignored, "in the gradient": through}
     marks = [max(options.steps * k // 20, 1) for k in range(1, 21)]
     jobs = [
@@ -72,7 +72,7 @@ def section2(options: Section2) -> dict[str, Any]:
         for rate in options.rates
         for variant in VARIANTS
     ]
-    runs = spread_out(_whole, jobs, options.processes)
+    runs = map_on_cores(_whole, jobs, options.processes)
     claim = (
         "b will grow indefinitely while the loss remains fixed; the model blows up when the normalization parameters"
     )

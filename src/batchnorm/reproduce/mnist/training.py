@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ...data import Digits
+from ...data import MNIST, Digits, mnist
 from ...errors import SEED_MAX, above, at_least, between
 from ...models import perceptron
 
@@ -113,3 +114,28 @@ def accuracy(net: nn.Module, digits: Digits) -> float:
         return float((predictions == digits.labels).double().mean())
     finally:
         net.train(mode)
+
+
+@lru_cache(maxsize=1)
+def digits() -> MNIST:
+    """Return MNIST, unpacked once a process."""
+    return mnist()
+
+
+def held_out(count: int = 5000) -> MNIST:
+    """Return the training digits without the last ``count``, and these in place of the test digits.
+
+    Beyond the paper: a rate chosen on the test digits would have an unfair advantage.
+    """
+    images, labels = digits().train
+    return MNIST(Digits(images[:-count], labels[:-count]), Digits(images[-count:], labels[-count:]))
+
+
+def accuracies(setting: Setting, marks: Iterable[int], data: MNIST | None = None) -> list[float]:
+    """Train a network and return its accuracy on ``data.test`` (with running averages) at each mark.
+
+    Paper: Sec. 4.1
+    """
+    data = data or digits()
+    net = setting.network()
+    return [accuracy(net, data.test) for _ in train_(net, data.train, setting, marks)]
