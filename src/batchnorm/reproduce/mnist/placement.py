@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 
 from ...errors import above, at_least
 from ...layers import BatchNorm1d
-from ...processes import map_on_cores
-from ...results import check_writable
-from ..publish import BLUE, GREEN, publish
+from ...models import perceptron
+from ..publish import BLUE, GREEN, Experiment, mean, publish, spread
 from .training import Setting, accuracy, digits, train_
 
 Where = Literal["before", "after"]
@@ -24,7 +22,7 @@ STATISTICS = ("skewness", "excess kurtosis", "sparsity")
 
 
 @dataclass(frozen=True)
-class Placement:
+class Placement(Experiment):
     """Compare BN before and after the nonlinearity: the shapes of the distributions of u and Wu, and accuracy.
 
     Paper: Sec. 3.2, "more Gaussian"; Sec. 5, the standardization layer
@@ -38,10 +36,7 @@ class Placement:
     """Width of the initial Gaussians."""
     seeds: int = 3
     """Seeds of each run."""
-    processes: int | None = None
-    """Processes; by default one per core."""
     out: Path = Path("runs/placement")
-    """Folder for placement.json and placement.png; the published ones are in results."""
 
     def __post_init__(self) -> None:
         above(0, rate=self.rate, std=self.std)
@@ -53,7 +48,6 @@ def placement(options: Placement) -> dict[str, Any]:
 
     Paper: Sec. 3.2; Sec. 5
     """
-    check_writable(options.out / "placement.json")
     kinds: tuple[Where, ...] = ("before", "after")
     jobs = [
         (where, name, Setting(True, options.steps, options.rate, options.std, seed=seed))
@@ -61,7 +55,7 @@ def placement(options: Placement) -> dict[str, Any]:
         for where in kinds
         for seed in range(options.seeds)
     ]
-    results = map_on_cores(_train, jobs, options.processes)
+    results = options.run(_train, jobs)
     rows = []
     for name in NONLINEARITIES:
         for where in kinds:
@@ -72,15 +66,15 @@ def placement(options: Placement) -> dict[str, Any]:
                     "nonlinearity": name,
                     "batch normalization": f"{where} it",
                     "accuracy": final,
-                    "mean": round(statistics.fmean(final), 5),
-                    "spread": round(statistics.stdev(final), 5) if len(final) > 1 else None,
+                    "mean": mean(final),
+                    "spread": spread(final),
                     "shapes": found[0]["shapes"],
                 }
             )
     claim = "Wu + b is more likely to have a symmetric, non-sparse distribution, that is 'more Gaussian'."
     note = "means over a layer's units, of 5,000 test digits, seed 0; u is the nonlinearity's output"
     findings = {"shapes are": note, "runs": rows}
-    return publish("placement", claim, options, findings, _verdicts(rows), lambda plt: _draw(plt, rows))
+    return publish(options, claim, findings, _verdicts(rows), lambda plt: _draw(plt, rows))
 
 
 def _verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
@@ -99,20 +93,15 @@ def build(where: Where, nonlinearity: str, std: float, seed: int) -> nn.Sequenti
 
     Paper: Sec. 3.2; Sec. 5
     """
-    generator = torch.Generator().manual_seed(seed)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
-    inputs = 784
-    for k in (1, 2, 3):
-        layers[f"linear{k}"] = nn.Linear(inputs, 100, bias=where == "after")
-        pair = [(f"bn{k}", BatchNorm1d(100)), (f"g{k}", NONLINEARITIES[nonlinearity]())]
-        layers.update(pair if where == "before" else reversed(pair))
-        inputs = 100
-    layers["output"] = nn.Linear(100, 10)
-    for layer in layers.values():
-        if isinstance(layer, nn.Linear):
-            nn.init.normal_(layer.weight, std=std, generator=generator)
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
+    for name, layer in perceptron(batch_norm=where == "before", std=std, seed=seed).named_children():
+        if isinstance(layer, nn.Sigmoid):
+            k = name.removeprefix("sigmoid")
+            layers[f"g{k}"] = NONLINEARITIES[nonlinearity]()
+            if where == "after":
+                layers[f"bn{k}"] = BatchNorm1d(100)
+        else:
+            layers[name] = layer
     return nn.Sequential(layers)
 
 

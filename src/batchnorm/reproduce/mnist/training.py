@@ -100,6 +100,15 @@ def train_(
         yield mark, loss.item()
 
 
+def evenly(steps: int, count: int) -> list[int]:
+    """Return ``count`` evenly spaced steps from 1 on, of which the last is ``steps``.
+
+    >>> evenly(100, 4)
+    [25, 50, 75, 100]
+    """
+    return [max(steps * k // count, 1) for k in range(1, count + 1)]
+
+
 @torch.no_grad()
 def accuracy(net: nn.Module, digits: Digits) -> float:
     """Return the fraction of correct predictions in evaluation mode; the network's mode is kept.
