@@ -12,7 +12,7 @@ import torch
 from batchnorm.cli import main
 from batchnorm.report.runs import read_runs
 from batchnorm.reproduce.mnist.fig1 import Fig1, fig1
-from batchnorm.reproduce.mnist.network_run import run, save
+from batchnorm.reproduce.mnist.network_run import NetworkRun, run, save
 from batchnorm.reproduce.mnist.training import Setting
 
 SCRIPT = """
@@ -128,6 +128,13 @@ def test_a_folder_in_use_is_refused(tmp_path):
             run(Setting(steps=1), tmp_path)
         holder.stdin.close()
     assert not (tmp_path / "config.json").exists()
+
+
+def test_the_summary_of_an_earlier_run_does_not_count(tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    job = NetworkRun(tmp_path, Setting(steps=10))
+    job.prepare()
+    assert not job.finished()
 
 
 def test_metrics_that_were_cut_are_refused(tmp_path):

@@ -152,7 +152,7 @@ def layer_jacobian(x_hat: Tensor, below: HiddenLayer, above: HiddenLayer) -> Ten
 
 
 def like_random(matrices: Tensor) -> Tensor:
-    """Return Gaussian matrices with the sizes and Frobenius norms of the given ones: what no structure looks like.
+    """Return Gaussian matrices of the same sizes and Frobenius norms, which have no structure.
 
     Beyond the paper: the null hypothesis of its conjecture.
     """

@@ -36,7 +36,7 @@ class Optimizers(Experiment):
     batch_steps: int = 200
     """Updates of batch gradient descent."""
     batch: int = 6000
-    """Training digits that batch gradient descent sees, all in each step."""
+    """Training digits that batch gradient descent uses, all of them in each step."""
     std: float = 0.1
     """Width of the initial Gaussians."""
     seed: int = 0

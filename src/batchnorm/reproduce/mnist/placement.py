@@ -137,7 +137,7 @@ def shape(v: Tensor) -> dict[str, float]:
 
     Skewness E[c^3] / s^3 and excess kurtosis E[c^4] / s^4 - 3 with c = v - E[v] are a unit's over examples, as the
     mean of their absolute and plain values over units. Sparsity is Hoyer's, (sqrt(K) - |v|_1 / |v|_2) / (sqrt(K) - 1)
-    of an example's K units: 0 where all are equal, 1 where one is not zero; a Gaussian has about 0.2.
+    of an example's K units: 0 if all are equal, 1 if only one is not zero; about 0.2 for a Gaussian.
 
     Paper: Sec. 3.2; Sec. 5
     """

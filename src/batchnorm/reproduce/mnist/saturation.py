@@ -28,9 +28,9 @@ class Saturation(Experiment):
     rate: float = 0.1
     """Learning rate."""
     stds: tuple[float, ...] = (0.1, 1.0)
-    """Widths of the initial Gaussians: small ones, and careless ones."""
+    """Widths of the initial Gaussians: a small one and a careless one."""
     tail: float = 0.05
-    """A sigmoid is saturated where its output is within this of 0 or 1."""
+    """A sigmoid is saturated if its output is within this distance of 0 or 1."""
     points: int = 25
     """Measurements of each run."""
     seed: int = 0

@@ -82,7 +82,7 @@ def identity_gaps(u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: f
     values = [_forward_and_gradients(u, factor * weight, gamma, beta, eps) for factor in (1.0, a)]
     (one, du, dw), (other, du_a, dw_a) = values
     bound = (one.y - beta).abs() * eps * abs(1 - a**-2) / (one.var + eps / a**2)
-    # Rounding of float64 stands in for a bound of 0, for units that are constant on the batch.
+    # Plus the rounding of float64: the bound is 0 for units that are constant on the batch.
     ratio = (other.y - one.y).abs() / (bound + 1e-12 * one.y.abs().clamp(min=1))
     return {
         "output": ratio.max().item(),

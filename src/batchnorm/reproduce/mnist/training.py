@@ -39,14 +39,14 @@ class Setting:
         between(0, SEED_MAX, seed=self.seed)
 
     def network(self) -> nn.Sequential:
-        """Build the network; the weights depend on the seed alone, with and without batch normalization."""
+        """Build the network; with the same seed, its weights are the same with and without batch normalization."""
         return perceptron(batch_norm=self.batch_norm, std=self.std, seed=self.seed)
 
 
 def order(setting: Setting, examples: int, start: int, stop: int) -> Tensor:
     """Return the examples of the steps ``start`` to ``stop``, (steps, m): each epoch is a new permutation of all.
 
-    It is a function of the seed and the step, so that a resumed run sees what the uninterrupted one would.
+    It depends on the seed and the step alone, so a resumed run sees the same batches as an uninterrupted one.
 
     >>> a, b = (order(Setting(), 6000, *span) for span in ((0, 150), (90, 150)))
     >>> torch.equal(a[90:], b), len(a[:100].unique())
@@ -118,7 +118,7 @@ def accuracy(net: nn.Module, digits: Digits) -> float:
     mode = net.training
     net.eval()
     try:
-        # In parts, whose activations stay in the cache.
+        # In parts that are small enough for their activations to stay in the cache.
         predictions = torch.cat([net(part).argmax(1) for part in digits.images.split(2000)])
         return float((predictions == digits.labels).double().mean())
     finally:
