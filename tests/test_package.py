@@ -23,7 +23,7 @@ LAYERS = [
     ["surgery", "population", "inference", "monitor", "models", "data"],
     ["layers"],
     ["collectives", "graph", "verify"],
-    ["ops", "network_copy"],
+    ["ops", "network_copy", "processes", "jobs"],
     ["errors", "extras", "network_call", "progress", "results", "verb_report"],
 ]
 LEVEL = {name: -i for i, row in enumerate(LAYERS) for name in row}

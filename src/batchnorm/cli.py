@@ -56,7 +56,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Section 3.3: singular values between layers",
     ),
     "reproduce saturation": ("batchnorm.reproduce.mnist.saturation:saturation", "saturated sigmoids over training"),
-    "reproduce init": ("batchnorm.reproduce.mnist.init:init", "accuracy against the width of the initial Gaussians"),
+    "reproduce init": (
+        "batchnorm.reproduce.mnist.initialization:init",
+        "accuracy against the width of the initial Gaussians",
+    ),
     "bench cpu": ("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side"),
     "bench kernels": ("batchnorm.bench.kernels:kernels", "time the fused CUDA kernels against eager and torch.compile"),
     "bench algorithm2": ("batchnorm.bench.algorithm2:algorithm2", "time estimate_ and fold against plain torch"),

@@ -19,7 +19,7 @@ def test_stock_parts_are_torchs():
 def test_contenders_compute_the_same_loss():
     torch.set_num_threads(1)
     ready = [Timed(contender, 2, 64, torch.device("cpu")) for contender in (STOCK, STOCK_COMPOSED, OURS[0])]
-    losses = {timed.contender.name: timed.first_loss for timed in ready}
+    losses = {timed.contender.name: timed.first_loss() for timed in ready}
     check_same_function(losses)
     losses[OURS[0].name] *= 1.1
     with pytest.raises(RuntimeError, match="nothing is timed"):

@@ -9,7 +9,7 @@ from batchnorm.data import Digits, mnist
 from batchnorm.models import perceptron
 from batchnorm.reproduce.mnist import jacobian as jacobian_module
 from batchnorm.reproduce.mnist.comparison import Comparison, comparison
-from batchnorm.reproduce.mnist.init import Init, init
+from batchnorm.reproduce.mnist.initialization import Init, init
 from batchnorm.reproduce.mnist.jacobian import Jacobian, jacobian
 from batchnorm.reproduce.mnist.optimizers import OPTIMIZERS, Optimizers, optimizers
 from batchnorm.reproduce.mnist.placement import Placement, build, placement, shape, shapes

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -13,9 +12,7 @@ import torch
 from batchnorm.cli import main
 from batchnorm.report.runs import read_runs
 from batchnorm.reproduce.mnist.fig1 import Fig1, fig1
-from batchnorm.reproduce.mnist.network_run import run
-from batchnorm.reproduce.mnist.run_folder import RunFolder
-from batchnorm.reproduce.mnist.threads import one_thread
+from batchnorm.reproduce.mnist.network_run import NetworkRun, run, save
 from batchnorm.reproduce.mnist.training import Setting
 
 SCRIPT = """
@@ -26,19 +23,22 @@ if __name__ == "__main__":
 """
 
 
+HOLDER = """
+import sys
+from pathlib import Path
+from batchnorm.train.lock import locked
+with locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def test_the_threads_of_the_caller_are_left_alone():
-    torch.set_num_threads(2)
-    with one_thread():
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == 2
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_the_folded_network_is_the_unfolded_one(finished):
 def test_every_measure_is_recorded(finished):
     for r in read_runs([finished]):
         assert r.layers == ["sigmoid1", "sigmoid2", "sigmoid3"]
-        assert r.percentiles[0].step == 0
+        assert [record.step for record in r.percentiles] == list(range(0, 601, 10))
         assert r.percentiles[-1].percentiles["sigmoid3"].z.shape == (3, 100)
         assert list(r.gradient_changes[0].gradient_change) == ["linear2", "linear3", "output"]
         assert (r.percentiles[0].percentiles["sigmoid1"].x is not r.percentiles[0].percentiles["sigmoid1"].z) == (
@@ -112,14 +112,36 @@ def test_resuming_with_other_options_is_refused(tmp_path):
 
 
 def test_a_checkpoint_is_replaced_or_left_alone(tmp_path, monkeypatch):
-    folder, net = RunFolder(tmp_path), Setting().network()
-    folder.start({})
-    folder.save(net, 1, 0.0)
-    before = folder.checkpoint.read_bytes()
+    net, path = Setting().network(), tmp_path / "checkpoint.pt"
+    save(tmp_path, net, 1, 0.0, 0)
+    before = path.read_bytes()
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        folder.save(net, 2, 0.0)
-    assert folder.checkpoint.read_bytes() == before
+        save(tmp_path, net, 2, 0.0, 0)
+    assert path.read_bytes() == before
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdin=-1, stdout=-1, text=True) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(ValueError, match="another process is training in"):
+            run(Setting(steps=1), tmp_path)
+        holder.stdin.close()
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_the_summary_of_an_earlier_run_does_not_count(tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    job = NetworkRun(tmp_path, Setting(steps=10))
+    job.prepare()
+    assert not job.finished()
+
+
+def test_metrics_that_were_cut_are_refused(tmp_path):
+    assert not run(Setting(steps=200), tmp_path, stopped=lambda: True)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is shorter than when the checkpoint was written"):
+        run(Setting(steps=200), tmp_path, resume=True)
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_a_report(tmp_path):
@@ -160,9 +182,8 @@ def test_a_file_in_the_way_is_found_before_the_training(tmp_path):
 def test_a_damaged_checkpoint_is_named(tmp_path, processes, capfd):
     words = ["reproduce", "fig1", "--steps", "10", "--out", str(tmp_path), "--processes", str(processes)]
     for name in ("with-bn", "without-bn"):
-        folder = RunFolder(tmp_path / name)
-        folder.start({**asdict(Setting(name == "with-bn", steps=10)), "percentiles": [15, 50, 85]})
-        folder.checkpoint.write_text("no checkpoint")
+        run(Setting(name == "with-bn", steps=200), tmp_path / name, stopped=lambda: True)
+        (tmp_path / name / "checkpoint.pt").write_text("no checkpoint")
     assert main([*words, "--resume"]) == {1: 2, 2: 1}[processes]  # refused in this process, or a job that failed
     error = capfd.readouterr().err
     assert "checkpoint.pt cannot be read" in error
@@ -170,11 +191,12 @@ def test_a_damaged_checkpoint_is_named(tmp_path, processes, capfd):
 
 
 def test_a_run_of_other_options_is_not_overwritten(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.start({"steps": 10, "rate": 0.1})
-    folder.save(torch.nn.Linear(1, 1), 10, 1.0)
-    with pytest.raises(ValueError, match=r"holds another run .steps is 10 there and 5 here.*another --out"):
-        folder.start({"steps": 5, "rate": 0.1})
-    assert folder.checkpoint.exists()
-    folder.start({"steps": 10, "rate": 0.1})
-    assert not folder.checkpoint.exists()
+    metrics, checkpoint = tmp_path / "metrics.jsonl", tmp_path / "checkpoint.pt"
+    run(Setting(steps=200), tmp_path, stopped=lambda: True)
+    before = metrics.read_bytes(), checkpoint.read_bytes()
+    with pytest.raises(ValueError, match=r"holds another run .steps is 200 there and 100 here.*another --out"):
+        run(Setting(steps=100), tmp_path)
+    assert (metrics.read_bytes(), checkpoint.read_bytes()) == before
+    run(Setting(steps=200), tmp_path, stopped=lambda: True)  # the same options: repeated from the start
+    assert metrics.read_bytes() == before[0]
+    assert torch.load(checkpoint, weights_only=True)["seconds"] > 0

@@ -145,12 +145,16 @@ class Timed:
             if isinstance(module, InceptionModule):
                 module.side_by_side &= contender.side_by_side
         self.device = device
-        self.first_loss = self._first_step()
+        self._first_loss = self._first_step()
 
     def _first_step(self) -> float:
         self.take(1)
         loss, _, count = self.step.sums.tolist()
         return float(loss / count)
+
+    def first_loss(self) -> float:
+        """Return the loss of the first step."""
+        return self._first_loss
 
     def take(self, steps: int) -> None:
         """Take steps at rate 0, so that weights stay where they are and no run differs from another."""
@@ -176,6 +180,15 @@ class Timed:
         lines = [f"{total:9.1f} {sum(e.count for e in events) / steps:7.1f} all"]
         lines += [f"{e.self_device_time_total / steps:9.1f} {e.count / steps:7.1f} {e.key[:150]}" for e in events]
         return "\n".join(lines) + "\n"
+
+
+def warmed_up(contender: Contender, batch: int, size: int) -> Timed:
+    """Return a contender that is compiled and has taken its first steps on the GPU."""
+    torch.backends.cudnn.benchmark = True
+    timed = Timed(contender, batch, size, torch.device("cuda"))
+    timed.take(20)
+    torch.cuda.synchronize()
+    return timed
 
 
 def _as_is(images: Tensor, draws: Tensor) -> Tensor:

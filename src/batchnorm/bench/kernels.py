@@ -26,13 +26,13 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import at_least
+from ..processes import device_turn, workers
 from ..results import check_writable, write_atomically
 from .graphs import Stopwatch, buffers, copy_bandwidth, require_gpu
 from .kernels_bars import bars, ratio
 from .kernels_picture import picture
 from .kernels_resume import Given, digest, earlier_rows, hardware, key_of, names_of, provenance
 from .layers import Layer, all_layers, short_list
-from .turns import alone, workers
 
 EPS = 1e-5
 # ||ours - expected|| / ||expected|| that a check allows: a few roundings of the type.
@@ -151,7 +151,7 @@ def measure(
         **layer._asdict(),
         **dict(zip(("layout", "dtype", "op"), names_of(channels_last, dtype, residual), strict=True)),
     }
-    with alone():
+    with device_turn():
         row |= time_all(bandwidth, Sets(layer, channels_last, dtype, residual), p, calls)
         if channels_last and dtype == torch.bfloat16 and autotune:
             half = Sets(layer, True, torch.float16, residual)
@@ -282,13 +282,13 @@ def kernels(
     print(f"{len(given) - len(waiting)} layers are measured already, {len(waiting)} are not", flush=True)
     report: dict[str, Any] = {"hardware": machine, "bandwidth": copy_bandwidth(stopwatch()), "rows": rows}
     todo = [(report["bandwidth"], *g, autotune) for g in waiting]
-    with workers(jobs) as run:
-        for done in run(measure, todo, seconds):
-            if done.error is not None:
-                print(f"{done.job}: {done.error!r}", flush=True)
+    with workers(jobs, device_turns=True) as run:
+        for outcome in run(measure, todo, seconds):
+            if outcome.error is not None:
+                print(f"{outcome.job}: {outcome.error!r}", flush=True)
                 continue
-            here = done.job[1:5]
-            rows[key_of(*here)] = row = {**done.result, **origin, "kernels": digest(*here, processors)}
+            here = outcome.job[1:5]
+            rows[key_of(*here)] = row = {**outcome.result, **origin, "kernels": digest(*here, processors)}
             print(f"{time.monotonic() - begin:4.0f} s {line(row)}", flush=True)
             write(report, out)
     for bar in bars(rows.values()):

@@ -16,14 +16,14 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import at_least
+from ..processes import Remote
 from ..results import check_writable, write_result
-from .apart import Apart
-from .contenders import OURS, STOCK, STOCK_COMPOSED, chosen
+from .contenders import OURS, STOCK, STOCK_COMPOSED, chosen, warmed_up
 from .graphs import require_gpu
 
 QUESTION = "images per second of the appendix network's training step, ours over stock parts"
@@ -46,18 +46,18 @@ class Measured:
     over_composed: float
 
 
-def measure(ready: Sequence[Apart], batch: int, rounds: int) -> list[Measured]:
+def measure(ready: Mapping[str, Remote], batch: int, rounds: int) -> list[Measured]:
     """Time contenders in turns; the first is stock, the second stock with a composed stem.
 
     Beyond the paper: speed.
     """
     steps = max(5, 2000 // batch)
-    table = [[apart.ask("seconds", steps) for apart in ready] for _ in range(rounds)]
+    table = [[contender.call("seconds", steps) for contender in ready.values()] for _ in range(rounds)]
     found = []
-    for k, apart in enumerate(ready):
+    for k, name in enumerate(ready):
         seconds = statistics.median(row[k] for row in table)
         ratios = [statistics.median(row[j] / row[k] for row in table) for j in (0, 1)]
-        found.append(Measured(apart.contender.name, batch, 1e3 * seconds, batch / seconds, *ratios))
+        found.append(Measured(name, batch, 1e3 * seconds, batch / seconds, *ratios))
     return found
 
 
@@ -107,13 +107,13 @@ def train(
     compiling = sum(contender.compile != "nothing" for contender in contenders) * len(batches)
     threads = max(1, (os.cpu_count() or 1) // compiling)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
-    apart = {batch: [Apart(contender, batch, size) for contender in contenders] for batch in batches}
+    by_batch = {b: {c.name: Remote(warmed_up, c, b, size) for c in contenders} for b in batches}
     rows: list[Measured] = []
     try:
-        for batch, ready in apart.items():
+        for batch, ready in by_batch.items():
             print(f"compiling for batch {batch}", flush=True)
-            check_same_function({each.contender.name: each.ready() for each in ready})
-        for batch, ready in apart.items():
+            check_same_function({name: _first_loss(name, batch, contender) for name, contender in ready.items()})
+        for batch, ready in by_batch.items():
             rows += measure(ready, batch, rounds)
             print(report(rows, batch), flush=True)
             if kernels is not None:
@@ -121,15 +121,23 @@ def train(
             if out is not None:  # after each size, so that an interrupted run leaves what it has
                 write_result(out, QUESTION, size=size, rounds=rounds, rows=[asdict(row) for row in rows])
     finally:
-        for each in (each for ready in apart.values() for each in ready):
-            each.close()
+        for contender in (contender for ready in by_batch.values() for contender in ready.values()):
+            contender.close()
 
 
-def _write_kernels(folder: Path, ready: Sequence[Apart], batch: int) -> None:
+def _first_loss(name: str, batch: int, contender: Remote) -> float:
+    try:
+        contender.result()
+        return float(contender.call("first_loss"))
+    except Exception as error:
+        raise RuntimeError(f"{name}, batch {batch}: {error!r}") from error
+
+
+def _write_kernels(folder: Path, ready: Mapping[str, Remote], batch: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for each in ready:
-        name = each.contender.name.replace(": ", "-").replace(", ", "-").replace(" ", "-")
-        (folder / f"{name}-{batch}.txt").write_text(each.ask("kernels"))
+    for name, contender in ready.items():
+        stem = name.replace(": ", "-").replace(", ", "-").replace(" ", "-")
+        (folder / f"{stem}-{batch}.txt").write_text(contender.call("kernels"))
 
 
 def report(rows: Sequence[Measured], batch: int) -> str:

@@ -1,34 +1,55 @@
-"""A claim's result: one JSON file with its provenance, and one picture beside it."""
+"""A claim of the paper as a command: its options, and its result as a JSON file with a picture beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..extras import require
+from ..processes import map_on_cores
 from ..report.summary import FIGURES
-from ..results import environment, write_json
+from ..results import check_writable, environment, write_json
+
+Given = TypeVar("Given")
+Found = TypeVar("Found")
 
 # With batch normalization, without, and two more.
 BLUE, ORANGE, GREEN, GREY = "#2a6fc9", "#d9622b", "#14835b", "#8b8a84"
 
 
-def colour(batch_norm: bool) -> str:
-    """Return the colour of a network in every picture."""
-    return BLUE if batch_norm else ORANGE
+@dataclass(frozen=True)
+class Experiment:
+    """The options that all commands for a claim have; a command has the name of its class.
 
+    Beyond the paper: how results are kept.
+    """
 
-def label(batch_norm: bool) -> str:
-    """Return a network's name in every picture."""
-    return "with BN" if batch_norm else "without BN"
+    processes: int | None = None
+    """Processes; by default one per core."""
+    out: Path = Path("runs")
+    """Folder for the result, a JSON file, and its picture; the published ones are in results."""
+
+    @property
+    def name(self) -> str:
+        """The command's name, and that of its files."""
+        return type(self).__name__.lower()
+
+    def run(self, work: Callable[[Given], Found], jobs: Sequence[Given]) -> list[Found]:
+        """Return ``[work(job) for job in jobs]``, computed by several processes.
+
+        Raises:
+            OSError: if the result could not be written afterwards.
+        """
+        check_writable(self.out / f"{self.name}.json")
+        return map_on_cores(work, jobs, self.processes)
 
 
 def publish(
-    name: str,
+    options: Experiment,
     claim: str,
-    options: Any,
     findings: Mapping[str, Any],
     verdicts: Mapping[str, bool],
     draw: Callable[[Any], Any],
@@ -36,9 +57,8 @@ def publish(
     """Write ``name.json`` and ``name.png`` into ``options.out``, print the finding and return what the file holds.
 
     Args:
-        name: the claim's command.
+        options: the command's options.
         claim: what the paper says.
-        options: the command's options, a dataclass with ``out``.
         findings: what was measured.
         verdicts: statements that follow from the claim, and whether they hold here.
         draw: from ``matplotlib.pyplot`` to a figure.
@@ -48,9 +68,9 @@ def publish(
 
     Beyond the paper: how results are kept.
     """
-    out: Path = options.out
+    name, out = options.name, options.out
     given = {key: value for key, value in asdict(options).items() if key != "out"}
-    # Whatever this process may use, each training ran on one thread: parallel.py.
+    # Whatever this process may use, each training ran on one thread: map_on_cores.
     result = {"claim": claim, "options": given, "environment": {**environment(), "threads": 1}, **findings}
     result["verdicts"] = dict(verdicts)
     path = write_json(out / f"{name}.json", result)
@@ -61,6 +81,26 @@ def publish(
         print(f"{'confirmed' if holds else 'refuted'}: {statement}")
     print(f"result: {path}\npicture: {out / f'{name}.png'}")
     return result
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean over seeds, as result files state it."""
+    return round(statistics.fmean(values), 5)
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Return the sample standard deviation over seeds; None if there is only one."""
+    return round(statistics.stdev(values), 5) if len(values) > 1 else None
+
+
+def colour(network: bool | str) -> str:
+    """Return a network's colour in every picture, by its label or by whether it has batch normalization."""
+    return BLUE if network in (True, label(True)) else ORANGE
+
+
+def label(batch_norm: bool) -> str:
+    """Return a network's name in every picture."""
+    return "with BN" if batch_norm else "without BN"
 
 
 def picture(draw: Callable[[Any], Any], path: Path) -> None:

@@ -1,9 +1,9 @@
 """Training the paper's network: recipes, the loop, checkpoints."""
 
+from ..jobs import Stopped
 from .loop import train
 from .metrics import Result
 from .options import Options
 from .recipe import RECIPES, Recipe
-from .resume import Stopped
 
 __all__ = ["RECIPES", "Options", "Recipe", "Result", "Stopped", "train"]

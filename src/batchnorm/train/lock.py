@@ -10,7 +10,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
+
+from ..jobs import lock_file
 
 LOCK_FILE = "train.lock"
 
@@ -58,7 +60,7 @@ def _open(path: Path, folder: Path) -> IO[bytes]:
     while True:
         file = path.open("ab")
         try:
-            take(file)
+            lock_file(file)
             if _is_at(file, path):
                 return file
         except OSError as error:
@@ -72,27 +74,11 @@ def _open(path: Path, folder: Path) -> IO[bytes]:
         file.close()
 
 
-if sys.platform == "win32":
-    import msvcrt
-
-    def take(file: IO[Any]) -> None:
-        """Lock an open file, or raise OSError if another process has it."""
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-
-    def _is_at(file: IO[bytes], path: Path) -> bool:
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    """Return whether the locked file is still the one at this path, and not one that its last holder removed."""
+    if sys.platform == "win32":
         return True  # an open file cannot be removed
-
-else:
-    import fcntl
-
-    def take(file: IO[Any]) -> None:
-        """Lock an open file, or raise OSError if another process has it."""
-        # Not flock: workers that this process forks would share it, and keep it for seconds if this process is killed.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def _is_at(file: IO[bytes], path: Path) -> bool:
-        """Return whether the locked file is still the one at this path, and not one that its last holder removed."""
-        try:
-            return os.path.samestat(os.fstat(file.fileno()), path.stat())
-        except FileNotFoundError:
-            return False
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..data import Augment, ImageBatches, Normalize, open_images, seed_at
 from ..data.fingerprint import describe_data
 from ..evaluate import Accuracy, count_correct
+from ..jobs import Stopped, StopSignal, stop_signal
 from ..monitor import Monitor
 from . import checkpoint
 from .distributed import Ranks, ranks
@@ -20,7 +21,7 @@ from .lock import locked
 from .metrics import Logger, Result, hardware, write_result
 from .options import Options
 from .recipe import Recipe
-from .resume import RunState, Stopped, StopSignal, claim_folder, resume_, save_state, stop_signal
+from .resume import RunState, claim_folder, resume_, save_state
 from .step import TrainStep, make_optimizer
 
 # Steps between agreements of the ranks on a stop: often enough for a scheduler's grace period, and cheap.

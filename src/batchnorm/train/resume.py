@@ -1,14 +1,10 @@
-"""Stop a run and resume it: signals, the folder's recipe and data, the state in the newest checkpoint."""
+"""Resume a run: the recipe and data of its folder, the state in the newest checkpoint."""
 
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,49 +15,6 @@ from ..results import read_json, write_atomically
 from . import checkpoint
 from .distributed import Ranks
 from .recipe import Recipe
-
-
-class Stopped(Exception):
-    """Report that a run was asked to stop and has saved its state.
-
-    Beyond the paper: resuming.
-    """
-
-
-class StopSignal:
-    """Remember a SIGTERM or Ctrl-C, so that the loop can finish its step and save first.
-
-    Beyond the paper: resuming.
-    """
-
-    requested = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle the signal; a second Ctrl-C interrupts at once."""
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.requested = True
-
-
-@contextmanager
-def stop_signal() -> Iterator[StopSignal]:
-    """Catch SIGTERM and Ctrl-C inside the block, and restore the handlers after it.
-
-    >>> import os
-    >>> with stop_signal() as stop:
-    ...     os.kill(os.getpid(), signal.SIGTERM)
-    ...     print(stop.requested)
-    True
-
-    Beyond the paper: resuming.
-    """
-    stop = StopSignal()
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) -> None:

@@ -14,6 +14,7 @@ from tyro.conf import OmitArgPrefixes, arg
 from ..data.image_sources import check_complete, open_source, small_images_note
 from ..errors import between
 from ..extras import check_installed
+from ..jobs import Stopped
 from ..models import describe as describe_network
 from ..models.bn_inception.network import early_strides_note
 from ..models.description import claims
@@ -22,7 +23,6 @@ from .loop import train as train_recipe
 from .metrics import Result
 from .options import Options
 from .recipe import RECIPES, Recipe
-from .resume import Stopped
 
 RecipeName = Literal[
     "inception", "bn-baseline", "bn-x5", "bn-x30", "bn-x5-sigmoid", "inception-x5", "inception-sigmoid",

@@ -13,10 +13,10 @@ import torch
 from ...data.device_cache import discard_decoded, open_decoded
 from ...errors import at_least
 from ...extras import check_installed
+from ...jobs import Job, run_side_by_side
 from ...results import check_writable
 from ...train.distributed import device_of
 from .gpu_sharing import CONTROL, shared_gpu
-from .jobs import Job, run_side_by_side
 from .training import Machine, Training
 
 

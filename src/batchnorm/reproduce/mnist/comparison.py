@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import above, at_least
-from ...results import check_writable
-from ..publish import colour, label, publish
-from .parallel import accuracies, held_out, spread_out
-from .training import Setting
+from ..publish import Experiment, colour, label, mean, publish, spread
+from .training import Setting, accuracies, held_out
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Experiment):
     """Sweep the learning rate for both networks, then compare best against best and at an equal rate.
 
     Paper: Sec. 4.1; Fig. 1 a
@@ -34,10 +32,7 @@ class Comparison:
     """Width of the initial Gaussians."""
     seeds: int = 3
     """Seeds of each run."""
-    processes: int | None = None
-    """Processes; by default one per core."""
     out: Path = Path("runs/comparison")
-    """Folder for comparison.json and comparison.png; the published ones are in results."""
 
     def __post_init__(self) -> None:
         above(0, rates=self.rates, equal_rate=self.equal_rate, std=self.std)
@@ -52,7 +47,6 @@ def comparison(options: Comparison) -> dict[str, Any]:
 
     Paper: Sec. 4.1; Fig. 1 a
     """
-    check_writable(options.out / "comparison.json")
     sweep = _sweep(options)
     best = {kind: max(options.rates, key=lambda rate: _mean(sweep[kind, rate])[-1]) for kind in (False, True)}
     pairs = {(kind, rate) for kind in (False, True) for rate in (best[kind], options.equal_rate)}
@@ -76,7 +70,7 @@ def comparison(options: Comparison) -> dict[str, Any]:
         f"at their best rates, the network with BN is more accurate at step {mark:,}": bn > plain
         for mark, plain, bn in zip(options.marks, *(row["mean"] for row in fair), strict=True)
     }
-    return publish("comparison", claim, options, findings, verdicts, draw)
+    return publish(options, claim, findings, verdicts, draw)
 
 
 Table = dict[tuple[bool, float], list[list[float]]]
@@ -93,7 +87,7 @@ def _sweep(options: Comparison) -> Table:
         for rate in options.rates
         for seed in range(options.seeds)
     ]
-    return _by_kind_and_rate(jobs, spread_out(_on_held_out, jobs, options.processes))
+    return _by_kind_and_rate(jobs, options.run(_on_held_out, jobs))
 
 
 def _trained(options: Comparison, pairs: Sequence[tuple[bool, float]]) -> Table:
@@ -102,7 +96,7 @@ def _trained(options: Comparison, pairs: Sequence[tuple[bool, float]]) -> Table:
         for kind, rate in pairs
         for seed in range(options.seeds)
     ]
-    return _by_kind_and_rate(jobs, spread_out(_on_test, jobs, options.processes))
+    return _by_kind_and_rate(jobs, options.run(_on_test, jobs))
 
 
 def _on_held_out(job: tuple[Setting, Sequence[int]]) -> list[float]:
@@ -131,8 +125,8 @@ def _row(kind: bool, rate: float, runs: Sequence[Sequence[float]], marks: Sequen
         "network": label(kind),
         "rate": rate,
         "steps": list(marks),
-        "mean": [round(statistics.fmean(c), 5) for c in columns],
-        "spread": [round(statistics.stdev(c), 5) if len(c) > 1 else None for c in columns],
+        "mean": [mean(c) for c in columns],
+        "spread": [spread(c) for c in columns],
         "runs": [list(r) for r in runs],
     }
 
@@ -142,15 +136,14 @@ def _draw(plt: Any, options: Comparison, sweep: Table, findings: dict[str, Any])
     for axis, mark, k in zip(axes, _early(options), range(2), strict=False):
         for kind in (False, True):
             rows = [sweep[kind, rate] for rate in options.rates]
-            mean = [_mean(r)[k] for r in rows]
-            axis.plot(options.rates, mean, "o-", ms=3, color=colour(kind), label=label(kind))
+            axis.plot(options.rates, [_mean(r)[k] for r in rows], "o-", ms=3, color=colour(kind), label=label(kind))
         axis.set(xscale="log", xlabel="learning rate", title=f"sweep: held-out accuracy at step {mark:,}", ylim=(0, 1))
     axes[0].legend()
     for axis, key in zip(axes[2:], ("best against best", "equal rate"), strict=True):
         for kind, row in zip((False, True), findings[key], strict=True):
-            spread = [s or 0 for s in row["spread"]]
+            bars = [s or 0 for s in row["spread"]]
             name = f"{label(kind)}, rate {row['rate']:g}"
-            axis.errorbar(row["steps"], row["mean"], spread, fmt="o-", ms=3, capsize=2, color=colour(kind), label=name)
+            axis.errorbar(row["steps"], row["mean"], bars, fmt="o-", ms=3, capsize=2, color=colour(kind), label=name)
         axis.set(xscale="log", xlabel="training steps", title=f"{key}: test accuracy", ylim=(0.85, 1))
         axis.legend(loc="lower right")
     return figure

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...errors import between
+from ...jobs import run_side_by_side, stop_signal
+from ...processes import one_thread
+from ...progress import Display
 from ...report.figure1 import draw, paper_versus_here, steps_to
 from ...report.page import write_report
 from ...report.runs import Run, read_runs
 from ...results import check_writable, write_json
+from .network_run import NetworkRun
 from .training import Setting
-from .workers import run_all
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Fig1:
     out: Path = Path("runs/fig1")
     """Folder for the runs, the figure and the report."""
     resume: bool = False
-    """Go on from the checkpoints in the folder."""
+    """Continue from the checkpoints in the folder."""
     processes: int = 2
     """2 trains both networks side by side, one core each; 1 trains one after the other."""
 
@@ -57,11 +61,17 @@ class Fig1:
 def fig1(options: Fig1) -> Path:
     """Run the experiment of Figure 1 and return the path of its report.
 
+    Ctrl-C lets every network stop within 100 steps and save a checkpoint; a second one does not wait.
+
+    Raises:
+        OSError: if a folder cannot be made.
+        ValueError: if a folder holds a run of other options.
+        JobsFailedError: if a network's process failed.
+
     Paper: Sec. 4.1; Fig. 1
     """
     check_writable(options.out / "result.json")
-    complete = run_all(options.settings(), options.out, resume=options.resume, processes=options.processes)
-    if not complete:
+    if not _train(options):
         print(f"stopped before the end; what there is follows. Go on with --resume --out {options.out}")
     folders = [options.out / name for name in options.settings()]
     runs = read_runs([folder for folder in folders if (folder / "metrics.jsonl").exists()])
@@ -75,6 +85,19 @@ def fig1(options: Fig1) -> Path:
         print(f"{what}: {plain} without BN, {normalized} with BN; the paper: {paper}")
     print(f"figure: {options.out / 'fig1.png'}\nreport: {page}")
     return page
+
+
+def _train(options: Fig1) -> bool:
+    """Train each network into its folder; return whether all reached their last step."""
+    runs = [NetworkRun(options.out / name, setting, options.resume) for name, setting in options.settings().items()]
+    for run in runs:
+        run.prepare()
+    if options.processes > 1:
+        return run_side_by_side(runs, jobs=len(runs))
+    with one_thread(), stop_signal() as stop, Display() as display:
+        for run in runs:
+            display.add(run.name, run.steps, "step")
+        return all(run.train(stop, partial(display.update, run.name)) for run in runs)
 
 
 def _result(options: Fig1, runs: Sequence[Run]) -> dict[str, Any]:

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 
 from ...errors import SEED_MAX, above, at_least, between
 from ...layers import BatchNorm1d
-from ...results import check_writable
-from ..publish import GREY, colour, label, publish
-from .parallel import digits, spread_out
-from .training import Setting, order, train_
+from ..publish import GREY, Experiment, colour, label, publish
+from .training import Setting, digits, order, train_
 
 
 @dataclass(frozen=True)
-class Jacobian:
+class Jacobian(Experiment):
     """Measure the singular values of J = d z_hat / d x_hat between consecutive layers, with and without BN.
 
     Paper: Sec. 3.3, layer Jacobians
@@ -36,10 +34,7 @@ class Jacobian:
     """Test digits at which J is taken."""
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
-    processes: int | None = None
-    """Processes; by default one per core."""
     out: Path = Path("runs/jacobian")
-    """Folder for jacobian.json and jacobian.png; the published ones are in results."""
 
     def __post_init__(self) -> None:
         above(0, rate=self.rate, std=self.std)
@@ -47,7 +42,7 @@ class Jacobian:
         between(0, SEED_MAX, seed=self.seed)
 
 
-class Layer(NamedTuple):
+class HiddenLayer(NamedTuple):
     """Hold a hidden layer as y = gamma x_hat + beta of x_hat = (Wu + b - mu) / sd, by population statistics.
 
     A network without batch normalization is the case gamma = sd, beta = mu.
@@ -68,16 +63,15 @@ def jacobian(options: Jacobian) -> dict[str, Any]:
 
     Paper: Sec. 3.3, layer Jacobians
     """
-    check_writable(options.out / "jacobian.json")
     settings = [Setting(kind, options.steps, options.rate, options.std, seed=options.seed) for kind in (False, True)]
-    results = spread_out(_measure, [(s, options.examples) for s in settings], options.processes)
+    results = options.run(_measure, [(s, options.examples) for s in settings])
     rows = [
         {"network": label(s.batch_norm), **row} for s, found in zip(settings, results, strict=True) for row in found
     ]
     claim = "Batch Normalization may lead the layer Jacobians to have singular values close to 1."
     null = "Gaussian matrices of the same size and Frobenius norm, one for each Jacobian"
     findings = {"null": null, "pairs": rows}
-    return publish("jacobian", claim, options, findings, _verdicts(rows), lambda plt: _draw(plt, rows))
+    return publish(options, claim, findings, _verdicts(rows), lambda plt: _draw(plt, rows))
 
 
 def _verdicts(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
@@ -117,12 +111,12 @@ def _measure(job: tuple[Setting, int]) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def population_layers(net: nn.Sequential, batches: Sequence[Tensor]) -> list[Layer]:
+def population_layers(net: nn.Sequential, batches: Sequence[Tensor]) -> list[HiddenLayer]:
     """Read a perceptron's hidden layers with population statistics, each from the normalized ones below it.
 
     Paper: Alg. 2, l. 10; Sec. 3.3
     """
-    layers: list[Layer] = []
+    layers: list[HiddenLayer] = []
     u = torch.cat(list(batches)).double()
     modules = list(net)
     for k, linear in enumerate(modules[:-1]):
@@ -136,16 +130,16 @@ def population_layers(net: nn.Sequential, batches: Sequence[Tensor]) -> list[Lay
         bn = modules[k + 1]
         if isinstance(bn, BatchNorm1d):
             sd = (var + bn.eps).sqrt()
-            layer = Layer(weight, bias, mu, sd, bn.weight.double(), bn.bias.double())
+            layer = HiddenLayer(weight, bias, mu, sd, bn.weight.double(), bn.bias.double())
         else:
             sd = var.sqrt()
-            layer = Layer(weight, bias, mu, sd, sd, mu)
+            layer = HiddenLayer(weight, bias, mu, sd, sd, mu)
         layers.append(layer)
         u = torch.sigmoid(layer.gamma * (x - mu) / sd + layer.beta)
     return layers
 
 
-def layer_jacobian(x_hat: Tensor, below: Layer, above: Layer) -> Tensor:
+def layer_jacobian(x_hat: Tensor, below: HiddenLayer, above: HiddenLayer) -> Tensor:
     """Return J = diag(1/sd') W' diag(g'(gamma x_hat + beta) gamma) for each example, (examples, K', K).
 
     z_hat = (W' g(gamma x_hat + beta) - mu') / sd', with the primes for the layer above.
@@ -158,7 +152,7 @@ def layer_jacobian(x_hat: Tensor, below: Layer, above: Layer) -> Tensor:
 
 
 def like_random(matrices: Tensor) -> Tensor:
-    """Return Gaussian matrices with the sizes and Frobenius norms of the given ones: what no structure looks like.
+    """Return Gaussian matrices of the same sizes and Frobenius norms, which have no structure.
 
     Beyond the paper: the null hypothesis of its conjecture.
     """
@@ -169,7 +163,7 @@ def like_random(matrices: Tensor) -> Tensor:
     return random * scale
 
 
-def _pairs(layers: Sequence[Layer], images: Tensor) -> list[tuple[Tensor, Layer, Layer]]:
+def _pairs(layers: Sequence[HiddenLayer], images: Tensor) -> list[tuple[Tensor, HiddenLayer, HiddenLayer]]:
     pairs, u = [], images.double()
     for k, layer in enumerate(layers[:-1]):
         x_hat = (u @ layer.weight.t() + layer.bias - layer.mu) / layer.sd
@@ -196,9 +190,9 @@ def _draw(plt: Any, rows: Sequence[dict[str, Any]]) -> Any:
     figure, axes = plt.subplots(1, len(pairs), figsize=(11, 2.7), sharey=True)
     for axis, (layers, step) in zip(axes, pairs, strict=True):
         for row in (r for r in rows if (r["layers"], r["step"]) == (layers, step)):
-            kind = row["network"] == label(True)
-            axis.plot(row["J"]["mean spectrum"], color=colour(kind), label=row["network"])
-            axis.plot(row["random"]["mean spectrum"], ":", lw=1, color=colour(kind), label="random of the same norm")
+            name = row["network"]
+            axis.plot(row["J"]["mean spectrum"], color=colour(name), label=name)
+            axis.plot(row["random"]["mean spectrum"], ":", lw=1, color=colour(name), label="random of the same norm")
         axis.axhline(1, color=GREY, lw=0.7)
         axis.set(title=f"layer {layers}, step {step:,}", xlabel="index", yscale="log", ylim=(1e-3, 30))
     axes[0].set_ylabel("singular value of J")

@@ -1,21 +1,32 @@
-"""One network of Figure 1: trained, watched, estimated, folded, written to its folder."""
+"""One network of Figure 1: trained, monitored, estimated and folded, in a folder that the run can be resumed from.
+
+The folder holds ``config.json``, ``metrics.jsonl``, ``checkpoint.pt`` and, at the end, ``summary.json``.
+"""
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...data import MNIST, mnist
 from ...inference import fold
-from ...monitor import JSONLines, Monitor
+from ...jobs import Stopped, StopSignal, stop_signal
+from ...monitor import Monitor
+from ...monitor.sinks import as_json
 from ...population import estimate_
-from .run_folder import RunFolder
-from .training import Setting, accuracy, accuracy_steps, order, train_
+from ...processes import one_thread
+from ...results import environment, read_json, write_atomically, write_json
+from ...train.lock import locked
+from ...train.metrics import Metrics
+from .training import Setting, accuracy, order, train_
 
 PERCENTILES = (15, 50, 85)
 PROBE = 250
@@ -24,73 +35,165 @@ GRADIENT_RECORDS = 25
 CHECKPOINTS = 10
 SEGMENT = 100
 
-Progress = Callable[[int, float, float], None]
+Show = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class NetworkRun:
+    """The training of one network, which several processes can do side by side: a :class:`batchnorm.jobs.Job`.
+
+    Paper: Sec. 4.1
+    """
+
+    folder: Path
+    setting: Setting
+    resume: bool = False
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.folder.name
+
+    @property
+    def steps(self) -> int:
+        """Training steps."""
+        return self.setting.steps
+
+    def prepare(self) -> None:
+        """Make the folder and check that it holds no run of other options, before any process starts."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        check_config(self.folder, self.setting, resume=self.resume)
+        (self.folder / "summary.json").unlink(missing_ok=True)  # an old one does not mean that this run has finished
+
+    def finished(self) -> bool:
+        """Return whether the run reached its last step."""
+        return (self.folder / "summary.json").exists()
+
+    def __call__(self) -> None:
+        """Train in a process of its own, with one thread."""
+        with one_thread(), stop_signal() as stop:
+            if not self.train(stop):
+                raise Stopped("stopped before the end")
+
+    def train(self, stop: StopSignal, show: Show = lambda step, text: None) -> bool:
+        """Train until the end, or until a stop is requested; return whether it was the end."""
+        return run(self.setting, self.folder, resume=self.resume, stopped=lambda: stop.requested, show=show)
 
 
 def run(
     setting: Setting,
-    path: Path,
+    folder: Path,
     *,
     resume: bool = False,
     stopped: Callable[[], bool] = lambda: False,
-    progress: Progress = lambda step, loss, accuracy: None,
+    show: Show = lambda step, text: None,
 ) -> bool:
-    """Train one network into ``path``; return whether it came to its end.
+    """Train one network into ``folder``; return whether it reached its last step.
 
     Args:
         setting: what to train.
-        path: the run's folder.
-        resume: go on from the folder's checkpoint.
-        stopped: asked every 100 steps; where it says yes, a checkpoint is left and the run ends.
-        progress: told the step, the loss and the last test accuracy every 100 steps.
+        folder: the run's folder; it is made if missing.
+        resume: continue from the folder's checkpoint, if there is one.
+        stopped: asked at least every 100 steps; if it returns True, the run saves a checkpoint and ends.
+        show: called every 100 steps with the step and a text, the loss and the last test accuracy.
+
+    Raises:
+        ValueError: if the folder holds a run of other options, a checkpoint that cannot be read, or is in use by
+            another process.
 
     Paper: Sec. 4.1; Alg. 2
     """
-    folder, net, data = RunFolder(path), setting.network(), mnist()
-    config = {**asdict(setting), "percentiles": list(PERCENTILES)}
-    step, seconds = folder.resume(net, config) if resume else folder.start(config)
-    clock = _Clock(seconds)
-    probe = data.test.images[:PROBE]
-    watch = _Watch(setting, folder, net, data, progress, clock)
-    with Monitor(net, percentiles=PERCENTILES, probe=probe, sinks=[JSONLines(folder.metrics)]) as monitor:
-        if step == 0:
-            watch.measure(0, float("nan"), monitor)
-        for now, loss in train_(net, data.train, setting, watch.marks, start=step):
-            watch.measure(now, loss, monitor)
-            step = now
-            if stopped():
-                break
-    folder.save(net, step, clock())
-    if step < setting.steps:
-        return False
-    folder.finish({"steps": step, "accuracy": finish(net, setting, data), "seconds": round(clock(), 2)})
+    net, data = setting.network(), mnist()
+    with locked(folder):
+        step, seconds, position = _resume(folder, net, setting) if resume else _start(folder, setting)
+        began = time.perf_counter() - seconds
+        with closing(Metrics(folder / "metrics.jsonl", position)) as metrics:
+            watch = _Watch(setting, net, data, metrics, show)
+            if step == 0:
+                watch.measure(0, float("nan"))
+            for now, loss in train_(net, data.train, setting, watch.marks, start=step):
+                step = now
+                watch.measure(step, loss)
+                stop = stopped()
+                if stop or step in watch.save_at or step == setting.steps:
+                    save(folder, net, step, time.perf_counter() - began, metrics.position())
+                if stop:
+                    break
+        if step < setting.steps:
+            return False
+        summary = {"steps": step, "accuracy": finish(net, setting, data)}
+        write_json(folder / "summary.json", {**summary, "seconds": round(time.perf_counter() - began, 2)})
     return True
 
 
-class _Clock:
-    """Count seconds, those of the run before it was resumed among them."""
+def check_config(folder: Path, setting: Setting, *, resume: bool) -> dict[str, Any]:
+    """Return the configuration of the run in the folder, or {} if it has no checkpoint.
 
-    def __init__(self, before: float) -> None:
-        self.began = time.perf_counter() - before
+    A resumed run may have another number of steps.
 
-    def __call__(self) -> float:
-        return time.perf_counter() - self.began
+    Raises:
+        ValueError: if that run has other options: a new run would overwrite it.
+
+    Beyond the paper: resuming.
+    """
+    if not (folder / "checkpoint.pt").exists():
+        return {}
+    path = folder / "config.json"
+    try:
+        there = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error}): use another --out, or remove {folder}") from error
+    here = {k: v for k, v in _config(setting).items() if not (resume and k == "steps")}
+    differs = [f"{k} is {there.get(k)} there and {v} here" for k, v in here.items() if there.get(k) != v]
+    if differs:
+        raise ValueError(f"{folder} holds another run ({', '.join(differs)}); use the same options, or another --out")
+    return there
+
+
+def save(folder: Path, net: nn.Module, step: int, seconds: float, metrics_size: int) -> None:
+    """Replace the checkpoint atomically by one of this step, ``seconds`` into the run."""
+    content = io.BytesIO()
+    torch.save({"net": net.state_dict(), "step": step, "seconds": seconds, "metrics_size": metrics_size}, content)
+    write_atomically(folder / "checkpoint.pt", content.getvalue())
+
+
+def _start(folder: Path, setting: Setting) -> tuple[int, float, int]:
+    """Begin at step 0, after 0 seconds, with no metrics; an earlier run of the same options is repeated."""
+    check_config(folder, setting, resume=False)
+    for old in ("checkpoint.pt", "summary.json"):
+        (folder / old).unlink(missing_ok=True)
+    write_json(folder / "config.json", {**_config(setting), "environment": environment()})
+    return 0, 0.0, 0
+
+
+def _resume(folder: Path, net: nn.Module, setting: Setting) -> tuple[int, float, int]:
+    """Load the checkpoint into ``net``; return its step, its seconds and the length of the metrics then."""
+    there = check_config(folder, setting, resume=True)
+    path = folder / "checkpoint.pt"
+    if not path.exists():
+        return _start(folder, setting)
+    write_json(folder / "config.json", {**there, **_config(setting)})
+    (folder / "summary.json").unlink(missing_ok=True)
+    try:
+        state = torch.load(path, weights_only=True)
+        net.load_state_dict(state["net"])
+        return int(state["step"]), float(state["seconds"]), int(state["metrics_size"])
+    except Exception as error:  # torch.load raises errors of many kinds
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"{path} cannot be read ({why}): remove it to train anew") from error
+
+
+def _config(setting: Setting) -> dict[str, Any]:
+    return {**asdict(setting), "percentiles": list(PERCENTILES)}
 
 
 class _Watch:
-    """Decide at which steps what is measured, and measure it."""
+    """Decide what is measured at which steps, measure it and write it to the metrics."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        folder: RunFolder,
-        net: nn.Sequential,
-        data: MNIST,
-        progress: Progress,
-        clock: _Clock,
-    ) -> None:
-        self.setting, self.folder, self.net, self.data = setting, folder, net, data
-        self.progress, self.clock = progress, clock
+    def __init__(self, setting: Setting, net: nn.Sequential, data: MNIST, metrics: Metrics, show: Show) -> None:
+        self.setting, self.net, self.data, self.metrics, self.show = setting, net, data, metrics, show
+        # Not entered as a context: it would count the training passes, and record some of them by itself.
+        self.monitor = Monitor(net, percentiles=PERCENTILES, probe=data.test.images[:PROBE])
         steps = setting.steps
         self.accuracy_at = {0, *accuracy_steps(steps)}
         self.record_at = _evenly(steps, RECORDS, 10)
@@ -100,24 +203,36 @@ class _Watch:
         self.marks = {*self.accuracy_at, *self.record_at, *self.gradients_at, *self.save_at, *regular}
         self.accuracy = float("nan")
 
-    def measure(self, step: int, loss: float, monitor: Monitor) -> None:
-        """Do what is due at this step."""
+    def measure(self, step: int, loss: float) -> None:
+        """Measure what is due at this step."""
         if step in self.accuracy_at:
             self.accuracy = accuracy(self.net, self.data.test)
-            self.folder.log(step=step, accuracy=self.accuracy)
+            self.metrics.write({"step": step, "accuracy": self.accuracy})
         if step % SEGMENT == 0:
             if step:
-                self.folder.log(step=step, loss=float(f"{loss:.5g}"))
-            self.progress(step, loss, self.accuracy)
+                self.metrics.write({"step": step, "loss": float(f"{loss:.5g}")})
+            self.show(step, (f"loss {loss:.4f}, " if step else "") + f"accuracy {self.accuracy:.2%}")
         if step in self.record_at:
-            monitor.record(step)
+            self.metrics.write(as_json(self.monitor.record(step)))
         if step in self.gradients_at:
             # The examples that the next step would take.
             rows = order(self.setting, len(self.data.train.images), step, step + 1)[0]
             batch = (self.data.train.images[rows], self.data.train.labels[rows])
-            monitor.record_gradient_change(step, _loss, batch, self.setting.rate)
-        if step in self.save_at:
-            self.folder.save(self.net, step, self.clock())
+            self.metrics.write(as_json(self.monitor.record_gradient_change(step, _loss, batch, self.setting.rate)))
+
+
+def accuracy_steps(steps: int) -> list[int]:
+    """Return the steps at which accuracy is measured: often while it rises, then every fiftieth of the run.
+
+    >>> accuracy_steps(50_000)[:3], len(accuracy_steps(50_000)), accuracy_steps(50_000)[-1]
+    ([100, 200, 300], 71, 50000)
+
+    Paper: Fig. 1 a
+    """
+    early = {*range(100, 1000, 100), *range(1000, 5000, 250)}
+    every = max(steps // 50, 100)
+    late = range(every, steps + 1, every)
+    return sorted({s for s in {*early, *late, steps} if s <= steps})
 
 
 def _evenly(steps: int, count: int, closest: int) -> set[int]:

@@ -12,11 +12,8 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from ...data import Digits
 from ...errors import SEED_MAX, above, at_least, between
-from ...results import check_writable
-from ..publish import colour, label, publish
-from .eager import train_eagerly_
-from .parallel import digits, spread_out
-from .training import Setting, accuracy
+from ..publish import Experiment, colour, label, publish
+from .training import Setting, accuracy, digits, evenly, train_
 
 Parameters = Any
 OPTIMIZERS: dict[str, Callable[[Parameters], Optimizer]] = {
@@ -28,7 +25,7 @@ OPTIMIZERS: dict[str, Callable[[Parameters], Optimizer]] = {
 
 
 @dataclass(frozen=True)
-class Optimizers:
+class Optimizers(Experiment):
     """Train Section 4.1's network with full-batch gradient descent, SGD, momentum and Adagrad.
 
     Paper: Sec. 3.1
@@ -39,15 +36,12 @@ class Optimizers:
     batch_steps: int = 200
     """Updates of batch gradient descent."""
     batch: int = 6000
-    """Training digits that batch gradient descent sees, all in each step."""
+    """Training digits that batch gradient descent uses, all of them in each step."""
     std: float = 0.1
     """Width of the initial Gaussians."""
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
-    processes: int | None = None
-    """Processes; by default one per core."""
     out: Path = Path("runs/optimizers")
-    """Folder for optimizers.json and optimizers.png; the published ones are in results."""
 
     def __post_init__(self) -> None:
         above(0, std=self.std)
@@ -61,7 +55,6 @@ def optimizers(options: Optimizers) -> dict[str, Any]:
 
     Paper: Sec. 3.1
     """
-    check_writable(options.out / "optimizers.json")
     jobs = []
     for name in OPTIMIZERS:
         full = name == "batch gradient descent"
@@ -69,7 +62,7 @@ def optimizers(options: Optimizers) -> dict[str, Any]:
             steps, size = (options.batch_steps, options.batch) if full else (options.steps, 60)
             setting = Setting(kind, steps, std=options.std, batch_size=size, seed=options.seed)
             jobs.append((name, setting, options.batch if full else 60_000))
-    rows = spread_out(_train, jobs, options.processes)
+    rows = options.run(_train, jobs)
     claim = "A model employing Batch Normalization can be trained using batch gradient descent, or Stochastic Gradient"
     claim += " Descent with a mini-batch size m > 1, or with any of its variants such as Adagrad."
     verdicts = {
@@ -77,7 +70,7 @@ def optimizers(options: Optimizers) -> dict[str, Any]:
         for row in rows
         if row["network"] == label(True)
     }
-    return publish("optimizers", claim, options, {"runs": rows}, verdicts, lambda plt: _draw(plt, rows))
+    return publish(options, claim, {"runs": rows}, verdicts, lambda plt: _draw(plt, rows))
 
 
 def _train(job: tuple[str, Setting, int]) -> dict[str, Any]:
@@ -85,9 +78,9 @@ def _train(job: tuple[str, Setting, int]) -> dict[str, Any]:
     train, test = digits()
     net: nn.Module = setting.network()
     optimizer = OPTIMIZERS[name](net.parameters())
-    marks = [max(setting.steps * k // 20, 1) for k in range(1, 21)]
     data = Digits(train.images[:examples], train.labels[:examples])
-    found = [(step, loss, accuracy(net, test)) for step, loss in train_eagerly_(net, data, setting, optimizer, marks)]
+    trained = train_(net, data, setting, evenly(setting.steps, 20), optimizer=optimizer)
+    found = [(step, loss, accuracy(net, test)) for step, loss in trained]
     steps, losses, accuracies = map(list, zip(*found, strict=True))
     return {
         "optimizer": name,
@@ -104,8 +97,7 @@ def _draw(plt: Any, rows: Sequence[dict[str, Any]]) -> Any:
     figure, axes = plt.subplots(1, len(OPTIMIZERS), figsize=(11, 2.6), sharey=True)
     for axis, name in zip(axes, OPTIMIZERS, strict=True):
         for row in (r for r in rows if r["optimizer"] == name):
-            kind = row["network"] == label(True)
-            axis.plot(row["steps"], row["accuracy"], color=colour(kind), label=row["network"])
+            axis.plot(row["steps"], row["accuracy"], color=colour(row["network"]), label=row["network"])
         axis.set(title=name, xlabel="training steps", ylim=(0, 1))
     axes[0].set_ylabel("test accuracy")
     axes[0].legend()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,9 @@ from torch import Tensor, nn
 
 from ...errors import above, at_least
 from ...layers import BatchNorm1d
-from ...results import check_writable
-from ..publish import BLUE, GREEN, publish
-from .eager import train_eagerly_
-from .parallel import digits, spread_out
-from .training import Setting, accuracy
+from ...models import perceptron
+from ..publish import BLUE, GREEN, Experiment, mean, publish, spread
+from .training import Setting, accuracy, digits, train_
 
 Where = Literal["before", "after"]
 NONLINEARITIES = {"sigmoid": nn.Sigmoid, "relu": nn.ReLU}
@@ -25,7 +22,7 @@ STATISTICS = ("skewness", "excess kurtosis", "sparsity")
 
 
 @dataclass(frozen=True)
-class Placement:
+class Placement(Experiment):
     """Compare BN before and after the nonlinearity: the shapes of the distributions of u and Wu, and accuracy.
 
     Paper: Sec. 3.2, "more Gaussian"; Sec. 5, the standardization layer
@@ -39,10 +36,7 @@ class Placement:
     """Width of the initial Gaussians."""
     seeds: int = 3
     """Seeds of each run."""
-    processes: int | None = None
-    """Processes; by default one per core."""
     out: Path = Path("runs/placement")
-    """Folder for placement.json and placement.png; the published ones are in results."""
 
     def __post_init__(self) -> None:
         above(0, rate=self.rate, std=self.std)
@@ -54,7 +48,6 @@ def placement(options: Placement) -> dict[str, Any]:
 
     Paper: Sec. 3.2; Sec. 5
     """
-    check_writable(options.out / "placement.json")
     kinds: tuple[Where, ...] = ("before", "after")
     jobs = [
         (where, name, Setting(True, options.steps, options.rate, options.std, seed=seed))
@@ -62,7 +55,7 @@ def placement(options: Placement) -> dict[str, Any]:
         for where in kinds
         for seed in range(options.seeds)
     ]
-    results = spread_out(_train, jobs, options.processes)
+    results = options.run(_train, jobs)
     rows = []
     for name in NONLINEARITIES:
         for where in kinds:
@@ -73,15 +66,15 @@ def placement(options: Placement) -> dict[str, Any]:
                     "nonlinearity": name,
                     "batch normalization": f"{where} it",
                     "accuracy": final,
-                    "mean": round(statistics.fmean(final), 5),
-                    "spread": round(statistics.stdev(final), 5) if len(final) > 1 else None,
+                    "mean": mean(final),
+                    "spread": spread(final),
                     "shapes": found[0]["shapes"],
                 }
             )
     claim = "Wu + b is more likely to have a symmetric, non-sparse distribution, that is 'more Gaussian'."
     note = "means over a layer's units, of 5,000 test digits, seed 0; u is the nonlinearity's output"
     findings = {"shapes are": note, "runs": rows}
-    return publish("placement", claim, options, findings, _verdicts(rows), lambda plt: _draw(plt, rows))
+    return publish(options, claim, findings, _verdicts(rows), lambda plt: _draw(plt, rows))
 
 
 def _verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
@@ -100,29 +93,23 @@ def build(where: Where, nonlinearity: str, std: float, seed: int) -> nn.Sequenti
 
     Paper: Sec. 3.2; Sec. 5
     """
-    generator = torch.Generator().manual_seed(seed)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
-    inputs = 784
-    for k in (1, 2, 3):
-        layers[f"linear{k}"] = nn.Linear(inputs, 100, bias=where == "after")
-        pair = [(f"bn{k}", BatchNorm1d(100)), (f"g{k}", NONLINEARITIES[nonlinearity]())]
-        layers.update(pair if where == "before" else reversed(pair))
-        inputs = 100
-    layers["output"] = nn.Linear(100, 10)
-    for layer in layers.values():
-        if isinstance(layer, nn.Linear):
-            nn.init.normal_(layer.weight, std=std, generator=generator)
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
+    for name, layer in perceptron(batch_norm=where == "before", std=std, seed=seed).named_children():
+        if isinstance(layer, nn.Sigmoid):
+            k = name.removeprefix("sigmoid")
+            layers[f"g{k}"] = NONLINEARITIES[nonlinearity]()
+            if where == "after":
+                layers[f"bn{k}"] = BatchNorm1d(100)
+        else:
+            layers[name] = layer
     return nn.Sequential(layers)
 
 
 def _train(job: tuple[Where, str, Setting]) -> dict[str, Any]:
     where, name, setting = job
     net, data = build(where, name, setting.std, setting.seed), digits()
-    optimizer = torch.optim.SGD(net.parameters(), lr=setting.rate)
     found = {"0": shapes(net, data.test.images[:5000])}
-    for step, _ in train_eagerly_(net, data.train, setting, optimizer, [setting.steps]):
+    for step, _ in train_(net, data.train, setting, [setting.steps]):
         found[str(step)] = shapes(net, data.test.images[:5000])
     return {"accuracy": accuracy(net, data.test), "shapes": found}
 
@@ -150,7 +137,7 @@ def shape(v: Tensor) -> dict[str, float]:
 
     Skewness E[c^3] / s^3 and excess kurtosis E[c^4] / s^4 - 3 with c = v - E[v] are a unit's over examples, as the
     mean of their absolute and plain values over units. Sparsity is Hoyer's, (sqrt(K) - |v|_1 / |v|_2) / (sqrt(K) - 1)
-    of an example's K units: 0 where all are equal, 1 where one is not zero; a Gaussian has about 0.2.
+    of an example's K units: 0 if all are equal, 1 if only one is not zero; about 0.2 for a Gaussian.
 
     Paper: Sec. 3.2; Sec. 5
     """

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 from ...errors import SEED_MAX, above, at_least, between
 from ...monitor.taps import Taps, probing
-from ...results import check_writable
-from ..publish import colour, label, publish
-from .parallel import digits, spread_out
-from .training import Setting, train_
+from ..publish import Experiment, colour, label, publish
+from .training import Setting, digits, evenly, train_
 
 
 @dataclass(frozen=True)
-class Saturation:
+class Saturation(Experiment):
     """Follow the fraction of saturated sigmoids in each layer over training, with and without BN.
 
     Paper: Sec. 1, saturated regime; Abstract, "saturating nonlinearities"
@@ -30,17 +28,14 @@ class Saturation:
     rate: float = 0.1
     """Learning rate."""
     stds: tuple[float, ...] = (0.1, 1.0)
-    """Widths of the initial Gaussians: small ones, and careless ones."""
+    """Widths of the initial Gaussians: a small one and a careless one."""
     tail: float = 0.05
-    """A sigmoid is saturated where its output is within this of 0 or 1."""
+    """A sigmoid is saturated if its output is within this distance of 0 or 1."""
     points: int = 25
     """Measurements of each run."""
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
-    processes: int | None = None
-    """Processes; by default one per core."""
     out: Path = Path("runs/saturation")
-    """Folder for saturation.json and saturation.png; the published ones are in results."""
 
     def __post_init__(self) -> None:
         above(0, rate=self.rate, stds=self.stds, tail=self.tail)
@@ -55,8 +50,7 @@ def saturation(options: Saturation) -> dict[str, Any]:
 
     Paper: Sec. 1, saturated regime
     """
-    check_writable(options.out / "saturation.json")
-    marks = [options.steps * k // options.points for k in range(options.points + 1)]
+    marks = [0, *evenly(options.steps, options.points)]
     settings = [
         Setting(kind, options.steps, options.rate, std, seed=options.seed)
         for std in options.stds
@@ -65,7 +59,7 @@ def saturation(options: Saturation) -> dict[str, Any]:
     jobs = [(setting, marks, options.tail) for setting in settings]
     rows: list[dict[str, Any]] = [
         {"network": label(s.batch_norm), "std": s.std, "steps": marks, "saturated": fractions}
-        for s, fractions in zip(settings, spread_out(_follow, jobs, options.processes), strict=True)
+        for s, fractions in zip(settings, options.run(_follow, jobs), strict=True)
     ]
     claim = "Batch Normalization makes it possible to use saturating nonlinearities by preventing the network from"
     claim += " getting stuck in the saturated modes."
@@ -75,7 +69,7 @@ def saturation(options: Saturation) -> dict[str, Any]:
         )
         for plain, bn in zip(rows[::2], rows[1::2], strict=True)
     }
-    return publish("saturation", claim, options, {"runs": rows}, verdicts, lambda plt: _draw(plt, options, rows))
+    return publish(options, claim, {"runs": rows}, verdicts, lambda plt: _draw(plt, options, rows))
 
 
 def _follow(job: tuple[Setting, Sequence[int], float]) -> list[dict[str, float]]:
@@ -110,8 +104,8 @@ def _draw(plt: Any, options: Saturation, rows: Sequence[dict[str, Any]]) -> Any:
     for axes_row, std in zip(grid, options.stds, strict=True):
         for axis, layer in zip(axes_row, layers, strict=True):
             for row in (r for r in rows if r["std"] == std):
-                kind = row["network"] == label(True)
-                axis.plot(row["steps"], [f[layer] for f in row["saturated"]], color=colour(kind), label=row["network"])
+                name = row["network"]
+                axis.plot(row["steps"], [f[layer] for f in row["saturated"]], color=colour(name), label=name)
             axis.set(title=f"{layer}, initial width {std:g}", ylim=(-0.02, 1))
         axes_row[0].set_ylabel("saturated fraction")
     for axis in grid[-1]:

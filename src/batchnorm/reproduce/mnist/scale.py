@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from ...errors import SEED_MAX, above, at_least, between
 from ...layers import BatchNorm1d
 from ...ops import reference
-from ...results import check_writable
-from ..publish import colour, label, publish
-from .parallel import digits, spread_out
-from .training import Setting, train_
+from ..publish import Experiment, colour, label, publish
+from .training import Setting, digits, evenly, train_
 
 
 @dataclass(frozen=True)
-class Scale:
+class Scale(Experiment):
     """Check Section 3.3's identities along training and follow the growth of weights under large rates.
 
     Paper: Sec. 3.3
@@ -39,10 +37,7 @@ class Scale:
     """Measurements of each run."""
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
-    processes: int | None = None
-    """Processes; by default one per core."""
     out: Path = Path("runs/scale")
-    """Folder for scale.json and scale.png; the published ones are in results."""
 
     def __post_init__(self) -> None:
         above(0, rates=self.rates, factors=self.factors, std=self.std)
@@ -56,14 +51,13 @@ def scale(options: Scale) -> dict[str, Any]:
 
     Paper: Sec. 3.3
     """
-    check_writable(options.out / "scale.json")
-    marks = [max(options.steps * k // options.points, 1) for k in range(1, options.points + 1)]
+    marks = evenly(options.steps, options.points)
     settings = [
         Setting(kind, options.steps, rate, options.std, seed=options.seed)
         for kind in (False, True)
         for rate in options.rates
     ]
-    results = spread_out(_follow, [(s, marks, options.factors) for s in settings], options.processes)
+    results = options.run(_follow, [(s, marks, options.factors) for s in settings])
     growth = [
         {"network": label(s.batch_norm), "rate": s.rate, "steps": [0, *marks], **growth}
         for s, (growth, _) in zip(settings, results, strict=True)
@@ -73,7 +67,7 @@ def scale(options: Scale) -> dict[str, Any]:
     claim += " larger weights lead to smaller gradients, and Batch Normalization will stabilize the parameter growth."
     findings: dict[str, Any] = {"growth": growth, "identities": identities, "largest": largest(identities)}
     verdicts = {"BN((aW)u) = BN(Wu), within the bound that eps sets": findings["largest"]["output"] <= 1}
-    return publish("scale", claim, options, findings, verdicts, lambda plt: _draw(plt, growth))
+    return publish(options, claim, findings, verdicts, lambda plt: _draw(plt, growth))
 
 
 def identity_gaps(u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: float, a: float) -> dict[str, float]:
@@ -88,7 +82,7 @@ def identity_gaps(u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: f
     values = [_forward_and_gradients(u, factor * weight, gamma, beta, eps) for factor in (1.0, a)]
     (one, du, dw), (other, du_a, dw_a) = values
     bound = (one.y - beta).abs() * eps * abs(1 - a**-2) / (one.var + eps / a**2)
-    # Rounding of float64 stands in for a bound of 0, for units that are constant on the batch.
+    # Plus the rounding of float64: the bound is 0 for units that are constant on the batch.
     ratio = (other.y - one.y).abs() / (bound + 1e-12 * one.y.abs().clamp(min=1))
     return {
         "output": ratio.max().item(),
@@ -152,9 +146,8 @@ def _draw(plt: Any, growth: Sequence[dict[str, Any]]) -> Any:
     dashes = dict(zip(sorted({row["rate"] for row in growth}), cycle((":", "-", "--", "-.")), strict=False))
     for axis, layer in zip(axes, layers, strict=True):
         for row in growth:
-            kind = row["network"] == label(True)
             name = f"{row['network']}, rate {row['rate']:g}"
-            axis.plot(row["steps"], row["norms"][layer], dashes[row["rate"]], color=colour(kind), label=name)
+            axis.plot(row["steps"], row["norms"][layer], dashes[row["rate"]], color=colour(row["network"]), label=name)
         axis.set(title=f"norm of W, {layer}", xlabel="training steps")
     axes[0].legend(fontsize=6)
     return figure

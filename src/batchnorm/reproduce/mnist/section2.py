@@ -16,11 +16,9 @@ from ...data import Digits
 from ...errors import SEED_MAX, above, at_least, between
 from ...layers import BatchNorm1d
 from ...models import perceptron
-from ...results import check_writable
-from ..publish import BLUE, GREEN, ORANGE, publish
-from .eager import train_eagerly_
-from .parallel import digits, spread_out
-from .training import Setting
+from ...processes import map_on_cores
+from ..publish import BLUE, GREEN, ORANGE, Experiment, publish
+from .training import Setting, digits, evenly, train_
 
 VARIANTS = {
     "centring outside the gradient": ORANGE,
@@ -30,7 +28,7 @@ VARIANTS = {
 
 
 @dataclass(frozen=True)
-class Section2:
+class Section2(Experiment):
     """Show what happens when the gradient step ignores the normalization, on one bias and on the whole network.
 
     Paper: Sec. 2
@@ -46,10 +44,7 @@ class Section2:
     """Width of the initial Gaussians."""
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
-    processes: int | None = None
-    """Processes; by default one per core."""
     out: Path = Path("runs/section2")
-    """Folder for section2.json and section2.png; the published ones are in results."""
 
     def __post_init__(self) -> None:
         above(0, rates=self.rates, std=self.std)
@@ -62,18 +57,17 @@ def section2(options: Section2) -> dict[str, Any]:
 
     Paper: Sec. 2
     """
-    check_writable(options.out / "section2.json")
-    data = digits().train
-    few = Digits(data.images[:1000], data.labels[:1000])
-    ignored, through = spread_out(partial(_alone, few, options), [False, True], processes=1)
-    alone = {"ignored": ignored, "in the gradient": through}
-    marks = [max(options.steps * k // 20, 1) for k in range(1, 21)]
+    marks = evenly(options.steps, 20)
     jobs = [
         (variant, Setting(True, options.steps, rate, options.std, seed=options.seed), marks)
         for rate in options.rates
         for variant in VARIANTS
     ]
-    runs = spread_out(_whole, jobs, options.processes)
+    runs = options.run(_whole, jobs)
+    data = digits().train
+    few = Digits(data.images[:1000], data.labels[:1000])
+    ignored, through = map_on_cores(partial(_alone, few, options), [False, True], processes=1)
+    alone = {"ignored": ignored, "in the gradient": through}
     claim = (
         "b will grow indefinitely while the loss remains fixed; the model blows up when the normalization parameters"
     )
@@ -85,7 +79,7 @@ def section2(options: Section2) -> dict[str, Any]:
         and max(losses) - min(losses) < 1e-6 * losses[0],
         "b stays, if the gradient does not ignore it": max(through["norm of b"]) < 1e-3 * norms[-1],
     }
-    return publish("section2", claim, options, findings, verdicts, lambda plt: _draw(plt, options, alone, runs))
+    return publish(options, claim, findings, verdicts, lambda plt: _draw(plt, options, alone, runs))
 
 
 def _alone(data: Digits, options: Section2, through: bool) -> dict[str, list[float]]:
@@ -155,9 +149,8 @@ def build(variant: str, std: float, seed: int) -> nn.Sequential:
 def _whole(job: tuple[str, Setting, Sequence[int]]) -> dict[str, Any]:
     variant, setting, marks = job
     net, data = build(variant, setting.std, setting.seed), digits()
-    optimizer = torch.optim.SGD(net.parameters(), lr=setting.rate)
     rows = []
-    for step, loss in train_eagerly_(net, data.train, setting, optimizer, marks):
+    for step, loss in train_(net, data.train, setting, marks):
         hidden = [m for m in net if isinstance(m, nn.Linear)][:-1]
         rows.append(
             {

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
-from ...data import Digits
+from ...data import MNIST, Digits, mnist
 from ...errors import SEED_MAX, above, at_least, between
 from ...models import perceptron
-from .lean import LeanSGD
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,14 @@ class Setting:
         between(0, SEED_MAX, seed=self.seed)
 
     def network(self) -> nn.Sequential:
-        """Build the network; the weights depend on the seed alone, with and without batch normalization."""
+        """Build the network; with the same seed, its weights are the same with and without batch normalization."""
         return perceptron(batch_norm=self.batch_norm, std=self.std, seed=self.seed)
 
 
 def order(setting: Setting, examples: int, start: int, stop: int) -> Tensor:
     """Return the examples of the steps ``start`` to ``stop``, (steps, m): each epoch is a new permutation of all.
 
-    It is a function of the seed and the step, so that a resumed run sees what the uninterrupted one would.
+    It depends on the seed and the step alone, so a resumed run sees the same batches as an uninterrupted one.
 
     >>> a, b = (order(Setting(), 6000, *span) for span in ((0, 150), (90, 150)))
     >>> torch.equal(a[90:], b), len(a[:100].unique())
@@ -63,19 +65,48 @@ def order(setting: Setting, examples: int, start: int, stop: int) -> Tensor:
 
 
 def train_(
-    net: nn.Sequential, data: Digits, setting: Setting, marks: Iterable[int], start: int = 0
+    net: nn.Module,
+    data: Digits,
+    setting: Setting,
+    marks: Iterable[int],
+    *,
+    start: int = 0,
+    optimizer: Optimizer | None = None,
 ) -> Iterator[tuple[int, float]]:
-    """Train from step ``start`` on and yield (step, loss of its batch) at each of the marks, in order.
+    """Train on the mean cross-entropy and yield (step, loss of its batch) at each of the marks, in order.
 
-    Step t means that t updates were made; between two marks the network is out of sight.
+    Step t means that t updates were made.
 
-    Paper: Sec. 4.1
+    Args:
+        net: the network; it is trained in place.
+        data: the examples, of which :func:`order` takes a batch for each step.
+        setting: the steps, the batch size, the seed and the rate.
+        marks: steps to stop at; those up to ``start`` and those after the last step are skipped.
+        start: steps already taken.
+        optimizer: by default plain stochastic gradient descent at the setting's rate.
+
+    Paper: Sec. 3.1; Sec. 4.1
     """
-    sgd = LeanSGD(net, data, setting.rate, setting.batch_size)
+    optimizer = optimizer or SGD(net.parameters(), lr=setting.rate)
     for mark in sorted({m for m in marks if start < m <= setting.steps}):
-        loss = sgd.run_(order(setting, len(data.images), start, mark))
+        for rows in order(setting, len(data.images), start, mark).unbind():
+            # images[rows] would take longer.
+            images, labels = data.images.index_select(0, rows), data.labels.index_select(0, rows)
+            loss = F.cross_entropy(net(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
         start = mark
-        yield mark, loss
+        yield mark, loss.item()
+
+
+def evenly(steps: int, count: int) -> list[int]:
+    """Return ``count`` evenly spaced steps from 1 on, of which the last is ``steps``.
+
+    >>> evenly(100, 4)
+    [25, 50, 75, 100]
+    """
+    return [max(steps * k // count, 1) for k in range(1, count + 1)]
 
 
 @torch.no_grad()
@@ -87,22 +118,33 @@ def accuracy(net: nn.Module, digits: Digits) -> float:
     mode = net.training
     net.eval()
     try:
-        # In parts, whose activations stay in the cache.
+        # In parts that are small enough for their activations to stay in the cache.
         predictions = torch.cat([net(part).argmax(1) for part in digits.images.split(2000)])
         return float((predictions == digits.labels).double().mean())
     finally:
         net.train(mode)
 
 
-def accuracy_steps(steps: int) -> list[int]:
-    """Return the steps at which accuracy is taken: dense while it rises, then every fiftieth of the run.
+@lru_cache(maxsize=1)
+def digits() -> MNIST:
+    """Return MNIST, unpacked once a process."""
+    return mnist()
 
-    >>> accuracy_steps(50_000)[:3], len(accuracy_steps(50_000)), accuracy_steps(50_000)[-1]
-    ([100, 200, 300], 71, 50000)
 
-    Paper: Fig. 1 a
+def held_out(count: int = 5000) -> MNIST:
+    """Return the training digits without the last ``count``, and these in place of the test digits.
+
+    Beyond the paper: a rate chosen on the test digits would have an unfair advantage.
     """
-    early = {*range(100, 1000, 100), *range(1000, 5000, 250)}
-    every = max(steps // 50, 100)
-    late = range(every, steps + 1, every)
-    return sorted({s for s in {*early, *late, steps} if s <= steps})
+    images, labels = digits().train
+    return MNIST(Digits(images[:-count], labels[:-count]), Digits(images[-count:], labels[-count:]))
+
+
+def accuracies(setting: Setting, marks: Iterable[int], data: MNIST | None = None) -> list[float]:
+    """Train a network and return its accuracy on ``data.test`` (with running averages) at each mark.
+
+    Paper: Sec. 4.1
+    """
+    data = data or digits()
+    net = setting.network()
+    return [accuracy(net, data.test) for _ in train_(net, data.train, setting, marks)]

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import above, at_least
-from ...results import check_writable
-from ..publish import colour, label, publish
-from .parallel import accuracies, spread_out
-from .training import Setting
+from ..publish import Experiment, colour, label, mean, publish, spread
+from .training import Setting, accuracies
 
 
 @dataclass(frozen=True)
-class Init:
+class Init(Experiment):
     """Train both networks from Gaussians of widths from 1e-3 to 10 and compare their final accuracy.
 
     Paper: Abstract, "be less careful about initialization"; Sec. 3.3
@@ -29,10 +27,7 @@ class Init:
     """Learning rate of both networks; the plain one's best at these widths is near it."""
     seeds: int = 3
     """Seeds of each run."""
-    processes: int | None = None
-    """Processes; by default one per core."""
     out: Path = Path("runs/init")
-    """Folder for init.json and init.png; the published ones are in results."""
 
     def __post_init__(self) -> None:
         above(0, stds=self.stds, rate=self.rate)
@@ -44,7 +39,6 @@ def init(options: Init) -> dict[str, Any]:
 
     Paper: Abstract, "be less careful about initialization"; Sec. 3.3
     """
-    check_writable(options.out / "init.json")
     jobs = [
         Setting(kind, options.steps, options.rate, std, seed=seed)
         for kind in (False, True)
@@ -52,14 +46,14 @@ def init(options: Init) -> dict[str, Any]:
         for seed in range(options.seeds)
     ]
     results: dict[tuple[bool, float], list[float]] = {}
-    for setting, final in zip(jobs, spread_out(_final, jobs, options.processes), strict=True):
+    for setting, final in zip(jobs, options.run(_final, jobs), strict=True):
         results.setdefault((setting.batch_norm, setting.std), []).append(final)
     rows: list[dict[str, Any]] = [
         {
             "network": label(kind),
             "std": std,
-            "mean": round(statistics.fmean(runs), 5),
-            "spread": round(statistics.stdev(runs), 5) if len(runs) > 1 else None,
+            "mean": mean(runs),
+            "spread": spread(runs),
             "runs": runs,
         }
         for (kind, std), runs in results.items()
@@ -72,7 +66,7 @@ def init(options: Init) -> dict[str, Any]:
         "BN trains past 90% from more initial widths, and from all that train without it": trained[0] < trained[1]
     }
     findings = {"final test accuracy": rows}
-    return publish("init", claim, options, findings, verdicts, lambda plt: _draw(plt, results, options))
+    return publish(options, claim, findings, verdicts, lambda plt: _draw(plt, results, options))
 
 
 def _final(setting: Setting) -> float:
@@ -82,8 +76,8 @@ def _final(setting: Setting) -> float:
 def _draw(plt: Any, results: dict[tuple[bool, float], list[float]], options: Init) -> Any:
     figure, axis = plt.subplots(figsize=(4.6, 2.8))
     for kind in (False, True):
-        mean = [statistics.fmean(results[kind, std]) for std in options.stds]
-        axis.plot(options.stds, mean, "o-", ms=3, color=colour(kind), label=label(kind))
+        means = [statistics.fmean(results[kind, std]) for std in options.stds]
+        axis.plot(options.stds, means, "o-", ms=3, color=colour(kind), label=label(kind))
         for std in options.stds:
             axis.plot([std] * options.seeds, results[kind, std], ".", ms=3, color=colour(kind), alpha=0.5)
     axis.set(

@@ -1,0 +1,237 @@
+"""Resumable jobs side by side, each in a process of its own, which save their state and stop together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, Protocol
+
+from .errors import JobsFailedError, sentence
+from .progress import Display
+
+POLL = 0.2
+FAILED, STOPPED = 1, 2
+
+
+class Stopped(Exception):
+    """Raised by a run that was asked to stop and has saved its state.
+
+    Beyond the paper: resuming.
+    """
+
+
+class StopSignal:
+    """Remember that SIGTERM or Ctrl-C came, so that the work can finish its step and save first.
+
+    Beyond the paper: resuming.
+    """
+
+    requested = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal; a second Ctrl-C interrupts at once."""
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+@contextmanager
+def stop_signal() -> Iterator[StopSignal]:
+    """Catch SIGTERM and Ctrl-C inside the block, and restore the handlers after it.
+
+    Only the main thread can catch signals; in another one nothing is caught.
+
+    >>> with stop_signal() as stop:
+    ...     os.kill(os.getpid(), signal.SIGTERM)
+    ...     print(stop.requested)
+    True
+
+    Beyond the paper: resuming.
+    """
+    stop = StopSignal()
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT) if in_main}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Job(Protocol):
+    """Work that can be pickled, stopped by SIGTERM and resumed later.
+
+    Beyond the paper: resuming.
+    """
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def folder(self) -> Path:
+        """Where it writes ``metrics.jsonl``, if it trains, and where ``log.txt`` goes."""
+
+    @property
+    def steps(self) -> int:
+        """Training steps; 0 if it does not train."""
+
+    def finished(self) -> bool:
+        """Return whether its results are there."""
+
+    def __call__(self) -> None:
+        """Do the work, or resume it.
+
+        Raises:
+            Stopped: if SIGTERM came and the state is saved.
+        """
+
+
+def run_side_by_side(waiting: Sequence[Job], *, jobs: int, minutes: float | None = None) -> bool:
+    """Run the jobs in their order, ``jobs`` of them at a time; return whether all are finished.
+
+    Ctrl-C, SIGTERM and the time limit let every job save its state and stop; the same call resumes them.
+
+    Raises:
+        JobsFailedError: naming the jobs that failed, after the others are through, with the ends of their logs.
+
+    Beyond the paper: one GPU has room for several.
+    """
+    deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+    left, running, failed = deque(waiting), dict[SpawnProcess, _Running](), dict[str, str]()
+    context = get_context("spawn")
+    asked = unfinished = False
+    with stop_signal() as stop, Display() as display:
+        while left or running:
+            stopping = stop.requested or time.monotonic() > deadline
+            while left and len(running) < jobs and not stopping:
+                one = _Running(left.popleft(), display)
+                process = context.Process(target=_do, args=(one.job,), name=one.job.name)
+                process.start()
+                running[process] = one
+            if stopping and not asked:
+                asked, unfinished = True, unfinished or bool(left)
+                left.clear()
+                for process in running:
+                    process.terminate()  # SIGTERM, and once: a job saves on the first
+            for process in [process for process in running if not process.is_alive()]:
+                one = running.pop(process)
+                finished = one.job.finished()  # even if a signal then cut its exit short
+                unfinished = unfinished or not finished
+                if not finished and process.exitcode != STOPPED and not stopping:
+                    failed[one.job.name] = _end_of_log(one.job, process.exitcode)
+                one.end("finished" if finished else "stopped")
+            for one in running.values():
+                one.show()
+            time.sleep(POLL)
+    if failed:
+        raise JobsFailedError(
+            "\n".join(f"{job.name} failed: {failed[job.name]}" for job in waiting if job.name in failed)
+        )
+    return not unfinished
+
+
+class _Running:
+    """A job that runs, shown by what it appends to its metrics file."""
+
+    def __init__(self, job: Job, display: Display) -> None:
+        self.job, self.display = job, display
+        self.path = job.folder / "metrics.jsonl"
+        self.position = self.path.stat().st_size if self.path.exists() else 0
+        self.step, self.text = 0, ""
+        display.add(job.name, job.steps or None, "step")
+        if display.bars is None:
+            display.say(f"{job.name}: started" + (f", {job.steps:,} steps" if job.steps else ""))
+
+    def show(self) -> None:
+        """Show what is new."""
+        for record in self._new():
+            self.step = record["step"]
+            for key, name in (("val_top1", "validation"), ("accuracy", "accuracy")):
+                if key in record:
+                    self.text = f"{name} {record[key]:.2%}"
+        if self.step:
+            self.display.update(self.job.name, self.step, self.text)
+
+    def end(self, how: str) -> None:
+        """Show how it ended."""
+        self.show()
+        self.display.end(self.job.name, how)
+
+    def _new(self) -> list[dict[str, Any]]:
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            # A resumed run cuts off what was written after its checkpoint.
+            self.position = min(self.position, file.seek(0, 2))
+            file.seek(self.position)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self.position += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+def _do(job: Job) -> None:
+    """Run a job in this process and exit with how it went; its output goes to ``log.txt`` in its folder."""
+    with _own(job.folder) as log:
+        os.dup2(log, sys.stdout.fileno())
+        os.dup2(log, sys.stderr.fileno())
+        try:
+            job()
+        except Stopped as stopped:
+            print(stopped, file=sys.stderr, flush=True)
+            sys.exit(STOPPED)
+        except (OSError, ValueError) as error:
+            print(sentence(error), file=sys.stderr, flush=True)
+            sys.exit(FAILED)
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+            sys.exit(FAILED)
+
+
+@contextmanager
+def _own(folder: Path) -> Iterator[int]:
+    """Open the job's log; the lock on it keeps a second process out of the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "log.txt").open("a") as log:
+        try:
+            lock_file(log)
+        except OSError:
+            print(f"another process is at work in {folder}", file=sys.stderr)
+            sys.exit(FAILED)
+        yield log.fileno()
+
+
+def _end_of_log(job: Job, code: int | None) -> str:
+    log = job.folder / "log.txt"
+    end = "\n".join(log.read_text().splitlines()[-15:]) if log.exists() else ""
+    return f"exit status {code}; {log} ends:\n{end}"
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def lock_file(file: IO[Any]) -> None:
+        """Lock an open file, or raise OSError if another process has it."""
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+
+else:
+    import fcntl
+
+    def lock_file(file: IO[Any]) -> None:
+        """Lock an open file, or raise OSError if another process has it."""
+        # Not flock: workers that this process forks would share it, and keep it for seconds if this process is killed.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

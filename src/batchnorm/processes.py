@@ -1,0 +1,280 @@
+"""Call functions and objects in other processes: on all cores, or side by side with turns on one device."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from .progress import progress
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+Work = Callable[..., Any]
+SPAWN = get_context("spawn")
+
+
+class Remote:
+    """An object in a process of its own, whose methods are called there.
+
+    Several are built at the same time; each then waits until it is called.
+
+    Args:
+        make: builds the object in the new process.
+        args: its arguments.
+
+    Beyond the paper: processes.
+    """
+
+    def __init__(self, make: Work, *args: Any) -> None:
+        self.pipe, theirs = SPAWN.Pipe()
+        self._process = SPAWN.Process(target=_serve, args=(theirs, make, args), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._busy = True
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method and return its result."""
+        self.start(method, *args)
+        return self.result()
+
+    def start(self, method: str, *args: Any) -> None:
+        """Start a call; :meth:`result` waits for its end."""
+        self.pipe.send((method, args))
+        self._busy = True
+
+    def result(self) -> Any:
+        """Wait for the call that was started, first of all the building of the object, and return its result.
+
+        Raises:
+            RuntimeError: if the process died.
+            Exception: what the call raised, with the other process's traceback as a note.
+        """
+        try:
+            error, result = self.pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join(1)
+            raise RuntimeError(f"its process died with exit status {self._process.exitcode}") from None
+        self._busy = False
+        if error is not None:
+            raise error
+        return result
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process can be called."""
+        return self._process.is_alive()
+
+    def close(self) -> None:
+        """End the process."""
+        self.pipe.close()
+        self._process.join(0 if self._busy else 10)
+        self._process.kill()
+
+
+def _serve(pipe: Connection, make: Work, args: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the parent then closes this process
+    try:
+        call, given = make, args
+        made: Any = None
+        while True:
+            try:
+                result = call(*given)
+                if call is make:
+                    made, result = result, None
+                pipe.send((None, result))
+            except Exception as error:
+                pipe.send((_portable(error), None))
+            method, given = pipe.recv()
+            call = getattr(made, method)
+    except (EOFError, ConnectionError):
+        return
+
+
+def _portable(error: Exception) -> Exception:
+    error.add_note(f"in another process:\n{traceback.format_exc()}")
+    try:
+        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
+    except Exception:  # not every error can be sent
+        return RuntimeError(repr(error))
+
+
+class Outcome(NamedTuple):
+    """The result of one job, or the error that it raised.
+
+    Beyond the paper: processes.
+    """
+
+    number: int
+    job: tuple[Any, ...]
+    result: Any
+    error: Exception | None
+
+
+Run = Callable[[Work, Sequence[tuple[Any, ...]], float], Iterator[Outcome]]
+
+
+@contextmanager
+def workers(processes: int, *, threads: int | None = None, device_turns: bool = False) -> Iterator[Run]:
+    """Start processes and yield ``run(work, jobs, seconds)``, which gives each outcome of ``work(*job)`` as it comes.
+
+    ``run`` starts no job after so many seconds.
+
+    Args:
+        processes: how many; 0 does the work in this process, one job after the other.
+        threads: torch's threads in each.
+        device_turns: let :func:`device_turn` exclude the other workers.
+
+    Beyond the paper: processes.
+    """
+    if not processes:
+        yield _one_by_one
+        return
+    # Each worker compiles by itself: a compiler pool in every one of them would be too many processes.
+    before = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS")
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    lock = SPAWN.Lock() if device_turns else None
+    pool = [Remote(_Caller, lock, threads) for _ in range(processes)]
+    try:
+        for worker in pool:
+            worker.result()
+
+        yield partial(_run, pool)
+    finally:
+        for worker in pool:
+            worker.close()
+        if before is None:
+            del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
+        else:
+            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = before
+
+
+def _run(pool: Sequence[Remote], work: Work, jobs: Sequence[tuple[Any, ...]], seconds: float) -> Iterator[Outcome]:
+    end = time.monotonic() + seconds
+    waiting = list(reversed(list(enumerate(jobs))))
+    idle, busy = [worker for worker in pool if worker.alive], dict[Any, tuple[Remote, int, tuple[Any, ...]]]()
+    outcome = None
+    while True:
+        while waiting and idle and time.monotonic() < end:
+            worker, (number, job) = idle.pop(), waiting.pop()
+            worker.start("call", work, *job)
+            busy[worker.pipe] = worker, number, job
+        if outcome is not None:
+            yield outcome
+        if not busy:
+            if waiting and not idle:
+                raise RuntimeError(f"all worker processes died, with {len(waiting)} jobs not done")
+            return
+        worker, number, job = busy.pop(wait(list(busy))[0])
+        outcome = _outcome(number, job, worker.result)
+        if worker.alive:
+            idle.append(worker)
+
+
+def _one_by_one(work: Work, jobs: Sequence[tuple[Any, ...]], seconds: float) -> Iterator[Outcome]:
+    end = time.monotonic() + seconds
+    for number, job in enumerate(jobs):
+        if time.monotonic() >= end:
+            return
+        yield _outcome(number, job, work, *job)
+
+
+def _outcome(number: int, job: tuple[Any, ...], call: Work, *args: Any) -> Outcome:
+    try:
+        return Outcome(number, job, call(*args), None)
+    except Exception as error:
+        return Outcome(number, job, None, error)
+
+
+class _Caller:
+    """What a worker holds: it calls functions."""
+
+    def __init__(self, lock: AbstractContextManager[Any] | None, threads: int | None) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if lock is not None:
+            _share_device(lock)
+
+    def call(self, work: Work, *job: Any) -> Any:
+        return work(*job)
+
+
+def map_on_cores(work: Callable[[Given], Result], jobs: Sequence[Given], processes: int | None = None) -> list[Result]:
+    """Return ``[work(job) for job in jobs]``, computed by several processes of one thread each; with 1, in this one.
+
+    Args:
+        work: a function that can be pickled.
+        jobs: its arguments.
+        processes: by default one for each core.
+
+    Raises:
+        Exception: the first error that ``work`` raises.
+
+    Beyond the paper: processes.
+    """
+    processes = min(processes or os.cpu_count() or 1, len(jobs))
+    results: dict[int, Result] = {}
+    with one_thread(), workers(processes if processes > 1 else 0, threads=1) as run:
+        for outcome in progress(run(work, [(job,) for job in jobs], float("inf")), "training", len(jobs)):
+            if outcome.error is not None:
+                raise outcome.error
+            results[outcome.number] = outcome.result
+    return [results[number] for number in range(len(jobs))]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread inside the block: in small networks a second one costs more than it saves."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+_lock: AbstractContextManager[Any] | None = None  # this process's, if it is a worker that shares a device
+_held = False
+
+
+@contextmanager
+def device_turn() -> Iterator[None]:
+    """Have the device to oneself among the workers; outside of workers this does nothing.
+
+    Beyond the paper: processes.
+    """
+    global _held
+    if _lock is None or _held:  # a backward pass runs in a thread of its own, and its process has the device already
+        yield
+        return
+    with _lock:
+        _held = True
+        try:
+            yield
+        finally:
+            _held = False
+
+
+def _share_device(lock: AbstractContextManager[Any]) -> None:
+    """Keep the lock for :func:`device_turn`, and let torch.compile time its kernels in such turns too."""
+    global _lock
+    _lock = lock
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    measure = benchmarker.benchmark_gpu
+
+    def in_turn(*args: Any, **kwargs: Any) -> Any:
+        with device_turn():
+            return measure(*args, **kwargs)
+
+    benchmarker.benchmark_gpu = in_turn  # type: ignore[method-assign]

@@ -1,0 +1,65 @@
+"""Jobs side by side: how each ends, what is shown meanwhile, and how they stop."""
+
+import json
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from batchnorm.errors import JobsFailedError
+from batchnorm.jobs import Stopped, run_side_by_side, stop_signal
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Adds numbers up; its steps are in metrics.jsonl."""
+
+    name: str
+    folder: Path
+    numbers: tuple
+    steps: int = 2
+
+    def finished(self):
+        return (self.folder / "sum").exists()
+
+    def __call__(self):
+        print(f"{self.name} begins")
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 2, "val_top1": 0.25}) + "\n")
+        if self.numbers == ("stop",):
+            raise Stopped("stopped at step 2")
+        (self.folder / "sum").write_text(str(sum(map(int, self.numbers))))
+
+
+def test_how_jobs_end(tmp_path, capfd):
+    numbers = {"good": (1, 2), "stopped": ("stop",), "wrong": ("one",)}
+    jobs = [Sum(name, tmp_path / name, given) for name, given in numbers.items()]
+    with pytest.raises(JobsFailedError) as failed:
+        run_side_by_side(jobs, jobs=3)
+    assert (tmp_path / "good/sum").read_text() == "3"
+    assert str(failed.value).startswith("wrong failed: exit status 1")
+    assert str(failed.value).endswith("wrong begins\ninvalid literal for int() with base 10: 'one'")
+    assert (tmp_path / "stopped/log.txt").read_text().endswith("stopped at step 2\n")
+    shown = capfd.readouterr().err
+    assert "good: started, 2 steps\n" in shown
+    assert "good: finished at step 2 of 2, validation 25.00%\n" in shown
+    assert "stopped: stopped at step 2 of 2" in shown
+
+
+def test_without_time_nothing_starts(tmp_path):
+    assert not run_side_by_side([Sum("good", tmp_path / "good", (1,))], jobs=1, minutes=-1.0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_the_main_thread_catches_signals():
+    requested = []
+
+    def work():
+        with stop_signal() as stop:
+            requested.append(stop.requested)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert requested == [False]
