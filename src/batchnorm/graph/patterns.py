@@ -1,4 +1,7 @@
-"""Find BN -> activation and BN -> sum -> activation in a torch.fx graph, and make each a single call."""
+"""Find BN -> activation and BN -> sum -> activation in a torch.fx graph.
+
+Both ``convert``, whose graphs call modules, and the ``torch.compile`` backend, whose graphs call functions, use it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._ops import OperatorBase, OpOverloadPacket
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from ..ops.activation import NAMES, Activation, from_module
@@ -51,7 +55,12 @@ class Match(NamedTuple):
     """Which summand the batch normalization makes; the other is the residual."""
     activation: fx.Node | None
     kind: Activation
-    passed: tuple[fx.Node, ...]
+    passed: tuple[fx.Node, ...] = ()
+
+    @property
+    def residual(self) -> Any:
+        """The other summand; None without a sum."""
+        return None if self.sum is None else self.sum.args[1 - self.summand]
 
     @property
     def end(self) -> fx.Node:
@@ -63,6 +72,15 @@ class Match(NamedTuple):
         """The calls of modules that the fused call replaces."""
         nodes = [*self.passed, *([self.activation] if self.activation is not None else [])]
         return [node for node in nodes if node.op == "call_module"]
+
+    def replace_by(self, new: fx.Node) -> None:
+        """Let another node, which may be the batch normalization's own, compute what the pattern computes."""
+        self.end.replace_all_uses_with(new)
+        gone = {node for node in (self.norm, self.sum, self.activation, *self.passed) if node not in (None, new)}
+        while gone:
+            for node in [node for node in gone if not node.users]:
+                node.graph.erase_node(node)
+                gone.remove(node)
 
 
 def normalize_and_add(
@@ -80,14 +98,31 @@ def normalize_and_add(
     return g(a.add_(b) if in_place else a + b)
 
 
+def fuse_modules_(graph: fx.Graph, matches: list[Match]) -> list[Fusion]:
+    """Make each pattern a call of its batch normalization, a module, and return what was fused."""
+    for match in matches:
+        kind: str | Activation = match.kind if match.kind.name == "leaky_relu" else match.kind.name
+        new = match.norm
+        if match.sum is None:
+            new.kwargs = {"activation": kind}
+        else:
+            with graph.inserting_before(match.sum):
+                norm = graph.get_attr(str(match.norm.target))
+                order = (match.summand == 0, bool(writes_its_sum(match.sum)))
+                new = graph.call_function(normalize_and_add, (norm, match.norm.args[0], match.residual, kind, *order))
+        match.replace_by(new)
+    return [Fusion(str(match.norm.target), match.kind, match.sum is not None) for match in matches]
+
+
 class Matcher:
-    """Find the patterns of a graph and rewrite them.
+    """Find the patterns of a graph.
 
     Args:
         root: the module that the graph's targets are paths of.
         graph: the graph.
-        is_norm: whether a module is a batch normalization that can be called with ``activation=`` and ``residual=``.
-        depth: how deep in opened children a node's call lies.
+        is_norm: whether a node is a batch normalization that can take in what follows it; its first argument is x.
+        fits: whether a batch normalization can take in a residual. The default leaves that to the fused call.
+        depth: how deep in opened children a batch normalization is called; the least deep of two summands is fused.
 
     Beyond the paper: z = g(BN(Wu) + residual) as one call.
     """
@@ -96,12 +131,15 @@ class Matcher:
         self,
         root: nn.Module,
         graph: fx.Graph,
-        is_norm: Callable[[nn.Module], bool],
-        depth: Callable[[fx.Node], int] = lambda node: 0,
+        is_norm: Callable[[fx.Node], bool],
+        *,
+        fits: Callable[[fx.Node, fx.Node], bool] = lambda norm, residual: True,
+        depth: Callable[[fx.Node], int] = lambda norm: 0,
     ) -> None:
         self.graph = graph
         self._modules = dict(root.named_modules(remove_duplicate=False))
         self._is_norm = is_norm
+        self._fits = fits
         self._depth = depth
         self._order = {node: i for i, node in enumerate(graph.nodes)}
 
@@ -109,29 +147,23 @@ class Matcher:
         """Return the patterns, each batch normalization in one at most."""
         found: dict[fx.Node, Match] = {}
         for node in self.graph.nodes:
-            if self._sum_target(node) is not None:
+            if writes_its_sum(node) is not None:
                 match = self._match_sum(node)
                 if match is not None:
                     found[match.norm] = match
         for node in self.graph.nodes:
-            if self._norm_call(node) and node not in found:
-                last, passed = self._follow(node)
-                user = _only_user(last)
-                kind = self._activation(user)
-                if user is not None and kind is not None:
+            if self._is_norm(node) and node not in found:
+                user, kind, passed = self._activation_after(node)
+                if user is not None:
                     found[node] = Match(node, None, 0, user, kind, passed)
         return list(found.values())
-
-    def apply(self, matches: list[Match]) -> list[Fusion]:
-        """Rewrite the graph, and return what was fused."""
-        return [self._apply(match) for match in matches]
 
     def ends_in_norm(self) -> bool:
         """Say whether the value that the graph returns comes from a batch normalization, and goes nowhere else."""
         (output,) = (node for node in self.graph.nodes if node.op == "output")
         node = output.args[0]
         while isinstance(node, fx.Node) and len(node.users) == 1:
-            if self._norm_call(node):
+            if self._is_norm(node):
                 return True
             if not self._passes(node):
                 return False
@@ -148,44 +180,28 @@ class Matcher:
         for _, _, norm, passed, mine in sorted(candidates, key=lambda c: c[:2]):
             residual = node.args[1 - mine]
             assert isinstance(residual, fx.Node)
+            if not self._fits(norm, residual):
+                continue
             # Written into: somebody else may see what it held, unless it was made here for this sum alone.
-            if self._sum_target(node) and mine and not (self._is_fresh(residual) and _only_user(residual) is node):
+            if writes_its_sum(node) and mine and not (self._is_fresh(residual) and _only_user(residual) is node):
                 continue
             if self._moves_past_a_write(norm, node, passed):
                 continue
-            last, after = self._follow(node)
-            user = _only_user(last)
-            kind = self._activation(user)
-            if kind is None:
-                return Match(norm, node, mine, None, Activation(), passed)
+            user, kind, after = self._activation_after(node)
             return Match(norm, node, mine, user, kind, (*passed, *after))
         return None
 
-    def _apply(self, match: Match) -> Fusion:
-        kind: str | Activation = match.kind if match.kind.name == "leaky_relu" else match.kind.name
-        if match.sum is None:
-            new = match.norm
-            new.kwargs = {"activation": kind}
-        else:
-            order = (match.summand == 0, bool(self._sum_target(match.sum)))
-            with self.graph.inserting_before(match.sum):
-                norm = self.graph.get_attr(str(match.norm.target))
-                args = (norm, match.norm.args[0], match.sum.args[1 - match.summand], kind, *order)
-                new = self.graph.call_function(normalize_and_add, args)
-        match.end.replace_all_uses_with(new)
-        gone = [match.activation, match.sum, *match.passed, match.norm if match.sum is not None else None]
-        for node in sorted((n for n in gone if n is not None), key=lambda n: -self._order[n]):
-            self.graph.erase_node(node)
-        return Fusion(str(match.norm.target), match.kind, match.sum is not None)
+    def _activation_after(self, node: fx.Node) -> tuple[fx.Node | None, Activation, tuple[fx.Node, ...]]:
+        """Return the activation that alone reads a node's value, its kind and the identities before it."""
+        last, passed = self._follow(node)
+        user = _only_user(last)
+        kind = self._activation(user)
+        if user is None or kind is None or any(map(_switches_a_mode, _between(node, user))):
+            return None, Activation(), ()
+        return user, kind, passed
 
     def _module(self, node: fx.Node | None) -> nn.Module | None:
         return self._modules[str(node.target)] if node is not None and node.op == "call_module" else None
-
-    def _norm_call(self, node: Any) -> bool:
-        if not isinstance(node, fx.Node) or len(node.args) != 1 or node.kwargs:
-            return False
-        module = self._module(node)
-        return module is not None and self._is_norm(module)
 
     def _passes(self, node: fx.Node) -> bool:
         return len(node.args) == 1 and not node.kwargs and is_plain_identity(self._module(node))
@@ -202,7 +218,7 @@ class Matcher:
         """Walk back from a summand past identities to the batch normalization that alone makes it."""
         passed: list[fx.Node] = []
         while isinstance(node, fx.Node) and len(node.users) == 1 and _uses(node) == 1:
-            if self._norm_call(node):
+            if self._is_norm(node):
                 return node, tuple(passed)
             if not self._passes(node):
                 break
@@ -231,17 +247,9 @@ class Matcher:
             return None
         return Activation(name, float(slope)) if name == "leaky_relu" else Activation(name)
 
-    def _sum_target(self, node: fx.Node) -> int | None:
-        """Return 1 for a sum of two tensors written into the first, 0 for a new tensor, None for no sum."""
-        tables: dict[str, dict[Any, bool]] = {"call_function": SUMS, "call_method": SUM_METHODS}
-        table = tables.get(node.op, {})
-        if node.target not in table or len(node.args) != 2 or node.kwargs or node.args[0] is node.args[1]:
-            return None
-        return int(table[node.target]) if all(isinstance(a, fx.Node) for a in node.args) else None
-
     def _is_fresh(self, node: fx.Node) -> bool:
         """Say whether a node makes a new tensor, or hands on one that nobody else has."""
-        if self._passes(node) or self._sum_target(node):  # x += y is x
+        if self._passes(node) or writes_its_sum(node):  # x += y is x
             return _only_user(node.args[0]) is node and self._is_fresh(node.args[0])  # type: ignore[arg-type]
         module = self._module(node)
         if module is not None:
@@ -251,18 +259,13 @@ class Matcher:
     def _moves_past_a_write(self, norm: fx.Node, end: fx.Node, passed: tuple[fx.Node, ...]) -> bool:
         """Say whether a call between BN and sum may write what BN reads, or call the same BN: BN would come later."""
         layer = self._module(norm)
-        assert layer is not None
-        for node in self._between(norm, end):
+        for node in _between(norm, end):
             module = self._module(node)
-            if node not in passed and (self._may_write(node) or (module and layer in set(module.modules()))):
+            if _switches_a_mode(node) or (node not in passed and self._may_write(node)):
+                return True
+            if module is not None and layer in set(module.modules()):
                 return True
         return False
-
-    def _between(self, first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-        node = first.next
-        while node is not last:
-            yield node
-            node = node.next
 
     def _may_write(self, node: fx.Node) -> bool:
         if node.op == "call_module":
@@ -270,6 +273,8 @@ class Matcher:
             return module is None or may_write_its_input(module)
         if node.op == "call_method":
             name = str(node.target)
+            if _is_count(node.args[0]):
+                return False  # num_batches_tracked.add_(1)
             return (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
         if node.op != "call_function":
             return False
@@ -280,10 +285,37 @@ class Matcher:
             "builtins",
         )
         in_place = bool(node.kwargs.get("inplace")) or any(a is True for a in node.args) or "out" in node.kwargs
+        known = known and not isinstance(node.target, OperatorBase | OpOverloadPacket)
         return not known or node.target in IN_PLACE or name.endswith("_") or name == "setitem" or in_place
 
 
 _PARAMETERS = {"leaky_relu": ("negative_slope", "inplace"), "sigmoid": (), "tanh": ()}
+
+
+def writes_its_sum(node: fx.Node) -> bool | None:
+    """Say whether a sum of two values is written into the first; None if the node is no such sum."""
+    tables: dict[str, dict[Any, bool]] = {"call_function": SUMS, "call_method": SUM_METHODS}
+    table = tables.get(node.op, {})
+    if node.target not in table or len(node.args) != 2 or node.kwargs or node.args[0] is node.args[1]:
+        return None
+    return table[node.target] if all(isinstance(a, fx.Node) for a in node.args) else None
+
+
+def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    node = first.next
+    while node is not last:
+        yield node
+        node = node.next
+
+
+def _switches_a_mode(node: fx.Node) -> bool:
+    """Say whether a node may switch gradients, autocast or a transform: such functions of torch are private."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "_").startswith("_")
+
+
+def _is_count(node: Any) -> bool:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return isinstance(value, Tensor) and not value.is_floating_point()
 
 
 def _only_user(node: Any) -> fx.Node | None:

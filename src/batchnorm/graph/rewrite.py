@@ -15,6 +15,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from inspect import Parameter, getattr_static, signature
 from types import CodeType, FunctionType, ModuleType
@@ -28,7 +29,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from .. import network_call
 from ..network_copy import isolated, private_copy
 from .kinds import has_hooks
-from .patterns import Fusion, Match, Matcher, may_write_its_input
+from .patterns import Fusion, Match, Matcher, fuse_modules_, may_write_its_input
 from .symbolic import Spies, Traced, Untraceable, Unwatchable, freeze, pattern_of, trace_forward
 
 IsNorm = Callable[[nn.Module], bool]
@@ -178,7 +179,8 @@ class _Worker:
         opened = {p for p in self.ending if not path or p.startswith(f"{path}.")}
         while True:
             traced = self._trace(path, patterns, opened)
-            matcher = Matcher(module, traced.graph, self.is_norm, lambda node: len(traced.stacks[node.name]))  # noqa: B023
+            depth = lambda node, traced=traced: len(traced.stacks[node.name])  # noqa: E731
+            matcher = Matcher(module, traced.graph, partial(self._is_norm, module), depth=depth)
             matches = matcher.matches()
             if matcher.ends_in_norm() and not has_hooks(module):
                 self.ending.add(path)
@@ -196,7 +198,12 @@ class _Worker:
         builder.expect_reads()
         for match in matches:
             builder.expect_match(match, self.is_norm)
-        return builder.variant(tuple(matcher.apply(matches)))
+        return builder.variant(tuple(fuse_modules_(traced.graph, matches)))
+
+    def _is_norm(self, module: nn.Module, node: fx.Node) -> bool:
+        if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+            return False
+        return self.is_norm(module.get_submodule(str(node.target)))
 
     def _trace(self, path: str, patterns: dict[str, Any], opened: set[str]) -> Traced:
         with torch.enable_grad():
