@@ -19,7 +19,7 @@ LAYERS = [
     ["cli"],
     ["reproduce", "bench"],
     ["train"],
-    ["evaluate", "report"],
+    ["evaluate", "report", "dynamo"],
     ["surgery", "population", "inference", "monitor", "models", "data"],
     ["layers"],
     ["collectives", "graph", "verify"],

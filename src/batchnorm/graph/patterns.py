@@ -32,6 +32,7 @@ SUMS = {operator.add: False, operator.iadd: True, torch.add: False, Tensor.add: 
 SUM_METHODS = {"add": False, "__add__": False, "__radd__": False, "add_": True, "__iadd__": True}
 # Functions whose result is a tensor of its own.
 NEW = {operator.add, operator.sub, operator.mul, operator.truediv, torch.add, torch.sub, torch.mul, torch.div}
+NEW |= {torch.conv1d, torch.conv2d, torch.conv3d, torch.batch_norm, F.batch_norm, F.linear}
 
 
 class Fusion(NamedTuple):

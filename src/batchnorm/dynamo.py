@@ -1,0 +1,220 @@
+"""``torch.compile(net, backend="batchnorm")``: fused batch normalization for networks of plain ``torch.nn`` layers.
+
+Dynamo's graph calls ``F.batch_norm``. Each such call in training mode becomes a call of this library, together with the
+sum and the activation after it, and Inductor compiles the result. In evaluation batch normalization is elementwise, and
+Inductor fuses it by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._subclasses import FakeTensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from . import ops
+from .graph.patterns import Match, Matcher
+
+log = logging.getLogger(__name__)
+
+# The order in which each function takes what F.batch_norm takes.
+PARAMETERS: dict[Any, tuple[str, ...]] = {
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
+}
+DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+
+
+def compile_graph(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    inner: str = "inductor",
+    everywhere: bool = False,
+) -> Callable[..., Any]:
+    """Fuse the batch normalizations in a graph of Dynamo's and compile it; the backend "batchnorm".
+
+    Args:
+        module: the graph; it is changed in place.
+        inputs: example inputs, as Dynamo passes them.
+        mode: as for ``torch.compile``: "reduce-overhead", "max-autotune", ...
+        options: Inductor's options, as for ``torch.compile``.
+        inner: the backend that compiles the result; only Inductor takes ``mode`` and ``options``.
+        everywhere: also fuse calls that the fused kernels do not take, such as those on a CPU. They gain nothing.
+
+    Beyond the paper: z = g(BN(Wu) + residual) as one call.
+    """
+    with _compiling():
+        fuse_(module, everywhere=everywhere)
+        if inner != "inductor":
+            return lookup_backend(inner)(module, inputs)  # type: ignore[arg-type]
+        functions = {f"{__name__}.{f.__name__}": _digest() for f in (normalize_batch, move_averages_)}
+        functions |= inductor_config.unsafe_marked_cacheable_functions
+        with inductor_config.patch(unsafe_marked_cacheable_functions=functions):
+            # The class that handles mode and options for backend="inductor".
+            return torch._TorchCompileInductorWrapper(mode, options, None)(module, inputs)  # type: ignore[no-any-return]
+
+
+def fuse_(module: fx.GraphModule, *, everywhere: bool = False) -> int:
+    """Fuse the batch normalizations in a graph of Dynamo's, in place, and return their number.
+
+    ``TORCH_LOGS=batchnorm.dynamo`` shows what was fused, ``torch._dynamo.utils.counters["batchnorm"]`` counts it.
+
+    Beyond the paper: z = g(BN(Wu) + residual) as one call.
+    """
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            body = module.get_submodule(node.args[0].target)
+            assert isinstance(body, fx.GraphModule)
+            fuse_(body, everywhere=everywhere)
+    calls = [node for node in module.graph.nodes if _arguments(node)["training"] is True]
+    norms = _fusable(module.graph, calls, everywhere)
+    matches = Matcher(module, module.graph, norms.__contains__, fits=_fits).matches()
+    found = {match.norm: match for match in matches}
+    for node in norms:
+        found.setdefault(node, Match(node, None, 0, None, ops.Activation()))
+    _replace(module.graph, [found[node] for node in norms])
+    module.recompile()
+    counts = {
+        "calls": len(calls),
+        "fused": len(norms),
+        "activations": sum(match.activation is not None for match in found.values()),
+        "residuals": sum(match.sum is not None for match in found.values()),
+    }
+    counters["batchnorm"].update(counts)
+    log.info(
+        "%(fused)d of %(calls)d batch normalizations in training mode fused, %(activations)d with an activation,"
+        " %(residuals)d with a residual",
+        counts,
+    )
+    return len(norms)
+
+
+def normalize_batch(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, name: str, slope: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return g(BN(x) + residual), the mean and the unbiased variance; a compiler traces this."""
+    y, moments = ops.batch_norm(x, weight, bias, eps, activation=ops.Activation(name, slope), residual=residual)
+    m = x.numel() / x.shape[1]
+    return y, moments.mean.detach(), moments.var.detach() * (m / (m - 1))
+
+
+def move_averages_(averages: list[Tensor], moments: list[Tensor], momentum: float) -> None:
+    """Move running averages by torch's rule, all at once: Inductor makes one kernel of it."""
+    with torch.no_grad():
+        old = [average.to(moment.dtype) for average, moment in zip(averages, moments, strict=True)]
+        new = torch._foreach_add(torch._foreach_mul(old, 1 - momentum), torch._foreach_mul(moments, momentum))
+        for average, value in zip(averages, new, strict=True):
+            average.copy_(value)
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """Return what a call of batch_norm is given, by the names of ``F.batch_norm``; for other nodes the defaults."""
+    if node.op != "call_function" or node.target not in PARAMETERS:
+        return DEFAULTS
+    return {**DEFAULTS, **dict(zip(PARAMETERS[node.target], node.args, strict=False)), **node.kwargs}
+
+
+def _fusable(graph: fx.Graph, calls: list[fx.Node], everywhere: bool) -> dict[fx.Node, None]:
+    """Return the calls that can be replaced, in order."""
+    if any("_functorch" in (getattr(node.target, "__module__", None) or "") for node in graph.nodes):
+        log.info("batch normalization inside a torch.func transform is left alone")
+        return {}
+    norms = dict.fromkeys(node for node in calls if _is_plain(node, everywhere))
+    # The averages move at the end of the graph, so nothing else may use them before.
+    while others := [node for node in norms if any(user not in norms for a in _averages(node) for user in a.users)]:
+        for node in others:
+            del norms[node]
+    return norms
+
+
+def _is_plain(node: fx.Node, everywhere: bool) -> bool:
+    given = _arguments(node)
+    x, y = _value(given["input"]), _value(node)
+    if type(x) is not FakeTensor or type(y) is not FakeTensor or x.dim() < 2 or len(_averages(node)) == 1:
+        return False
+    # A permuted input: torch.nn's output is contiguous, and code after it may rely on that.
+    if not _is_known_equal(x.stride(), y.stride()) or x.dtype is not y.dtype:
+        return False
+    if statically_known_true(x.numel() <= x.shape[1]):
+        return False  # empty, or a single value per channel
+    return everywhere or ops.explain(x, _value(given["weight"]), _value(given["bias"])).path == "cuda"
+
+
+def _averages(node: fx.Node) -> list[fx.Node]:
+    given = _arguments(node)
+    return [a for a in (given["running_mean"], given["running_var"]) if a is not None]
+
+
+def _fits(norm: fx.Node, residual: fx.Node) -> bool:
+    """Say whether a sum with the residual neither promotes types nor broadcasts, and has the same strides."""
+    y, other = _value(norm), _value(residual)
+    if type(other) is not FakeTensor or other.dtype is not y.dtype or other.device != y.device:
+        return False
+    return _is_known_equal(y.shape, other.shape) and _is_known_equal(y.stride(), other.stride())
+
+
+def _is_known_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Compare sizes without a guard on those that are symbols."""
+    return len(a) == len(b) and all(statically_known_true(p == q) for p, q in zip(a, b, strict=True))
+
+
+def _value(node: Any) -> Any:
+    """Return the fake tensor, or number, that Dynamo computed for a node."""
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
+
+
+def _replace(graph: fx.Graph, matches: list[Match]) -> None:
+    rounds: list[dict[fx.Node, tuple[fx.Node, Any]]] = []
+    for match in matches:
+        given, averages = _arguments(match.norm), _averages(match.norm)
+        with graph.inserting_before(match.sum or match.norm):
+            tensors = (given["input"], given["weight"], given["bias"], match.residual)
+            results = graph.call_function(normalize_batch, (*tensors, given["eps"], *match.kind))
+            y, *moments = (graph.call_function(operator.getitem, (results, i)) for i in range(1 + len(averages)))
+        y.meta = dict(match.end.meta)
+        results.meta = {key: value for key, value in y.meta.items() if key != "example_value"}
+        match.replace_by(y)
+        # A layer that is called twice moves its averages twice.
+        turn = next((turn for turn in rounds if not turn.keys() & {*averages}), None)
+        if turn is None:
+            rounds.append(turn := {})
+        turn |= {a: (moment, given["momentum"]) for a, moment in zip(averages, moments, strict=True)}
+    with graph.inserting_before(graph.output_node()):
+        for turn in rounds:
+            for momentum in dict.fromkeys(momentum for _, momentum in turn.values()):
+                alike = {a: moment for a, (moment, by) in turn.items() if by == momentum}
+                graph.call_function(move_averages_, ([*alike], [*alike.values()], momentum))
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Let ``torch.compiler.is_compiling()`` hold while AOTAutograd runs the graph, as it does since torch 2.13."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@cache
+def _digest() -> str:
+    """Return a digest of the code that a graph calls, for the key under which torch caches what it compiled."""
+    files = sorted([Path(__file__), *Path(ops.__file__).parent.rglob("*.py")])
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
