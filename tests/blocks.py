@@ -76,6 +76,26 @@ class RegNetLike(nn.Module):
         return self.activation(x)
 
 
+class MobileOneLike(nn.Module):
+    """timm's MobileOneBlock: branches are added one by one, to 0 if there is none yet, and absent ones are 0."""
+
+    def __init__(self, identity=True, scale=True):
+        super().__init__()
+        self.identity = nn.BatchNorm2d(4) if identity else None
+        self.scale = ConvNorm() if scale else None
+        self.branches = nn.ModuleList([ConvNorm(), ConvNorm()])
+        self.drop, self.act = nn.Identity(), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        identity = 0 if self.identity is None else self.identity(x)
+        out = 0 if self.scale is None else self.scale(x)
+        for branch in self.branches:
+            out += branch(x)
+        out = self.drop(out)
+        out += identity
+        return self.act(out)
+
+
 class DenseLayer(nn.Module):
     """torchvision's: called with a list of tensors, or with one."""
 

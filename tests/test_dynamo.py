@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
-from blocks import Block, Bottleneck, DenseBlock, RegNetLike, UNet
+from blocks import Block, Bottleneck, DenseBlock, MobileOneLike, RegNetLike, UNet
 from networks import scramble_
 from torch import nn
 from torch._dynamo.backends import registry
@@ -237,6 +237,7 @@ def test_what_cannot_be_fused_is_left_alone(case):
 FUSED = {
     "layers called twice": (lambda n, x: torch.relu(n.bn1(n.conv1(torch.relu(n.bn1(x))))), (2, 2, 2, 0)),
     "a sum written into a new tensor": (lambda n, x: torch.relu(n.conv2(x).add_(n.bn1(x))), (1, 1, 1, 1)),
+    "branches": (lambda n, x: n.branches(x), (4, 4, 1, 3)),
     "two BN outputs": (lambda n, x: torch.relu(n.bn1(x) + n.shortcut(x)), (2, 2, 1, 1)),
     "BN first, in place": (lambda n, x: n.bn1(n.conv1(x)).add_(x).relu_(), (1, 1, 1, 1)),
     "torch.batch_norm": (
@@ -249,7 +250,9 @@ FUSED = {
 @pytest.mark.parametrize("case", FUSED)
 def test_what_can_be_fused_is(case):
     code, counts = FUSED[case]
-    assert assert_as_stock(Block(code)) == counts
+    net = Block(code)
+    net.branches = MobileOneLike()
+    assert assert_as_stock(net) == counts
 
 
 def test_transforms_are_left_alone():

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import Block, Bottleneck, ConvNorm, DenseBlock, RegNetLike, UNet
+from blocks import Block, Bottleneck, ConvNorm, DenseBlock, MobileOneLike, RegNetLike, UNet
 from networks import scramble_
 from torch import nn
 
@@ -58,7 +58,7 @@ def assert_same(net, converted, x):
 def converted_and_checked(net, x=None):
     net, x = scramble_(net).double(), image() if x is None else x
     converted = bn.convert(net, x)
-    assert not any("no module was rewritten" in note for note in converted.report.notes)
+    assert not any("is not rewritten" in note for note in converted.report.notes)
     assert_same(net, converted, x)
     return converted
 
@@ -172,6 +172,13 @@ def written_in_between(n, x):
     return torch.sigmoid(z + y)
 
 
+def added_to_in_between(n, x):
+    y = n.conv1(x)
+    z = n.bn1(y)
+    y += n.conv2(x)
+    return torch.sigmoid(z + y)
+
+
 def into_its_input(n, x):
     x += n.bn1(n.conv1(x))
     return torch.relu(x)
@@ -183,6 +190,7 @@ ALONE = {
     "the sum is read under another name": under_another_name,
     "written later": read_later,
     "written in between": written_in_between,
+    "added to in between": added_to_in_between,
     "into its input": into_its_input,
     "doubled": lambda n, x: (y := n.bn1(n.conv1(x))) + y,
     "scaled sum": lambda n, x: torch.relu(torch.add(n.bn1(n.conv1(x)), x, alpha=2)),
@@ -240,6 +248,14 @@ def test_a_batch_norm_at_the_end_of_children():
     assert fused(converted) == expected
     assert "3 of 3" in str(converted.report)
     assert fused(converted_and_checked(RegNetLike(project=False))) == expected
+
+
+def test_branches_that_are_added_one_by_one():
+    sums = {"branches.0.bn": "identity sum", "branches.1.bn": "identity sum"}
+    assert fused(converted_and_checked(MobileOneLike())) == {**sums, "identity": "relu sum"}
+    last = {"branches.1.bn": "relu sum"}
+    assert fused(converted_and_checked(MobileOneLike(identity=False))) == {**sums, **last}
+    assert fused(converted_and_checked(MobileOneLike(identity=False, scale=False))) == last
 
 
 def test_lists_of_tensors_as_arguments():
@@ -543,3 +559,28 @@ def test_a_child_that_does_not_trace_leaves_the_others_fused():
     converted = converted_and_checked(Partly())
     assert fused(converted) == {"good.bn": "relu"}
     assert "1 of 2 BN layers that feed an activation are fused" in str(converted.report)
+
+
+def test_a_module_that_fails_the_check_leaves_the_others_fused():
+    scale = {"now": 1.0}
+
+    class Sets(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.value = value
+
+        def forward(self, x):
+            scale["now"] = self.value
+            return x
+
+    def unseen(n, x):  # which a trace cannot see
+        return torch.relu(n.bn1(x)) * scale["now"]
+
+    blocks = [ConvNorm(F.relu), Sets(3.0), Block(unseen), Sets(1.0), ConvNorm(F.relu), ConvNorm(F.relu)]
+    net, x = scramble_(nn.Sequential(*blocks)).double(), image()
+    converted = bn.convert(net, x)
+    assert fused(converted) == dict.fromkeys(("0.bn", "4.bn", "5.bn"), "relu")
+    (note,) = converted.report.notes
+    assert note.startswith("'2' is not rewritten: rewritten, ")
+    assert "is not rewritten: rewritten" in converted.report["2.bn1"].reason
+    assert_same(net, converted, x)

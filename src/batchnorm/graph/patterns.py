@@ -22,7 +22,7 @@ from .kinds import IN_PLACE, has_hooks, is_affine, is_in_place, keeps_torch_forw
 # Every activation that a batch normalization can apply, in each of torch's spellings: F.relu, torch.relu_, x.relu().
 FUNCTIONS: dict[Any, str] = {
     getattr(owner, spelling): name
-    for name in NAMES
+    for name in (*NAMES, "hardtanh")
     for owner in (F, torch, Tensor)
     for spelling in (name, f"{name}_")
     if name != "identity" and hasattr(owner, spelling)
@@ -166,9 +166,7 @@ class Matcher:
         while isinstance(node, fx.Node) and len(node.users) == 1:
             if self._is_norm(node):
                 return True
-            if not self._passes(node):
-                return False
-            node = node.args[0]
+            node = self._handed_on(node)
         return False
 
     def _match_sum(self, node: fx.Node) -> Match | None:
@@ -204,13 +202,20 @@ class Matcher:
     def _module(self, node: fx.Node | None) -> nn.Module | None:
         return self._modules[str(node.target)] if node is not None and node.op == "call_module" else None
 
-    def _passes(self, node: fx.Node) -> bool:
-        return len(node.args) == 1 and not node.kwargs and is_plain_identity(self._module(node))
+    def _handed_on(self, node: fx.Node) -> fx.Node | None:
+        """Return the value that a node hands on unchanged: of an identity, or of a sum with the number 0."""
+        first, *others = node.args or (None,)
+        if isinstance(first, fx.Node) and not others and not node.kwargs and is_plain_identity(self._module(node)):
+            return first
+        values = [a for a in node.args if isinstance(a, fx.Node)]
+        zeros = [a for a in node.args if type(a) in (int, float) and a == 0]
+        is_sum = _sums(node.op).get(node.target) is not None and not node.kwargs
+        return values[0] if is_sum and len(node.args) == 2 and len(values) == len(zeros) == 1 else None
 
     def _follow(self, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
         """Walk from a node past identities; return where that ends, and the identities."""
         passed = []
-        while (user := _only_user(node)) is not None and self._passes(user):
+        while (user := _only_user(node)) is not None and self._handed_on(user) is node:
             passed.append(user)
             node = user
         return node, tuple(passed)
@@ -221,10 +226,8 @@ class Matcher:
         while isinstance(node, fx.Node) and len(node.users) == 1 and _uses(node) == 1:
             if self._is_norm(node):
                 return node, tuple(passed)
-            if not self._passes(node):
-                break
             passed.append(node)
-            node = node.args[0]
+            node = self._handed_on(node)
         return None, ()
 
     def _activation(self, node: fx.Node | None) -> Activation | None:
@@ -242,27 +245,60 @@ class Matcher:
         if name is None:
             return None
         rest = {**dict(zip(_PARAMETERS.get(name, ("inplace",)), node.args[1:], strict=False)), **node.kwargs}
+        if name == "hardtanh":  # nn.ReLU6 calls it
+            name = "relu6" if (rest.pop("min_val", -1), rest.pop("max_val", 1)) == (0, 6) else ""
         slope = rest.pop("negative_slope", 0.01)
         rest.pop("inplace", None)
-        if rest or not isinstance(slope, float | int):
+        if rest or name not in NAMES or not isinstance(slope, float | int):
             return None
         return Activation(name, float(slope)) if name == "leaky_relu" else Activation(name)
 
     def _is_fresh(self, node: fx.Node) -> bool:
         """Say whether a node makes a new tensor, or hands on one that nobody else has."""
-        if self._passes(node) or writes_its_sum(node):  # x += y is x
-            return _only_user(node.args[0]) is node and self._is_fresh(node.args[0])  # type: ignore[arg-type]
+        same = self._same_tensor(node)
+        if same is not None:
+            return _only_user(same) is node and self._is_fresh(same)
+        return self._is_new(node)
+
+    def _is_new(self, node: fx.Node) -> bool:
         module = self._module(node)
         if module is not None:
             return _makes_a_new_tensor(module)
         return node.op == "call_function" and node.target in NEW and any(isinstance(a, fx.Node) for a in node.args)
+
+    def _same_tensor(self, node: fx.Node) -> fx.Node | None:
+        """Return the value that a node returns itself, written into or not: x += y is x."""
+        same = node.args[0] if writes_its_sum(node) else self._handed_on(node)
+        return same if isinstance(same, fx.Node) else None
+
+    def _is_apart(self, written: Any, x: Any) -> bool:
+        """Say whether a value that a sum writes into is known to share no memory with another."""
+        made, other = self._root(written), self._root(x)
+        if made is other or made is None or other is None:
+            return False
+        return self._is_new(made) and (other.op == "placeholder" or self._is_new(other))
+
+    def _root(self, node: Any) -> fx.Node | None:
+        """Return the node that made the tensor which a node returns."""
+        while isinstance(node, fx.Node) and (same := self._same_tensor(node)) is not None:
+            node = same
+        return node if isinstance(node, fx.Node) else None
+
+    def origins(self, match: Match) -> Iterator[fx.Node]:
+        """Yield the nodes that had to be seen to find a match: BN, and what made the tensors that sums write into."""
+        yield match.norm
+        if match.sum is not None:
+            for node in (*_between(match.norm, match.sum), match.sum):
+                if writes_its_sum(node):
+                    yield from filter(None, map(self._root, (node, match.norm.args[0])))
 
     def _moves_past_a_write(self, norm: fx.Node, end: fx.Node, passed: tuple[fx.Node, ...]) -> bool:
         """Say whether a call between BN and sum may write what BN reads, or call the same BN: BN would come later."""
         layer = self._module(norm)
         for node in _between(norm, end):
             module = self._module(node)
-            if _switches_a_mode(node) or (node not in passed and self._may_write(node)):
+            apart = writes_its_sum(node) and self._is_apart(node.args[0], norm.args[0])
+            if _switches_a_mode(node) or (node not in passed and not apart and self._may_write(node)):
                 return True
             if module is not None and layer in set(module.modules()):
                 return True
@@ -277,7 +313,7 @@ class Matcher:
             if _is_count(node.args[0]):
                 return False  # num_batches_tracked.add_(1)
             return (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
-        if node.op != "call_function":
+        if node.op != "call_function" or (node.target in NEW and not node.kwargs):
             return False
         name = getattr(node.target, "__name__", "_")
         known = (getattr(node.target, "__module__", None) or "torch").split(".")[0] in (
@@ -290,16 +326,25 @@ class Matcher:
         return not known or node.target in IN_PLACE or name.endswith("_") or name == "setitem" or in_place
 
 
-_PARAMETERS = {"leaky_relu": ("negative_slope", "inplace"), "sigmoid": (), "tanh": ()}
+_PARAMETERS = {
+    "leaky_relu": ("negative_slope", "inplace"),
+    "hardtanh": ("min_val", "max_val", "inplace"),
+    "sigmoid": (),
+    "tanh": (),
+}
 
 
 def writes_its_sum(node: fx.Node) -> bool | None:
     """Say whether a sum of two values is written into the first; None if the node is no such sum."""
-    tables: dict[str, dict[Any, bool]] = {"call_function": SUMS, "call_method": SUM_METHODS}
-    table = tables.get(node.op, {})
+    table = _sums(node.op)
     if node.target not in table or len(node.args) != 2 or node.kwargs or node.args[0] is node.args[1]:
         return None
     return table[node.target] if all(isinstance(a, fx.Node) for a in node.args) else None
+
+
+def _sums(op: str) -> dict[Any, bool]:
+    tables: dict[str, dict[Any, bool]] = {"call_function": SUMS, "call_method": SUM_METHODS}
+    return tables.get(op, {})
 
 
 def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:

@@ -28,6 +28,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from .. import network_call
 from ..network_copy import isolated, private_copy
+from ..ops.activation import from_module
 from .kinds import has_hooks
 from .patterns import Fusion, Match, Matcher, fuse_modules_, may_write_its_input
 from .symbolic import Spies, Traced, Untraceable, Unwatchable, freeze, pattern_of, trace_forward
@@ -99,6 +100,38 @@ def restore_(net: nn.Module) -> list[str]:
             module.__class__ = original_kind(module)
             paths.append(path)
     return paths
+
+
+def restore_wrong_(net: nn.Module, check: Callable[[], Any]) -> dict[str, str]:
+    """Restore the rewritten modules that make a check of the network fail, in place; return why, by path.
+
+    Raises:
+        Exception: what ``check`` raises even if no module is rewritten.
+    """
+    kinds = {path: type(module) for path, module in net.named_modules() if is_rewritten(module)}
+    wrong: dict[str, str] = {}
+    restore_(net)
+    check()
+
+    def rewrite_again(paths: list[str]) -> None:
+        modules = {path: net.get_submodule(path) for path in paths}
+        for path, module in modules.items():
+            module.__class__ = kinds[path]
+        try:
+            check()
+        except Exception as problem:
+            for module in modules.values():
+                module.__class__ = original_kind(module)
+            if len(paths) == 1:
+                wrong[paths[0]] = str(problem)
+                return
+            middle = len(paths) // 2
+            rewrite_again(paths[:middle])
+            rewrite_again(paths[middle:])
+
+    if kinds:
+        rewrite_again([*kinds])
+    return wrong
 
 
 def is_rewritten(module: nn.Module) -> bool:
@@ -185,7 +218,7 @@ class _Worker:
             if matcher.ends_in_norm() and not has_hooks(module):
                 self.ending.add(path)
             # Open only children whose batch normalization is followed by code outside of them.
-            needed = {p for match in matches for p in _crossed(module, traced, match)}
+            needed = {p for match in matches for p in _crossed(module, matcher, traced, match)}
             needed = {f"{path}.{p}".lstrip(".") for p in needed}
             if needed == {f"{path}.{p}".lstrip(".") for p in traced.opened}:
                 break
@@ -218,10 +251,10 @@ class _Worker:
             raise Untraceable("its code depends on the gradient mode or on autocast")
 
 
-def _crossed(module: nn.Module, traced: Traced, match: Match) -> Iterator[str]:
-    """Yield the children that have to be open: a pattern begins in them, or moves BN past them."""
+def _crossed(module: nn.Module, matcher: Matcher, traced: Traced, match: Match) -> Iterator[str]:
+    """Yield the children that have to be open: a pattern depends on their code, or moves BN past them."""
     outer = traced.stacks[match.end.name]
-    yield from (p for p in traced.stacks[match.norm.name] if p not in outer)
+    yield from (p for node in matcher.origins(match) for p in traced.stacks[node.name] if p not in outer)
     node = match.norm
     while match.sum is not None and node is not match.sum:
         passed = (p for p in traced.stacks[node.name] if p not in outer)
@@ -301,8 +334,8 @@ class _Builder:
             text = _spell(str(node.target))
             module = self.module.get_submodule(str(node.target))
             self._expect(f"_type({text}) is {self._name(type(module))} and _is_quiet({text})")
-            if isinstance(module, nn.LeakyReLU):
-                self._expect(f"{text}.negative_slope == {module.negative_slope!r}")
+            if isinstance(module, nn.LeakyReLU | nn.Hardtanh):
+                self._expect(f"{self._name(from_module)}({text}) == {tuple(from_module(module) or ())!r}")
 
     def _expect(self, condition: str) -> None:
         self.conditions[condition] = None

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from .. import network_call
 from ..graph import Graph, trace_modes
 from ..graph.holders import runs_in_order
-from ..graph.rewrite import Rewritten, arguments_in, restore_, rewrite_
+from ..graph.rewrite import Rewritten, arguments_in, restore_, restore_wrong_, rewrite_
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Sync
 from ..layers.fusion import Fused, activations_after, takes_activation
 from ..layers.norm_act import NormAct, is_norm_act, joined
@@ -107,15 +107,14 @@ def convert(
     if rewrite:
         calls = {mode: arguments_in(result, example, forward, training=mode) for mode in modes}
         done = rewrite_(result, calls, takes_activation)
+    check = partial(verify_conversion, net, result, example, forward, modes=len(graphs))
     try:
-        error = verify_conversion(net, result, example, forward, modes=len(graphs))
-    except Exception as problem:
-        if not restore_(result):
-            raise
-        # The network may be right without the rewritten forwards.
-        error = verify_conversion(net, result, example, forward, modes=len(graphs))
-        done = dict.fromkeys(done, Rewritten({}, dict.fromkeys(modes, f"rewritten, {problem}")))
-        notes.append(f"no module was rewritten: rewritten, {problem}")
+        error = check()
+    except Exception:
+        for path, problem in restore_wrong_(result, check).items():
+            done[path] = Rewritten({}, dict.fromkeys(modes, f"rewritten, {problem}"))
+            notes.append(f"{f'{path!r}' if path else 'the network'} is not rewritten: rewritten, {problem}")
+        error = check()
     if statistics is not None:
         for module in result.modules():
             if isinstance(module, BatchNorm):
