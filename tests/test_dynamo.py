@@ -273,6 +273,23 @@ def test_checkpointed_blocks():
     assert counters["batchnorm"]["activations"] == 1
 
 
+def test_code_that_is_traced_knows_that_it_is_compiled():
+    seen = []
+    graph = torch.fx.symbolic_trace(nn.ReLU())
+    compile_graph(graph, [], inner=lambda module, inputs: seen.append(torch.compiler.is_compiling()))
+    assert seen == [True]
+    assert not torch.compiler.is_compiling()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_gpu_trains_as_before(dynamic):
+    inputs = [torch.randn(n, 4, 64, 64, device="cuda") for n in (64, 32)]
+    close = {"rtol": 1e-2, "atol": 1e-2}
+    counts = assert_as_stock(Bottleneck().cuda(), inputs, compile_graph, close=close, dynamic=dynamic)
+    assert counts[1] > 0
+
+
 def test_mode_and_options_reach_inductor():
     x = torch.randn(3, 4, 6, 6)
     with pytest.raises(Exception, match="nonsense"):

@@ -44,7 +44,7 @@ def compile_graph(
     *,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
-    inner: str = "inductor",
+    inner: str | Callable[..., Any] = "inductor",
     everywhere: bool = False,
 ) -> Callable[..., Any]:
     """Fuse the batch normalizations in a graph of Dynamo's and compile it; the backend "batchnorm".
@@ -54,7 +54,7 @@ def compile_graph(
         inputs: example inputs, as Dynamo passes them.
         mode: as for ``torch.compile``: "reduce-overhead", "max-autotune", ...
         options: Inductor's options, as for ``torch.compile``.
-        inner: the backend that compiles the result; only Inductor takes ``mode`` and ``options``.
+        inner: the backend that compiles the result, or its name; only Inductor takes ``mode`` and ``options``.
         everywhere: also fuse calls that the fused kernels do not take, such as those on a CPU. They gain nothing.
 
     Beyond the paper: z = g(BN(Wu) + residual) as one call.

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import batchnorm as bn
-from batchnorm.graph.rewrite import fusions_in, is_rewritten, original_kind, restore_
+from batchnorm.graph.generated import is_rewritten, original_kind
+from batchnorm.graph.rewrite import fusions_in, restore_
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from networks import scramble_
 from torch import nn
 
 import batchnorm as bn
-from batchnorm.graph.rewrite import fusions_in, is_rewritten
+from batchnorm.graph.generated import is_rewritten
+from batchnorm.graph.rewrite import fusions_in
 
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 

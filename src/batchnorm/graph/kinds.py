@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -82,3 +85,34 @@ def has_hooks(module: nn.Module) -> bool:
         getattr(module, name)
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     )
+
+
+def is_quiet(module: nn.Module) -> bool:
+    """Say whether nobody sees the calls of a module: no hooks, and its class's own forward."""
+    held = module.__dict__
+    return not (
+        held["_forward_hooks"]
+        or held["_forward_pre_hooks"]
+        or held["_backward_hooks"]
+        or held["_backward_pre_hooks"]
+        or "forward" in held
+    )
+
+
+_unwatched = False
+
+
+def is_watched() -> bool:
+    """Say whether somebody sees the calls of all modules."""
+    return not _unwatched and _has_any_global_hook()
+
+
+@contextmanager
+def despite_global_hooks() -> Iterator[None]:
+    """Run rewritten forwards although somebody sees the calls of all modules, who knows about it."""
+    global _unwatched
+    before, _unwatched = _unwatched, True
+    try:
+        yield
+    finally:
+        _unwatched = before

@@ -1,55 +1,35 @@
-"""Give a module a forward in which patterns of its own code are single calls.
-
-The module becomes an instance of a generated subclass, with nothing added to the instance itself: attributes,
-state-dict keys, hooks and copies stay. Before each call the new forward checks everything that its graph depends on,
-and calls the original forward if anything differs.
-"""
+"""Give a module a forward in which patterns of its own code are single calls: see generated.py for its class."""
 
 from __future__ import annotations
 
-import copyreg
-import importlib
-import itertools
-import linecache
-import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from inspect import Parameter, getattr_static, signature
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
-from torch.nn.modules.module import _has_any_global_hook
 
 from .. import network_call
 from ..network_copy import isolated, private_copy
 from ..ops.activation import from_module
+from .generated import (
+    Unwatchable,
+    Variant,
+    by_name,
+    freeze,
+    generated_class,
+    is_rewritten,
+    original_kind,
+    pattern_of,
+)
 from .kinds import has_hooks
 from .patterns import Fusion, Match, Matcher, fuse_modules_, may_write_its_input
-from .symbolic import Spies, Traced, Untraceable, Unwatchable, freeze, pattern_of, trace_forward
+from .symbolic import Spies, Traced, Untraceable, trace_forward
 
 IsNorm = Callable[[nn.Module], bool]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Hold one traced path through a forward: when it applies, and its code.
-
-    ``scope`` holds the names that the code uses: ("import", module, name) or ("value", value).
-
-    Beyond the paper: z = g(BN(Wu) + residual) as one call.
-    """
-
-    conditions: tuple[str, ...]
-    arguments: tuple[str, ...]
-    source: str
-    scope: tuple[tuple[str, tuple[Any, ...]], ...]
-    fusions: tuple[Fusion, ...]
 
 
 class Rewritten(NamedTuple):
@@ -132,17 +112,6 @@ def restore_wrong_(net: nn.Module, check: Callable[[], Any]) -> dict[str, str]:
     if kinds:
         rewrite_again([*kinds])
     return wrong
-
-
-def is_rewritten(module: nn.Module) -> bool:
-    """Say whether a module's class is a generated one."""
-    return "_rewritten_from" in vars(type(module))
-
-
-def original_kind(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class as its author wrote it."""
-    kind = type(module)
-    return vars(kind).get("_rewritten_from", kind)  # type: ignore[no-any-return]
 
 
 def fusions_in(net: nn.Module) -> dict[str, list[Fusion]]:
@@ -360,7 +329,7 @@ class _Builder:
         source = code.src[code.src.index("def forward(") :].replace("def forward(", "def run(", 1)
         used = _names_in(compile(source, "", "exec"))
         self.scope.update({name: ("value", thing) for name, thing in code.globals.items() if name in used})
-        scope = tuple((name, _by_name(*held)) for name, held in self.scope.items())
+        scope = tuple((name, by_name(*held)) for name, held in self.scope.items())
         return Variant(tuple(self.conditions), tuple(self.arguments), source, scope, fusions)
 
 
@@ -371,207 +340,3 @@ def _names_in(code: CodeType) -> set[str]:
 
 def _spell(path: str) -> str:
     return "_children" + "._modules".join(f"[{key!r}]" for key in path.split(".")) if path else "self"
-
-
-def _by_name(kind: str, thing: Any) -> tuple[Any, ...]:
-    """Return what a name stands for in a form that pickles, if there is one."""
-    if isinstance(thing, ModuleType):
-        return "import", thing.__name__, ""
-    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
-    if module and name and callable(thing):
-        try:
-            if _import(module, name) is thing:
-                return "import", module, name
-        except (ImportError, AttributeError):
-            pass
-    return kind, thing
-
-
-def _import(module: str, name: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for part in name.split(".") if name else ():
-        found = getattr(found, part)
-    return found
-
-
-def is_quiet(module: nn.Module) -> bool:
-    """Say whether nobody sees the calls of a module: no hooks, and its class's own forward."""
-    held = module.__dict__
-    return not (
-        held["_forward_hooks"]
-        or held["_forward_pre_hooks"]
-        or held["_backward_hooks"]
-        or held["_backward_pre_hooks"]
-        or "forward" in held
-    )
-
-
-def is_same(value: Any, frozen: Any) -> bool:
-    """Say whether a value is what it was when it was frozen."""
-    try:
-        return bool(freeze(value) == frozen)
-    except Unwatchable:
-        return False
-
-
-_classes: dict[tuple[type, tuple[Variant, ...]], type[nn.Module]] = {}
-_numbers = itertools.count()
-
-
-def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> type[nn.Module]:
-    """Return the subclass of a module's class whose forward runs one of the variants, if its conditions hold."""
-    known = _classes.get((kind, variants))
-    if known is not None:
-        return known
-    given = _Signature(kind.forward)
-    named: tuple[Any, ...] = (
-        Tensor,
-        is_quiet,
-        is_same,
-        is_watched,
-        original_kind,
-        isinstance,
-        type,
-        len,
-        list,
-        tuple,
-        hasattr,
-    )
-    # With an underscore, also builtins: a parameter of the forward may have any other name.
-    scope: dict[str, Any] = {f"_{thing.__name__}": thing for thing in named}
-    scope |= {"_original": kind, "_written": kind.forward, **given.defaults}
-    lines = [f"def forward(self{given.declared}):"]
-    for i, variant in enumerate(variants):
-        scope[f"_run{i}"] = _compiled(variant.source, _scope_of(variant), kind)["run"]
-        text = [
-            f"def holds(self{given.declared}):",
-            "    try:",
-            "        _children = self._modules",
-            "        return (",
-        ]
-        text += [f"            {'and ' * (j > 0)}{c}" for j, c in enumerate(_CONDITIONS + variant.conditions)]
-        text += ["        )", "    except (AttributeError, LookupError):", "        return False", ""]
-        scope[f"_holds{i}"] = _compiled("\n".join(text), {**scope, **_scope_of(variant)}, kind)["holds"]
-        arguments = "".join(f", {a}" for a in variant.arguments)
-        lines += [f"    if _holds{i}(self{given.passed}):", f"        return _run{i}(self{arguments})"]
-    lines += [f"    return _original.forward(self{given.passed})", ""]
-
-    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        """Pickle and copy as the original class does, the generated class by what it is made from."""
-        reduced = kind.__reduce_ex__(self, protocol)
-        if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and reduced[1][0] is made:  # type: ignore[attr-defined]
-            return (_new, (kind, _Pickled(variants, _digest(kind, variants)), *reduced[1][1:]), *reduced[2:])
-        return reduced
-
-    names = {
-        "forward": _compiled("\n".join(lines), scope, kind)["forward"],
-        "__reduce_ex__": reduce_ex,
-        "_rewritten_from": kind,
-        "_variants": variants,
-    }
-    names |= {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    metaclass: Any = type(kind)
-    made = _classes[kind, variants] = metaclass(kind.__name__, (kind,), names)
-    return made  # type: ignore[no-any-return]
-
-
-_CONDITIONS = ("not _is_watched()", "_original.forward is _written")
-_unwatched = False
-
-
-def is_watched() -> bool:
-    """Say whether somebody sees the calls of all modules."""
-    return not _unwatched and _has_any_global_hook()
-
-
-@contextmanager
-def despite_global_hooks() -> Iterator[None]:
-    """Run rewritten forwards although somebody sees the calls of all modules, who knows about it."""
-    global _unwatched
-    before, _unwatched = _unwatched, True
-    try:
-        yield
-    finally:
-        _unwatched = before
-
-
-class _Signature:
-    """Spell a forward's parameters, as they are declared and as they are passed on."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.defaults: dict[str, Any] = {}
-        declared: list[str] = []
-        passed: list[str] = []
-        (first, *parameters) = signature(forward).parameters.values()
-        before = first.kind
-        named = False
-        for p in parameters:
-            if before is Parameter.POSITIONAL_ONLY and p.kind is not Parameter.POSITIONAL_ONLY:
-                declared.append("/")
-            before = p.kind
-            star = "*" * (p.kind is Parameter.VAR_POSITIONAL) + "**" * (p.kind is Parameter.VAR_KEYWORD)
-            if p.kind is Parameter.KEYWORD_ONLY and not named:
-                declared.append("*")
-            named = named or p.kind in (Parameter.VAR_POSITIONAL, Parameter.KEYWORD_ONLY)
-            text = f"{star}{p.name}"
-            if p.default is not Parameter.empty:
-                self.defaults[f"_default_{p.name}"] = p.default
-                text += f"=_default_{p.name}"
-            declared.append(text)
-            passed.append(f"{p.name}={p.name}" if p.kind is Parameter.KEYWORD_ONLY else f"{star}{p.name}")
-        if before is Parameter.POSITIONAL_ONLY and parameters:
-            declared.append("/")
-        self.declared = "".join(f", {text}" for text in declared)
-        self.passed = "".join(f", {text}" for text in passed)
-
-
-def _scope_of(variant: Variant) -> dict[str, Any]:
-    return {name: _import(*held[1:]) if held[0] == "import" else held[1] for name, held in variant.scope}
-
-
-def _compiled(source: str, scope: dict[str, Any], kind: type) -> dict[str, Any]:
-    file = f"<batchnorm: {kind.__qualname__} rewritten {next(_numbers)}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    exec(compile(source, file, "exec"), scope)
-    return scope
-
-
-class _Pickled:
-    """Hold variants and what they were traced from; they pickle as nothing if their code uses what has no name."""
-
-    def __init__(self, variants: tuple[Variant, ...], written: str) -> None:
-        self.variants, self.written = variants, written
-
-    def __deepcopy__(self, memo: Any) -> _Pickled:
-        return self
-
-    def __reduce__(self) -> Any:
-        try:
-            pickle.dumps(self.variants)
-        except Exception:
-            return _Pickled, ((), "")
-        return _Pickled, (self.variants, self.written)
-
-
-def _new(kind: type[nn.Module], pickled: _Pickled, *args: Any) -> nn.Module:
-    # If the code has changed since, or what it uses is not there, the original forward is right.
-    with suppress(ImportError, AttributeError):
-        if pickled.variants and pickled.written == _digest(kind, pickled.variants):
-            kind = generated_class(kind, pickled.variants)
-    return kind.__new__(kind, *args)
-
-
-def _digest(kind: type[nn.Module], variants: tuple[Variant, ...]) -> str:
-    """Return a digest of the code that the variants were traced from."""
-    things = [
-        kind,
-        *(thing for variant in variants for thing in _scope_of(variant).values() if isinstance(thing, type)),
-    ]
-    methods = [f for t in things for k in t.__mro__ for f in vars(k).values() if not k.__module__.startswith("torch.")]
-    texts = sorted(_text_of(f.__code__) for f in methods if isinstance(f, FunctionType))
-    return sha256("".join(texts).encode()).hexdigest()
-
-
-def _text_of(code: CodeType) -> str:
-    constants = [_text_of(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return repr((code.co_code, code.co_names, code.co_varnames, constants))

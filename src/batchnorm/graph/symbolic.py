@@ -16,11 +16,9 @@ import warnings
 from abc import ABCMeta
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from enum import Enum
-from functools import cache, partial
+from functools import cache
 from inspect import Parameter, signature
-from math import isnan
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,17 +30,12 @@ from torch.overrides import TorchFunctionMode
 
 from .kinds import IN_PLACE, is_affine, is_in_place, keeps_torch_forward
 
-LARGEST = 64  # entries of a list or dict that may be compared before every call
 # What may be asked of a tensor that is no argument: it depends on no content.
 QUESTIONS = frozenset({"__get__", "size", "dim", "numel", "is_floating_point", "element_size", "__len__"})
 
 
 class Untraceable(BaseException):
     """Say why a forward cannot be traced. Not an Exception: the code that is traced must not catch it."""
-
-
-class Unwatchable(Exception):
-    """Say that a value cannot be compared before every call."""
 
 
 class Traced(NamedTuple):
@@ -55,48 +48,6 @@ class Traced(NamedTuple):
     """The paths of children that are no leaves: their code is part of the graph."""
     stacks: dict[str, tuple[str, ...]]
     """For each node, the opened children whose code made it."""
-
-
-def pattern_of(value: Any) -> Any:
-    """Return what a forward's code can tell of an argument: tensors by their place, all else by value.
-
-    >>> pattern_of([torch.zeros(1), None]) == (list, Tensor, ("value", None))
-    True
-
-    Raises:
-        Unwatchable: for a value that cannot be compared before every call.
-    """
-    if isinstance(value, Tensor):
-        return Tensor
-    if type(value) in (list, tuple) and len(value) <= LARGEST:
-        return (type(value), *(pattern_of(v) for v in value))
-    if value is None or isinstance(value, bool | int | float | str | Enum | torch.dtype | torch.device):
-        return ("value", value)
-    raise Unwatchable(f"a {type(value).__name__}")
-
-
-def freeze(value: Any) -> Any:
-    """Return a hashable value that is equal for equal contents, to see later whether an attribute has changed.
-
-    Raises:
-        Unwatchable: for a value that may change without anyone seeing it.
-    """
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum):
-        if isinstance(value, float) and isnan(value):
-            raise Unwatchable("nan")
-        return type(value), value
-    if isinstance(value, torch.dtype | torch.device | torch.memory_format | torch.layout):
-        return value
-    if isinstance(value, type | FunctionType | BuiltinFunctionType):
-        return value
-    if type(value) is partial:
-        return partial, freeze(value.func), freeze(value.args), freeze(value.keywords)
-    if type(value) in (list, tuple, torch.Size, set, frozenset) and len(value) <= LARGEST:
-        items = [freeze(v) for v in value]
-        return type(value), frozenset(items) if isinstance(value, set | frozenset) else tuple(items)
-    if type(value) is dict and len(value) <= LARGEST:
-        return dict, tuple((freeze(k), freeze(v)) for k, v in value.items())
-    raise Unwatchable(f"a {type(value).__name__}")
 
 
 class Spies:

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from ..graph import Graph, TracedCall
 from ..graph.holders import Holder, holders, is_plain_identity, next_in_order, runs_in_order, runs_its_graph
-from ..graph.kinds import has_hooks
-from ..graph.rewrite import is_quiet
+from ..graph.kinds import has_hooks, is_quiet
 from ..ops.activation import from_module
 from .batch_norm import BatchNorm
 from .norm_act import NormAct

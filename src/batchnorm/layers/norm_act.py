@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..graph.holders import is_plain_identity
-from ..graph.rewrite import is_quiet
+from ..graph.kinds import is_quiet
 from ..ops.activation import Activation, from_module
 from .batch_norm import BatchNorm2d, _is_symbolic
 

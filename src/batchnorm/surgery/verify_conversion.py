@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import network_call
-from ..graph.rewrite import despite_global_hooks
+from ..graph.kinds import despite_global_hooks
 from ..network_copy import isolated, outputs, private_copy, relative_error
 from ..verify import AMPLIFICATION, EXACT, TINY, verify
 
