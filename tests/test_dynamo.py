@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from batchnorm.dynamo import compile_graph
+from batchnorm.ops.activation import NAMES, Activation, to_module
 
 ROOT = Path(__file__).parents[1]
 IN_PYTHON = partial(compile_graph, inner="eager", everywhere=True)
@@ -78,7 +79,7 @@ def conv_norm_relu():
         (nn.Sequential(nn.BatchNorm2d(4, affine=False), nn.LeakyReLU(0.3)), (), (1, 1, 1, 0)),
         (nn.Sequential(nn.BatchNorm2d(4, track_running_stats=False), nn.SiLU(True)), (), (1, 1, 1, 0)),
         (nn.Sequential(nn.BatchNorm1d(4), nn.Tanh()), (5, 4), (1, 1, 1, 0)),
-        (nn.Sequential(nn.BatchNorm1d(4), nn.Sigmoid()), (2, 4, 5), (1, 1, 1, 0)),
+        (nn.BatchNorm1d(4), (2, 4, 5), (1, 1, 0, 0)),
         (nn.Sequential(nn.BatchNorm3d(4), nn.GELU()), (2, 4, 2, 3, 2), (1, 1, 0, 0)),
         (nn.Sequential(nn.SyncBatchNorm(4), nn.ReLU()), (), (1, 1, 1, 0)),  # without ranks: F.batch_norm
     ],
@@ -86,6 +87,12 @@ def conv_norm_relu():
 )
 def test_networks_train_as_before(net, shape, counts):
     assert assert_as_stock(net, [image(*shape), image(*shape)]) == counts
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"identity"}))
+def test_every_activation_is_fused(name):
+    net = nn.Sequential(nn.BatchNorm2d(4), to_module(Activation(name)))
+    assert assert_as_stock(net) == (1, 1, 1, 0)
 
 
 def test_aot_autograd_traces_the_fused_calls():

@@ -15,6 +15,7 @@ from torch import nn
 import batchnorm as bn
 from batchnorm.graph.generated import is_rewritten
 from batchnorm.graph.rewrite import fusions_in
+from batchnorm.ops.activation import NAMES, Activation, to_module
 
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 
@@ -83,6 +84,13 @@ ACTIVATIONS = {
     "tanh": (lambda n, x: n.bn1(n.conv1(x)).tanh(), "tanh"),
     "silu": (lambda n, x: F.silu(n.bn1(n.conv1(x))), "silu"),
 }
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"identity"}))
+def test_every_activation_as_a_module_and_as_a_function(name):
+    function = getattr(F, name)
+    for code in (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n, x: function(n.bn1(n.conv1(x)))):
+        assert fused(converted_and_checked(Block(code, to_module(Activation(name))))) == {"bn1": name}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
