@@ -244,7 +244,7 @@ def test_what_cannot_be_fused_is_left_alone(case):
 FUSED = {
     "layers called twice": (lambda n, x: torch.relu(n.bn1(n.conv1(torch.relu(n.bn1(x))))), (2, 2, 2, 0)),
     "a sum written into a new tensor": (lambda n, x: torch.relu(n.conv2(x).add_(n.bn1(x))), (1, 1, 1, 1)),
-    "branches": (lambda n, x: n.branches(x), (4, 4, 1, 3)),
+    "branches": (lambda n, x: n.branches(n.relu(n.bn1(x))), (5, 5, 2, 3)),
     "two BN outputs": (lambda n, x: torch.relu(n.bn1(x) + n.shortcut(x)), (2, 2, 1, 1)),
     "BN first, in place": (lambda n, x: n.bn1(n.conv1(x)).add_(x).relu_(), (1, 1, 1, 1)),
     "torch.batch_norm": (

@@ -70,6 +70,15 @@ def compile_graph(
             return torch._TorchCompileInductorWrapper(mode, options, None)(module, inputs)  # type: ignore[no-any-return]
 
 
+def _reset() -> None:
+    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+    reset_cudagraph_trees()
+
+
+compile_graph.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it, to free CUDA graphs
+
+
 def fuse_(module: fx.GraphModule, *, everywhere: bool = False) -> int:
     """Fuse the batch normalizations in a graph of Dynamo's, in place, and return their number.
 
@@ -146,8 +155,10 @@ def _fusable(graph: fx.Graph, calls: list[fx.Node], everywhere: bool) -> dict[fx
 def _is_plain(node: fx.Node, everywhere: bool) -> bool:
     given = _arguments(node)
     x, y = _value(given["input"]), _value(node)
-    if type(x) is not FakeTensor or type(y) is not FakeTensor or x.dim() < 2 or len(_averages(node)) == 1:
+    if type(x) is not FakeTensor or type(y) is not FakeTensor or x.dim() < 2:
         return False
+    if not node.args or len(_averages(node)) == 1:
+        return False  # called in a way that torch.nn does not
     # A permuted input: torch.nn's output is contiguous, and code after it may rely on that.
     if not _is_known_equal(x.stride(), y.stride()) or x.dtype is not y.dtype:
         return False

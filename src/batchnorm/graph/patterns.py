@@ -272,17 +272,15 @@ class Matcher:
         return same if isinstance(same, fx.Node) else None
 
     def _is_apart(self, written: Any, x: Any) -> bool:
-        """Say whether a value that a sum writes into is known to share no memory with another."""
-        made, other = self._root(written), self._root(x)
-        if made is other or made is None or other is None:
-            return False
-        return self._is_new(made) and (other.op == "placeholder" or self._is_new(other))
+        """Say whether a sum writes into a tensor that was made after x, and so shares no memory with it."""
+        root = self._root(written)
+        return self._is_new(root) and self._order[root] > self._order[x]
 
-    def _root(self, node: Any) -> fx.Node | None:
+    def _root(self, node: fx.Node) -> fx.Node:
         """Return the node that made the tensor which a node returns."""
-        while isinstance(node, fx.Node) and (same := self._same_tensor(node)) is not None:
+        while (same := self._same_tensor(node)) is not None:
             node = same
-        return node if isinstance(node, fx.Node) else None
+        return node
 
     def origins(self, match: Match) -> Iterator[fx.Node]:
         """Yield the nodes that had to be seen to find a match: BN, and what made the tensors that sums write into."""
@@ -290,7 +288,7 @@ class Matcher:
         if match.sum is not None:
             for node in (*_between(match.norm, match.sum), match.sum):
                 if writes_its_sum(node):
-                    yield from filter(None, map(self._root, (node, match.norm.args[0])))
+                    yield self._root(node)
 
     def _moves_past_a_write(self, norm: fx.Node, end: fx.Node, passed: tuple[fx.Node, ...]) -> bool:
         """Say whether a call between BN and sum may write what BN reads, or call the same BN: BN would come later."""
