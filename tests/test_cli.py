@@ -17,7 +17,7 @@ from training import striped_folder
 
 from batchnorm.cli import COMMANDS, NEEDS, main
 from batchnorm.extras import EXTRAS
-from batchnorm.reproduce.imagenet.run_files import KEYS
+from batchnorm.reproduce.imagenet.result_files import KEYS
 
 OPTIONAL = {module for modules in EXTRAS.values() for module in modules}
 NET = """

@@ -6,12 +6,12 @@ from dataclasses import asdict
 import pytest
 
 from batchnorm.reproduce.imagenet.claims import verdicts
-from batchnorm.reproduce.imagenet.companions import ablation, dropout, rates
 from batchnorm.reproduce.imagenet.curves import seeds_of, tuned_baseline, unchanged_seeds_of
 from batchnorm.reproduce.imagenet.fig2_plan import read_plan
 from batchnorm.reproduce.imagenet.fig2_publication import publish
+from batchnorm.reproduce.imagenet.fig2_sweeps import ablation, dropout, rates
 from batchnorm.reproduce.imagenet.fig2_tables import failures, figure3, on_the_way, sections
-from batchnorm.reproduce.imagenet.run_files import read_all
+from batchnorm.reproduce.imagenet.result_files import read_all
 
 PLAN = read_plan()
 DATA = {"train": 50000, "val": 10000, "classes": 100, "sha256": "0"}

@@ -23,7 +23,7 @@ from .curves import (
     unchanged_seeds_of,
 )
 from .plan import Plan
-from .run_files import Finished
+from .result_files import Finished
 
 CONFIRMED, REFUTED, UNRESOLVED, NOT_RUN = "confirmed", "refuted", "not resolved", "not yet run"
 # A network trains when it is right ten times as often as by chance, or, with few classes, half of the way from chance

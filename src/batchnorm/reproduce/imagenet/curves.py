@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from ...train.metrics import steps_to
-from .run_files import Finished
+from .result_files import Finished
 
 Curve = list[tuple[int, float]]
 # A baseline that rises by less than this over its last quarter has levelled off.

@@ -10,7 +10,7 @@ from ...data.image_sources import check_complete, open_source
 from .fig2_plan import Group, read_plan
 from .fig2_publication import publish
 from .plan import Plan
-from .run_files import RunFiles, read_all
+from .result_files import RunFiles, read_all
 from .session import Sitting
 from .training import Training
 

@@ -12,7 +12,7 @@ from ...train.metrics import steps_to
 from ..publish import colour, label, picture
 from .curves import Seeds, best, network_of, seeds_of, tuned_baseline, unnormalized
 from .fig2_section import show_name
-from .run_files import Finished
+from .result_files import Finished
 
 # Colour and line of each network, its name in the paper.
 LINES = {

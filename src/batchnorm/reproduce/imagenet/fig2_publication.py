@@ -18,7 +18,7 @@ from .fig2_picture import drawn, pictures
 from .fig2_section import markdown
 from .fig2_tables import PAPER, figure3, sections
 from .plan import Plan
-from .run_files import Finished
+from .result_files import Finished
 
 TITLE = "Figures 2 and 3: Inception and its batch-normalized variants"
 

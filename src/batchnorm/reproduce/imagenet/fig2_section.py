@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .run_files import Finished
+from .result_files import Finished
 
 Rows = list[list[str]]
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from ...train.metrics import steps_to
 from .claims import Verdict, verdicts
-from .companions import ablation, dropout, rates
 from .curves import LEVEL, Seeds, best, end_slope, network_of, seeds_of, times_fewer, tuned_baseline
 from .fig2_section import Section, show_accuracy, show_steps, show_times
+from .fig2_sweeps import ablation, dropout, rates
 from .plan import Plan
-from .run_files import Finished
+from .result_files import Finished
 
 Rows = list[list[str]]
 # Figure 3: steps to 72.2%, and how many times fewer that is than Inception's; maximum accuracy.

@@ -15,7 +15,7 @@ from .fig4_publication import publish
 from .member import TakenMember, TrainedMember
 from .member_files import MemberFiles
 from .plan import Plan
-from .run_files import RunFiles, read_all, read_result
+from .result_files import RunFiles, read_all, read_result
 from .session import Sitting
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...evaluate import Predictions
 from ...evaluate.crops import Count
-from .run_files import read_result
+from .result_files import read_result
 
 CROPS: tuple[Count, ...] = (1, 144)
 

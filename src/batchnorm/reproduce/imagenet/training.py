@@ -10,7 +10,7 @@ import torch
 
 from ...train import Options, Result, train
 from .plan import Plan
-from .run_files import RunFiles
+from .result_files import RunFiles
 
 
 @dataclass(frozen=True)
