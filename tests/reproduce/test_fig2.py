@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from training import environment, striped_folder
 
+from batchnorm.cli import main
 from batchnorm.reproduce.imagenet.fig2 import Fig2, fig2
-from batchnorm.reproduce.imagenet.fig2_main import main
-from batchnorm.reproduce.imagenet.fig2_plan import read_plan
+from batchnorm.reproduce.imagenet.plan import read_plan
 from batchnorm.train import RECIPES
 
 PLAN = """
@@ -112,7 +112,7 @@ def test_figures_are_made_of_the_files_alone(plan, sitting, tmp_path, capsys):
     decoded = tmp_path / "out" / "decoded" / "train-8px-0.safetensors"  # of a sitting that trains meanwhile
     decoded.parent.mkdir(parents=True)
     decoded.touch()
-    assert main(words) == 0
+    assert main(["reproduce", "fig2", *words]) == 0
     assert decoded.exists()
     assert "not yet run: other" in capsys.readouterr().out
     assert (tmp_path / "out/fig2.md").read_text() == (sitting / "fig2.md").read_text()
@@ -120,15 +120,18 @@ def test_figures_are_made_of_the_files_alone(plan, sitting, tmp_path, capsys):
 
 
 def test_a_folder_of_results_that_is_not_there(tmp_path, capsys):
-    assert main(["--results", str(tmp_path / "no"), "--out", str(tmp_path / "out")]) == 1
+    assert main(["reproduce", "fig2", "--results", str(tmp_path / "no"), "--out", str(tmp_path / "out")]) == 2
     assert "no holds no result files: give --data DIR to train, or --results DIR" in capsys.readouterr().err
-    assert main(["--out", str(tmp_path / "out")]) == 1  # nor anything else to make figures of
+    assert main(["reproduce", "fig2", "--out", str(tmp_path / "out")]) == 2  # nor anything else to make figures of
     assert "out/results holds no result files" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_no_jobs_are_too_few(data, plan, tmp_path, capsys):
-    assert main(["--data", str(data), "--plan", str(plan), "--out", str(tmp_path), "--jobs", "0"]) == 1
+    assert (
+        main(["reproduce", "fig2", "--data", str(data), "--plan", str(plan), "--out", str(tmp_path), "--jobs", "0"])
+        == 2
+    )
     assert "jobs=0: must be 1 or more" in capsys.readouterr().err
 
 
@@ -138,7 +141,9 @@ def test_it_goes_on_where_it_was_stopped(data, plan, sitting, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "batchnorm.reproduce.imagenet.fig2_main",
+        "batchnorm",
+        "reproduce",
+        "fig2",
         *words,
         "--jobs",
         "2",
@@ -169,7 +174,7 @@ def test_the_time_limit(data, plan, tmp_path, capsys):
 def test_results_of_another_plan_are_refused(data, plan, sitting, tmp_path, capsys):
     other = tmp_path / "plan.toml"
     other.write_text(plan.read_text().replace("horizon = 3", "horizon = 4"))
-    assert main(["--plan", str(other), "--out", str(sitting)]) == 1
+    assert main(["reproduce", "fig2", "--plan", str(other), "--out", str(sitting)]) == 2
     error = capsys.readouterr().err
     assert "plain.json is of another plan" in error
     assert "epochs is 3.0 and 4.0" in error
@@ -220,7 +225,7 @@ def test_a_plan_that_is_none(tmp_path, text, says):
     path = tmp_path / "plan.toml"
     path.write_text(PLAN.replace(old, text, 1))
     with pytest.raises(ValueError, match=says):
-        read_plan(path)
+        read_plan("fig2", path)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +244,7 @@ def test_a_plan_that_would_run_otherwise_than_it_reads(tmp_path, old, new, says)
     path = tmp_path / "plan.toml"
     path.write_text(PLAN.replace(old, new, 1))
     with pytest.raises(ValueError, match=says):
-        read_plan(path)
+        read_plan("fig2", path)
 
 
 def test_an_unknown_name(data, plan, tmp_path):
@@ -248,7 +253,7 @@ def test_an_unknown_name(data, plan, tmp_path):
 
 
 def test_the_committed_plan_is_complete():
-    runs = read_plan().runs
+    runs = read_plan("fig2").runs
     by_group = {group: [run for run in runs if run.group == group] for group in ("figures", "rates", "dropout")}
     variants = [run.variant for run in by_group["figures"]]
     assert [variants.count(name) for name in ("inception", "bn-baseline", "bn-x5", "bn-x30")] == [3, 2, 2, 2]
@@ -270,11 +275,11 @@ def test_the_committed_plan_is_complete():
 
 
 def test_the_ablation_takes_back_one_modification_each():
-    group = [run for run in read_plan().runs if run.group == "ablation"]
+    group = [run for run in read_plan("fig2").runs if run.group == "ablation"]
     seeds = [run for run in group if set(run.changed) == {"seed"}]
     assert len({run.recipe.seed for run in seeds}) == 3
     runs, x5 = group[3:], seeds[0].recipe
-    base = next(run.recipe for run in read_plan().runs if run.variant == "bn-baseline")
+    base = next(run.recipe for run in read_plan("fig2").runs if run.variant == "bn-baseline")
     fields = ("rate", "dropout", "weight_decay", "decay_epochs", "local_response", "shuffle", "photometric")
     assert [list(run.changed) for run in runs] == [[field] for field in fields]
     for run, field in zip(runs, fields, strict=True):
@@ -289,7 +294,7 @@ def test_the_ablation_takes_back_one_modification_each():
 def test_it_needs_neither_tyro_nor_rich(plan, sitting, tmp_path):
     code = (
         "import sys; sys.modules.update(tyro=None, rich=None)\n"
-        "from batchnorm.reproduce.imagenet.fig2_main import main; sys.exit(main(sys.argv[1:]))"
+        "from batchnorm.cli import main; sys.exit(main(['reproduce', 'fig2', *sys.argv[1:]]))"
     )
     words = ["--plan", str(plan), "--results", str(sitting / "results"), "--out", str(tmp_path)]
     subprocess.run([sys.executable, "-c", code, *words], check=True, env=environment(), capture_output=True)
@@ -301,4 +306,4 @@ def test_the_plan_in_the_documentation_is_one(tmp_path):
     (plan,) = [block for block in re.findall(r"```\n(.*?)```", text, flags=re.DOTALL) if "[train]" in block]
     path = tmp_path / "plan.toml"
     path.write_text(plan)
-    assert [run.recipe.epochs for run in read_plan(path).runs] == [10, 10]
+    assert [run.recipe.epochs for run in read_plan("fig2", path).runs] == [10, 10]

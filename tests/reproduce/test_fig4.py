@@ -13,14 +13,13 @@ import torch
 from PIL import Image
 from training import environment, striped_folder, train_small
 
+from batchnorm.cli import main
 from batchnorm.evaluate import Predictions
 from batchnorm.report.summary import tables
-from batchnorm.reproduce.imagenet.fig2_plan import read_plan as read_fig2
 from batchnorm.reproduce.imagenet.fig4 import Fig4, fig4
-from batchnorm.reproduce.imagenet.fig4_main import main
-from batchnorm.reproduce.imagenet.fig4_plan import read_plan
-from batchnorm.reproduce.imagenet.fig4_table import PAPER, Step, figure4
-from batchnorm.reproduce.imagenet.member_files import MemberFiles
+from batchnorm.reproduce.imagenet.fig4_table import PAPER, Gain, figure4
+from batchnorm.reproduce.imagenet.plan import read_plan
+from batchnorm.reproduce.imagenet.result_files import MemberFiles
 from batchnorm.train.recipe import MEMBERS, Recipe
 
 PLAN = """
@@ -77,10 +76,10 @@ def read(out, name="fig4"):
 
 
 def test_the_committed_plan_is_the_six_members_for_as_long_as_the_ablation():
-    runs = read_plan().runs
+    runs = read_plan("fig4").runs
     assert [run.name for run in runs] == list(MEMBERS)
-    x30 = next(run.recipe for run in read_fig2().runs if run.name == "bn-x30-seed0")
-    x5 = next(run.recipe for run in read_fig2().runs if run.name == "ablation-seed0")
+    x30 = next(run.recipe for run in read_plan("fig2").runs if run.name == "bn-x30-seed0")
+    x5 = next(run.recipe for run in read_plan("fig2").runs if run.name == "ablation-seed0")
     for run in runs:
         member = MEMBERS[run.name]
         assert (run.recipe.epochs, run.recipe.decay_epochs) == (x5.epochs, x5.decay_epochs)
@@ -128,7 +127,7 @@ def test_the_table_is_made_of_the_files_alone(plan, sitting, tmp_path):
     shutil.copytree(sitting / "results", tmp_path / "results")
     code = (
         "import sys; sys.modules.update(tyro=None, rich=None)\n"
-        "from batchnorm.reproduce.imagenet.fig4_main import main; sys.exit(main(sys.argv[1:]))"
+        "from batchnorm.cli import main; sys.exit(main(['reproduce', 'fig4', *sys.argv[1:]]))"
     )
     words = ["--plan", str(plan), "--results", str(tmp_path / "results"), "--out", str(tmp_path / "out")]
     subprocess.run([sys.executable, "-c", code, *words], check=True, env=environment(), capture_output=True)
@@ -161,7 +160,7 @@ def test_a_later_sitting_goes_on_from_the_files_alone(data, plan, sitting, tmp_p
 @pytest.mark.slow
 def test_it_goes_on_where_it_was_stopped(data, plan, sitting, tmp_path):
     words = ["--data", str(data), "--plan", str(plan), "--out", str(tmp_path), "--device", "cpu", "--workers", "0"]
-    command = [sys.executable, "-m", "batchnorm.reproduce.imagenet.fig4_main", *words, "--jobs", "2", "--only", *TWO]
+    command = [sys.executable, "-m", "batchnorm", "reproduce", "fig4", *words, "--jobs", "2", "--only", *TWO]
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     runs = [tmp_path / "runs" / name / "metrics.jsonl" for name in TWO]
     while process.poll() is None and not any(path.exists() and path.read_text().count("\n") > 1 for path in runs):
@@ -233,16 +232,18 @@ def test_a_run_that_has_not_ended_says_so(data, plan, sitting, tmp_path):
 
 def test_runs_and_data_that_do_not_fit(plan, data, sitting, tmp_path, capsys):
     words = ["--runs", str(sitting / "runs/five"), "--plan", str(plan), "--out", str(tmp_path / "out")]
-    assert main(words) == 1
+    assert main(["reproduce", "fig4", *words]) == 2
     assert "--runs without --data: give the images" in capsys.readouterr().err
-    assert main([*words, "--data", str(data), "--only", "five"]) == 1
+    assert main(["reproduce", "fig4", *words, "--data", str(data), "--only", "five"]) == 2
     assert "give one of the two" in capsys.readouterr().err
     other = striped_folder(tmp_path / "other")
     for split in ("train", "val"):
         shutil.rmtree(other / split / "class2")
-    assert main([*words, "--data", str(other)]) == 1
+    assert main(["reproduce", "fig4", *words, "--data", str(other)]) == 2
     assert "was trained on 3 classes, the data has 2" in capsys.readouterr().err
-    assert main(["--runs", str(tmp_path), "--data", str(data), "--out", str(tmp_path / "out")]) == 1
+    assert (
+        main(["reproduce", "fig4", "--runs", str(tmp_path), "--data", str(data), "--out", str(tmp_path / "out")]) == 2
+    )
     assert "is not the folder of a run" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -253,13 +254,13 @@ def test_what_does_not_fit_is_told_before_any_work(plan, data, sitting, tmp_path
         path.unlink()
     words = ["--plan", str(plan), "--out", str(tmp_path / "out")]
     for more in ([], ["--runs", str(sitting / "runs/five")]):
-        assert main([*words, "--data", str(empty), *more]) == 1
+        assert main(["reproduce", "fig4", *words, "--data", str(empty), *more]) == 2
         assert "has no images of 1 of its 3 classes in its split 'val' (class1)" in capsys.readouterr().err
     other = shutil.copytree(sitting / "runs/five", tmp_path / "other")
     for before, after, says in (("0.04", "0.08", "another architecture"), ('"relu"', '"sigmoid"', "activation relu")):
         recipe = (sitting / "runs/five/recipe.json").read_text()
         (other / "recipe.json").write_text(recipe.replace(before, after))
-        assert main([*words, "--data", str(data), "--runs", str(other)]) == 1
+        assert main(["reproduce", "fig4", *words, "--data", str(data), "--runs", str(other)]) == 2
         assert says in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -330,6 +331,6 @@ def test_steps_are_paired_over_images(tmp_path):
 
 
 def test_verdicts():
-    assert Step("a", "top-1", 0.5, 0.4, 0.01).verdict == "confirmed"
-    assert Step("a", "top-1", 0.4, 0.5, 0.01).verdict == "refuted"
-    assert Step("a", "top-1", 0.5, 0.49, 0.01).verdict == "not resolved"
+    assert Gain("a", "top-1", 0.5, 0.4, 0.01).verdict == "confirmed"
+    assert Gain("a", "top-1", 0.4, 0.5, 0.01).verdict == "refuted"
+    assert Gain("a", "top-1", 0.5, 0.49, 0.01).verdict == "not resolved"

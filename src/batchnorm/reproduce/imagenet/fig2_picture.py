@@ -11,7 +11,7 @@ from typing import Any
 from ...train.metrics import steps_to
 from ..publish import colour, label, picture
 from .curves import Seeds, best, network_of, seeds_of, tuned_baseline, unnormalized
-from .fig2_section import show_name
+from .fig2_tables import show_name
 from .result_files import Finished
 
 # Colour and line of each network, its name in the paper.

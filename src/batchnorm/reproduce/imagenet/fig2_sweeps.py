@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from .claims import rates_that_train
 from .curves import Seeds, noise, seeds_of, times_fewer, unchanged_seeds_of
-from .fig2_section import Section, show_accuracy, show_times
+from .fig2_tables import Section, show_accuracy, show_times
 from .result_files import Finished
 
 # Section 4.2.1, in its order: the field of the recipe, and what taking it back means.
