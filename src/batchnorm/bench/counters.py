@@ -46,7 +46,7 @@ METRICS = {
 READY = "watched: "  # what a line of the watched program starts with
 
 
-class Pass(NamedTuple):
+class CountedPass(NamedTuple):
     """Name one pass over one layer, and say how many launches it makes.
 
     Beyond the paper: speed.
@@ -105,7 +105,7 @@ def matched(output: str) -> Iterator[dict[str, Any]]:
     """
     lines = output.splitlines()
     told = [text.removeprefix(READY) for text in lines if text.startswith(READY)]
-    passes = [Pass(**{**json.loads(text), "layer": tuple(json.loads(text)["layer"])}) for text in told]
+    passes = [CountedPass(**{**json.loads(text), "layer": tuple(json.loads(text)["layer"])}) for text in told]
     start = next((i for i, text in enumerate(lines) if text.startswith('"ID"')), len(lines))
     # The first row has units; torch's own kernels are none of ours.
     table = list(csv.DictReader(text for text in lines[start:] if text.startswith('"')))[1:]
@@ -154,7 +154,7 @@ def _watch(layer: LayerShape, channels_last: bool, residual: bool) -> None:
     def announced(direction: str) -> None:
         op = "BN+add+ReLU" if residual else "BN+ReLU"
         key = (layer.network, layer.batch, layer.channels, layer.size)
-        one = Pass(key, "NHWC" if channels_last else "NCHW", op, direction, paths[direction], sets.bytes)
+        one = CountedPass(key, "NHWC" if channels_last else "NCHW", op, direction, paths[direction], sets.bytes)
         print(f"{READY}{json.dumps(one._asdict())}", flush=True)
 
     p.ours(sets.x[1], sets.residual[1]).backward(sets.dy[1])  # compiled, and memory allocated
