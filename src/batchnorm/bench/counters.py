@@ -99,7 +99,7 @@ def matched(output: str) -> Iterator[dict[str, Any]]:
     """Give each launch that ncu tells of to the pass that the watched program told of, in order.
 
     Raises:
-        RuntimeError: where their numbers differ.
+        RuntimeError: if their numbers differ.
 
     Beyond the paper: speed.
     """

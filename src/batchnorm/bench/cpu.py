@@ -120,7 +120,7 @@ def cpu(
     """Time batch normalization, with and without ReLU, against torch: forward and backward, statistics updated.
 
     The sides take turns in every round, so that what else the machine does hits all of them. Freed memory stays with
-    the process, where that can be told to the allocator.
+    the process, if the allocator can be told so.
 
     Args:
         out: the result file; None writes none. The published ones are in results.

@@ -47,7 +47,7 @@ Normalize = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Parameters:
-    """Hold one layer's parameters and running statistics."""
+    """One layer's parameters and running statistics."""
 
     def __init__(self, channels: int) -> None:
         self.gamma = (torch.rand(channels, device="cuda") + 0.5).requires_grad_()
@@ -78,7 +78,7 @@ def contenders(p: Parameters, autotune: bool) -> dict[str, Normalize]:
 
 
 class Sets:
-    """Hold enough inputs, residuals and output gradients that each is cold when its turn comes."""
+    """Enough inputs, residuals and output gradients that each is out of the cache when its turn comes."""
 
     def __init__(
         self, layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool, n: int | None = None
@@ -219,7 +219,7 @@ def kernels(
         autotune: also time torch.compile's max-autotune mode, and cuDNN in fp16.
         seconds: start no layer after so many.
         jobs: compile in so many processes, which measure one at a time; 0: in this one.
-        commit: what is measured, where the code is no git checkout.
+        commit: what is measured, if the code is not a git checkout.
 
     Raises:
         ValueError: if an option cannot be used, or there is no GPU.

@@ -78,7 +78,7 @@ def dropout(finished: Mapping[str, Finished]) -> Section:
 
 
 def _repeated(finished: Mapping[str, Finished]) -> float | None:
-    """Return by how much runs of the same recipe in two groups differ at the end; None where there are none."""
+    """Return by how much runs of the same recipe in two groups differ at the end; None if there are none."""
     ends: dict[object, list[float]] = {}
     for one in finished.values():
         if one.run.group in ("rates", "dropout") and one.result["top1"] is not None:

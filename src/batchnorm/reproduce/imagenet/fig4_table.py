@@ -174,7 +174,7 @@ def alone(results: Mapping[str, Mapping[str, Any]]) -> list[ErrorRow]:
 
 
 def notes(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Say which images were not evaluated as they are.
+    """Return notes on images that were enlarged or left out.
 
     Beyond the paper: images as they come.
     """

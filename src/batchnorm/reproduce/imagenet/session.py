@@ -62,7 +62,7 @@ class Session:
     workers: int = 2
     """Processes that decode images, for each run."""
     commit: str | None = None
-    """Commit to note in the result files, where git cannot tell."""
+    """Commit to note in the result files, if git cannot tell."""
 
     @property
     def result_files(self) -> Path:
