@@ -5,6 +5,8 @@ import errno
 import inspect
 import io
 import json
+import shutil
+import subprocess
 import sys
 from contextlib import redirect_stdout
 from importlib import import_module
@@ -17,7 +19,7 @@ from training import striped_folder
 
 from batchnorm.cli import COMMANDS, NEEDS, main
 from batchnorm.extras import EXTRAS
-from batchnorm.reproduce.imagenet.run_files import KEYS
+from batchnorm.reproduce.imagenet.result_files import KEYS
 
 OPTIONAL = {module for modules in EXTRAS.values() for module in modules}
 NET = """
@@ -238,6 +240,35 @@ def test_figure_1_prints_its_finding(ran):
     out = ran[1]["reproduce fig1"]
     assert "test accuracy at step 1: " in out
     assert 'the paper: "The batch-normalized network enjoys the higher test accuracy."' in out
+
+
+WITHOUT_TYRO = """
+import sys
+sys.modules["tyro"] = None
+from batchnorm.cli import COMMANDS, main
+for command in COMMANDS:
+    try:
+        main([*command.split(), "--help"])
+    except SystemExit as stop:
+        assert stop.code == 0, command
+for command in sys.argv[1:]:
+    assert main(command.split()) == 0, command
+assert main("reproduce comparison --marks".split()) == 2
+"""
+
+
+def test_every_command_works_without_tyro(ran, tmp_path):
+    shutil.copytree(ran[0] / "images", tmp_path / "images")
+    shutil.copytree(ran[0] / "trained", tmp_path / "trained")
+    Path("net.py").write_text(NET)
+    words = [f"{c} {SMALL[c]}" for c in ("fold", "evaluate", "report", "reproduce section2", "bench input")]
+    words.append(f"train {SMALL['train']} --max-steps 2 --graph False --per-activation 5a 5b --out again")
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TYRO, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    assert done.stderr.endswith("batchnorm reproduce comparison: marks is empty: give at least one number\n")
+    for command in COMMANDS:
+        assert f"usage: batchnorm {command} [-h]" in done.stdout
+    assert json.loads(Path("again/recipe.json").read_text())["per_activation"] == ["5a", "5b"]
 
 
 def default_out(function):

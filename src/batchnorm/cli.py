@@ -12,8 +12,7 @@ from inspect import getdoc
 from itertools import takewhile
 from typing import Any, get_type_hints
 
-import tyro
-
+from .arguments import call_with
 from .errors import JobsFailedError, sentence
 from .extras import MissingExtraError, check_installed
 
@@ -133,13 +132,7 @@ def _call(function: Callable[..., object], command: str, words: list[str]) -> No
     kinds: list[Any] = [kind for name, kind in get_type_hints(function).items() if name != "return"]
     settings = kinds[0] if len(kinds) == 1 and is_dataclass(kinds[0]) else None
     given: Any = settings or function
-    made = tyro.cli(
-        given,
-        prog=f"batchnorm {command}",
-        description=_description(given),
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName),
-        args=words,
-    )
+    made = call_with(words, given, f"batchnorm {command}", _description(given))
     if settings is not None:
         function(made)
 

@@ -3,11 +3,11 @@ import json
 import pytest
 
 from batchnorm.bench import counters as bench
-from batchnorm.bench.counters import METRICS, READY, Pass, line, matched
+from batchnorm.bench.counters import METRICS, READY, CountedPass, line, matched
 from batchnorm.errors import JobsFailedError
 
-STREAMED = Pass(("resnet50", 256, 256, 56), "NHWC", "BN+ReLU", "forward", "stream", 400)
-RESIDENT = Pass(("resnet50", 64, 1024, 14), "NHWC", "BN+ReLU", "backward", "resident", 100)
+STREAMED = CountedPass(("resnet50", 256, 256, 56), "NHWC", "BN+ReLU", "forward", "stream", 400)
+RESIDENT = CountedPass(("resnet50", 64, 1024, 14), "NHWC", "BN+ReLU", "backward", "resident", 100)
 
 
 def told(*passes):

@@ -5,7 +5,7 @@ import torch
 
 from batchnorm.bench import memory as bench
 from batchnorm.bench.contenders import STOCK
-from batchnorm.bench.memory import FORMS, Form, Measured, memory, peak, report
+from batchnorm.bench.memory import FORMS, PeakMemory, StepForm, memory, peak, report
 from batchnorm.models.bn_inception.pooling import AvgPool2d, MaxPool2d
 
 
@@ -35,7 +35,7 @@ def test_small_networks_on_this_machine(tmp_path, capsys):
 
 def test_forms_are_made_of_the_parts_they_name():
     cpu = torch.device("cpu")
-    for form in (Form("stock", STOCK), Form("none", STOCK, norm=False)):
+    for form in (StepForm("stock", STOCK), StepForm("none", STOCK, norm=False)):
         assert not any(type(m).__module__.startswith("batchnorm.layers") for m in form.network(32, cpu).modules())
         assert not any(isinstance(m, MaxPool2d | AvgPool2d) for m in form.network(32, cpu).modules())
     ours = next(form for form in FORMS if form.name == "ours")
@@ -43,15 +43,15 @@ def test_forms_are_made_of_the_parts_they_name():
 
 
 def test_the_table_says_whether_the_bars_are_reached():
-    rows = [Measured("stock", 100, 90, 7.0), Measured("ours", 74, 70, 7.0, 0.74)]
+    rows = [PeakMemory("stock", 100, 90, 7.0), PeakMemory("ours", 74, 70, 7.0, 0.74)]
     assert "ours: at most 0.75 of stock: reached" in report(rows, rows[1:])
-    over = Measured("ours, recompute", 74, 70, 7.0, 0.74)
+    over = PeakMemory("ours, recompute", 74, 70, 7.0, 0.74)
     assert "NOT reached" in report([rows[0], over], [over])
     assert "reached" not in report(rows)
 
 
 def test_another_loss_is_refused(monkeypatch):
     losses = iter([7.0, 8.0])
-    monkeypatch.setattr(bench, "measure", lambda form, *_: Measured(form.name, 1, 1, next(losses)))
+    monkeypatch.setattr(bench, "measure", lambda form, *_: PeakMemory(form.name, 1, 1, next(losses)))
     with pytest.raises(RuntimeError, match=r"ours computes another loss than stock: 8\.0 instead of 7\.0"):
         memory(only=["ours"])

@@ -4,7 +4,7 @@ from torch import nn
 
 from batchnorm.bench.contenders import OURS, STOCK, STOCK_COMPOSED, Timed, chosen
 from batchnorm.bench.kernels import kernels
-from batchnorm.bench.train import Measured, check_same_function, report, train
+from batchnorm.bench.train import StepTime, check_same_function, report, train
 from batchnorm.layers import BatchNorm
 from batchnorm.models.bn_inception import pooling
 
@@ -27,9 +27,9 @@ def test_contenders_compute_the_same_loss():
 
 
 def test_the_table_says_whether_the_bar_is_reached():
-    rows = [Measured(name, 32, 1.0, 2.0, ratio, ratio) for name, ratio in (("stock", 1.0), ("s", 1.2), ("ours", 1.6))]
+    rows = [StepTime(name, 32, 1.0, 2.0, ratio, ratio) for name, ratio in (("stock", 1.0), ("s", 1.2), ("ours", 1.6))]
     assert "reached" in report(rows, 32)
-    assert "NOT reached" in report([*rows[:2], Measured("ours", 32, 1.0, 2.0, 1.4, 1.2)], 32)
+    assert "NOT reached" in report([*rows[:2], StepTime("ours", 32, 1.0, 2.0, 1.4, 1.2)], 32)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")

@@ -10,7 +10,7 @@ import torch
 from kernels import arranged, compare, kept, planned, run
 from oracle import assert_near
 
-from batchnorm.bench.layers import all_layers
+from batchnorm.bench.kernel_rows import all_layers
 from batchnorm.ops import batch_norm, explain
 from batchnorm.ops.cuda import driver, resident
 from batchnorm.ops.cuda.layout import geometry_of, magic_of

@@ -9,7 +9,7 @@ from kernels import EPS, Way, arranged, compare, planned, run
 from oracle import assert_near, expect
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from batchnorm.bench.layers import all_layers
+from batchnorm.bench.kernel_rows import all_layers
 from batchnorm.ops import Activation, Running
 from batchnorm.ops.call import Call
 from batchnorm.ops.cuda import autograd, driver, launch, resident, schedule

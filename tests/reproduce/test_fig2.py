@@ -1,4 +1,4 @@
-"""Figures 2 and 3 from networks that are really trained, a few steps each, side by side and over several sittings."""
+"""Figures 2 and 3 from networks that are really trained, a few steps each, side by side and over several sessions."""
 
 import json
 import re
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from training import environment, striped_folder
 
+from batchnorm.cli import main
 from batchnorm.reproduce.imagenet.fig2 import Fig2, fig2
-from batchnorm.reproduce.imagenet.fig2_main import main
-from batchnorm.reproduce.imagenet.fig2_plan import read_plan
+from batchnorm.reproduce.imagenet.plan import read_plan
 from batchnorm.train import RECIPES
 
 PLAN = """
@@ -60,7 +60,7 @@ def run(data, plan, out, **options):
 
 
 @pytest.fixture(scope="module")
-def sitting(data, plan, tmp_path_factory):
+def session(data, plan, tmp_path_factory):
     """Two runs side by side, then a third that cannot go well."""
     out = tmp_path_factory.mktemp("fig2")
     run(data, plan, out, jobs=2, only=("plain", "normalized", "far"), commit="1234abc")
@@ -71,8 +71,8 @@ def read(out, name):
     return json.loads((out / "results" / f"{name}.json").read_text())
 
 
-def test_what_a_run_leaves(sitting):
-    result = read(sitting, "normalized")
+def test_what_a_run_leaves(session):
+    result = read(session, "normalized")
     assert [row[0] for row in result["curve"]] == [3, 6, 9, 12]
     assert result["recipe"]["epochs"] == 3
     assert 0.96 ** (3 / result["recipe"]["decay_epochs"]) == pytest.approx(0.02)
@@ -83,62 +83,67 @@ def test_what_a_run_leaves(sitting):
     assert result["environment"]["commit"] == "1234abc"
     assert result["seconds"] > 0
     # The training batches' means are of the steps since the validation before.
-    lines = [json.loads(line) for line in (sitting / "runs/normalized/metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (session / "runs/normalized/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert result["curve"][1][3] == pytest.approx(sum(losses[3:6]) / 3, abs=1e-5)
 
 
-def test_divergence_is_a_result(sitting):
-    assert read(sitting, "far")["result"]["diverged"] is True
-    assert "diverged by step" in (sitting / "fig2.md").read_text()
+def test_divergence_is_a_result(session):
+    assert read(session, "far")["result"]["diverged"] is True
+    assert "diverged by step" in (session / "fig2.md").read_text()
 
 
-def test_what_a_sitting_publishes(sitting):
-    table, summary = (sitting / "fig2.md").read_text(), json.loads((sitting / "fig2.json").read_text())
+def test_what_a_session_publishes(session):
+    table, summary = (session / "fig2.md").read_text(), json.loads((session / "fig2.json").read_text())
     assert summary["not yet run"] == ["other"]
     assert "| other | figures |" in table
     assert "| inception | 1 |" in table
     assert "31.0M" in table
     for name in ("fig2.png", "fig2.svg", "fig2-unnormalized.png", "fig2-rates.png"):
-        assert (sitting / name).stat().st_size > 1000
-    assert "Figure 3" in (sitting / "report.html").read_text()
+        assert (session / name).stat().st_size > 1000
+    assert "Figure 3" in (session / "report.html").read_text()
     verdicts = {verdict["claim"]: verdict["verdict"] for verdict in summary["verdicts"]}
     assert verdicts["BN-x5-Sigmoid trains"] == "not yet run"
 
 
-def test_figures_are_made_of_the_files_alone(plan, sitting, tmp_path, capsys):
-    shutil.copytree(sitting / "results", tmp_path / "results")
+def test_figures_are_made_of_the_files_alone(plan, session, tmp_path, capsys):
+    shutil.copytree(session / "results", tmp_path / "results")
     words = ["--plan", str(plan), "--results", str(tmp_path / "results"), "--out", str(tmp_path / "out")]
-    decoded = tmp_path / "out" / "decoded" / "train-8px-0.safetensors"  # of a sitting that trains meanwhile
+    decoded = tmp_path / "out" / "decoded" / "train-8px-0.safetensors"  # of a session that trains meanwhile
     decoded.parent.mkdir(parents=True)
     decoded.touch()
-    assert main(words) == 0
+    assert main(["reproduce", "fig2", *words]) == 0
     assert decoded.exists()
     assert "not yet run: other" in capsys.readouterr().out
-    assert (tmp_path / "out/fig2.md").read_text() == (sitting / "fig2.md").read_text()
-    assert (tmp_path / "out/fig2.svg").read_bytes() == (sitting / "fig2.svg").read_bytes()
+    assert (tmp_path / "out/fig2.md").read_text() == (session / "fig2.md").read_text()
+    assert (tmp_path / "out/fig2.svg").read_bytes() == (session / "fig2.svg").read_bytes()
 
 
 def test_a_folder_of_results_that_is_not_there(tmp_path, capsys):
-    assert main(["--results", str(tmp_path / "no"), "--out", str(tmp_path / "out")]) == 1
+    assert main(["reproduce", "fig2", "--results", str(tmp_path / "no"), "--out", str(tmp_path / "out")]) == 2
     assert "no holds no result files: give --data DIR to train, or --results DIR" in capsys.readouterr().err
-    assert main(["--out", str(tmp_path / "out")]) == 1  # nor anything else to make figures of
+    assert main(["reproduce", "fig2", "--out", str(tmp_path / "out")]) == 2  # nor anything else to make figures of
     assert "out/results holds no result files" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_no_jobs_are_too_few(data, plan, tmp_path, capsys):
-    assert main(["--data", str(data), "--plan", str(plan), "--out", str(tmp_path), "--jobs", "0"]) == 1
+    assert (
+        main(["reproduce", "fig2", "--data", str(data), "--plan", str(plan), "--out", str(tmp_path), "--jobs", "0"])
+        == 2
+    )
     assert "jobs=0: must be 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_it_goes_on_where_it_was_stopped(data, plan, sitting, tmp_path):
+def test_it_goes_on_where_it_was_stopped(data, plan, session, tmp_path):
     words = ["--data", str(data), "--plan", str(plan), "--out", str(tmp_path), "--device", "cpu", "--workers", "0"]
     command = [
         sys.executable,
         "-m",
-        "batchnorm.reproduce.imagenet.fig2_main",
+        "batchnorm",
+        "reproduce",
+        "fig2",
         *words,
         "--jobs",
         "2",
@@ -156,8 +161,8 @@ def test_it_goes_on_where_it_was_stopped(data, plan, sitting, tmp_path):
     assert all(list((path.parent / "checkpoints").glob("step-*")) for path in runs)
     run(data, plan, tmp_path, only=("plain", "normalized"), jobs=2)  # as many threads each as before: the same bits
     for name in ("plain", "normalized"):
-        assert read(tmp_path, name)["curve"] == read(sitting, name)["curve"]
-        assert read(tmp_path, name)["result"]["top1"] == read(sitting, name)["result"]["top1"]
+        assert read(tmp_path, name)["curve"] == read(session, name)["curve"]
+        assert read(tmp_path, name)["result"]["top1"] == read(session, name)["result"]["top1"]
 
 
 def test_the_time_limit(data, plan, tmp_path, capsys):
@@ -166,23 +171,23 @@ def test_the_time_limit(data, plan, tmp_path, capsys):
     assert "not yet run: plain, normalized, other, far" in capsys.readouterr().out
 
 
-def test_results_of_another_plan_are_refused(data, plan, sitting, tmp_path, capsys):
+def test_results_of_another_plan_are_refused(data, plan, session, tmp_path, capsys):
     other = tmp_path / "plan.toml"
     other.write_text(plan.read_text().replace("horizon = 3", "horizon = 4"))
-    assert main(["--plan", str(other), "--out", str(sitting)]) == 1
+    assert main(["reproduce", "fig2", "--plan", str(other), "--out", str(session)]) == 2
     error = capsys.readouterr().err
     assert "plain.json is of another plan" in error
     assert "epochs is 3.0 and 4.0" in error
     other.write_text(plan.read_text().replace("evaluate_every = 3", "evaluate_every = 4"))
     with pytest.raises(ValueError, match="evaluate_every is 3 and 4"):
-        run(data, other, sitting)
+        run(data, other, session)
 
 
-def test_other_data_is_refused(data, plan, sitting, tmp_path):
+def test_other_data_is_refused(data, plan, session, tmp_path):
     other = shutil.copytree(data, tmp_path / "data")
     (other / "train/class0/0.png").unlink()
     with pytest.raises(ValueError, match="are of different data"):
-        run(other, plan, sitting)
+        run(other, plan, session)
 
 
 def test_a_run_that_fails_says_why(data, tmp_path):
@@ -220,7 +225,7 @@ def test_a_plan_that_is_none(tmp_path, text, says):
     path = tmp_path / "plan.toml"
     path.write_text(PLAN.replace(old, text, 1))
     with pytest.raises(ValueError, match=says):
-        read_plan(path)
+        read_plan("fig2", path)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +244,7 @@ def test_a_plan_that_would_run_otherwise_than_it_reads(tmp_path, old, new, says)
     path = tmp_path / "plan.toml"
     path.write_text(PLAN.replace(old, new, 1))
     with pytest.raises(ValueError, match=says):
-        read_plan(path)
+        read_plan("fig2", path)
 
 
 def test_an_unknown_name(data, plan, tmp_path):
@@ -248,7 +253,7 @@ def test_an_unknown_name(data, plan, tmp_path):
 
 
 def test_the_committed_plan_is_complete():
-    runs = read_plan().runs
+    runs = read_plan("fig2").runs
     by_group = {group: [run for run in runs if run.group == group] for group in ("figures", "rates", "dropout")}
     variants = [run.variant for run in by_group["figures"]]
     assert [variants.count(name) for name in ("inception", "bn-baseline", "bn-x5", "bn-x30")] == [3, 2, 2, 2]
@@ -270,11 +275,11 @@ def test_the_committed_plan_is_complete():
 
 
 def test_the_ablation_takes_back_one_modification_each():
-    group = [run for run in read_plan().runs if run.group == "ablation"]
+    group = [run for run in read_plan("fig2").runs if run.group == "ablation"]
     seeds = [run for run in group if set(run.changed) == {"seed"}]
     assert len({run.recipe.seed for run in seeds}) == 3
     runs, x5 = group[3:], seeds[0].recipe
-    base = next(run.recipe for run in read_plan().runs if run.variant == "bn-baseline")
+    base = next(run.recipe for run in read_plan("fig2").runs if run.variant == "bn-baseline")
     fields = ("rate", "dropout", "weight_decay", "decay_epochs", "local_response", "shuffle", "photometric")
     assert [list(run.changed) for run in runs] == [[field] for field in fields]
     for run, field in zip(runs, fields, strict=True):
@@ -286,12 +291,12 @@ def test_the_ablation_takes_back_one_modification_each():
         assert run.recipe.epochs == x5.epochs
 
 
-def test_it_needs_neither_tyro_nor_rich(plan, sitting, tmp_path):
+def test_it_needs_neither_tyro_nor_rich(plan, session, tmp_path):
     code = (
         "import sys; sys.modules.update(tyro=None, rich=None)\n"
-        "from batchnorm.reproduce.imagenet.fig2_main import main; sys.exit(main(sys.argv[1:]))"
+        "from batchnorm.cli import main; sys.exit(main(['reproduce', 'fig2', *sys.argv[1:]]))"
     )
-    words = ["--plan", str(plan), "--results", str(sitting / "results"), "--out", str(tmp_path)]
+    words = ["--plan", str(plan), "--results", str(session / "results"), "--out", str(tmp_path)]
     subprocess.run([sys.executable, "-c", code, *words], check=True, env=environment(), capture_output=True)
     assert (tmp_path / "fig2.md").exists()
 
@@ -301,4 +306,4 @@ def test_the_plan_in_the_documentation_is_one(tmp_path):
     (plan,) = [block for block in re.findall(r"```\n(.*?)```", text, flags=re.DOTALL) if "[train]" in block]
     path = tmp_path / "plan.toml"
     path.write_text(plan)
-    assert [run.recipe.epochs for run in read_plan(path).runs] == [10, 10]
+    assert [run.recipe.epochs for run in read_plan("fig2", path).runs] == [10, 10]

@@ -6,14 +6,14 @@ from dataclasses import asdict
 import pytest
 
 from batchnorm.reproduce.imagenet.claims import verdicts
-from batchnorm.reproduce.imagenet.companions import ablation, dropout, rates
 from batchnorm.reproduce.imagenet.curves import seeds_of, tuned_baseline, unchanged_seeds_of
-from batchnorm.reproduce.imagenet.fig2_plan import read_plan
-from batchnorm.reproduce.imagenet.fig2_publication import publish
-from batchnorm.reproduce.imagenet.fig2_tables import failures, figure3, on_the_way, sections
-from batchnorm.reproduce.imagenet.run_files import read_all
+from batchnorm.reproduce.imagenet.fig2 import publish, sections
+from batchnorm.reproduce.imagenet.fig2_sweeps import ablation, dropout, rates
+from batchnorm.reproduce.imagenet.fig2_tables import failures, figure3, on_the_way
+from batchnorm.reproduce.imagenet.plan import read_plan
+from batchnorm.reproduce.imagenet.result_files import read_all
 
-PLAN = read_plan()
+PLAN = read_plan("fig2")
 DATA = {"train": 50000, "val": 10000, "classes": 100, "sha256": "0"}
 ENVIRONMENT = {"hardware": "a CPU", "cores": 2, "gpu": "a GPU", "torch": "2.11", "commit": "abc"}
 
@@ -117,7 +117,7 @@ runs = [
 
 def test_a_baseline_with_a_rate_of_its_own_is_not_the_papers(results, tmp_path):
     (tmp_path / "plan.toml").write_text(TUNED)
-    results.plan = read_plan(tmp_path / "plan.toml")
+    results.plan = read_plan("fig2", tmp_path / "plan.toml")
     results.add("plain", {100: 0.3}).add("faster", {100: 0.5})
     (row,) = figure3(results.read()).rows[1:]
     assert row[:2] == ["inception", "1"]

@@ -1,4 +1,4 @@
-"""Figure 4 from members that are really trained, a few steps each, side by side and over several sittings."""
+"""Figure 4 from members that are really trained, a few steps each, side by side and over several sessions."""
 
 import json
 import shutil
@@ -13,14 +13,13 @@ import torch
 from PIL import Image
 from training import environment, striped_folder, train_small
 
+from batchnorm.cli import main
 from batchnorm.evaluate import Predictions
 from batchnorm.report.summary import tables
-from batchnorm.reproduce.imagenet.fig2_plan import read_plan as read_fig2
 from batchnorm.reproduce.imagenet.fig4 import Fig4, fig4
-from batchnorm.reproduce.imagenet.fig4_main import main
-from batchnorm.reproduce.imagenet.fig4_plan import read_plan
-from batchnorm.reproduce.imagenet.fig4_table import PAPER, Step, figure4
-from batchnorm.reproduce.imagenet.member_files import MemberFiles
+from batchnorm.reproduce.imagenet.fig4_table import PAPER, Gain, figure4
+from batchnorm.reproduce.imagenet.plan import read_plan
+from batchnorm.reproduce.imagenet.result_files import MemberFiles
 from batchnorm.train.recipe import MEMBERS, Recipe
 
 PLAN = """
@@ -65,7 +64,7 @@ def run(data, plan, out, **options):
 
 
 @pytest.fixture(scope="module")
-def sitting(data, plan, tmp_path_factory):
+def session(data, plan, tmp_path_factory):
     """Two members side by side."""
     out = tmp_path_factory.mktemp("fig4")
     run(data, plan, out, only=TWO, commit="1234abc")
@@ -77,10 +76,10 @@ def read(out, name="fig4"):
 
 
 def test_the_committed_plan_is_the_six_members_for_as_long_as_the_ablation():
-    runs = read_plan().runs
+    runs = read_plan("fig4").runs
     assert [run.name for run in runs] == list(MEMBERS)
-    x30 = next(run.recipe for run in read_fig2().runs if run.name == "bn-x30-seed0")
-    x5 = next(run.recipe for run in read_fig2().runs if run.name == "ablation-seed0")
+    x30 = next(run.recipe for run in read_plan("fig2").runs if run.name == "bn-x30-seed0")
+    x5 = next(run.recipe for run in read_plan("fig2").runs if run.name == "ablation-seed0")
     for run in runs:
         member = MEMBERS[run.name]
         assert (run.recipe.epochs, run.recipe.decay_epochs) == (x5.epochs, x5.decay_epochs)
@@ -90,8 +89,8 @@ def test_the_committed_plan_is_the_six_members_for_as_long_as_the_ablation():
     assert len({run.recipe.seed for run in runs}) == 6
 
 
-def test_a_first_sitting(sitting):
-    table, result = (sitting / "fig4.md").read_text(), read(sitting)
+def test_a_first_session(session):
+    table, result = (session / "fig4.md").read_text(), read(session)
     for row in PAPER:
         assert row.model in table
     for context in ("He et al. (2015), test set | - | - | - | - | 4.94%", "human raters", "4.82%"):
@@ -106,38 +105,38 @@ def test_a_first_sitting(sitting):
         ("ensemble", "144", "2"),
     ]
     assert {step["verdict"] for step in result["steps"]} <= {"confirmed", "refuted", "not resolved"}
-    (row,) = [line for line in tables(sitting).splitlines() if "| Figure 4 |" in line]
+    (row,) = [line for line in tables(session).splitlines() if "| Figure 4 |" in line]
     assert "[top-1 / top-5 error: single crop " in row
     assert " 2 networks and 144 crops " in row
 
 
-def test_what_a_member_leaves(data, sitting):
-    member = read(sitting, "five")
+def test_what_a_member_leaves(data, session):
+    member = read(session, "five")
     assert member["recipe"]["dropout"] == 0.05
     assert member["result"]["steps"] == 8
     assert [point[0] for point in member["curve"]] == [3, 6, 8]
     assert member["environment"]["commit"] == "1234abc"
     assert member["data"]["val"] == member["crops"]["1"]["examples"] == member["crops"]["144"]["examples"] == 12
     assert 1 - member["crops"]["1"]["top1_error"] == pytest.approx(member["result"]["top1"])
-    probabilities, labels = MemberFiles("five", sitting / "results").predictions(144)
+    probabilities, labels = MemberFiles("five", session / "results").predictions(144)
     assert (probabilities.dtype, probabilities.shape) == (torch.float32, (12, 3))
     assert sorted(labels.tolist()) == [0] * 4 + [1] * 4 + [2] * 4
 
 
-def test_the_table_is_made_of_the_files_alone(plan, sitting, tmp_path):
-    shutil.copytree(sitting / "results", tmp_path / "results")
+def test_the_table_is_made_of_the_files_alone(plan, session, tmp_path):
+    shutil.copytree(session / "results", tmp_path / "results")
     code = (
         "import sys; sys.modules.update(tyro=None, rich=None)\n"
-        "from batchnorm.reproduce.imagenet.fig4_main import main; sys.exit(main(sys.argv[1:]))"
+        "from batchnorm.cli import main; sys.exit(main(['reproduce', 'fig4', *sys.argv[1:]]))"
     )
     words = ["--plan", str(plan), "--results", str(tmp_path / "results"), "--out", str(tmp_path / "out")]
     subprocess.run([sys.executable, "-c", code, *words], check=True, env=environment(), capture_output=True)
     for name in ("fig4.md", "fig4.json"):
-        assert (tmp_path / "out" / name).read_text() == (sitting / name).read_text()
+        assert (tmp_path / "out" / name).read_text() == (session / name).read_text()
 
 
-def test_result_files_without_probabilities_do_not_count(plan, sitting, tmp_path):
-    shutil.copytree(sitting / "results", tmp_path / "results")
+def test_result_files_without_probabilities_do_not_count(plan, session, tmp_path):
+    shutil.copytree(session / "results", tmp_path / "results")
     (tmp_path / "results/five.npz").unlink()
     fig4(Fig4(out=tmp_path / "out", results=tmp_path / "results", plan=plan))
     result = read(tmp_path / "out")
@@ -146,8 +145,8 @@ def test_result_files_without_probabilities_do_not_count(plan, sitting, tmp_path
     assert [row["model"] for row in result["rows"][:4]] == ["five", "five", "apart", "apart"]  # alone all the same
 
 
-def test_a_later_sitting_goes_on_from_the_files_alone(data, plan, sitting, tmp_path):
-    shutil.copytree(sitting / "results", tmp_path / "results")
+def test_a_later_session_goes_on_from_the_files_alone(data, plan, session, tmp_path):
+    shutil.copytree(session / "results", tmp_path / "results")
     before = {name: (tmp_path / f"results/{name}.json").stat().st_mtime_ns for name in TWO}
     run(data, plan, tmp_path, only=("ten", "far"))
     result = read(tmp_path)
@@ -159,9 +158,9 @@ def test_a_later_sitting_goes_on_from_the_files_alone(data, plan, sitting, tmp_p
 
 
 @pytest.mark.slow
-def test_it_goes_on_where_it_was_stopped(data, plan, sitting, tmp_path):
+def test_it_goes_on_where_it_was_stopped(data, plan, session, tmp_path):
     words = ["--data", str(data), "--plan", str(plan), "--out", str(tmp_path), "--device", "cpu", "--workers", "0"]
-    command = [sys.executable, "-m", "batchnorm.reproduce.imagenet.fig4_main", *words, "--jobs", "2", "--only", *TWO]
+    command = [sys.executable, "-m", "batchnorm", "reproduce", "fig4", *words, "--jobs", "2", "--only", *TWO]
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     runs = [tmp_path / "runs" / name / "metrics.jsonl" for name in TWO]
     while process.poll() is None and not any(path.exists() and path.read_text().count("\n") > 1 for path in runs):
@@ -171,27 +170,27 @@ def test_it_goes_on_where_it_was_stopped(data, plan, sitting, tmp_path):
     assert missing >= {"ten", "far"}
     assert code == 130 or not missing & set(TWO)  # a quick one may have come to its end
     run(data, plan, tmp_path, only=TWO)  # as many threads each as before: the same bits
-    assert read(tmp_path)["rows"] == read(sitting)["rows"]
+    assert read(tmp_path)["rows"] == read(session)["rows"]
     for name in TWO:
-        assert read(tmp_path, name)["weights"] == read(sitting, name)["weights"]
+        assert read(tmp_path, name)["weights"] == read(session, name)["weights"]
 
 
 @pytest.mark.slow
-def test_a_member_that_was_stopped_in_its_evaluation_is_evaluated_again(data, plan, sitting, tmp_path):
-    out = shutil.copytree(sitting, tmp_path / "out")
+def test_a_member_that_was_stopped_in_its_evaluation_is_evaluated_again(data, plan, session, tmp_path):
+    out = shutil.copytree(session, tmp_path / "out")
     lines = (out / "runs/five/metrics.jsonl").read_text()
     for name in ("five.npz", "five.json"):
         (out / "results" / name).unlink()
     run(data, plan, out, only=("five",))
-    assert read(out)["rows"] == read(sitting)["rows"]
+    assert read(out)["rows"] == read(session)["rows"]
     steps = [json.loads(line)["step"] for line in (out / "runs/five/metrics.jsonl").read_text().splitlines()]
     assert len(steps) == len(lines.splitlines())  # nothing was trained again
 
 
-def test_finished_runs_are_taken(data, plan, sitting, tmp_path):
-    runs = tuple(sitting / "runs" / name for name in TWO)
+def test_finished_runs_are_taken(data, plan, session, tmp_path):
+    runs = tuple(session / "runs" / name for name in TWO)
     run(data, plan, tmp_path, runs=runs)
-    ours, theirs = read(tmp_path), read(sitting)
+    ours, theirs = read(tmp_path), read(session)
     assert ours["rows"] == theirs["rows"]
     assert ours["missing"] == {}
     fig4(Fig4(out=tmp_path, plan=plan))  # of the files alone: those that were taken, not the plan's
@@ -202,17 +201,17 @@ def test_finished_runs_are_taken(data, plan, sitting, tmp_path):
 
 
 @pytest.mark.slow
-def test_taken_runs_of_the_same_name(data, plan, sitting, tmp_path, monkeypatch):
+def test_taken_runs_of_the_same_name(data, plan, session, tmp_path, monkeypatch):
     for folder in "ab":
-        shutil.copytree(sitting / "runs/five", tmp_path / folder / "five")
+        shutil.copytree(session / "runs/five", tmp_path / folder / "five")
     monkeypatch.chdir(tmp_path)
     run(data, plan, tmp_path / "out", runs=tuple(tmp_path.relative_to(tmp_path) / f / "five" for f in "ab"))
     assert set(read(tmp_path / "out")["members"]) == {"a-five", "b-five"}
 
 
 @pytest.mark.slow
-def test_other_weights_are_evaluated_again(data, plan, sitting, tmp_path):
-    taken = shutil.copytree(sitting / "runs/five", tmp_path / "five")
+def test_other_weights_are_evaluated_again(data, plan, session, tmp_path):
+    taken = shutil.copytree(session / "runs/five", tmp_path / "five")
     run(data, plan, tmp_path, runs=(taken,))
     old = read(tmp_path, "five")["weights"]
     recipe = Recipe.from_json((taken / "recipe.json").read_text())
@@ -224,69 +223,71 @@ def test_other_weights_are_evaluated_again(data, plan, sitting, tmp_path):
     assert read(tmp_path, "five")["weights"] != old
 
 
-def test_a_run_that_has_not_ended_says_so(data, plan, sitting, tmp_path):
-    taken = shutil.copytree(sitting / "runs/five", tmp_path / "five")
+def test_a_run_that_has_not_ended_says_so(data, plan, session, tmp_path):
+    taken = shutil.copytree(session / "runs/five", tmp_path / "five")
     shutil.rmtree(taken / "final")
     with pytest.raises(ValueError, match="has no final network: its training has not ended"):
         run(data, plan, tmp_path / "out", runs=(taken,))
 
 
-def test_runs_and_data_that_do_not_fit(plan, data, sitting, tmp_path, capsys):
-    words = ["--runs", str(sitting / "runs/five"), "--plan", str(plan), "--out", str(tmp_path / "out")]
-    assert main(words) == 1
+def test_runs_and_data_that_do_not_fit(plan, data, session, tmp_path, capsys):
+    words = ["--runs", str(session / "runs/five"), "--plan", str(plan), "--out", str(tmp_path / "out")]
+    assert main(["reproduce", "fig4", *words]) == 2
     assert "--runs without --data: give the images" in capsys.readouterr().err
-    assert main([*words, "--data", str(data), "--only", "five"]) == 1
+    assert main(["reproduce", "fig4", *words, "--data", str(data), "--only", "five"]) == 2
     assert "give one of the two" in capsys.readouterr().err
     other = striped_folder(tmp_path / "other")
     for split in ("train", "val"):
         shutil.rmtree(other / split / "class2")
-    assert main([*words, "--data", str(other)]) == 1
+    assert main(["reproduce", "fig4", *words, "--data", str(other)]) == 2
     assert "was trained on 3 classes, the data has 2" in capsys.readouterr().err
-    assert main(["--runs", str(tmp_path), "--data", str(data), "--out", str(tmp_path / "out")]) == 1
+    assert (
+        main(["reproduce", "fig4", "--runs", str(tmp_path), "--data", str(data), "--out", str(tmp_path / "out")]) == 2
+    )
     assert "is not the folder of a run" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_what_does_not_fit_is_told_before_any_work(plan, data, sitting, tmp_path, capsys):
+def test_what_does_not_fit_is_told_before_any_work(plan, data, session, tmp_path, capsys):
     empty = shutil.copytree(data, tmp_path / "empty")
     for path in (empty / "val/class1").iterdir():
         path.unlink()
     words = ["--plan", str(plan), "--out", str(tmp_path / "out")]
-    for more in ([], ["--runs", str(sitting / "runs/five")]):
-        assert main([*words, "--data", str(empty), *more]) == 1
+    for more in ([], ["--runs", str(session / "runs/five")]):
+        assert main(["reproduce", "fig4", *words, "--data", str(empty), *more]) == 2
         assert "has no images of 1 of its 3 classes in its split 'val' (class1)" in capsys.readouterr().err
-    other = shutil.copytree(sitting / "runs/five", tmp_path / "other")
+    other = shutil.copytree(session / "runs/five", tmp_path / "other")
     for before, after, says in (("0.04", "0.08", "another architecture"), ('"relu"', '"sigmoid"', "activation relu")):
-        recipe = (sitting / "runs/five/recipe.json").read_text()
+        recipe = (session / "runs/five/recipe.json").read_text()
         (other / "recipe.json").write_text(recipe.replace(before, after))
-        assert main([*words, "--data", str(data), "--runs", str(other)]) == 1
+        assert main(["reproduce", "fig4", *words, "--data", str(data), "--runs", str(other)]) == 2
         assert says in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_images_that_were_not_evaluated_as_they_are_are_told(plan, data, sitting, tmp_path):
+def test_images_that_were_not_evaluated_as_they_are_are_told(plan, data, session, tmp_path):
     tiny = tmp_path / "tiny"
     for label in range(3):
         (tiny / f"val/class{label}").mkdir(parents=True)
         Image.new("RGB", (9, 7)).save(tiny / f"val/class{label}/0.png")
     (tiny / "val/class0/junk.png").write_bytes(b"no image")
-    run(tiny, plan, tmp_path / "out", runs=(sitting / "runs/five",))  # which need no images to train on
+    run(tiny, plan, tmp_path / "out", runs=(session / "runs/five",))  # which need no images to train on
     table = (tmp_path / "out/fig4.md").read_text()
     assert "- 3 images are smaller than the crop and were enlarged" in table
     assert "- 1 files could not be read and were left out: " in table
     assert "junk.png" in table
 
 
-def test_other_plans_and_other_data_are_refused(data, plan, sitting, tmp_path):
+def test_other_plans_and_other_data_are_refused(data, plan, session, tmp_path):
     other = tmp_path / "plan.toml"
     other.write_text(PLAN.replace("horizon = 2", "horizon = 3"))
     for path in (data, None):
         with pytest.raises(ValueError, match=r"five.json is of another plan: there and here, decay_epochs is"):
-            run(path, other, sitting)
+            run(path, other, session)
     images = shutil.copytree(data, tmp_path / "data")
     (images / "train/class0/0.png").unlink()
     with pytest.raises(ValueError, match="are of different data"):
-        run(images, plan, sitting)
+        run(images, plan, session)
     with pytest.raises(ValueError, match="no run named nobody; it has five, apart"):
         run(data, plan, tmp_path, only=("nobody",))
     other.write_text(PLAN.replace('"members"', '"figures"'))
@@ -330,6 +331,6 @@ def test_steps_are_paired_over_images(tmp_path):
 
 
 def test_verdicts():
-    assert Step("a", "top-1", 0.5, 0.4, 0.01).verdict == "confirmed"
-    assert Step("a", "top-1", 0.4, 0.5, 0.01).verdict == "refuted"
-    assert Step("a", "top-1", 0.5, 0.49, 0.01).verdict == "not resolved"
+    assert Gain("a", "top-1", 0.5, 0.4, 0.01).verdict == "confirmed"
+    assert Gain("a", "top-1", 0.4, 0.5, 0.01).verdict == "refuted"
+    assert Gain("a", "top-1", 0.5, 0.49, 0.01).verdict == "not resolved"

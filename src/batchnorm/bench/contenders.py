@@ -61,7 +61,7 @@ OURS = (
 
 
 class Named(Protocol):
-    """Say that something has a name."""
+    """Anything with a name."""
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ def chosen(forms: Sequence[N], names: Sequence[str]) -> list[N]:
     """Return the forms with these names, in their own order; all of them without names.
 
     Raises:
-        ValueError: where a name is of none of them.
+        ValueError: if a name is none of theirs.
 
     >>> [form.name for form in chosen(OURS, ["ours: compiled", "ours"])]
     ['ours', 'ours: compiled']

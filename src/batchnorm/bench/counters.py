@@ -1,6 +1,6 @@
 """What bounds the fused CUDA kernels: hardware counters of single launches, read by Nsight Compute.
 
-    python -m batchnorm.bench.counters --out runs/bench/counters.json
+    batchnorm bench counters --out runs/bench/counters.json
 
 ``ncu`` must be on the path and allowed to read counters. It runs this module again, as the program it watches, with
 cold caches; each launch is repeated as often as the counters need.
@@ -8,13 +8,12 @@ cold caches; each launch is repeated as often as the counters need.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +24,9 @@ from ..ops import Activation
 from ..ops.call import Call
 from ..ops.cuda import launch
 from ..results import check_writable, write_result
-from .graphs import require_gpu
+from .gpu_timing import require_gpu
+from .kernel_rows import LayerShape, short_list
 from .kernels import Parameters, Sets
-from .layers import Layer, short_list
 
 QUESTION = "what bounds the fused kernels: bytes moved, cache hits, occupancy and stalls of single launches"
 METRICS = {
@@ -47,7 +46,7 @@ METRICS = {
 READY = "watched: "  # what a line of the watched program starts with
 
 
-class Pass(NamedTuple):
+class CountedPass(NamedTuple):
     """Name one pass over one layer, and say how many launches it makes.
 
     Beyond the paper: speed.
@@ -85,7 +84,7 @@ def counters(out: Path | None = None, least: float = 5.0) -> None:
         check_writable(out)
     command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
     command += ["--profile-from-start", "off", "--metrics", ",".join(METRICS)]
-    watched = [sys.executable, "-m", __spec__.name, "--watched", "--least", str(least)]
+    watched = [sys.executable, "-m", __spec__.name, str(least)]
     done = subprocess.run([*command, *watched], capture_output=True, text=True)
     if done.returncode:
         raise JobsFailedError(f"ncu failed: {(done.stdout + done.stderr)[-2000:]}")
@@ -100,13 +99,13 @@ def matched(output: str) -> Iterator[dict[str, Any]]:
     """Give each launch that ncu tells of to the pass that the watched program told of, in order.
 
     Raises:
-        RuntimeError: where their numbers differ.
+        RuntimeError: if their numbers differ.
 
     Beyond the paper: speed.
     """
     lines = output.splitlines()
     told = [text.removeprefix(READY) for text in lines if text.startswith(READY)]
-    passes = [Pass(**{**json.loads(text), "layer": tuple(json.loads(text)["layer"])}) for text in told]
+    passes = [CountedPass(**{**json.loads(text), "layer": tuple(json.loads(text)["layer"])}) for text in told]
     start = next((i for i, text in enumerate(lines) if text.startswith('"ID"')), len(lines))
     # The first row has units; torch's own kernels are none of ours.
     table = list(csv.DictReader(text for text in lines[start:] if text.startswith('"')))[1:]
@@ -147,7 +146,7 @@ def watched(least: float) -> None:
                     _watch(layer, channels_last, residual)
 
 
-def _watch(layer: Layer, channels_last: bool, residual: bool) -> None:
+def _watch(layer: LayerShape, channels_last: bool, residual: bool) -> None:
     sets, p = Sets(layer, channels_last, torch.bfloat16, residual, 2), Parameters(layer.channels)
     found = launch.paths(Call(sets.x[0], p.gamma, p.beta, activation=Activation("relu"), residual=sets.residual[0]))
     paths = dict(zip(("forward", "backward"), found, strict=True))
@@ -155,7 +154,7 @@ def _watch(layer: Layer, channels_last: bool, residual: bool) -> None:
     def announced(direction: str) -> None:
         op = "BN+add+ReLU" if residual else "BN+ReLU"
         key = (layer.network, layer.batch, layer.channels, layer.size)
-        one = Pass(key, "NHWC" if channels_last else "NCHW", op, direction, paths[direction], sets.bytes)
+        one = CountedPass(key, "NHWC" if channels_last else "NCHW", op, direction, paths[direction], sets.bytes)
         print(f"{READY}{json.dumps(one._asdict())}", flush=True)
 
     p.ours(sets.x[1], sets.residual[1]).backward(sets.dy[1])  # compiled, and memory allocated
@@ -173,18 +172,5 @@ def _watch(layer: Layer, channels_last: bool, residual: bool) -> None:
     torch.cuda.profiler.stop()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m batchnorm.bench.counters", description=__doc__)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--least", type=float, default=5.0)
-    parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.watched:
-        watched(given.least)
-    else:
-        counters(given.out, given.least)
-
-
 if __name__ == "__main__":
-    main()
+    watched(float(sys.argv[1]))

@@ -1,7 +1,4 @@
-"""Do many crops keep the device busy? Crops per second against the network's bare forward pass.
-
-Runs as ``python -m batchnorm.bench.crops``.
-"""
+"""Do many crops keep the device busy? Crops per second against the network's bare forward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from torch import nn
 
 from ..errors import above, at_least
@@ -165,7 +161,3 @@ def _crops_per_second(contender: Callable[[], int], device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize(device)
     return count / (time.perf_counter() - began)
-
-
-if __name__ == "__main__":
-    crops(tyro.cli(BenchCrops))

@@ -29,7 +29,7 @@ BATCH = 50
 
 @dataclass(frozen=True)
 class InputRate:
-    """Hold images per second of one core, for both loaders, and of all workers together."""
+    """Images per second of one core, for both loaders, and of all workers together."""
 
     data: str
     images: int

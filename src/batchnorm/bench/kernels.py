@@ -1,21 +1,18 @@
 """How fast are the fused CUDA kernels, against eager torch, torch.compile and the bytes that have to move?
 
-    python -m batchnorm.bench.kernels --out runs/bench/kernels.json
+    batchnorm bench kernels --out runs/bench/kernels.json
 
 Every layer, BN+ReLU and BN+add+ReLU, both layouts: forward and backward pass of each contender inside a CUDA graph,
 with data that is not in the cache. A path whose results are wrong is not timed. What the result file holds already, of
-the same kernels on the same machine, is not measured again: the work spreads over as many sittings as it needs.
+the same kernels on the same machine, is not measured again: the work spreads over as many sessions as it needs.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -27,12 +24,21 @@ from torch import Tensor
 from .. import ops
 from ..errors import at_least
 from ..processes import device_turn, workers
-from ..results import check_writable, write_atomically
-from .graphs import Stopwatch, buffers, copy_bandwidth, require_gpu
-from .kernels_bars import bars, ratio
-from .kernels_picture import picture
-from .kernels_resume import Given, digest, earlier_rows, hardware, key_of, names_of, provenance
-from .layers import Layer, all_layers, short_list
+from ..results import check_writable
+from .gpu_timing import Stopwatch, buffers, copy_bandwidth, require_gpu
+from .kernel_rows import (
+    Given,
+    LayerShape,
+    all_layers,
+    digest,
+    earlier_rows,
+    hardware,
+    key_of,
+    names_of,
+    provenance,
+    short_list,
+)
+from .kernels_report import bars, line, picture, write
 
 EPS = 1e-5
 # ||ours - expected|| / ||expected|| that a check allows: a few roundings of the type.
@@ -41,7 +47,7 @@ Normalize = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Parameters:
-    """Hold one layer's parameters and running statistics."""
+    """One layer's parameters and running statistics."""
 
     def __init__(self, channels: int) -> None:
         self.gamma = (torch.rand(channels, device="cuda") + 0.5).requires_grad_()
@@ -72,10 +78,10 @@ def contenders(p: Parameters, autotune: bool) -> dict[str, Normalize]:
 
 
 class Sets:
-    """Hold enough inputs, residuals and output gradients that each is cold when its turn comes."""
+    """Enough inputs, residuals and output gradients that each is out of the cache when its turn comes."""
 
     def __init__(
-        self, layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool, n: int | None = None
+        self, layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool, n: int | None = None
     ) -> None:
         form = torch.channels_last if channels_last else torch.contiguous_format
 
@@ -139,7 +145,7 @@ def time_passes(watch: Stopwatch, sets: Sets, p: Parameters, call: Normalize) ->
 
 
 def measure(
-    bandwidth: float, layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool, autotune: bool
+    bandwidth: float, layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool, autotune: bool
 ) -> dict[str, Any]:
     """Check and time every contender on one layer."""
     torch._dynamo.reset()
@@ -195,45 +201,6 @@ def stopwatch() -> Stopwatch:
     return Stopwatch()
 
 
-def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the geometric means and the worst layer, by layout, type and operation."""
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        if "batchnorm" in row["us"]:
-            groups.setdefault((row["layout"], row["dtype"], row["op"]), []).append(row)
-    found = []
-    for (layout, dtype, op), members in groups.items():
-        entry: dict[str, Any] = {"layout": layout, "dtype": dtype, "op": op, "layers": len(members)}
-        for other in ("compile", "compile-max", "eager", "cudnn-fp16"):
-            ratios = [ratio(r, other) for r in members if other in r["us"]]
-            if ratios:
-                entry[other] = {
-                    "geometric_mean": statistics.geometric_mean(ratios),
-                    "worst": min(ratios),
-                    "n": len(ratios),
-                }
-        found.append(entry)
-    return found
-
-
-def line(row: dict[str, Any]) -> str:
-    """Return one row of the printed table: microseconds forward/backward, and times the limit."""
-    shape = f"{row['batch']}x{row['channels']}x{row['size']}x{row['size']}"
-    text = f"{shape:>16} {row['layout']} {row['dtype']:>8} {row['op']:>11} {row['megabytes']:7.1f} MB"
-    for name, us in row["us"].items():
-        times = [t / limit for t, limit in zip(us, row["limit_us"], strict=True)]
-        text += f" | {name} {us[0]:.1f}/{us[1]:.1f} ({times[0]:.2f}/{times[1]:.2f})"
-    return text + (f" | {row['refused']} {row['errors']}" if "refused" in row else "")
-
-
-def write(report: dict[str, Any], path: Path) -> None:
-    """Write the report so far."""
-    rows = list(report["rows"].values())
-    judged = [{**bar._asdict(), "reached": bar.reached} for bar in bars(rows)]
-    report = {**report, "rows": rows, "summary": summary(rows), "bars": judged}
-    write_atomically(path, json.dumps(report, indent=1).encode())
-
-
 def kernels(
     out: Path = Path("runs/bench/kernels.json"),
     layers: Literal["short", "all"] = "all",
@@ -252,7 +219,7 @@ def kernels(
         autotune: also time torch.compile's max-autotune mode, and cuDNN in fp16.
         seconds: start no layer after so many.
         jobs: compile in so many processes, which measure one at a time; 0: in this one.
-        commit: what is measured, where the code is no git checkout.
+        commit: what is measured, if the code is not a git checkout.
 
     Raises:
         ValueError: if an option cannot be used, or there is no GPU.
@@ -297,20 +264,3 @@ def kernels(
         picture(out)
     if left := len(not_measured()):
         print(f"{left} layers are not measured yet: the same command goes on")
-
-
-def main() -> None:
-    """Run without tyro, which a machine lent for an hour may not have."""
-    parser = argparse.ArgumentParser(prog="python -m batchnorm.bench.kernels", description=__doc__)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--layers", choices=("short", "all"))
-    parser.add_argument("--dtypes", nargs="+")
-    parser.add_argument("--autotune", action=argparse.BooleanOptionalAction)
-    parser.add_argument("--seconds", type=float)
-    parser.add_argument("--jobs", type=int)
-    parser.add_argument("--commit")
-    kernels(**{name: value for name, value in vars(parser.parse_args()).items() if value is not None})
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """How much memory does a training step of the appendix network take, against the same network of stock parts?
 
-``python -m batchnorm.bench.memory`` (or ``batchnorm bench memory``) takes whole eager steps (forward, loss, backward,
-SGD with momentum; bf16 autocast, channels_last) of
+``batchnorm bench memory`` takes whole eager steps (forward, loss, backward, SGD with momentum; bf16 autocast,
+channels_last) of
 
 - stock: ``torch.nn``'s layers as the appendix draws them, also under torch.compile and without normalization;
 - ours: this library's network in training, without and with ``recompute()``, also with its modules as drawn.
@@ -12,7 +12,6 @@ way to look at small sizes, the peak of what the step allocates.
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -40,7 +39,7 @@ OURS, DRAWN = Contender("ours"), Contender("ours, as drawn", composed_stem=False
 
 
 @dataclass(frozen=True)
-class Form:
+class StepForm:
     """One way to take a step.
 
     Beyond the paper: memory.
@@ -67,19 +66,19 @@ class Form:
 
 
 FORMS = (
-    Form("stock", STOCK),
-    Form("stock, torch.compile", STOCK, compile=True),
-    Form("stock, no BN", STOCK, norm=False),
-    Form("stock, no BN, torch.compile", STOCK, norm=False, compile=True),
-    Form("ours", OURS),
-    Form("ours, recompute", OURS, recompute=True),
-    Form("ours, as drawn", DRAWN),
-    Form("ours, as drawn, recompute", DRAWN, recompute=True),
+    StepForm("stock", STOCK),
+    StepForm("stock, torch.compile", STOCK, compile=True),
+    StepForm("stock, no BN", STOCK, norm=False),
+    StepForm("stock, no BN, torch.compile", STOCK, norm=False, compile=True),
+    StepForm("ours", OURS),
+    StepForm("ours, recompute", OURS, recompute=True),
+    StepForm("ours, as drawn", DRAWN),
+    StepForm("ours, as drawn, recompute", DRAWN, recompute=True),
 )
 
 
 @dataclass(frozen=True)
-class Measured:
+class PeakMemory:
     """What was measured for one form: bytes at the peak and after the forward pass, and the peak over stock's.
 
     Beyond the paper: a line of results/memory-h200.json.
@@ -92,13 +91,13 @@ class Measured:
     over_stock: float = 1.0
 
 
-class Step:
+class EagerStep:
     """A form ready to take steps on one batch of noise.
 
     Beyond the paper: memory.
     """
 
-    def __init__(self, form: Form, batch: int, size: int, device: torch.device) -> None:
+    def __init__(self, form: StepForm, batch: int, size: int, device: torch.device) -> None:
         self.form, self.device = form, device
         net = form.network(size, device)
         self.optimizer = make_optimizer(net, RECIPES["bn-x30"], device)
@@ -154,22 +153,22 @@ def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
     return top, now
 
 
-def measure(form: Form, batch: int, size: int, device: torch.device) -> Measured:
+def measure(form: StepForm, batch: int, size: int, device: torch.device) -> PeakMemory:
     """Build a form, warm it up and take the memory of one forward pass and one step.
 
     Beyond the paper: memory.
     """
-    step = Step(form, batch, size, device)
+    step = EagerStep(form, batch, size, device)
     loss = float(step())
     step()  # momentum buffers, compiled code and workspaces are there now
     _, after = peak(step.forward, device)
     highest, _ = peak(step, device)
-    return Measured(form.name, highest, after, loss)
+    return PeakMemory(form.name, highest, after, loss)
 
 
 def memory(
     batch: int | None = None, size: int = 224, out: Path | None = None, only: Sequence[str] = ()
-) -> list[Measured]:
+) -> list[PeakMemory]:
     """Measure the peak memory of the appendix network's training step, against stock parts.
 
     Args:
@@ -190,12 +189,12 @@ def memory(
         check_writable(out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = batch or (256 if device.type == "cuda" else 8)
-    rows: list[Measured] = []
+    rows: list[PeakMemory] = []
     for form in (FORMS[0], *chosen(FORMS[1:], only)):
         if form.compile and device.type == "cpu":
             continue
         row = measure(form, batch, size, device)
-        rows.append(Measured(row.name, row.peak, row.after_forward, row.loss, row.peak / (rows or [row])[0].peak))
+        rows.append(PeakMemory(row.name, row.peak, row.after_forward, row.loss, row.peak / (rows or [row])[0].peak))
         if form.norm and not abs(row.loss - rows[0].loss) <= LOSS_TOLERANCE * abs(rows[0].loss):
             raise RuntimeError(f"{row.name} computes another loss than stock: {row.loss} instead of {rows[0].loss}")
         gc.collect()
@@ -210,7 +209,7 @@ def memory(
     return rows
 
 
-def report(rows: Sequence[Measured], judged: Sequence[Measured] = ()) -> str:
+def report(rows: Sequence[PeakMemory], judged: Sequence[PeakMemory] = ()) -> str:
     """Return the table, and whether those to be judged are small enough."""
     width = max(len(row.name) for row in rows)
     lines = [f"{'':<{width}} {'peak MB':>9} {'after forward':>14} {'x stock':>8}"]
@@ -222,16 +221,3 @@ def report(rows: Sequence[Measured], judged: Sequence[Measured] = ()) -> str:
         verdict = "reached" if row.over_stock <= BARS[row.name] else "NOT reached"
         lines.append(f"{row.name}: at most {BARS[row.name]} of stock: {verdict}")
     return "\n".join(lines)
-
-
-def _arguments(function: Callable[..., Any]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int)
-    parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
-    function(**vars(parser.parse_args()))
-
-
-if __name__ == "__main__":
-    _arguments(memory)

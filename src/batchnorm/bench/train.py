@@ -1,7 +1,7 @@
 """How many images per second does the appendix network train on a GPU, against the same network of stock parts?
 
-``python -m batchnorm.bench.train`` (or ``batchnorm bench train``) times whole steps (forward, loss, backward, SGD with
-momentum; bf16 autocast, channels_last, replayed as one CUDA graph) of
+``batchnorm bench train`` times whole steps (forward, loss, backward, SGD with momentum; bf16 autocast, channels_last,
+replayed as one CUDA graph) of
 
 - stock: ``torch.nn``'s layers as the appendix draws them, torch.compile, fused SGD;
 - stock, composed stem: the same with the stem's two convolutions as one;
@@ -13,10 +13,9 @@ median over the rounds of ratios within a round. Before that, their losses on th
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from ..errors import at_least
 from ..processes import Remote
 from ..results import check_writable, write_result
 from .contenders import OURS, STOCK, STOCK_COMPOSED, chosen, warmed_up
-from .graphs import require_gpu
+from .gpu_timing import require_gpu
 
 QUESTION = "images per second of the appendix network's training step, ours over stock parts"
 BARS = {32: 1.5, 256: 1.4}  # what ours must be over stock, at least
@@ -32,7 +31,7 @@ LOSS_TOLERANCE = 0.02  # relative, at bfloat16
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepTime:
     """What was measured for one contender at one batch size; ``over_stock`` is a median of ratios within rounds.
 
     Beyond the paper: a line of results/train.json.
@@ -46,7 +45,7 @@ class Measured:
     over_composed: float
 
 
-def measure(ready: Mapping[str, Remote], batch: int, rounds: int) -> list[Measured]:
+def measure(ready: Mapping[str, Remote], batch: int, rounds: int) -> list[StepTime]:
     """Time contenders in turns; the first is stock, the second stock with a composed stem.
 
     Beyond the paper: speed.
@@ -57,7 +56,7 @@ def measure(ready: Mapping[str, Remote], batch: int, rounds: int) -> list[Measur
     for k, name in enumerate(ready):
         seconds = statistics.median(row[k] for row in table)
         ratios = [statistics.median(row[j] / row[k] for row in table) for j in (0, 1)]
-        found.append(Measured(name, batch, 1e3 * seconds, batch / seconds, *ratios))
+        found.append(StepTime(name, batch, 1e3 * seconds, batch / seconds, *ratios))
     return found
 
 
@@ -108,7 +107,7 @@ def train(
     threads = max(1, (os.cpu_count() or 1) // compiling)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     by_batch = {b: {c.name: Remote(warmed_up, c, b, size) for c in contenders} for b in batches}
-    rows: list[Measured] = []
+    rows: list[StepTime] = []
     try:
         for batch, ready in by_batch.items():
             print(f"compiling for batch {batch}", flush=True)
@@ -140,7 +139,7 @@ def _write_kernels(folder: Path, ready: Mapping[str, Remote], batch: int) -> Non
         (folder / f"{stem}-{batch}.txt").write_text(contender.call("kernels"))
 
 
-def report(rows: Sequence[Measured], batch: int) -> str:
+def report(rows: Sequence[StepTime], batch: int) -> str:
     """Return the table of one batch size and whether the best of ours is fast enough."""
     here = [row for row in rows if row.batch == batch]
     width = max(len(row.name) for row in here)
@@ -156,18 +155,3 @@ def report(rows: Sequence[Measured], batch: int) -> str:
         verdict = "reached" if passed else "NOT reached"
         lines.append(f"best: {best.name}; at least {BARS[batch]} times stock and faster than composed: {verdict}")
     return "\n".join(lines)
-
-
-def _arguments(function: Callable[..., None]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=[32, 256])
-    parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
-    parser.add_argument("--kernels", type=Path)
-    function(**vars(parser.parse_args()))
-
-
-if __name__ == "__main__":
-    _arguments(train)

@@ -12,17 +12,17 @@ from pickle import UnpicklingError
 from typing import Annotated, Any
 
 import torch
-import tyro
 from torch import Tensor, nn
 
+from ..arguments import Positional, arg
 from ..extras import MissingExtraError, check_installed, require
 from ..network_copy import outputs
 from .export import export
 
 
 def fold(
-    factory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")],
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])],
+    factory: Annotated[str, Positional, arg(metavar="MODULE:FUNCTION")],
+    output: Annotated[Path, arg(aliases=["-o"])],
     weights: Path | None = None,
     input: tuple[int, ...] = (),
     fixed_batch: bool = False,

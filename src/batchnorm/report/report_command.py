@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
-
+from ..arguments import Positional, arg
 from ..results import check_writable
 from .page import write_report
 from .runs import read_runs

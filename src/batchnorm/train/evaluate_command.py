@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import arg
-
+from ..arguments import arg
 from ..data.loader import WORKERS
 from ..errors import at_least
 from ..evaluate import EnsembleReport, evaluate_networks

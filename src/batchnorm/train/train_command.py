@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, get_args, g
 
 from rich.console import Console
 from rich.table import Table
-from tyro.conf import OmitArgPrefixes, arg
 
+from ..arguments import OmitArgPrefixes, arg
 from ..data.image_sources import check_complete, open_source, small_images_note
 from ..errors import between
 from ..extras import check_installed

@@ -23,16 +23,16 @@ from .curves import (
     unchanged_seeds_of,
 )
 from .plan import Plan
-from .run_files import Finished
+from .result_files import Finished
 
 CONFIRMED, REFUTED, UNRESOLVED, NOT_RUN = "confirmed", "refuted", "not resolved", "not yet run"
-# A network trains when it is right ten times as often as by chance, or, with few classes, half of the way from chance
-# to always; it stays at chance when no validation lies four standard errors above it.
+# A network trains if its accuracy exceeds ten times chance or, with few classes, half of the way from chance to 1. It
+# stays at chance if no validation lies four standard errors above it.
 TRAINS, ERRORS = 10, 4
 
 
 class Verdict(NamedTuple):
-    """Hold a claim, what the paper has for it, what came out, and in which words.
+    """A claim, the paper's number for it, the verdict, and what was found.
 
     Paper: Sec. 4.2.2
     """

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from ...train.metrics import steps_to
-from .run_files import Finished
+from .result_files import Finished
 
 Curve = list[tuple[int, float]]
 # A baseline that rises by less than this over its last quarter has levelled off.
@@ -21,7 +21,7 @@ STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 @dataclass(frozen=True)
 class Seeds:
-    """Hold the finished runs of one network that differ in nothing but the seed; there may be none.
+    """The finished runs of one network that differ only in the seed; there may be none.
 
     Paper: Fig. 3
     """
@@ -145,7 +145,7 @@ def best(curve: Curve) -> tuple[int, float] | None:
 
 
 def times_fewer(baseline: Curve, curve: Curve) -> float | None:
-    """Return how many times fewer steps a network takes to the baseline's best accuracy; None where it never does.
+    """Return how many times fewer steps a network takes to the baseline's best accuracy; None if it never does.
 
     >>> times_fewer([(100, 0.3), (200, 0.5)], [(40, 0.5)])
     5.0
@@ -181,7 +181,7 @@ def at(curve: Curve, step: float) -> tuple[int, float] | None:
 
 
 def behind_until(curve: Curve, other: Curve) -> int | None:
-    """Return the last step of the beginning at which the other curve is the lower one; None where it never is.
+    """Return the last step of the beginning at which the other curve is the lower one; None if it never is.
 
     >>> behind_until([(1, 0.2), (2, 0.3), (3, 0.4)], [(1, 0.1), (2, 0.2), (3, 0.5)])
     2

@@ -11,8 +11,8 @@ from typing import Any
 from ...train.metrics import steps_to
 from ..publish import colour, label, picture
 from .curves import Seeds, best, network_of, seeds_of, tuned_baseline, unnormalized
-from .fig2_section import show_name
-from .run_files import Finished
+from .fig2_tables import show_name
+from .result_files import Finished
 
 # Colour and line of each network, its name in the paper.
 LINES = {
@@ -22,8 +22,7 @@ LINES = {
     "bn-x30": ("#d9622b", "-", "BN-x30"),
     "bn-x5-sigmoid": ("#8a4fb0", "-.", "BN-x5-Sigmoid"),
 }
-# The best unnormalized network where that is another than Inception, and those that are neither; dots show what lies
-# beneath them.
+# The best unnormalized network, if it is not Inception, and the other unnormalized ones; dots show what lies beneath.
 TUNED = ("#1c1b18", (0, (4, 1, 1, 1)))
 OTHERS = (("#c2428a", "-"), ("#b58a00", "-"), ("#2a6fc9", "-"), ("#14835b", ":"))
 
@@ -32,7 +31,7 @@ def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
     """Draw what is finished: Figure 2, ``fig2-unnormalized.png``, and ``fig2-rates.png`` once the sweep has begun.
 
     Raises:
-        MissingExtraError: where matplotlib is not installed.
+        MissingExtraError: if matplotlib is not installed.
 
     Paper: Fig. 2; Sec. 3.3
     """
@@ -51,7 +50,7 @@ def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
 
 
 def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
-    """Draw all steps, and beside them the first quarter, or less where a network ran for less."""
+    """Draw all steps, and beside them the first quarter, or less if a network ran for less."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
     for axis in axes:
         _curves(axis, finished)

@@ -1,17 +1,14 @@
-"""Figures 2 and 3 and their companions as tables: rows of text, for Markdown and for the page alike."""
+"""Figure 3 and the tables beside it: rows of text, for Markdown and for the page alike."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ...train.metrics import steps_to
-from .claims import Verdict, verdicts
-from .companions import ablation, dropout, rates
 from .curves import LEVEL, Seeds, best, end_slope, network_of, seeds_of, times_fewer, tuned_baseline
-from .fig2_section import Section, show_accuracy, show_steps, show_times
-from .plan import Plan
-from .run_files import Finished
+from .result_files import Finished
 
 Rows = list[list[str]]
 # Figure 3: steps to 72.2%, and how many times fewer that is than Inception's; maximum accuracy.
@@ -27,26 +24,65 @@ PAPER = {
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)
 
 
-def sections(plan: Plan, finished: Mapping[str, Finished]) -> list[Section]:
-    """Return all tables; those of which nothing is finished are left out.
+class Section(NamedTuple):
+    """A table with a heading and a text above it; the first row is the header.
 
-    Paper: Figs. 2, 3; Sec. 3.3, 3.4, 4.2.1
+    Beyond the paper: how results are shown.
     """
-    judged = verdicts(plan, finished)
-    parts = [
-        figure3(finished),
-        on_the_way(finished),
-        Section("What the paper found", "", [list(Verdict._fields), *(list(v) for v in judged)]),
-        failures(finished),
-        rates(finished),
-        dropout(finished),
-        ablation(finished),
-        ran(finished),
-        Section(
-            "Not yet run", "", [["run", "group"], *([r.name, r.group] for r in plan.runs if r.name not in finished)]
-        ),
-    ]
-    return [part for part in parts if len(part.rows) > 1]
+
+    heading: str
+    text: str
+    rows: Rows
+
+
+def markdown(parts: Sequence[Section]) -> str:
+    """Return the tables as Markdown.
+
+    >>> print(markdown([Section("Heading", "Text.", [["a", "b"], ["1", "2"]])]))
+    ## Heading
+    <BLANKLINE>
+    Text.
+    <BLANKLINE>
+    | a | b |
+    |---|---|
+    | 1 | 2 |
+
+    Beyond the paper: how results are shown.
+    """
+    blocks = []
+    for part in parts:
+        table = [f"| {' | '.join(row)} |" for row in part.rows]
+        table.insert(1, "|---" * len(part.rows[0]) + "|")
+        blocks += [f"## {part.heading}", *([part.text] if part.text else []), "\n".join(table)]
+    return "\n\n".join(blocks)
+
+
+def show_accuracy(one: Finished | None, key: str = "top1") -> str:
+    """Return a run's accuracy at the end, or why there is none."""
+    if one is None:
+        return "not yet run"
+    if one.diverged:
+        return f"diverged by step {one.result['steps']:,}"
+    return f"{one.result[key]:.1%}"
+
+
+def show_steps(value: int | None) -> str:
+    """Return a number of steps."""
+    return "never" if value is None else f"{value:,}"
+
+
+def show_times(value: float | None) -> str:
+    """Return a ratio of steps."""
+    return "-" if value is None else f"{value:.1f}"
+
+
+def show_name(name: str) -> str:
+    """Return a network's name as the paper writes it.
+
+    >>> show_name("inception, rate 0.015")
+    'Inception, rate 0.015'
+    """
+    return name[:1].upper() + name[1:]
 
 
 def figure3(finished: Mapping[str, Finished]) -> Section:

@@ -1,4 +1,4 @@
-"""``batchnorm reproduce fig4``."""
+"""``batchnorm reproduce fig4``: train the members of an ensemble, evaluate them, and make Figure 4 of their files."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...data.fingerprint import check_same_data, describe_data
 from ...data.image_sources import check_complete, open_source
+from ...results import write_atomically, write_json
 from ...train.saved_runs import open_runs
-from .fig4_plan import read_plan
-from .fig4_publication import publish
-from .member import TakenMember, TrainedMember
-from .member_files import MemberFiles
-from .plan import Plan
-from .run_files import RunFiles, read_all, read_result
-from .session import Sitting
+from .fig4_table import CONTEXT, PAPER, alone, figure4, markdown, notes
+from .plan import Plan, read_plan
+from .result_files import MemberFiles, RunFiles, read_all, read_result
+from .session import Session
+from .training import TakenMember, TrainedMember
+
+KEPT = ("recipe", "weights", "crops", "environment")
 
 
 @dataclass(frozen=True)
-class Fig4(Sitting):
+class Fig4(Session):
     """Train the six networks of Section 4.2.3, evaluate them with 1 and 144 crops, and write Figure 4 as a table.
 
-    The work spreads over as many sittings and machines as it needs: each member leaves a result file and its
-    probabilities, and the same command goes on where it stopped. What has not been run is listed as such. Without
+    The work spreads over as many sessions and machines as it needs: each member leaves a result file and its
+    probabilities, and the same command resumes where it stopped. What has not been run is listed as such. Without
     --data nothing is trained, and the table is made of the files.
 
     Paper: Sec. 4.2.3; Fig. 4
@@ -40,29 +42,28 @@ def fig4(options: Fig4) -> Path:
     """Train and evaluate what is missing, write ``fig4.json`` and ``fig4.md``, and return the path of the table.
 
     Raises:
-        FileNotFoundError: where there is no such folder of results, plan, data or run.
-        ValueError: where a result is of another plan or of other data, or runs and data do not fit.
-        RuntimeError: where a member failed.
-        KeyboardInterrupt: where the members were stopped before their end.
+        FileNotFoundError: if there is no such folder of results, plan, data or run.
+        ValueError: if a result is of another plan or of other data, or runs and data do not fit.
+        JobsFailedError: if a member failed.
+        KeyboardInterrupt: if the members were stopped before their end.
 
     Paper: Sec. 4.2.3; Fig. 4
     """
     _check(options)
     options.check()
-    plan = read_plan(options.plan)
+    plan = read_plan("fig4", options.plan)
     if options.data is None:
         return publish([MemberFiles(name, options.result_files) for name in _known(options, plan)], options.out)
-    jobs = _taken(options, plan, options.data) if options.runs else _planned(options, plan, options.data)
+    jobs: Sequence[TrainedMember | TakenMember] = _taken(options, plan) if options.runs else _planned(options, plan)
     waiting = [job for job in jobs if not job.finished() and (not options.only or job.name in options.only)]
-    return options.carry_out(waiting, lambda: publish([job.member for job in jobs], options.out))
+    sizes = {job.files.run.recipe.size for job in waiting if isinstance(job, TrainedMember)}
+    return options.run(waiting, sizes, lambda: publish([job.member for job in jobs], options.out))
 
 
 def _known(options: Fig4, plan: Plan) -> list[str]:
     """Return the members that the files are of: the plan's, or those that were taken instead."""
     there = {path.stem: read_result(path, ()) for path in sorted(options.result_files.glob("*.json"))}
-    if not any(
-        "result" in content for content in there.values()
-    ):  # how its training went, which a taken run leaves out
+    if not any("result" in content for content in there.values()):  # a taken run's file has no result of its training
         return list(there)
     read_all(plan, options.result_files, options.out)  # refuses those of another plan
     return [run.name for run in plan.runs]
@@ -80,27 +81,56 @@ def _check(options: Fig4) -> None:
         )
 
 
-def _planned(options: Fig4, plan: Plan, path: Path) -> Sequence[TrainedMember | TakenMember]:
-    finished = read_all(plan, options.result_files, options.out)
-    for split in ("train", "val"):
-        check_complete(open_source(path, split), path, split)
-    data = describe_data(path)
-    check_same_data({"the data given": data, **{name: one.data for name, one in finished.items()}})
+def _planned(options: Fig4, plan: Plan) -> list[TrainedMember]:
+    data, _ = options.open_data(plan)
     plan.chosen((), options.only)  # refuses names that it does not have
-    return [
-        TrainedMember(RunFiles(run, options.result_files, options.out), plan, options.machine(path), data)
-        for run in plan.runs
-    ]
+    return [TrainedMember(RunFiles(run, options.result_files, options.out), plan, options, data) for run in plan.runs]
 
 
-def _taken(options: Fig4, plan: Plan, path: Path) -> Sequence[TrainedMember | TakenMember]:
-    data, machine = describe_data(path, ("val",)), options.machine(path)
-    source = open_source(path, "val")
-    check_complete(source, path, "val")
+def _taken(options: Fig4, plan: Plan) -> list[TakenMember]:
+    data, source = describe_data(options.images, ("val",)), open_source(options.images, "val")
+    check_complete(source, options.images, "val")
     jobs = []
     for known, saved in open_runs(options.runs).items():
         saved.check(source.classes)
-        name = known.strip("/").replace("/", "-")  # a path, where folders of the same name were given
+        name = known.strip("/").replace("/", "-")  # a path, if folders of the same name were given
         files = MemberFiles(name, options.result_files)
-        jobs.append(TakenMember(saved, files, machine, data, plan.evaluate_batch, options.out / "runs" / name))
+        jobs.append(TakenMember(saved, files, options, data, plan.evaluate_batch, options.out / "runs" / name))
     return jobs
+
+
+def publish(members: Sequence[MemberFiles], out: Path) -> Path:
+    """Write ``fig4.json`` and ``fig4.md`` from the members' files, print the table and return its path.
+
+    Raises:
+        ValueError: if two members were evaluated on different images.
+
+    Paper: Fig. 4
+    """
+    missing = {files.name: why for files in members if (why := files.missing()) is not None}
+    told = {files.name: files.read() for files in members if files.result.is_file()}
+    found = [files for files in members if files.name not in missing]
+    results = {files.name: told[files.name] for files in found}
+    check_same_data({name: result["data"] for name, result in told.items()})
+    first = next(iter(told.values()), None)
+    figure = figure4(found, told[found[0].name]["recipe"]["size"]) if found else None
+    examples = next((one["examples"] for result in told.values() for one in result["crops"].values()), 0)
+    images = f"{examples:,} images, {len(found) or len(told)} network(s)"
+    rows, remarks = alone(told), notes(told)
+    text = markdown(figure, rows, images, missing, remarks)
+    contents: dict[str, Any] = {
+        "data": first["data"] if first else None,
+        "environment": first["environment"] if first else None,
+        "members": {name: {key: result[key] for key in KEPT} for name, result in results.items()},
+        "missing": missing,
+    }
+    if figure is not None:
+        steps = [{**step._asdict(), "verdict": step.verdict, "says": str(step)} for step in figure.steps]
+        contents |= {"rows": [row._asdict() for row in (*rows, *figure.rows)], "steps": steps}
+        contents |= {"paper": [row._asdict() for row in (*PAPER, *CONTEXT)]}
+        contents |= {"disagreement": figure.disagreement, "ensemble": figure.together}
+    write_json(out / "fig4.json", contents)
+    table = out / "fig4.md"
+    write_atomically(table, (text + "\n").encode())
+    print(text, "", table, sep="\n")
+    return table

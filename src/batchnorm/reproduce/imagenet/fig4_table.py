@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...evaluate import Ensemble, Score
 from ...evaluate.accuracy import label_ranks
-from .member_files import CROPS, MemberFiles
+from .result_files import CROPS, MemberFiles
 
 
-class Row(NamedTuple):
-    """Hold one row of Figure 4; None where nothing is stated.
+class ErrorRow(NamedTuple):
+    """One row of Figure 4; None if nothing is stated.
 
     Paper: Fig. 4
     """
@@ -29,20 +29,20 @@ class Row(NamedTuple):
 
 # As printed: ImageNet's 50,000 validation images.
 PAPER = (
-    Row("GoogLeNet ensemble", "224", "144", "7", None, 0.0667),
-    Row("Deep Image low-res", "256", "-", "1", None, 0.0796),
-    Row("Deep Image high-res", "512", "-", "1", 0.2488, 0.0742),
-    Row("Deep Image ensemble", "variable", "-", "-", None, 0.0598),
-    Row("BN-Inception single crop", "224", "1", "1", 0.252, 0.0782),
-    Row("BN-Inception multicrop", "224", "144", "1", 0.2199, 0.0582),
-    Row("BN-Inception ensemble", "224", "144", "6", 0.201, 0.049),
+    ErrorRow("GoogLeNet ensemble", "224", "144", "7", None, 0.0667),
+    ErrorRow("Deep Image low-res", "256", "-", "1", None, 0.0796),
+    ErrorRow("Deep Image high-res", "512", "-", "1", 0.2488, 0.0742),
+    ErrorRow("Deep Image ensemble", "variable", "-", "-", None, 0.0598),
+    ErrorRow("BN-Inception single crop", "224", "1", "1", 0.252, 0.0782),
+    ErrorRow("BN-Inception multicrop", "224", "144", "1", 0.2199, 0.0582),
+    ErrorRow("BN-Inception ensemble", "224", "144", "6", 0.201, 0.049),
 )
 # On ImageNet's test images: the first two in the paper's text; the paper names human raters without a number, which
 # is that of Russakovsky et al. (2014).
 CONTEXT = (
-    Row("BN-Inception ensemble, test set", "224", "144", "6", None, 0.0482),
-    Row("He et al. (2015), test set", "-", "-", "-", None, 0.0494),
-    Row("human raters (Russakovsky et al., 2014), test set", "-", "-", "-", None, 0.051),
+    ErrorRow("BN-Inception ensemble, test set", "224", "144", "6", None, 0.0482),
+    ErrorRow("He et al. (2015), test set", "-", "-", "-", None, 0.0494),
+    ErrorRow("human raters (Russakovsky et al., 2014), test set", "-", "-", "-", None, 0.051),
 )
 
 
@@ -50,8 +50,8 @@ CONTEXT = (
 TOP = {"top-1": 1, "top-5": 5}
 
 
-class Step(NamedTuple):
-    """Hold how much one step of Figure 4 lowers an error, over the same images, with its standard error.
+class Gain(NamedTuple):
+    """How much one step of Figure 4 lowers an error, over the same images, with its standard error.
 
     Paper: Fig. 4
     """
@@ -64,7 +64,7 @@ class Step(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """What the difference says: two standard errors are asked for."""
+        """What the difference says; it must exceed two standard errors."""
         gain = self.before - self.after
         if abs(gain) <= 2 * self.standard_error:
             return "not resolved"
@@ -76,13 +76,13 @@ class Step(NamedTuple):
 
 
 class Figure4(NamedTuple):
-    """Hold what the members found so far amounts to.
+    """What the members' files amount to.
 
     Paper: Fig. 4
     """
 
-    rows: tuple[Row, ...]
-    steps: tuple[Step, ...]
+    rows: tuple[ErrorRow, ...]
+    steps: tuple[Gain, ...]
     disagreement: dict[str, float | None]
     together: dict[str, dict[str, Any]]
 
@@ -98,9 +98,11 @@ def figure4(members: Sequence[MemberFiles], size: int) -> Figure4:
     rows = []
     for c, name in zip(CROPS, ("single crop", "multicrop"), strict=True):
         top1, top5 = (wrong[c, error].mean().item() for error in TOP)
-        rows.append(Row(f"{name}, mean over networks", str(size), str(c), "1", top1, top5))
+        rows.append(ErrorRow(f"{name}, mean over networks", str(size), str(c), "1", top1, top5))
     if len(members) > 1:
-        rows += [Row("ensemble", str(size), str(c), count, *_errors(ensembles[c].members[-1].together)) for c in CROPS]
+        rows += [
+            ErrorRow("ensemble", str(size), str(c), count, *_errors(ensembles[c].members[-1].together)) for c in CROPS
+        ]
     steps = []
     for error in TOP:
         single, multi = wrong[1, error], wrong[many, error]
@@ -150,29 +152,29 @@ def _best(members: Sequence[MemberFiles], ensemble: Ensemble, error: str) -> tup
     return best.name, _is_wrong(*best.predictions(max(CROPS)), error)
 
 
-def _step(name: str, error: str, before: Tensor, after: Tensor) -> Step:
+def _step(name: str, error: str, before: Tensor, after: Tensor) -> Gain:
     spread = (before - after).std().item() / len(before) ** 0.5
-    return Step(name, error, before.mean().item(), after.mean().item(), spread)
+    return Gain(name, error, before.mean().item(), after.mean().item(), spread)
 
 
 def _errors(found: Score) -> tuple[float, float]:
     return found.top1_error, found.top5_error
 
 
-def alone(results: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+def alone(results: Mapping[str, Mapping[str, Any]]) -> list[ErrorRow]:
     """Return the rows of single networks, of their result files.
 
     Paper: Fig. 4
     """
     return [
-        Row(name, str(result["recipe"]["size"]), crops, "1", one["top1_error"], one["top5_error"])
+        ErrorRow(name, str(result["recipe"]["size"]), crops, "1", one["top1_error"], one["top5_error"])
         for name, result in results.items()
         for crops, one in result["crops"].items()
     ]
 
 
 def notes(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Say which images were not evaluated as they are.
+    """Return notes on images that were enlarged or left out.
 
     Beyond the paper: images as they come.
     """
@@ -189,7 +191,11 @@ def notes(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def markdown(
-    figure: Figure4 | None, rows: Sequence[Row], images: str, missing: Mapping[str, str], remarks: Sequence[str] = ()
+    figure: Figure4 | None,
+    rows: Sequence[ErrorRow],
+    images: str,
+    missing: Mapping[str, str],
+    remarks: Sequence[str] = (),
 ) -> str:
     """Write the figure as Markdown.
 
@@ -222,6 +228,6 @@ def markdown(
     return "\n".join(lines)
 
 
-def _line(row: Row) -> str:
+def _line(row: ErrorRow) -> str:
     errors = ("-" if value is None else f"{value:.2%}" for value in (row.top1, row.top5))
     return f"| {' | '.join((*row[:4], *errors))} |"

@@ -1,4 +1,4 @@
-"""The plan of the runs: which, in which order, how long; a file that is committed before they start."""
+"""The plans of Figures 2 to 4: which runs, in which order, how long; files that are committed before they start."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib.resources.abc import Traversable
-from typing import Any
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 from ...train import RECIPES, Recipe
 
+Group = Literal["figures", "rates", "dropout", "ablation"]
+GROUPS = {"fig2": get_args(Group), "fig4": ("members",)}  # that each figure's plan may have
 OWN = ("name", "recipe", "evaluate_every", "horizon", "end_rate")
 EVERYWHERE = ("log_every", "checkpoint_every", "evaluate_batch")
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Say what one run is: a recipe of the paper's, of another length, and what is changed in it.
+    """One run: a recipe of the paper's, of another length, and what is changed in it.
 
     Paper: Sec. 4.2
     """
@@ -36,7 +39,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold the runs in their order, and how they are logged.
+    """The runs in their order, and how they are logged.
 
     Paper: Sec. 4.2
     """
@@ -47,10 +50,10 @@ class Plan:
     evaluate_batch: int
 
     def chosen(self, groups: Sequence[str], names: Sequence[str]) -> list[PlannedRun]:
-        """Return the runs of these groups and of these names, all where neither is given.
+        """Return the runs of these groups and of these names; all if neither is given.
 
         Raises:
-            ValueError: where a name is not in the plan.
+            ValueError: if a name is not in the plan.
         """
         unknown = [name for name in names if name not in {run.name for run in self.runs}]
         if unknown:
@@ -59,30 +62,37 @@ class Plan:
         return [run for run in self.runs if (not groups or run.group in groups) and (not names or run.name in names)]
 
 
-def read_plan(path: Traversable, groups: Sequence[str]) -> Plan:
-    """Read a plan, a TOML file.
+def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None) -> Plan:
+    """Read a figure's plan, a TOML file; by default the one that comes with the library.
 
     A run lasts ``horizon`` epochs, and its rate falls to the share ``end_rate`` of the initial one: its own numbers,
     its group's, or those of the table ``train``.
 
     Args:
+        figure: whose groups the plan may have.
         path: the file.
-        groups: names that its groups may have.
 
     Raises:
-        FileNotFoundError: where there is none.
-        ValueError: where it is not a plan; it says why.
+        FileNotFoundError: if there is none.
+        ValueError: if it is not a plan; it says why.
+
+    >>> run = next(run for run in read_plan("fig2").runs if run.variant == "bn-x5")
+    >>> round(run.recipe.decay ** (run.recipe.epochs / run.recipe.decay_epochs), 6)  # of the rate is left at the end
+    0.003
+    >>> len(read_plan("fig4").runs)
+    6
 
     Beyond the paper: declared before the runs.
     """
-    where, text = str(path), path.read_bytes()
+    file = path or files(__package__).joinpath(f"{figure}.toml")
+    where, text = str(file), file.read_bytes()
     try:
         content = tomllib.loads(text.decode())
         everywhere, training = content.get("recipe", {}), content["train"]
         _check_table("train", training, (*OWN[2:], *EVERYWHERE))
         runs = [
             _planned(group["name"], {**training, **group, **run}, run, everywhere)
-            for group in _known(content["group"], groups)
+            for group in _known(content["group"], GROUPS[figure])
             for run in group["runs"]
         ]
         plan = Plan(tuple(runs), training["log_every"], training["checkpoint_every"], training["evaluate_batch"])
@@ -141,7 +151,7 @@ def _planned(group: str, settings: dict[str, Any], run: dict[str, Any], everywhe
 
 
 def differing(there: Recipe, here: Recipe) -> list[str]:
-    """Say in which fields two recipes differ.
+    """Return the fields in which two recipes differ, as sentences.
 
     >>> differing(Recipe(), Recipe(rate=0.1))
     ['rate is 0.0015 and 0.1']

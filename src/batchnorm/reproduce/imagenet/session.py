@@ -1,30 +1,42 @@
-"""What every command that runs a plan is asked: on what data, where to, how many at a time, for how long."""
+"""One session of a plan's runs: its options, and its jobs, several at a time on one device."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from ...data.device_cache import discard_decoded, open_decoded
+from ...data.fingerprint import check_same_data, describe_data
+from ...data.image_sources import check_complete, open_source
 from ...errors import at_least
 from ...extras import check_installed
 from ...jobs import Job, run_side_by_side
 from ...results import check_writable
 from ...train.distributed import device_of
-from .gpu_sharing import CONTROL, shared_gpu
-from .training import Machine, Training
+from .plan import Plan
+from .result_files import Finished, read_all
+
+# NVIDIA's Multi-Process Service: without it a GPU gives each process its turn, and eight small networks take as long
+# side by side as one after the other.
+CONTROL = "nvidia-cuda-mps-control"
+SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 
 
 @dataclass(frozen=True)
-class Sitting:
-    """Hold the options of one sitting of a plan's runs.
+class Session:
+    """Options of one session of a plan's runs.
 
-    Beyond the paper: running it.
+    Beyond the paper: resuming.
     """
 
     data: Path | None = None
@@ -50,12 +62,33 @@ class Sitting:
     workers: int = 2
     """Processes that decode images, for each run."""
     commit: str | None = None
-    """Commit to note in the result files, where git cannot tell."""
+    """Commit to note in the result files, if git cannot tell."""
 
     @property
     def result_files(self) -> Path:
         """The folder of the runs' result files."""
         return self.results or self.out / "results"
+
+    @property
+    def images(self) -> Path:
+        """The folder of the images.
+
+        Raises:
+            ValueError: if none was given.
+        """
+        if self.data is None:
+            raise ValueError("no images to train on: give --data DIR")
+        return self.data
+
+    @property
+    def decoded(self) -> Path | None:
+        """The folder of the decoded images that all runs share; None if each run decodes for itself."""
+        return self.out / "decoded" if self.cache == "device" else None
+
+    @property
+    def threads(self) -> int:
+        """Threads of each run."""
+        return max(1, (os.cpu_count() or 1) // self.jobs)
 
     def check(self) -> None:
         """Check what can be known before any work.
@@ -63,7 +96,7 @@ class Sitting:
         Raises:
             FileNotFoundError: if there is no such folder of results.
             MissingExtraError: if a package is missing that training needs.
-            ValueError: if an option is none that can be used.
+            ValueError: if an option cannot be used.
         """
         at_least(1, jobs=self.jobs)
         at_least(0, workers=self.workers, minutes=self.minutes)
@@ -75,25 +108,37 @@ class Sitting:
                 f"{self.result_files} holds no result files: give --data DIR to train, or --results DIR"
             )
 
-    def machine(self, data: Path) -> Machine:
-        """Say on what each run runs."""
-        threads = max(1, (os.cpu_count() or 1) // self.jobs)
-        decoded = self.out / "decoded" if self.cache == "device" else None
-        return Machine(data, self.device, self.precision, self.cache, self.workers, threads, self.commit, decoded)
+    def open_data(self, plan: Plan) -> tuple[dict[str, Any], dict[str, Finished]]:
+        """Return what :func:`describe_data` says of the images, and the runs that are finished already.
 
-    def carry_out(self, waiting: Sequence[Job], publish: Callable[[], Path]) -> Path:
-        """Do the jobs side by side, make of the results what there is to be made, and return the path of that.
+        Raises:
+            ValueError: if a class has no images, or a result is of another plan or of other data.
+        """
+        finished = read_all(plan, self.result_files, self.out)
+        for split in ("train", "val"):
+            check_complete(open_source(self.images, split), self.images, split)
+        data = describe_data(self.images)
+        check_same_data({"the data given": data, **{name: one.data for name, one in finished.items()}})
+        return data, finished
+
+    def run(self, waiting: Sequence[Job], sizes: Iterable[int], publish: Callable[[], Path]) -> Path:
+        """Run the jobs side by side, publish what the results amount to, and return what ``publish`` returns.
+
+        Args:
+            waiting: the jobs.
+            sizes: heights of the images that the jobs train on, to be decoded once for all.
+            publish: called after the jobs, however they ended.
 
         Raises:
             OSError: if nothing can be written to the folders.
-            RuntimeError: if a job failed; the others count all the same.
+            JobsFailedError: if a job failed; the others count all the same.
             KeyboardInterrupt: if they were stopped before their end.
         """
         for folder in (self.out, self.result_files) if waiting else (self.out,):
             check_writable(folder / "result.json")
         complete, failure = True, None
         try:
-            complete = self._side_by_side(waiting)
+            complete = self._side_by_side(waiting, sizes)
         except RuntimeError as error:
             failure = error
         published = publish()
@@ -101,26 +146,63 @@ class Sitting:
             raise failure
         if not complete:
             raise KeyboardInterrupt
-        if self.data is not None:  # not where figures are made while another sitting trains
-            discard_decoded(self.out / "decoded")  # for runs to come, and none will
+        if self.data is not None:  # without data, another session may be training in this folder
+            discard_decoded(self.out / "decoded")
         return published
 
-    def _side_by_side(self, waiting: Sequence[Job]) -> bool:
+    def _side_by_side(self, waiting: Sequence[Job], sizes: Iterable[int]) -> bool:
         on_gpu = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
-        if self.jobs > 1:
-            _decode(waiting)
-        with shared_gpu(min(self.jobs, len(waiting)) if on_gpu else 1) as shared:
-            if on_gpu and len(waiting) > 1 and self.jobs > 1 and not shared:
-                print(f"{CONTROL} is not to be had: the runs get the GPU in turns, and gain little by being together")
+        together = min(self.jobs, len(waiting))
+        if together > 1:
+            self._decode(sizes)
+        with shared_gpu(together if on_gpu else 1) as shared:
+            if on_gpu and together > 1 and not shared:
+                print(f"{CONTROL} is not available: the runs take turns on the GPU, and gain little side by side")
             return run_side_by_side(waiting, jobs=self.jobs, minutes=self.minutes)
 
-
-def _decode(waiting: Sequence[Job]) -> None:
-    """Decode the images that several runs will want, once and with all cores."""
-    wanted = {(job.machine, job.files.run.recipe.size) for job in waiting if isinstance(job, Training)}
-    for machine, size in wanted:
-        if machine.decoded is not None and len(waiting) > 1:
-            print(f"decoding the images of {machine.data} for all runs", flush=True)
+    def _decode(self, sizes: Iterable[int]) -> None:
+        """Decode the images that several runs need, once and with all cores."""
+        if self.decoded is None:
+            return
+        for size in set(sizes):
+            print(f"decoding the images of {self.images} for all runs", flush=True)
             for split in ("train", "val"):
                 cores = os.cpu_count() or 1
-                open_decoded(machine.data, split, size, folder=machine.decoded, workers=cores, device="cpu")
+                open_decoded(self.images, split, size, folder=self.decoded, workers=cores, device="cpu")
+
+
+@contextmanager
+def shared_gpu(processes: int) -> Iterator[bool]:
+    """Set the child processes' environment so that they share a GPU; yield whether the sharing service runs.
+
+    A service that is already there is left as it is.
+
+    Beyond the paper: one GPU has room for several.
+    """
+    if processes < 2:
+        yield False
+        return
+    before = dict(os.environ)
+    # A kernel whose programs wait for each other could wait forever for room that other processes took.
+    os.environ.setdefault("BATCHNORM_LAUNCHES_AT_ONCE", "0")
+    # On all multiprocessors, one process's wide kernels hold up the small ones of all others (docs/decisions.md).
+    os.environ.setdefault(SHARE, str(max(25, 200 // processes)))
+    folder = None
+    try:
+        if shutil.which(CONTROL) is not None and FOLDERS[0] not in os.environ:
+            folder = Path(tempfile.mkdtemp(prefix="mps-"))
+            for name in FOLDERS:
+                os.environ[name] = str(folder / name.lower())
+                Path(os.environ[name]).mkdir()
+            started = subprocess.run([CONTROL, "-d"], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
+            if not started:  # not allowed here, or no such GPU
+                for name in FOLDERS:
+                    del os.environ[name]
+        yield FOLDERS[0] in os.environ
+    finally:
+        if folder is not None and FOLDERS[0] in os.environ:
+            subprocess.run([CONTROL], input=b"quit\n", capture_output=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        os.environ.clear()
+        os.environ.update(before)

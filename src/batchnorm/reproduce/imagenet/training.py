@@ -1,51 +1,39 @@
-"""Train one run of the plan and leave its result file."""
+"""The jobs of a session: train a run or resume it, and evaluate it if it is a member of Figure 4's ensemble."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from ...evaluate import Predictions, predict, score
+from ...results import environment, write_json
 from ...train import Options, Result, train
+from ...train.distributed import ranks
+from ...train.saved_runs import SavedRun, loaders, open_for, open_run
 from .plan import Plan
-from .run_files import RunFiles
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Say on what the runs run.
-
-    Beyond the paper: running it.
-    """
-
-    data: Path
-    device: str = "auto"
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    cache: Literal["none", "device"] = "device"
-    workers: int = 2
-    threads: int = 1
-    commit: str | None = None
-    decoded: Path | None = None
+from .result_files import CROPS, MemberFiles, RunFiles
+from .session import Session
 
 
 @dataclass(frozen=True)
 class Training:
-    """Train a run to its end, or go on with it: a job for :func:`run_side_by_side`.
+    """Train a run to its end, or resume it, and write its result file.
 
     Args:
         files: which run, and where.
-        plan: of which it is.
-        machine: on what.
-        data: what :func:`describe_data` says of it.
+        plan: the run's plan.
+        session: on what data and device.
+        data: what :func:`describe_data` says of the data.
 
     Paper: Sec. 4.2.2
     """
 
     files: RunFiles
     plan: Plan
-    machine: Machine
+    session: Session
     data: dict[str, Any]
 
     @property
@@ -65,24 +53,24 @@ class Training:
         return round(recipe.epochs * -(-examples // recipe.batch_size))
 
     def finished(self) -> bool:
-        """Say whether the result file is there."""
+        """Return whether the result file is there."""
         return self.files.result.is_file()
 
     def __call__(self) -> None:
         """Train and write the result file."""
-        self.files.write(self.train(), self.data, self.machine.commit)
+        self.files.write(self.train(), self.data, self.session.commit)
 
     def train(self) -> Result:
-        """Train to the end; a run that has come to it only concludes again."""
-        torch.set_num_threads(self.machine.threads)
+        """Train to the end; a run that has come to it is only folded and scored again."""
+        torch.set_num_threads(self.session.threads)
         options = Options(
-            self.machine.data,
+            self.session.images,
             self.folder,
-            device=self.machine.device,
-            precision=self.machine.precision,
-            workers=self.machine.workers,
-            cache=self.machine.cache,
-            decoded=self.machine.decoded,
+            device=self.session.device,
+            precision=self.session.precision,
+            workers=self.session.workers,
+            cache=self.session.cache,
+            decoded=self.session.decoded,
             log_every=self.plan.log_every,
             evaluate_every=self.files.run.evaluate_every,
             checkpoint_every=self.plan.checkpoint_every,
@@ -90,3 +78,89 @@ class Training:
             score_training=True,
         )
         return train(self.files.run.recipe, options)
+
+
+class TrainedMember(Training):
+    """Train a member of the plan, or resume it, then evaluate it.
+
+    Paper: Sec. 4.2.3
+    """
+
+    @property
+    def member(self) -> MemberFiles:
+        """The member's files."""
+        return MemberFiles(self.name, self.files.results)
+
+    def finished(self) -> bool:
+        """Return whether the member's files are there."""
+        return self.member.finished()
+
+    def __call__(self) -> None:
+        """Train, evaluate and write the files, the result file last; one that diverged has no scores."""
+        self.member.result.unlink(missing_ok=True)
+        result = self.train()
+        found: dict[str, Any] = {"weights": None, "crops": {}}
+        if not result.diverged:
+            found = evaluate(open_run(self.folder), self.member, self.session, self.plan.evaluate_batch)
+        self.files.write(result, self.data, self.session.commit, **found)
+
+
+@dataclass(frozen=True)
+class TakenMember:
+    """Evaluate a finished run.
+
+    Args:
+        saved: the run.
+        member: its files.
+        session: on what data and device.
+        data: what :func:`describe_data` says of the data.
+        batch_size: crops that the network takes at a time.
+        folder: for the log.
+
+    Paper: Sec. 4.2.3
+    """
+
+    saved: SavedRun
+    member: MemberFiles
+    session: Session
+    data: dict[str, Any]
+    batch_size: int
+    folder: Path
+    steps: int = 0
+
+    @property
+    def name(self) -> str:
+        """The member's name."""
+        return self.member.name
+
+    def finished(self) -> bool:
+        """Return whether the member's files are there, and are of these weights."""
+        return self.member.finished() and self.member.read()["weights"] == self.saved.weights
+
+    def __call__(self) -> None:
+        """Evaluate and write the files, the result file last."""
+        torch.set_num_threads(self.session.threads)
+        self.member.result.unlink(missing_ok=True)
+        found = evaluate(self.saved, self.member, self.session, self.batch_size)
+        content = {"run": self.name, "recipe": asdict(self.saved.recipe), "data": self.data}
+        write_json(self.member.result, {**content, "environment": environment(self.session.commit), **found})
+
+
+def evaluate(saved: SavedRun, member: MemberFiles, session: Session, batch_size: int) -> dict[str, Any]:
+    """Evaluate a run's folded network with one crop and with 144, write the probabilities and return the scores.
+
+    Raises:
+        ValueError: if the run and the data do not fit, or the run has not ended.
+
+    Paper: Sec. 4.2.3
+    """
+    runs, found, scores = {member.name: saved}, dict[int, Predictions](), dict[str, Any]()
+    with ranks(session.device) as here:
+        for crops in CROPS:
+            batches = open_for(runs, session.images, crops, "val", here, batch_size, session.workers)
+            net = loaders(runs, batches)[member.name]()
+            found[crops] = one = predict(net, batches, batch_size=batch_size, name=member.name)
+            scored = score(one.probabilities, one.labels, member.name)._asdict()
+            scores[str(crops)] = {**scored, "enlarged": one.enlarged, "corrupt": [file.name for file in one.corrupt]}
+    member.write_probabilities(found)
+    return {"weights": saved.weights, "crops": scores}

@@ -1,4 +1,7 @@
-"""How ``bench.kernels`` goes on where an earlier sitting stopped: what a row is known by, and of which kernels."""
+"""The rows of ``bench kernels``: the layers of two networks, and the rows of an earlier session that still hold.
+
+A row is of certain kernels: a digest of their code, and of which of them a layer gets, decides whether it is stale.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import time
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,11 +22,62 @@ from .. import ops
 from ..ops.cuda import resident, schedule
 from ..ops.cuda.layout import geometry_of
 from ..results import environment
-from .layers import Layer
+
+
+class LayerShape(NamedTuple):
+    """A network, a batch size and the shape of one layer's input.
+
+    Beyond the paper: what the benchmarks run over.
+    """
+
+    network: str
+    batch: int
+    channels: int
+    size: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(N, C, H, W)."""
+        return self.batch, self.channels, self.size, self.size
+
+
+# Paper: Appendix, Figure 5, with projections of 96 in 4c and 4d.
+_INCEPTION = {
+    112: (64,),
+    56: (64, 192),
+    28: (32, 64, 96, 128, 160),
+    14: (64, 96, 128, 160, 192, 224, 256),
+    7: (128, 160, 192, 224, 320, 352),
+}
+_RESNET50 = {112: (64,), 56: (64, 128, 256), 28: (128, 256, 512), 14: (256, 512, 1024), 7: (512, 2048)}
+
+
+def inception(batch: int) -> list[LayerShape]:
+    """Return the appendix network's layers."""
+    return [LayerShape("inception", batch, c, size) for size, channels in _INCEPTION.items() for c in channels]
+
+
+def resnet50(batch: int) -> list[LayerShape]:
+    """Return ResNet-50's layers."""
+    return [LayerShape("resnet50", batch, c, size) for size, channels in _RESNET50.items() for c in channels]
+
+
+def all_layers() -> list[LayerShape]:
+    """Return both networks' layers at a small and a large batch."""
+    return [*inception(32), *inception(256), *resnet50(64), *resnet50(256)]
+
+
+def short_list() -> list[LayerShape]:
+    """Return one layer of each size class, for a first look."""
+    wanted = {
+        "inception": {32: ((64, 112), (192, 56), (96, 28), (160, 14), (352, 7)), 256: ((64, 28), (128, 14), (320, 7))},
+        "resnet50": {64: ((256, 56), (512, 28), (1024, 14), (2048, 7)), 256: ((256, 56), (512, 28), (64, 112))},
+    }
+    return [LayerShape(net, b, c, s) for net, batches in wanted.items() for b, rows in batches.items() for c, s in rows]
 
 
 def hardware() -> dict[str, Any]:
-    """Return what a reader needs to know to repeat the measurement, and what must agree between two sittings."""
+    """Return what a reader needs to repeat the measurement, and what must agree between two sessions."""
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -34,12 +88,12 @@ def hardware() -> dict[str, Any]:
 
 
 def provenance(commit: str | None) -> dict[str, Any]:
-    """Return what every row says of its origin."""
+    """Return the origin that every row states."""
     return {"commit": environment(commit)["commit"], "date": time.strftime("%Y-%m-%d")}
 
 
 @cache
-def digest(layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool, processors: int) -> str:
+def digest(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool, processors: int) -> str:
     """Return a digest of what a row measures: the kernels, what launches them, and which of them a layer gets."""
     form = torch.channels_last if channels_last else torch.contiguous_format
     g = geometry_of(torch.empty(layer.shape, device="meta", memory_format=form))
@@ -65,25 +119,25 @@ def code_of(path: Path) -> str:
 
 
 def _is_silent(node: ast.stmt) -> bool:
-    """Say whether a statement is an import or a docstring."""
+    """Return whether a statement is an import or a docstring."""
     text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     return text or isinstance(node, ast.Import | ast.ImportFrom)
 
 
-Given = tuple[Layer, bool, torch.dtype, bool]  # channels_last? residual?
+Given = tuple[LayerShape, bool, torch.dtype, bool]  # channels_last? residual?
 Key = tuple[Any, ...]
 
 
-def key_of(layer: Layer, channels_last: bool, dtype: torch.dtype, residual: bool) -> Key:
+def key_of(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool) -> Key:
     """Return what a row is known by."""
     return (*layer, *names_of(channels_last, dtype, residual))
 
 
 def earlier_rows(path: Path, machine: dict[str, Any], processors: int) -> dict[Key, dict[str, Any]]:
-    """Return the rows of earlier sittings that are of the same kernels.
+    """Return the rows of earlier sessions that are of the same kernels.
 
     Raises:
-        ValueError: where they are of another machine or software.
+        ValueError: if they are of another machine or software.
     """
     if not path.exists():
         return {}
@@ -92,7 +146,7 @@ def earlier_rows(path: Path, machine: dict[str, Any], processors: int) -> dict[K
         raise ValueError(f"{path} is of {report['hardware']}, and this is {machine}: give another --out")
     found = {}
     for row in report["rows"]:
-        layer = Layer(*(row[name] for name in Layer._fields))
+        layer = LayerShape(*(row[name] for name in LayerShape._fields))
         given = layer, row["layout"] == "NHWC", getattr(torch, row["dtype"]), row["op"] == "BN+add+ReLU"
         if row["kernels"] == digest(*given, processors):
             found[key_of(*given)] = row

@@ -1,27 +1,39 @@
-"""What each run leaves: one small result file, from which figures and tables are made without data or GPU."""
+"""The files that runs leave, from which figures and tables are made without data or GPU.
+
+Every run leaves a small result file, ``NAME.json``. A member of Figure 4's ensemble also leaves its class
+probabilities, ``NAME.npz``: it is evaluated once, wherever its checkpoint is, and the ensemble needs only the files.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from ...data.fingerprint import check_same_data
+from ...evaluate import Predictions
+from ...evaluate.crops import Count
 from ...results import environment, write_atomically
 from ...train import Recipe, Result
 from ...train import metrics as lines
 from .plan import Plan, PlannedRun, differing
 
 KEYS = ("curve", "result", "data", "environment", "seconds", "steps_per_second")
+CROPS: tuple[Count, ...] = (1, 144)
 COLUMNS = ("step", "val_top1", "val_top5", "train_loss", "train_top1")
 
 
 class Point(NamedTuple):
-    """Hold one validation, and the training batches' means since the one before.
+    """One validation, and the training batches' means since the one before.
 
     Paper: Fig. 2
     """
@@ -35,7 +47,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Finished:
-    """Hold what a run's result file says.
+    """What a run's result file says.
 
     Paper: Figs. 2, 3
     """
@@ -60,7 +72,7 @@ class Finished:
 
 
 class RunFiles(NamedTuple):
-    """Stand for a run's result file and for the folder that it is trained in.
+    """A run's result file, and the folder that it is trained in.
 
     Beyond the paper: resuming.
     """
@@ -80,10 +92,10 @@ class RunFiles(NamedTuple):
         return self.out / "runs" / self.run.name
 
     def read(self) -> Finished | None:
-        """Return the run's result, None where it is not finished.
+        """Return the run's result; None if it is not finished.
 
         Raises:
-            ValueError: where the file is of another recipe or plan.
+            ValueError: if the file is of another recipe or plan.
         """
         if not self.result.is_file():
             return None
@@ -120,6 +132,61 @@ class RunFiles(NamedTuple):
         write_atomically(self.result, _readable(content).encode())
 
 
+class MemberFiles(NamedTuple):
+    """The files of one member of an ensemble: ``NAME.json`` and ``NAME.npz``.
+
+    Paper: Sec. 4.2.3
+    """
+
+    name: str
+    results: Path
+
+    @property
+    def result(self) -> Path:
+        """The member's result file."""
+        return self.results / f"{self.name}.json"
+
+    @property
+    def probabilities(self) -> Path:
+        """The member's class probabilities for each number of crops, and the labels."""
+        return self.results / f"{self.name}.npz"
+
+    def missing(self) -> str | None:
+        """Return why the member does not count; None if it does."""
+        if not self.result.is_file():
+            return "not yet run"
+        if not self.read()["crops"]:
+            return "diverged in training"
+        if self.probabilities.is_file():
+            return None
+        return f"{self.probabilities.name}, of which ensembles are made, is not there: left out; --data makes it"
+
+    def finished(self) -> bool:
+        """Return whether nothing is left to do."""
+        return self.missing() in (None, "diverged in training")
+
+    def read(self) -> dict[str, Any]:
+        """Return what the result file holds."""
+        return read_result(self.result, ("crops", "data", "recipe", "weights", "environment"))
+
+    def predictions(self, crops: int) -> tuple[Tensor, Tensor]:
+        """Return class probabilities and labels of all images."""
+        with np.load(self.probabilities, allow_pickle=False) as arrays:
+            return torch.from_numpy(arrays[f"crops{crops}"]), torch.from_numpy(arrays["labels"])
+
+    def write_probabilities(self, found: Mapping[int, Predictions]) -> None:
+        """Write the probabilities, so that the file is whole or absent.
+
+        They stay float32: in float16 the small ones would become equal, and with them the first five choices.
+        """
+        self.results.mkdir(parents=True, exist_ok=True)
+        arrays = {f"crops{crops}": one.probabilities.cpu().numpy() for crops, one in found.items()}
+        arrays["labels"] = found[CROPS[0]].labels.cpu().numpy()
+        temporary = self.results / f".{os.getpid()}-{self.probabilities.name}"
+        np.savez_compressed(temporary, allow_pickle=False, **arrays)
+        temporary.replace(self.probabilities)
+
+
 def read_result(path: Path, keys: Sequence[str]) -> dict[str, Any]:
     """Return what a result file holds.
 
@@ -142,7 +209,7 @@ def read_all(plan: Plan, results: Path, out: Path) -> dict[str, Finished]:
     """Return what is finished, by name, in the plan's order.
 
     Raises:
-        ValueError: where a file is of another plan, or two are of different data.
+        ValueError: if a file is of another plan, or two are of different data.
 
     Beyond the paper: results are not mixed.
     """
@@ -174,7 +241,7 @@ def curve(records: Sequence[dict[str, Any]]) -> list[Point]:
 
 
 def _seconds(records: Sequence[dict[str, Any]]) -> float:
-    """Return how long the run took: a sitting's clock starts at 0."""
+    """Return how long the run took: each session's clock starts at 0."""
     clock = [record["seconds"] for record in records]
     return float(sum(a for a, b in pairwise([*clock, 0.0]) if b < a))
 

@@ -1,4 +1,4 @@
-"""The benchmark of the kernels goes on where an earlier sitting stopped."""
+"""The benchmark of the kernels resumes where an earlier session stopped."""
 
 import json
 import shutil
@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from batchnorm import ops
-from batchnorm.bench.kernels import write
-from batchnorm.bench.kernels_resume import code_of, digest, earlier_rows, key_of, provenance
-from batchnorm.bench.layers import all_layers, short_list
+from batchnorm.bench.kernel_rows import all_layers, code_of, digest, earlier_rows, key_of, provenance, short_list
+from batchnorm.bench.kernels_report import write
 from batchnorm.ops.cuda import resident
 
 MACHINE = {"device": "some GPU", "torch": "2.11"}
@@ -60,13 +59,15 @@ def test_digest_knows_the_kernels_and_which_of_them_a_layer_gets(monkeypatch, tm
     # Other kernels.
     shutil.copytree(Path(ops.__file__).parent, tmp_path / "ops")
     monkeypatch.setattr(ops, "__file__", str(tmp_path / "ops" / "__init__.py"))
-    for name in ("resident.cu", "triton/tile.py", "launch.py", "driver.py", "resident.py"):
-        with (tmp_path / "ops" / "cuda" / name).open("a") as file:
-            file.write("\nint other;\n" if name.endswith(".cu") else "\nOTHER = 1\n")
+    files = [path for path in (tmp_path / "ops" / "cuda").rglob("*") if path.suffix in (".py", ".cu")]
+    assert {"resident.cu", "launch.py", "schedule.py", "tile.py"} <= {path.name for path in files}
+    for path in files:
+        with path.open("a") as file:
+            file.write("\nint other;\n" if path.suffix == ".cu" else "\nOTHER = 1\n")
         digest.cache_clear()
         found.add(digest(*given))
     digest.cache_clear()
-    assert len(found) == 8
+    assert len(found) == 3 + len(files) - 1  # of the rules in schedule.py only what they choose counts
     assert provenance("abc")["commit"] == "abc"
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from .claims import rates_that_train
 from .curves import Seeds, noise, seeds_of, times_fewer, unchanged_seeds_of
-from .fig2_section import Section, show_accuracy, show_times
-from .run_files import Finished
+from .fig2_tables import Section, show_accuracy, show_times
+from .result_files import Finished
 
 # Section 4.2.1, in its order: the field of the recipe, and what taking it back means.
 MODIFICATIONS = {
@@ -78,7 +78,7 @@ def dropout(finished: Mapping[str, Finished]) -> Section:
 
 
 def _repeated(finished: Mapping[str, Finished]) -> float | None:
-    """Return by how much runs of the same recipe in two groups differ at the end; None where there are none."""
+    """Return by how much runs of the same recipe in two groups differ at the end; None if there are none."""
     ends: dict[object, list[float]] = {}
     for one in finished.values():
         if one.run.group in ("rates", "dropout") and one.result["top1"] is not None:

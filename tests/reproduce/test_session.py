@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from batchnorm.reproduce.imagenet.gpu_sharing import CONTROL, FOLDERS, SHARE, shared_gpu
+from batchnorm.reproduce.imagenet.session import CONTROL, FOLDERS, SHARE, shared_gpu
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from batchnorm.bench.kernels_bars import Bar, bars
+from batchnorm.bench.kernels_report import KernelBar, bars
 
 FILE = Path(__file__).parents[2] / "results" / "kernels-h200.json"
 
@@ -42,7 +42,7 @@ def test_a_residual_is_one_tensor_more_either_way():
 
 
 def test_what_was_not_measured_is_neither_reached_nor_missed():
-    one = Bar("NHWC", "BN+ReLU", "x", 1.5, None, True, 0)
+    one = KernelBar("NHWC", "BN+ReLU", "x", 1.5, None, True, 0)
     assert one.reached is None
     assert one.line().endswith("not measured")
     assert "MISSED" in one._replace(measured=1.4).line()

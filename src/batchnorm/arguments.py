@@ -1,0 +1,109 @@
+"""Read a typed function's arguments from a command's words: by tyro, or by argparse if tyro is not installed."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, BooleanOptionalAction
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
+from inspect import Parameter, signature
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+try:
+    import tyro
+    from tyro.conf import OmitArgPrefixes, Positional, arg
+
+    TYRO: Any = tyro
+except ImportError:  # a bare GPU machine: the same annotations, read by argparse below
+    TYRO = None
+
+    class OmitArgPrefixes:  # type: ignore[no-redef]
+        """Options of a nested dataclass have no prefix; here they never have one."""
+
+    class Positional:  # type: ignore[no-redef]
+        """Mark an argument without a name."""
+
+        def __class_getitem__(cls, kind: Any) -> Any:
+            return Annotated[kind, cls]
+
+    class arg:  # type: ignore[no-redef]
+        """How an argument is shown, and its other names."""
+
+        def __init__(self, metavar: str | None = None, aliases: Sequence[str] = (), **_: str) -> None:
+            self.metavar, self.aliases = metavar, aliases
+
+
+__all__ = ["OmitArgPrefixes", "Positional", "arg", "call_with"]
+
+
+def call_with(words: Sequence[str], function: Callable[..., Any], prog: str, description: str) -> Any:
+    """Call a function, or make a dataclass, with arguments from the words of a command line, and return the result.
+
+    Args:
+        words: of the command line.
+        function: what to call; its annotations say what the words mean.
+        prog: the command's name, for its help.
+        description: the text of its help.
+
+    >>> def shout(word: str, /, times: int = 1) -> str: return word.upper() * times
+    >>> call_with(["ha", "--times", "2"], shout, "shout", "")
+    'HAHA'
+
+    Beyond the paper: the command line.
+    """
+    if TYRO is not None:
+        config = (OmitArgPrefixes, TYRO.conf.PositionalMetavarFromFieldName)
+        return TYRO.cli(function, prog=prog, description=description, config=config, args=words)
+    parser = ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    make = _add_arguments(parser, function)
+    return make(vars(parser.parse_args(words)))
+
+
+def _add_arguments(parser: ArgumentParser, function: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
+    """Add a function's arguments, and return what calls it with the values that were read."""
+    hints, nested, unnamed = get_type_hints(function, include_extras=True), {}, []
+    parameters = signature(function).parameters
+    for name, parameter in parameters.items():
+        kind, *marks = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
+        if is_dataclass(kind):
+            nested[name] = _add_arguments(parser, kind)  # type: ignore[arg-type]
+            continue
+        if parameter.kind is Parameter.POSITIONAL_ONLY:
+            unnamed.append(name)
+        shown: Any = next((mark for mark in marks if hasattr(mark, "aliases")), arg())
+        options = _options(kind, parameter.default)
+        if name in unnamed or Positional in marks:
+            if parameter.default is not Parameter.empty:
+                options.setdefault("nargs", "?")
+            parser.add_argument(name, metavar=shown.metavar or name.upper(), **options)
+        else:
+            aliases = shown.aliases
+            options["required"] = parameter.default is Parameter.empty
+            parser.add_argument(f"--{name.replace('_', '-')}", *aliases, dest=name, **options)
+
+    def make(values: dict[str, Any]) -> Any:
+        found = {name: nested[name](values) if name in nested else values[name] for name in parameters}
+        found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        first = [found.pop(name) for name in unnamed]
+        return function(*first, **found)
+
+    return make
+
+
+def _options(kind: Any, default: Any) -> dict[str, Any]:
+    """Return what argparse needs to know of a type: one of str, int, float, Path, bool, Literal, or several of them."""
+    options: dict[str, Any] = {} if default is Parameter.empty else {"default": default}
+    optional = get_origin(kind) in (Union, UnionType)
+    if optional:
+        (kind,) = (one for one in get_args(kind) if one is not NoneType)
+    if kind is bool and not optional:
+        return {**options, "action": BooleanOptionalAction}
+    if get_origin(kind) in (tuple, Sequence):
+        kind, options["nargs"] = get_args(kind)[0], "+" if default is Parameter.empty else "*"
+    if get_origin(kind) is Literal:
+        return {**options, "type": type(get_args(kind)[0]), "choices": get_args(kind)}
+    return {**options, "type": _truth if kind is bool else kind}
+
+
+def _truth(word: str) -> bool:
+    return ("False", "True").index(word) == 1

@@ -1,0 +1,187 @@
+"""What ``bench kernels`` reports: which bars are reached, means by layout and operation, and a picture.
+
+Draw the picture of a result file again: python -m batchnorm.bench.kernels_report results/kernels-h200.json
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..extras import MissingExtraError, require
+from ..results import write_atomically
+
+CHIP = 26.4e6  # bytes that stay on chip between the passes: 132 multiprocessors with 200 KB of shared memory
+MOVED = 20e6  # bytes; with less, a launch's own time is most of it
+# Tensors that must move if all is read once, and if what both passes need is read twice: forward, backward.
+ONCE, TWICE = (2, 3), (3, 5)
+
+STYLES = {
+    "batchnorm": ("C3", "o"),
+    "compile": ("C0", "s"),
+    "compile-max": ("C9", "v"),
+    "cudnn-fp16": ("C2", "^"),
+    "eager": ("0.5", "x"),
+}
+
+
+class KernelBar(NamedTuple):
+    """One requirement, over the layers it is about.
+
+    Beyond the paper: a line of results/kernels-h200.json.
+    """
+
+    layout: str
+    op: str
+    what: str
+    wanted: float
+    measured: float | None  # None if no layer was measured
+    at_least: bool
+    layers: int
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether it is; None if nothing was measured."""
+        if self.measured is None:
+            return None
+        return self.measured >= self.wanted if self.at_least else self.measured <= self.wanted
+
+    def line(self) -> str:
+        """Return it as a sentence."""
+        told = {None: "not measured", True: "reached", False: "MISSED"}[self.reached]
+        number = "" if self.measured is None else f"{self.measured:.2f}, "
+        way = "at least" if self.at_least else "at most"
+        return f"{self.op} {self.layout}: {self.what}: {number}{way} {self.wanted:g}, {self.layers} passes: {told}"
+
+
+def bars(rows: Iterable[dict[str, Any]]) -> list[KernelBar]:
+    """Judge measured rows.
+
+    >>> row = {"layout": "NHWC", "op": "BN+ReLU", "dtype": "bfloat16", "megabytes": 20.0, "limit_us": [10.0, 15.0]}
+    >>> row["us"] = {"batchnorm": [12.0, 18.0], "compile": [30.0, 30.0], "eager": [60.0, 90.0]}
+    >>> [(bar.what, round(bar.measured, 2), bar.reached) for bar in bars([row]) if bar.measured is not None][:2]
+    [('geometric mean of torch.compile over ours', 2.0, True), ('geometric mean of eager over ours', 5.0, True)]
+
+    Beyond the paper: speed.
+    """
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["dtype"] == "bfloat16" and "batchnorm" in row["us"]:
+            groups.setdefault((row["layout"], row["op"]), []).append(row)
+    return [bar for (layout, op), members in groups.items() for bar in _judged(layout, op, members)]
+
+
+def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[KernelBar]:
+    compiled, eager = ([ratio(row, name) for row in rows if name in row["us"]] for name in ("compile", "eager"))
+    kept, streamed = [], []
+    for row in rows:
+        for i in (0, 1):
+            times = row["us"]["batchnorm"][i] / row["limit_us"][i]
+            tensor, added = row["megabytes"] * 1e6, op != "BN+ReLU"
+            if tensor * (i + 1) > CHIP:
+                streamed.append(times * (ONCE[i] + added) / (TWICE[i] + added))
+            elif tensor * (ONCE[i] + added) >= MOVED:
+                kept.append(times)
+
+    def bar(what: str, wanted: float, values: Sequence[float], measured: float | None, at_least: bool) -> KernelBar:
+        return KernelBar(layout, op, what, wanted, measured if values else None, at_least, len(values))
+
+    return [
+        bar("geometric mean of torch.compile over ours", 1.5, compiled, _mean(compiled), True),
+        bar("geometric mean of eager over ours", 4.0, eager, _mean(eager), True),
+        bar("worst layer, torch.compile over ours", 0.95, compiled, min(compiled, default=None), True),
+        bar("worst pass over the one-read limit, data on chip", 1.25, kept, max(kept, default=None), False),
+        bar("worst pass over the streaming limit, data too large", 1.15, streamed, max(streamed, default=None), False),
+    ]
+
+
+def ratio(row: dict[str, Any], other: str) -> float:
+    """Return how many times as long ``other`` takes, forward and backward together."""
+    return float(sum(row["us"][other]) / sum(row["us"]["batchnorm"]))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.geometric_mean(values) if values else None
+
+
+def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the geometric means and the worst layer, by layout, type and operation."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if "batchnorm" in row["us"]:
+            groups.setdefault((row["layout"], row["dtype"], row["op"]), []).append(row)
+    found = []
+    for (layout, dtype, op), members in groups.items():
+        entry: dict[str, Any] = {"layout": layout, "dtype": dtype, "op": op, "layers": len(members)}
+        for other in ("compile", "compile-max", "eager", "cudnn-fp16"):
+            ratios = [ratio(r, other) for r in members if other in r["us"]]
+            if ratios:
+                entry[other] = {
+                    "geometric_mean": statistics.geometric_mean(ratios),
+                    "worst": min(ratios),
+                    "n": len(ratios),
+                }
+        found.append(entry)
+    return found
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return one row of the printed table: microseconds forward/backward, and times the limit."""
+    shape = f"{row['batch']}x{row['channels']}x{row['size']}x{row['size']}"
+    text = f"{shape:>16} {row['layout']} {row['dtype']:>8} {row['op']:>11} {row['megabytes']:7.1f} MB"
+    for name, us in row["us"].items():
+        times = [t / limit for t, limit in zip(us, row["limit_us"], strict=True)]
+        text += f" | {name} {us[0]:.1f}/{us[1]:.1f} ({times[0]:.2f}/{times[1]:.2f})"
+    return text + (f" | {row['refused']} {row['errors']}" if "refused" in row else "")
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    """Write the report so far."""
+    rows = list(report["rows"].values())
+    judged = [{**bar._asdict(), "reached": bar.reached} for bar in bars(rows)]
+    report = {**report, "rows": rows, "summary": summary(rows), "bars": judged}
+    write_atomically(path, json.dumps(report, indent=1).encode())
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Write a picture of one panel per layout and operation; 1 is every byte moved once at copy bandwidth."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    types = [r["dtype"] for r in report["rows"]]
+    dtype = "bfloat16" if "bfloat16" in types else types[0]
+    panels = sorted({(r["layout"], r["op"]) for r in report["rows"] if r["dtype"] == dtype})
+    figure = Figure(figsize=(5 * len(panels), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (layout, op) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
+        rows = [r for r in report["rows"] if (r["layout"], r["op"], r["dtype"]) == (layout, op, dtype)]
+        for name, (color, marker) in STYLES.items():
+            points = [(r["megabytes"], sum(r["limit_us"]) / sum(r["us"][name])) for r in rows if name in r["us"]]
+            if points:
+                axes.semilogx(*zip(*sorted(points), strict=True), color=color, marker=marker, ls="", label=name)
+        axes.axhline(1, color="k", lw=0.6)
+        axes.set(title=f"{op}, {layout}, {dtype}", xlabel="one tensor, MB", ylim=(0, 1.05))
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("share of the one-read limit, forward + backward")
+    figure.axes[-1].legend(loc="upper left")  # cuDNN has channels_last alone, which comes last
+    figure.suptitle(f"{report['hardware']['device']}, torch {report['hardware']['torch']}")
+    figure.savefig(path, dpi=130)
+
+
+def picture(path: Path) -> None:
+    """Draw the picture beside a result file, or print what is missing for it."""
+    try:
+        require("matplotlib", "report")
+    except MissingExtraError as error:
+        print(f"no picture: {error}, then python -m batchnorm.bench.kernels_report {path}")
+        return
+    draw(json.loads(path.read_text()), path.with_suffix(".png"))
+    print(f"picture: {path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    picture(Path(sys.argv[1]))
