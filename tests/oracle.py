@@ -41,6 +41,55 @@ def unrows(r: Tensor, like: Tensor, feature_dims: int = 1) -> Tensor:
     return r.reshape(*rest, *features).movedim(list(range(-feature_dims, 0)), list(range(1, 1 + feature_dims)))
 
 
+# Where the derivative jumps: a z that rounds across one of these has another gradient.
+KINKS = {"relu6": (0.0, 6.0), "hardswish": (-3.0, 3.0)}
+
+
+def spread(activation: str | Activation | None) -> float:
+    """How far gamma should spread z so that it lies on all pieces of g."""
+    return 4.0 if as_activation(activation).name in KINKS else 1.0
+
+
+def check_the_kinks(batch_norm, activation: str, device: str = "cpu") -> None:
+    """Hold ``batch_norm(x, gamma, beta, activation, residual) -> y`` against torch's g where g' jumps, and beside it.
+
+    With gamma 0, z is exactly the residual, or beta.
+    """
+    zs = [v for k in KINKS[activation] for v in (k, k - 1 / 8, k + 1 / 8)] * 4
+    z = torch.tensor(zs, device=device).requires_grad_()
+    gamma = torch.zeros(len(zs), device=device).requires_grad_()
+    x, dy = torch.randn(4, len(zs), device=device), torch.randn(4, len(zs), device=device)
+    want = as_activation(activation)(z.expand(4, -1))
+    (dz,) = torch.autograd.grad(want, z, dy, retain_graph=True)
+    y = batch_norm(x, gamma, z, Activation(activation), None)
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(torch.autograd.grad(y, z, dy)[0], dz)
+
+    residual = z.detach().expand(4, -1).contiguous().requires_grad_()
+    (dz,) = torch.autograd.grad(as_activation(activation)(residual), residual, dy)
+    y = batch_norm(x, gamma, torch.zeros_like(z), Activation(activation), residual)
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(torch.autograd.grad(y, residual, dy)[0], dz)
+
+
+def off_the_kinks(
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    eps: float,
+    activation: str | Activation | None,
+    residual: Tensor | None = None,
+    feature_dims: int = 1,
+) -> Tensor:
+    """Return ``dy``, with zeros where z is so near a kink that x's type may round it across."""
+    z = expect(x, gamma, beta, eps, dy, None, residual, feature_dims).y
+    tolerance = 2 * TOLERANCE[x.dtype]["atol"]
+    for kink in KINKS.get(as_activation(activation).name, ()):
+        dy = torch.where((z - kink).abs() < tolerance * max(1.0, abs(kink)), 0, dy)
+    return dy
+
+
 def expect(
     x: Tensor,
     gamma: Tensor,

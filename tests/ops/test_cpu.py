@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import assert_near, expect, rows
+from oracle import KINKS, assert_near, check_the_kinks, expect, off_the_kinks, rows, spread
 
-from batchnorm.ops import Activation, cpu, reference
+from batchnorm.ops import Activation, composite, cpu, reference
 from batchnorm.ops.activation import NAMES
 from batchnorm.ops.cpu import layout, torch_kernels
 from batchnorm.ops.cpu.layout import Matrix, Planes, layout_of
@@ -52,11 +52,11 @@ def draw(*shape, dtype=torch.float32, mean=0.0, std=1.0, format=torch.contiguous
 def check(x, activation="identity", with_residual=False, eps=EPS, scale=1.0):
     """Run forward and backward and compare y, every gradient and the moments with the oracle; nothing else changes."""
     x = x.detach().requires_grad_()
-    gamma = (torch.rand(x.shape[1]) + 0.5).requires_grad_()
+    activation = activation if isinstance(activation, Activation) else Activation(activation)
+    gamma = ((torch.rand(x.shape[1]) + 0.5) * spread(activation)).requires_grad_()
     beta = torch.randn(x.shape[1]).requires_grad_()
     residual = torch.randn(x.shape).to(x.dtype).requires_grad_() if with_residual else None
-    dy = torch.randn(x.shape).to(x.dtype)
-    activation = activation if isinstance(activation, Activation) else Activation(activation)
+    dy = off_the_kinks(torch.randn(x.shape).to(x.dtype), x, gamma, beta, eps, activation, residual)
     want = expect(x, gamma, beta, eps, dy, activation, residual)
     given_ = [None if v is None else v.detach().clone() for v in (x, gamma, beta, residual, dy)]
 
@@ -147,6 +147,13 @@ def test_hard_case_with_residual_and_relu(name):
 @by_every_strategy
 def test_activation(activation, format, with_residual):
     check(draw(4, 6, 7, 5, format=format), activation, with_residual)
+
+
+@pytest.mark.parametrize("activation", KINKS)
+@by_every_strategy
+def test_gradients_where_the_derivative_jumps_are_torchs(activation):
+    for path in (cpu, composite):
+        check_the_kinks(lambda x, gamma, beta, *rest, p=path: p.batch_norm(x, gamma, beta, EPS, *rest)[0], activation)
 
 
 @pytest.mark.parametrize(

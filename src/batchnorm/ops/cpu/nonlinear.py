@@ -32,6 +32,10 @@ def apply_(activation: Activation, z: Tensor) -> Tensor:
             return z.tanh_()
         case "silu":
             return F.silu(z, inplace=True)
+        case "relu6":
+            return F.relu6(z, inplace=True)
+        case "hardswish":
+            return F.hardswish(z, inplace=True)
     return z
 
 
@@ -74,11 +78,18 @@ class HalfRelu(torch.autograd.Function):
         return dz.view(dy.dtype)
 
 
-def derivative_needs(activation: Activation) -> str | None:
-    """Name what g' is computed from: "y" = g(z) where that is enough, "z" where it is not, None for the identity."""
-    if activation.name == "silu" or (activation.name == "leaky_relu" and activation.slope < 0):
-        return "z"
-    return None if activation.name == "identity" else "y"
+def derivative_needs(activation: Activation, dtype: torch.dtype) -> str | None:
+    """Name what g' is computed from: "y" = g(z) in ``dtype`` if that is enough, else "z"; None for the identity."""
+    match activation.name:
+        case "identity":
+            return None
+        case "silu" | "hardswish":
+            return "z"
+        case "leaky_relu" if activation.slope < 0:
+            return "z"
+        case "relu6" if dtype.itemsize == 2:  # rounds values a little below 6 to 6
+            return "z"
+    return "y"
 
 
 def backward(activation: Activation, dy: Tensor, at: Tensor | None) -> Tensor:
@@ -97,4 +108,8 @@ def backward(activation: Activation, dy: Tensor, at: Tensor | None) -> Tensor:
             return dy * sigmoid * (1 + at * (1 - sigmoid))
         case "silu":
             return _aten.silu_backward(dy, at)  # type: ignore[no-any-return]
+        case "relu6":
+            return _aten.hardtanh_backward(dy, at, 0, 6)  # type: ignore[no-any-return]
+        case "hardswish":
+            return _aten.hardswish_backward(dy, at)  # type: ignore[no-any-return]
     return dy

@@ -59,7 +59,7 @@ class BatchNormFunction(torch.autograd.Function):
         ctx.eps, ctx.activation, ctx.layout = eps, activation, layout
         ctx.mean, ctx.invstd, ctx.scale, ctx.shift = mean, invstd, scale, shift
         ctx.dtypes = [None if v is None else v.dtype for v in (x, gamma, beta, residual)]
-        ctx.needs = needs = nonlinear.derivative_needs(activation)
+        ctx.needs = needs = nonlinear.derivative_needs(activation, x.dtype)
         at_z = (beta, residual) if needs == "z" else (None, None)
         ctx.save_for_backward(x, gamma, *at_z, y if needs == "y" else None)
         return y, _tensor(mean if shift is None else mean + shift, dtype), _tensor(var, dtype)
