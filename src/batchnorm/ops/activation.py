@@ -50,6 +50,28 @@ class Activation(NamedTuple):
             return F.leaky_relu(z, self.slope)
         return _KINDS[self.name].function(z)
 
+    def backward(self, dy: Tensor, z: Tensor) -> Tensor:
+        """Return dz = g'(z) dy by operations that can be differentiated again and vectorized."""
+        match self.name:
+            case "relu":
+                return torch.where(z <= 0, 0, dy)
+            case "relu6":
+                return torch.where((z <= 0) | (z >= 6), 0, dy)
+            case "leaky_relu":
+                return torch.where(z > 0, dy, dy * self.slope)
+            case "sigmoid":
+                s = torch.sigmoid(z)
+                return dy * (s * (1 - s))
+            case "tanh":
+                t = torch.tanh(z)
+                return dy * (1 - t * t)
+            case "silu":
+                s = torch.sigmoid(z)
+                return dy * (s * (1 + z * (1 - s)))
+            case "hardswish":
+                return torch.where(z <= -3, 0, torch.where(z < 3, dy * (z / 3 + 0.5), dy))
+        return dy
+
 
 IDENTITY = Activation()
 # Functions are called with a name, every time.

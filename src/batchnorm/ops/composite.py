@@ -62,11 +62,13 @@ def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tens
     x_hat = centred * invstd
     dz = dy.to(x_hat.dtype)
     if passes is not None:
-        dz = torch.where(passes, dz, dz * (call.activation.slope if call.activation.name == "leaky_relu" else 0.0))
+        dz = torch.where(
+            passes.bool(), dz, dz * (call.activation.slope if call.activation.name == "leaky_relu" else 0.0)
+        )
     elif call.activation.name != "identity":
         z = scale_and_shift(call, centred, moments.var)
         z = z if call.residual is None else z + call.residual.to(z.dtype)
-        (dz,) = torch.autograd.grad(call.activation(z), z, dz, create_graph=True)
+        dz = call.activation.backward(dz, z)
     scale = invstd if call.gamma is None else invstd * per_channel(call.gamma.to(invstd.dtype), x_hat)
     weighted = dz * x_hat
     dx = scale * (dz - dz.mean(dims, keepdim=True) - x_hat * weighted.mean(dims, keepdim=True))

@@ -54,8 +54,8 @@ def describe(call: Call) -> str:
     missing = compiler.unavailable()
     if missing is not None:
         return f"a CPU tensor, and torch's kernels, for {missing}"
-    if call.residual is not None or autograd.form_of(call.x, relu=False) is None:
-        return "a CPU tensor, and torch's kernels: the compiled one takes dense float32 batches without a residual"
+    if autograd.form_of(call.x, call.activation) is None:
+        return "a CPU tensor, and torch's kernels: the compiled one takes dense float32 batches"
     reason = "a CPU tensor; layers in training take the compiled kernel, or torch's if that is as fast"
     found = compiler.kernels()
     if found is not None and found.uncached is not None:
@@ -66,9 +66,9 @@ def describe(call: Call) -> str:
 def train_(call: Call) -> Tensor | None:
     """Run a training call by the shortest way; None, and nothing moved, if another path has to be taken."""
     x, gamma, beta, eps, activation, residual, mask, running, momentum = call
-    if residual is not None or mask is not None or running is None:
+    if mask is not None or running is None:
         return None
-    return normalize_batch_(x, gamma, beta, running, momentum, eps, activation)
+    return normalize_batch_(x, gamma, beta, running, momentum, eps, activation, residual)
 
 
 def run(call: Call) -> tuple[Tensor, Moments]:

@@ -38,8 +38,9 @@ def normalize_batch_(
     momentum: float | None,
     eps: float,
     activation: Activation,
+    residual: Tensor | None = None,
 ) -> Tensor | None:
-    """Return y and move the running mean, variance and count; None, and nothing moved, where another way is due."""
+    """Return y and move the running mean, variance and count; None, and nothing moved, if another way is due."""
     mean, var, num_batches, _ = running
     if not (is_plain(x) and (gamma is None or gamma.dtype is _f32) and (beta is None or beta.dtype is _f32)):
         return None
@@ -47,31 +48,30 @@ def normalize_batch_(
     memory = _memories.get(id(mean))
     gamma_shape, beta_shape = None if gamma is None else gamma.shape, None if beta is None else beta.shape
     averages = mean.shape, mean.stride(), var.shape, var.stride()
-    key = x.shape, x.stride(), x.dtype, gamma_shape, beta_shape, averages, activation
+    key = x.shape, x.stride(), x.dtype, gamma_shape, beta_shape, averages, activation, residual is None
     addresses = mean.data_ptr(), var.data_ptr(), num_batches.data_ptr()
     if memory is None or memory.key != key or memory.addresses != addresses:
         if not _fits(x, gamma, beta, running):
             return None
-        relu = activation.name == "relu"
         dense = mean.is_contiguous() and var.is_contiguous() and num_batches.dtype is torch.int64
-        kernel = autograd.form_of(x, relu) if dense else None
-        if torch_kernels.is_fast(x):
-            # Without ReLU our kernel moves as many bytes as torch's where many channels lie side by side, and has
-            # Python around it, which a large batch pushes out of the cache.
-            if kernel is not None and not relu and kernel.shape.length == 0 and x.numel() >= LARGE:
+        kernel = autograd.form_of(x, activation) if dense else None
+        if residual is None and torch_kernels.is_fast(x):
+            # BN alone: our kernel moves as many bytes as torch's where many channels lie side by side, and has Python
+            # around it, which a large batch pushes out of the cache.
+            alone = activation.name == "identity"
+            if kernel is not None and alone and kernel.shape.length == 0 and x.numel() >= LARGE:
                 kernel = None
         elif kernel is None:
             return None
-        within = kernel is not None and relu
-        activate = None if within else nonlinear.for_fresh(activation, x.numel(), x.dtype)
+        activate = None if kernel is not None else nonlinear.for_fresh(activation, x.numel(), x.dtype)
         memory = _remember(key, addresses, running, kernel, activate)
     _, _, means, variances, count, kernel, activate, _ = memory
     if kernel is not None:
         # In a checkpoint's recomputation the averages have moved already.
         where = _NOWHERE if is_recomputation() else addresses
-        y = autograd.normalize_batch_(x, gamma, beta, where, momentum, eps, kernel, activate)
+        y = autograd.normalize_batch_(x, gamma, beta, residual, where, momentum, eps, kernel)
         if is_active() and y is not None:
-            remember(y, _again_by_kernel(eps, kernel, activate), x, gamma, beta)
+            remember(y, _again_by_kernel(eps, kernel), x, gamma, beta, residual)
         return y
     factor = momentum if momentum is not None else 1 / (count[0] + 1)
     moved = 1
@@ -99,11 +99,9 @@ def normalize_batch_(
 _NOWHERE = None, None, None
 
 
-def _again_by_kernel(
-    eps: float, form: autograd.Form, activate: Callable[[Tensor], Tensor] | None
-) -> Callable[..., Tensor]:
-    def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-        y = autograd.normalize_batch_(x, gamma, beta, _NOWHERE, None, eps, form, activate)
+def _again_by_kernel(eps: float, form: autograd.Form) -> Callable[..., Tensor]:
+    def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None) -> Tensor:
+        y = autograd.normalize_batch_(x, gamma, beta, residual, _NOWHERE, None, eps, form)
         assert y is not None  # as it was not the first time
         return y
 
