@@ -7,6 +7,7 @@ from torch import Tensor
 
 from batchnorm.ops import Activation, reference
 from batchnorm.ops.activation import as_activation
+from batchnorm.ops.call import Call
 
 # How far a result in this type may lie from the float64 reference on the same inputs, of the tensor's own scale.
 TOLERANCE = {
@@ -50,8 +51,8 @@ def spread(activation: str | Activation | None) -> float:
     return 4.0 if as_activation(activation).name in KINKS else 1.0
 
 
-def check_the_kinks(batch_norm, activation: str, device: str = "cpu") -> None:
-    """Hold ``batch_norm(x, gamma, beta, activation, residual) -> y`` against torch's g where g' jumps, and beside it.
+def check_the_kinks(run, activation: str, device: str = "cpu") -> None:
+    """Hold ``run(call) -> y`` against torch's g where g' jumps, and beside it.
 
     With gamma 0, z is exactly the residual, or beta.
     """
@@ -61,13 +62,13 @@ def check_the_kinks(batch_norm, activation: str, device: str = "cpu") -> None:
     x, dy = torch.randn(4, len(zs), device=device), torch.randn(4, len(zs), device=device)
     want = as_activation(activation)(z.expand(4, -1))
     (dz,) = torch.autograd.grad(want, z, dy, retain_graph=True)
-    y = batch_norm(x, gamma, z, Activation(activation), None)
+    y = run(Call(x, gamma, z, activation=Activation(activation)))
     torch.testing.assert_close(y, want)
     torch.testing.assert_close(torch.autograd.grad(y, z, dy)[0], dz)
 
     residual = z.detach().expand(4, -1).contiguous().requires_grad_()
     (dz,) = torch.autograd.grad(as_activation(activation)(residual), residual, dy)
-    y = batch_norm(x, gamma, torch.zeros_like(z), Activation(activation), residual)
+    y = run(Call(x, gamma, None, activation=Activation(activation), residual=residual))
     torch.testing.assert_close(y, want)
     torch.testing.assert_close(torch.autograd.grad(y, residual, dy)[0], dz)
 

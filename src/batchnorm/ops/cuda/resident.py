@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..activation import NAMES
 from . import driver
 from .layout import Geometry, magic_of
 from .schedule import AT_ONCE, megabytes_of, up
