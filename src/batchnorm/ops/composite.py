@@ -75,6 +75,22 @@ def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tens
     return dx.to(call.x.dtype), weighted.sum(dims), dz.sum(dims), dz
 
 
+def moments_backward(x: Tensor, dmean: Tensor | None, dvar: Tensor | None, mean: Tensor | None = None) -> Tensor | None:
+    """Return dl/dx = dl/dmu * 1/m + dl/dvar * 2 (x - mu)/m, or None without either; ``mean`` spares computing it.
+
+    Paper: Sec. 3, gradients
+    """
+    m = x.numel() // x.shape[1]
+    dx = None
+    if dvar is not None:
+        centred = batch_moments(x, [0, *range(2, x.dim())])[1] if mean is None else x - per_channel(mean, x)
+        dx = centred * per_channel(dvar * (2 / m), x)
+    if dmean is not None:
+        each = per_channel(dmean / m, x)
+        dx = each.expand(x.shape) if dx is None else dx + each
+    return None if dx is None else dx.to(x.dtype)
+
+
 def scale_and_shift(call: Call, centred: Tensor, var: Tensor) -> Tensor:
     """Return gamma * x_hat + beta from centred values, in their type."""
     scale = torch.rsqrt(var + call.eps)

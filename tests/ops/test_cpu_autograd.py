@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from batchnorm import layers, ops
 from batchnorm.ops import Activation, Running, cpu
 from batchnorm.ops.activation import IDENTITY, NAMES
-from batchnorm.ops.cpu import autograd, compiler, fast_path
+from batchnorm.ops.call import Call
+from batchnorm.ops.cpu import autograd, compiler
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 EPS = 1e-3
@@ -62,7 +63,7 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def whatever_the_size(monkeypatch):
-    monkeypatch.setattr(fast_path, "LARGE", 1 << 40)
+    monkeypatch.setattr(autograd, "LARGE", 1 << 40)
 
 
 def new_running(channels):
@@ -75,7 +76,7 @@ def copy_of(running):
 
 def run(x, running, momentum=0.1, activation=IDENTITY, gamma=None, beta=None, residual=None):
     assert autograd.form_of(x, activation) is not None
-    y = cpu.normalize_batch_(x, gamma, beta, running, momentum, EPS, activation, residual)
+    y = cpu.train_(Call(x, gamma, beta, EPS, activation, residual, None, running, momentum))
     if y is not None and y.requires_grad:
         assert type(y.grad_fn).__name__ == "NormalizeBackward"
     return y
@@ -129,10 +130,8 @@ def test_a_residual_on_every_shape(name):
 
 @pytest.mark.parametrize("activation", KINKS)
 def test_gradients_where_the_derivative_jumps_are_torchs(activation):
-    def batch_norm(x, gamma, beta, activation, residual):
-        return run(x, new_running(x.shape[1]), 0.1, activation, gamma, beta, residual)
-
-    check_the_kinks(batch_norm, activation)
+    running = new_running(24)
+    check_the_kinks(lambda call: cpu.train_(call._replace(running=running, momentum=0.1)), activation)
 
 
 @pytest.mark.parametrize("activation", ["sigmoid", "tanh", "silu"])
@@ -163,7 +162,7 @@ def test_what_a_residual_adds_to_what_is_kept(activation, bytes_each):
 
 def test_a_residual_that_broadcasts_is_left_to_others():
     layer, x, residual = layers.BatchNorm2d(6), torch.randn(4, 6, 8, 8), torch.randn(4, 6, 1, 1)
-    assert cpu.normalize_batch_(x, None, None, new_running(6), 0.1, EPS, RELU, residual) is None
+    assert run(x, new_running(6), activation=RELU, residual=residual) is None
     with pytest.raises(ValueError, match="residual"):
         layer(x, residual=residual)
 
