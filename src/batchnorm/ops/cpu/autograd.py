@@ -285,23 +285,25 @@ class Normalize(torch.autograd.Function):
         form: Form,
     ) -> Tensor:
         """Keep x, a few numbers a channel, and with a residual what tells the derivative of the activation."""
-        y, kept, passed, kept_residual = torch.empty_like(x), x.new_empty((ROWS_KEPT, x.shape[1])), None, None
-        if residual is not None:
-            if form.is_smooth:
-                kept_residual = residual
-            elif form.shape.activation and any(ctx.needs_input_grad):
-                passed = torch.empty_like(x, dtype=torch.bool)
+        y, kept, passed, hidden = torch.empty_like(x), x.new_empty((ROWS_KEPT, x.shape[1])), None, form.is_smooth
+        if residual is not None and not hidden and form.shape.activation and any(ctx.needs_input_grad):
+            passed = torch.empty_like(x, dtype=torch.bool)
+            hidden = True
         failed = form.forward(
             form.address, torch.get_num_threads() if form.parallel else 1,
             call.eps, nan if call.momentum is None else call.momentum,
-            x.data_ptr(), _pointer(gamma), _pointer(beta), _pointer(residual), *averages,
-            y.data_ptr(), _pointer(passed), kept.data_ptr(),
+            x.data_ptr(), None if gamma is None else gamma.data_ptr(), None if beta is None else beta.data_ptr(),
+            None if residual is None else residual.data_ptr(), *averages,
+            y.data_ptr(), None if passed is None else passed.data_ptr(), kept.data_ptr(),
         )  # fmt: skip
         if failed:
             raise MemoryError if failed < 0 else _NotFinite
         ctx.set_materialize_grads(False)
-        ctx.form, ctx.eps, ctx.kept, ctx.shape, ctx.stride = form, call.eps, kept, x.shape, x.stride()
-        ctx.save_for_backward(x, gamma, beta if form.is_smooth else None, kept_residual, passed)
+        ctx.kept, ctx.rest = kept, (form, call.eps, x.shape, x.stride(), hidden)
+        if hidden:
+            ctx.save_for_backward(x, gamma, *((beta, residual) if form.is_smooth else (None, None)), passed)
+        else:
+            ctx.save_for_backward(x, gamma)
         return y
 
     @staticmethod
@@ -309,52 +311,49 @@ class Normalize(torch.autograd.Function):
         """Go back through g and Algorithm 1; by plain operations if the kernel would not see all there is."""
         if dy is None:
             return (None,) * 7
-        saved = ctx.saved_tensors
-        x = saved[0]
-        seen = torch.is_grad_enabled() or is_forward_mode() or not is_unseen(x, dy)
-        plain = seen or not (x.is_cpu and _has_memory(x) and _has_memory(dy))
-        grads = (_plain_backward if plain else _kernel_backward)(ctx, dy, *saved)
-        dx, dgamma, dbeta, dz = (g if needed else None for g, needed in zip(grads, ctx.needs_input_grad, strict=False))
-        return dx, dgamma, dbeta, dz, None, None, None
-
-
-_Gradients = tuple[Tensor | None, Tensor, Tensor, Tensor]  # dx, dgamma, dbeta, dz
-
-
-def _kernel_backward(ctx: Any, dy: Tensor, x: Tensor, _: Any, __: Any, residual: Any, passed: Any) -> _Gradients:
-    form, kept = ctx.form, ctx.kept
-    # Saved-tensor hooks may give back other types and layouts.
-    if x.dtype is not _f32 or x.stride() != ctx.stride or x.shape != ctx.shape:
-        x = kept.new_empty_strided(ctx.shape, ctx.stride).copy_(x)
-    if residual is not None:
-        residual = stored_like(residual, x)
-    if passed is not None and (passed.dtype is not torch.bool or passed.stride() != ctx.stride):
-        passed = torch.empty_like(x, dtype=torch.bool).copy_(passed)
-    dy = stored_like(dy, x)
-    of_x, of_residual = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
-    dz, dx = dy, torch.empty_like(x) if of_x else None
-    if form.is_smooth or passed is not None:
-        dz = dx if dx is not None and not of_residual else torch.empty_like(x)
-    dgamma, dbeta = kept.new_empty(x.shape[1]), kept.new_empty(x.shape[1])
-    if form.backward(
-        form.address, torch.get_num_threads() if form.parallel else 1, x.data_ptr(), dy.data_ptr(),
-        _pointer(residual), _pointer(passed), kept.data_ptr(),
-        _pointer(dx), None if dz is dy else dz.data_ptr(), dgamma.data_ptr(), dbeta.data_ptr(),
-    ):  # fmt: skip
-        raise MemoryError
-    return dx, dgamma, dbeta, dz
-
-
-def _plain_backward(ctx: Any, dy: Tensor, x: Tensor, gamma: Any, beta: Any, residual: Any, passed: Any) -> _Gradients:
-    g = ctx.form.activation
-    if not ctx.form.is_smooth and passed is None:
-        center, scale, offset = (composite.per_channel(v, x) for v in ctx.kept[:3])
-        dy, g = g.backward(dy, (x - center) * scale + offset), IDENTITY  # by the z that the kernel saw
-    return composite.backward(Call(x, gamma, beta, ctx.eps, g, residual), dy, passed)
-
-
-def _pointer(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
+        form, eps, shape, stride, hidden = ctx.rest
+        if hidden:
+            x, gamma, beta, residual, passed = ctx.saved_tensors
+        else:
+            x, gamma = ctx.saved_tensors
+            beta = residual = passed = None
+        of_x, of_gamma, of_beta, of_residual = ctx.needs_input_grad[:4]
+        kept = ctx.kept
+        dx: Tensor | None
+        if (
+            torch.is_grad_enabled()
+            or is_forward_mode()
+            or not is_unseen(x, dy)
+            or not (x.is_cpu and _has_memory(x) and _has_memory(dy))
+        ):
+            g = form.activation
+            if not hidden:
+                center, scale, offset = (composite.per_channel(v, x) for v in kept[:3])
+                dy, g = g.backward(dy, (x - center) * scale + offset), IDENTITY  # by the z that the kernel saw
+            dx, dgamma, dbeta, dz = composite.backward(Call(x, gamma, beta, eps, g, residual), dy, passed)
+        else:
+            if x.dtype is not _f32 or x.stride() != stride or x.shape != shape:
+                # Saved-tensor hooks gave it back otherwise.
+                x = kept.new_empty_strided(shape, stride).copy_(x)
+            dz = dy = stored_like(dy, x)
+            dx = torch.empty_like(x) if of_x else None
+            if hidden:
+                dz = dx if dx is not None and not of_residual else torch.empty_like(x)
+                residual = None if residual is None else stored_like(residual, x)
+                if passed is not None and (passed.dtype is not torch.bool or passed.stride() != stride):
+                    passed = torch.empty_like(x, dtype=torch.bool).copy_(passed)
+            dgamma, dbeta = kept.new_empty(x.shape[1]), kept.new_empty(x.shape[1])
+            if form.backward(
+                form.address, torch.get_num_threads() if form.parallel else 1, x.data_ptr(), dy.data_ptr(),
+                None if residual is None else residual.data_ptr(), None if passed is None else passed.data_ptr(),
+                kept.data_ptr(), None if dx is None else dx.data_ptr(), None if dz is dy else dz.data_ptr(),
+                dgamma.data_ptr(), dbeta.data_ptr(),
+            ):  # fmt: skip
+                raise MemoryError
+        return (
+            *(dx if of_x else None, dgamma if of_gamma else None, dbeta if of_beta else None),
+            *(dz if of_residual else None, None, None, None),
+        )
 
 
 # What Function.apply calls if no torch.func transform is at work, which train_ has made sure of.
