@@ -3,9 +3,10 @@
 from typing import NamedTuple
 
 import torch
-from oracle import assert_near, expect
+from oracle import assert_near, expect, off_the_kinks, spread
 
 from batchnorm.ops import Activation
+from batchnorm.ops.activation import TWO_SLOPES
 from batchnorm.ops.call import Call
 from batchnorm.ops.cuda import launch, resident, schedule
 from batchnorm.ops.cuda.layout import geometry_of
@@ -44,17 +45,19 @@ def run(x, way, activation=None, residual=None, affine=True, running=None, momen
     act = Activation(*activation) if activation else Activation()
     c = x.shape[1]
     gamma, beta = (torch.randn(c, device=x.device) for _ in range(2)) if affine else (None, None)
-    dy = torch.randn_like(x)
+    ones, zeros = torch.ones(c, device=x.device), torch.zeros(c, device=x.device)
+    if affine:
+        gamma *= spread(act)
+    given = (x, ones if gamma is None else gamma, zeros if beta is None else beta, EPS)
+    dy = off_the_kinks(torch.randn_like(x), *given, act, residual)
     p = schedule.make(geometry_of(x), x.element_size(), *way, 4) if isinstance(way, Way) else way
-    signed = residual is not None and act.name in ("relu", "leaky_relu")
+    signed = residual is not None and act.name in TWO_SLOPES
     call = Call(x, gamma, beta, EPS, act, residual, None, running, momentum)
     y, stats, bits = launch.forward(call, signed, p)
     hidden = residual if residual is not None and act.name != "identity" and not signed else None
     wanted = None if residual is None else residual.dtype
     dx, dgamma, dbeta, dr = launch.backward(dy, x, hidden, bits if signed else None, stats, *act, wanted, p)
-    ones, zeros = torch.ones(c, device=x.device), torch.zeros(c, device=x.device)
-    e = expect(x, ones if gamma is None else gamma, zeros if beta is None else beta, EPS, dy, act, residual)
-    return (y, stats, dx, dgamma, dbeta, dr), e
+    return (y, stats, dx, dgamma, dbeta, dr), expect(*given, dy, act, residual)
 
 
 def compare(x, got, e, residual=None, scale=1.0):

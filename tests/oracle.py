@@ -7,6 +7,7 @@ from torch import Tensor
 
 from batchnorm.ops import Activation, reference
 from batchnorm.ops.activation import as_activation
+from batchnorm.ops.call import Call
 
 # How far a result in this type may lie from the float64 reference on the same inputs, of the tensor's own scale.
 TOLERANCE = {
@@ -39,6 +40,55 @@ def unrows(r: Tensor, like: Tensor, feature_dims: int = 1) -> Tensor:
     features = like.shape[1 : 1 + feature_dims]
     rest = (like.shape[0], *like.shape[1 + feature_dims :])
     return r.reshape(*rest, *features).movedim(list(range(-feature_dims, 0)), list(range(1, 1 + feature_dims)))
+
+
+# Where the derivative jumps: a z that rounds across one of these has another gradient.
+KINKS = {"relu6": (0.0, 6.0), "hardswish": (-3.0, 3.0)}
+
+
+def spread(activation: str | Activation | None) -> float:
+    """How far gamma should spread z so that it lies on all pieces of g."""
+    return 4.0 if as_activation(activation).name in KINKS else 1.0
+
+
+def check_the_kinks(run, activation: str, device: str = "cpu") -> None:
+    """Hold ``run(call) -> y`` against torch's g where g' jumps, and beside it.
+
+    With gamma 0, z is exactly the residual, or beta.
+    """
+    zs = [v for k in KINKS[activation] for v in (k, k - 1 / 8, k + 1 / 8)] * 4
+    z = torch.tensor(zs, device=device).requires_grad_()
+    gamma = torch.zeros(len(zs), device=device).requires_grad_()
+    x, dy = torch.randn(4, len(zs), device=device), torch.randn(4, len(zs), device=device)
+    want = as_activation(activation)(z.expand(4, -1))
+    (dz,) = torch.autograd.grad(want, z, dy, retain_graph=True)
+    y = run(Call(x, gamma, z, activation=Activation(activation)))
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(torch.autograd.grad(y, z, dy)[0], dz)
+
+    residual = z.detach().expand(4, -1).contiguous().requires_grad_()
+    (dz,) = torch.autograd.grad(as_activation(activation)(residual), residual, dy)
+    y = run(Call(x, gamma, None, activation=Activation(activation), residual=residual))
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(torch.autograd.grad(y, residual, dy)[0], dz)
+
+
+def off_the_kinks(
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    eps: float,
+    activation: str | Activation | None,
+    residual: Tensor | None = None,
+    feature_dims: int = 1,
+) -> Tensor:
+    """Return ``dy``, with zeros where z is so near a kink that x's type may round it across."""
+    z = expect(x, gamma, beta, eps, dy, None, residual, feature_dims).y
+    tolerance = 2 * TOLERANCE[x.dtype]["atol"]
+    for kink in KINKS.get(as_activation(activation).name, ()):
+        dy = torch.where((z - kink).abs() < tolerance * max(1.0, abs(kink)), 0, dy)
+    return dy
 
 
 def expect(

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import TOLERANCE, assert_near, expect
+from oracle import TOLERANCE, assert_near, expect, off_the_kinks, spread
 
 from batchnorm import ops
 from batchnorm.ops.activation import NAMES
@@ -21,10 +21,10 @@ def check(x, activation=None, with_residual=False, feature_dims=1, eps=EPS, scal
     """Run forward and backward on x and compare everything with the oracle."""
     features = x.shape[1 : 1 + feature_dims]
     x = x.detach().requires_grad_()
-    gamma = (torch.rand(features) + 0.5).requires_grad_()
+    gamma = ((torch.rand(features) + 0.5) * spread(activation)).requires_grad_()
     beta = torch.randn(features).requires_grad_()
     residual = torch.randn(x.shape).to(x.dtype).requires_grad_() if with_residual else None
-    dy = torch.randn(x.shape).to(x.dtype)
+    dy = off_the_kinks(torch.randn(x.shape).to(x.dtype), x, gamma, beta, eps, activation, residual, feature_dims)
     y, moments = ops.batch_norm(
         x, gamma, beta, eps, activation=activation, residual=residual, feature_dims=feature_dims
     )

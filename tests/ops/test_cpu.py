@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import assert_near, expect, rows
+from oracle import KINKS, assert_near, check_the_kinks, expect, off_the_kinks, rows, spread
 
-from batchnorm.ops import Activation, cpu, reference
+from batchnorm.ops import Activation, composite, cpu, reference
 from batchnorm.ops.activation import NAMES
-from batchnorm.ops.cpu import layout, torch_kernels
-from batchnorm.ops.cpu.layout import Matrix, Planes, layout_of
+from batchnorm.ops.call import Call
+from batchnorm.ops.cpu import passes, torch_kernels
+from batchnorm.ops.cpu.passes import Matrix, Planes, layout_of
 
 EPS = 1e-3
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
@@ -32,7 +33,7 @@ def by_every_strategy(test):
             with pytest.MonkeyPatch.context() as patch:
                 choose(patch, name)
                 test(*args, **kwargs)
-        layout._wide.cache_clear()
+        passes._wide.cache_clear()
 
     return run
 
@@ -41,8 +42,8 @@ def choose(monkeypatch, name):
     elements, block = STRATEGIES[name]
     for limit in ("ROWS", "IMAGE_ELEMENTS", "FEW_ELEMENTS"):
         monkeypatch.setattr(torch_kernels, limit, elements)
-    monkeypatch.setattr(layout, "ROWS", block)
-    layout._wide.cache_clear()
+    monkeypatch.setattr(passes, "ROWS", block)
+    passes._wide.cache_clear()
 
 
 def draw(*shape, dtype=torch.float32, mean=0.0, std=1.0, format=torch.contiguous_format):
@@ -52,15 +53,15 @@ def draw(*shape, dtype=torch.float32, mean=0.0, std=1.0, format=torch.contiguous
 def check(x, activation="identity", with_residual=False, eps=EPS, scale=1.0):
     """Run forward and backward and compare y, every gradient and the moments with the oracle; nothing else changes."""
     x = x.detach().requires_grad_()
-    gamma = (torch.rand(x.shape[1]) + 0.5).requires_grad_()
+    activation = activation if isinstance(activation, Activation) else Activation(activation)
+    gamma = ((torch.rand(x.shape[1]) + 0.5) * spread(activation)).requires_grad_()
     beta = torch.randn(x.shape[1]).requires_grad_()
     residual = torch.randn(x.shape).to(x.dtype).requires_grad_() if with_residual else None
-    dy = torch.randn(x.shape).to(x.dtype)
-    activation = activation if isinstance(activation, Activation) else Activation(activation)
+    dy = off_the_kinks(torch.randn(x.shape).to(x.dtype), x, gamma, beta, eps, activation, residual)
     want = expect(x, gamma, beta, eps, dy, activation, residual)
     given_ = [None if v is None else v.detach().clone() for v in (x, gamma, beta, residual, dy)]
 
-    y, moments = cpu.batch_norm(x, gamma, beta, eps, activation, residual)
+    y, moments = cpu.run(Call(x, gamma, beta, eps, activation, residual))
     y.backward(dy, retain_graph=True)
     first = x.grad.clone()
     x.grad = None
@@ -149,6 +150,13 @@ def test_activation(activation, format, with_residual):
     check(draw(4, 6, 7, 5, format=format), activation, with_residual)
 
 
+@pytest.mark.parametrize("activation", KINKS)
+@by_every_strategy
+def test_gradients_where_the_derivative_jumps_are_torchs(activation):
+    for path in (cpu, composite):
+        check_the_kinks(lambda call, path=path: path.run(call)[0], activation)
+
+
 @pytest.mark.parametrize(
     "x",
     [
@@ -165,7 +173,7 @@ def test_activation(activation, format, with_residual):
 @by_every_strategy
 def test_output_and_gradient_lie_in_memory_as_the_input_does(x):
     x = x.requires_grad_()
-    y, _ = cpu.batch_norm(x, None, None, EPS, Activation("relu"), None)
+    y, _ = cpu.run(Call(x, None, None, EPS, Activation("relu")))
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert y.stride() == torch.empty_like(x).stride()
     assert dx.stride() == y.stride()
@@ -180,7 +188,7 @@ def test_parameters_of_another_type(dtype, parameters):
     wide = (torch.ones(4), torch.zeros(4)) if gamma is None else (gamma, beta)
     dy = draw(6, 4, 5, 8, dtype=dtype)
     want = expect(x, *wide, EPS, dy)
-    y, _ = cpu.batch_norm(x, gamma, beta, EPS, Activation(), None)
+    y, _ = cpu.run(Call(x, gamma, beta, EPS))
     y.backward(dy)
     assert_near(y, want.y, dtype)
     assert_near(x.grad, want.dx, dtype, "dx", top=want.dx_terms)
@@ -197,7 +205,7 @@ def test_only_one_gradient_is_wanted(wanted):
     tensors[wanted].requires_grad_()
     dy = draw(4, 6, 7, 5)
     want = expect(tensors["x"], tensors["gamma"], tensors["beta"], EPS, dy, "tanh", tensors["residual"])
-    y, _ = cpu.batch_norm(*(tensors[k] for k in ("x", "gamma", "beta")), EPS, Activation("tanh"), tensors["residual"])
+    y, _ = cpu.run(Call(**tensors, eps=EPS, activation=Activation("tanh")))
     (found,) = torch.autograd.grad(y, tensors[wanted], dy)
     assert_near(found, getattr(want, f"d{wanted}"), torch.float32)
 
@@ -221,7 +229,7 @@ def test_gradients_through_the_moments(format, loss, activation):
     dy = torch.randn_like(x) if loss == "moments and output" else torch.zeros_like(x)
     dmean, dvar = torch.randn(x.shape[1]), torch.randn(x.shape[1])
 
-    y, moments = cpu.batch_norm(x, gamma, beta, EPS, Activation(activation), None)
+    y, moments = cpu.run(Call(x, gamma, beta, EPS, Activation(activation)))
     total = (moments.mean * dmean).sum() + (moments.var * dvar).sum()
     if loss == "moments and output":
         total = total + (y * dy).sum()
@@ -249,7 +257,7 @@ def test_gradcheck_and_gradgradcheck(format, activation, name, monkeypatch):
     residual = torch.randn_like(x).requires_grad_()
 
     def run(x, gamma, beta, residual):
-        y, moments = cpu.batch_norm(x, gamma, beta, EPS, Activation(activation), residual)
+        y, moments = cpu.run(Call(x, gamma, beta, EPS, Activation(activation), residual))
         return y, moments.mean, moments.var
 
     assert torch.autograd.gradcheck(run, (x, gamma, beta, residual), fast_mode=x.numel() > 24)
@@ -262,7 +270,7 @@ def test_hooks_on_the_input_run_once_in_a_gradient_of_a_gradient():
     calls = []
     h = x * 1
     h.register_hook(calls.append)
-    y, _ = cpu.batch_norm(h, torch.ones(3), None, EPS, Activation("tanh"), None)
+    y, _ = cpu.run(Call(h, torch.ones(3), None, EPS, Activation("tanh")))
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     assert len(calls) == 1
     dx.square().sum().backward()
@@ -281,7 +289,7 @@ def test_mean_far_from_zero(format, mean, bound):
         x = x.contiguous(memory_format=LAST if x.dim() == 4 else LAST_3D)
     x.requires_grad_()
     dy, gamma, beta = torch.randn_like(x), torch.rand(8), torch.randn(8)
-    y, moments = cpu.batch_norm(x, gamma, beta, 1e-5, Activation(), None)
+    y, moments = cpu.run(Call(x, gamma, beta, 1e-5))
     want = expect(x, gamma, beta, 1e-5, dy)
     assert float((y.detach().double() - want.y).abs().max()) < bound
     torch.testing.assert_close(moments.var.double(), want.var, rtol=1e-5, atol=0)
@@ -295,7 +303,7 @@ def test_many_values_per_channel(shape, format):
     # One float32 sum over 200,000 values of mean 3 would be off by 1e-5; ours go in blocks of at most 8192 rows, which
     # on one thread are off by 2e-6.
     x = draw(*shape, mean=3.0, format=format)
-    _, moments = cpu.batch_norm(x, None, None, EPS, Activation(), None)
+    _, moments = cpu.run(Call(x, None, None, EPS))
     x64 = rows(x.double())
     torch.testing.assert_close(moments.mean.double(), x64.mean(0), rtol=6e-6, atol=0)
     torch.testing.assert_close(moments.var.double(), x64.var(0, correction=0), rtol=1e-5, atol=0)
@@ -308,7 +316,7 @@ def test_more_half_precision_values_than_float32_can_count_one_by_one():
     x[-(2**12) :] = 3
     share = 2**12 / len(x)
     with torch.no_grad():
-        _, moments = cpu.batch_norm(x, None, None, EPS, Activation(), None)
+        _, moments = cpu.run(Call(x, None, None, EPS))
     torch.testing.assert_close(moments.mean.item(), 1 + 2 * share, rtol=1e-5, atol=0)
     torch.testing.assert_close(moments.var.item(), 4 * share * (1 - share), rtol=1e-5, atol=0)
 
@@ -318,7 +326,7 @@ def test_gradients_of_one_sign_over_many_values(format):
     # Their sum grows to 200,000: the place where adding one after the other in float32 costs most.
     x, gamma, beta = draw(64, 16, 56, 56, format=format).requires_grad_(), torch.ones(16), torch.zeros(16)
     dy = (draw(64, 16, 56, 56) * 0.1 + 1).contiguous(memory_format=format)
-    y, _ = cpu.batch_norm(x, gamma, beta, EPS, Activation(), None)
+    y, _ = cpu.run(Call(x, gamma, beta, EPS))
     (dx,) = torch.autograd.grad(y, x, dy)
     want = expect(x, gamma, beta, EPS, dy)
     assert_near(dx, want.dx, torch.float32, top=want.dx_terms)
@@ -332,8 +340,8 @@ def test_a_value_that_is_not_finite_stays_in_its_channel(bad, x):
     broken = x.clone()
     broken[2, 1] = bad
     broken.requires_grad_()
-    y, moments = cpu.batch_norm(broken, torch.ones(3), torch.zeros(3), EPS, Activation("relu"), None)
-    want, good = cpu.batch_norm(whole, torch.ones(3), torch.zeros(3), EPS, Activation("relu"), None)
+    y, moments = cpu.run(Call(broken, torch.ones(3), torch.zeros(3), EPS, Activation("relu")))
+    want, good = cpu.run(Call(whole, torch.ones(3), torch.zeros(3), EPS, Activation("relu")))
     assert (moments.mean.isfinite() & moments.var.isfinite()).tolist() == [True, False, True]
     assert not y[:, 1].isfinite().all()
     for channel in (0, 2):
@@ -346,8 +354,8 @@ def test_a_value_that_is_not_finite_stays_in_its_channel(bad, x):
 def test_constant_moments_carry_no_gradient(monkeypatch):
     choose(monkeypatch, "native")
     x = draw(6, 4).requires_grad_()
-    assert cpu.batch_norm(x, None, None, EPS, Activation(), None)[1].var.requires_grad
-    y, moments = cpu.batch_norm(x, None, None, EPS, Activation(), None, constant_moments=True)
+    assert cpu.run(Call(x, None, None, EPS))[1].var.requires_grad
+    y, moments = torch_kernels.run(Call(x, eps=EPS), constant_moments=True)
     assert y.requires_grad
     assert not moments.var.requires_grad
 

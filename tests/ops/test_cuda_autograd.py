@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from oracle import assert_near, expect
+from oracle import KINKS, assert_near, check_the_kinks, expect
 from torch.utils.checkpoint import checkpoint
 
 from batchnorm.ops import Activation, Choice, Running, composite, dispatch
@@ -57,6 +57,11 @@ def test_gradients(activation, has_residual):
         assert_near(residual.grad, e.dresidual, torch.float32, "dresidual")
 
 
+@pytest.mark.parametrize("activation", KINKS)
+def test_gradients_where_the_derivative_jumps_are_torchs(activation):
+    check_the_kinks(lambda call: autograd.run(call)[0], activation, DEVICE)
+
+
 @pytest.mark.parametrize("offset", [8, 3])  # 3: no stride of whole vectors
 @pytest.mark.parametrize("shape", [(3, 16, 4, 4), (40, 16), (3, 5, 4, 4)])
 def test_a_gradient_that_is_a_slice_of_channels(shape, offset):
@@ -107,7 +112,10 @@ def test_moments_are_differentiable():
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize(("activation", "bytes_per_value"), [("relu", 1 / 8), ("leaky_relu", 1 / 8), ("identity", 0)])
+@pytest.mark.parametrize(
+    ("activation", "bytes_per_value"),
+    [("relu", 1 / 8), ("relu6", 1 / 8), ("leaky_relu", 1 / 8), ("identity", 0), ("hardswish", 4)],
+)
 def test_saved_for_backward(activation, bytes_per_value):
     x, gamma, beta, residual = leaves(shape=(4, 16, 8, 8))
     saved = []

@@ -48,6 +48,10 @@ CASES = [
     (TREE, (20, 3, 4, 4), "last", torch.float32, ("relu",), False),
     (TREE, (66, 2, 4, 4), "first", torch.float32, ("relu",), False),
     (STREAM, (2, 3, 2, 4, 4), "first", torch.float16, ("silu",), False),
+    (ALONE, (4, 24, 3, 5), "last", torch.bfloat16, ("relu6",), True),
+    (MET, (4, 5, 7, 7), "first", torch.float32, ("relu6",), False),
+    (MET, (6, 16, 4, 4), "last", torch.float32, ("hardswish",), True),
+    (STREAM, (4, 5, 6, 6), "first", torch.float16, ("hardswish",), False),
 ]
 
 

@@ -7,12 +7,13 @@ from itertools import product
 
 import pytest
 import torch
-from kernels import arranged, compare, kept, planned, run
-from oracle import assert_near
+from kernels import EPS, arranged, compare, kept, planned, run
+from oracle import KINKS, assert_near
 
 from batchnorm.bench.kernel_rows import all_layers
-from batchnorm.ops import batch_norm, explain
-from batchnorm.ops.cuda import driver, resident
+from batchnorm.ops import Activation, batch_norm, explain
+from batchnorm.ops.call import Call
+from batchnorm.ops.cuda import driver, launch, resident
 from batchnorm.ops.cuda.layout import geometry_of, magic_of
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
@@ -80,6 +81,8 @@ CASES = [
     ((9, 16, 7, 7), "first", torch.bfloat16, ("relu",), False, 1, 1),  # vectors with values of two channels
     ((9, 16, 7, 7), "first", torch.bfloat16, ("relu",), True, 1, 1),
     ((9, 16, 7, 3), "first", torch.float32, ("relu",), True, 2, 1),  # two vectors share a byte
+    ((8, 64, 6, 6), "last", torch.bfloat16, ("relu6",), True, 5, 1),
+    ((8, 6, 16, 16), "first", torch.float32, ("hardswish",), False, 3, 2),
 ]
 MORE = [
     ((8, 24, 5, 5), "last", torch.float32, ("sigmoid",), False, 4, None),
@@ -91,6 +94,8 @@ MORE = [
     ((20, 6, 14, 2), "first", torch.bfloat16, None, False, 2, 2),
     ((41, 4, 14, 14), "first", torch.float16, ("leaky_relu", 0.1), True, 3, 1),
     ((9, 16, 3, 3), "first", torch.bfloat16, None, True, 2, None),
+    ((9, 16, 7, 7), "first", torch.float16, ("relu6",), True, 2, None),
+    ((500, 64), "last", torch.bfloat16, ("hardswish",), False, 7, None),
 ]
 
 
@@ -104,6 +109,30 @@ def test_matches_the_oracle(device, shape, layout, dtype, activation, has_residu
     r = planned(x, parts)
     got, e = run(x, r._replace(groups=groups or r.groups), activation, residual)
     compare(x, got, e, residual)
+
+
+@pytest.mark.parametrize(
+    ("activation", "has_residual", "layout", "dtype"),
+    [("relu6", True, "last", torch.bfloat16), ("hardswish", False, "first", torch.float32)],
+)
+def test_gradients_where_the_derivative_jumps_are_torchs(device, activation, has_residual, layout, dtype):
+    x = arranged((8, 64, 6, 6) if layout == "last" else (8, 6, 16, 16), layout, dtype, device)
+    at = torch.tensor([v for k in KINKS[activation] for v in (k, k - 1 / 8, k + 1 / 8)], device=device)
+    act, zeros, p = Activation(activation), torch.zeros(x.shape[1], device=device), planned(x, 3)
+    if has_residual:
+        z = at.repeat(x.numel() // 6 + 1)[: x.numel()].view_as(x.movedim(1, -1)).movedim(-1, 1).to(dtype)
+    else:
+        z = at.view(1, 6, 1, 1).expand_as(x).clone()
+    z.requires_grad_()
+    dy, want = torch.randn_like(x), act(z)
+    (dz,) = torch.autograd.grad(want, z, dy)
+    # With gamma 0, z is exactly the residual, or beta.
+    beta, residual = (zeros, z.detach()) if has_residual else (at, None)
+    y, stats, bits = launch.forward(Call(x, zeros, beta, EPS, act, residual), has_residual, p)
+    _, _, dbeta, dr = launch.backward(dy, x, None, bits, stats, *act, dtype if has_residual else None, p)
+    torch.testing.assert_close(y, want.detach())
+    torch.testing.assert_close(dbeta, dz.float().sum((0, 2, 3)), rtol=1e-4, atol=1e-4)
+    assert dr is None or torch.equal(dr, dz)
 
 
 KEPT = [((8, 64, 6, 6), "last"), ((8, 6, 16, 16), "first"), ((33, 16, 7, 7), "first")]

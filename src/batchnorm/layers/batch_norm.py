@@ -349,7 +349,7 @@ class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
         device: where the parameters live.
         dtype: their type; running statistics are kept in at least float32.
         bias: learn beta, where ``affine``.
-        activation: g: relu, leaky_relu, sigmoid, tanh, silu, or such a ``torch.nn`` module.
+        activation: g: relu, relu6, leaky_relu, sigmoid, tanh, silu, hardswish, or such a ``torch.nn`` module.
         statistics: where a training batch's statistics come from, if not from itself: ``Sync()``, ``Ghost(size)``,
             ``Renorm()``.
         on_single: what a training batch of one value per feature gets: "error", or "running" to normalize it by

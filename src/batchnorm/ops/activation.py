@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-NAMES = ("identity", "relu", "leaky_relu", "sigmoid", "tanh", "silu")
+
+class _Kind(NamedTuple):
+    function: Callable[..., Tensor]
+    module: type[nn.Module]
+
+
+def _identity(z: Tensor) -> Tensor:
+    return z
+
+
+# The position of a name is its code in the kernels: add new ones at the end.
+_KINDS = {
+    "identity": _Kind(_identity, nn.Identity),
+    "relu": _Kind(F.relu, nn.ReLU),
+    "leaky_relu": _Kind(F.leaky_relu, nn.LeakyReLU),
+    "sigmoid": _Kind(torch.sigmoid, nn.Sigmoid),
+    "tanh": _Kind(torch.tanh, nn.Tanh),
+    "silu": _Kind(F.silu, nn.SiLU),
+    "relu6": _Kind(F.relu6, nn.ReLU6),
+    "hardswish": _Kind(F.hardswish, nn.Hardswish),
+}
+NAMES = tuple(_KINDS)
+# The derivative has two values, so one bit per element is enough to find it again.
+TWO_SLOPES = ("relu", "leaky_relu", "relu6")
 
 
 class Activation(NamedTuple):
@@ -22,18 +46,31 @@ class Activation(NamedTuple):
 
     def __call__(self, z: Tensor) -> Tensor:
         """Return g(z)."""
+        if self.name == "leaky_relu":
+            return F.leaky_relu(z, self.slope)
+        return _KINDS[self.name].function(z)
+
+    def backward(self, dy: Tensor, z: Tensor) -> Tensor:
+        """Return dz = g'(z) dy by operations that can be differentiated again and vectorized."""
         match self.name:
             case "relu":
-                return F.relu(z)
+                return torch.where(z <= 0, 0, dy)
+            case "relu6":
+                return torch.where((z <= 0) | (z >= 6), 0, dy)
             case "leaky_relu":
-                return F.leaky_relu(z, self.slope)
+                return torch.where(z > 0, dy, dy * self.slope)
             case "sigmoid":
-                return torch.sigmoid(z)
+                s = torch.sigmoid(z)
+                return dy * (s * (1 - s))
             case "tanh":
-                return torch.tanh(z)
+                t = torch.tanh(z)
+                return dy * (1 - t * t)
             case "silu":
-                return F.silu(z)
-        return z
+                s = torch.sigmoid(z)
+                return dy * (s * (1 + z * (1 - s)))
+            case "hardswish":
+                return torch.where(z <= -3, 0, torch.where(z < 3, dy * (z / 3 + 0.5), dy))
+        return dy
 
 
 IDENTITY = Activation()
@@ -75,19 +112,15 @@ def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
 
 
 def from_module(module: nn.Module) -> Activation | None:
-    """Return the activation that a ``torch.nn`` module computes, or None where it is not one of ours."""
+    """Return the activation that a ``torch.nn`` module computes, or None if it is not one of ours."""
     # Exact types: a subclass may compute something else.
-    kind = type(module)
-    if kind is nn.LeakyReLU:
-        return Activation("leaky_relu", float(module.negative_slope))  # type: ignore[arg-type]
-    names = {
-        nn.Identity: "identity",
-        nn.ReLU: "relu",
-        nn.Sigmoid: "sigmoid",
-        nn.Tanh: "tanh",
-        nn.SiLU: "silu",
-    }
-    return Activation(names[kind]) if kind in names else None
+    name = _BY_MODULE.get(type(module))
+    if name == "leaky_relu":
+        return Activation(name, float(module.negative_slope))  # type: ignore[arg-type]
+    return None if name is None else Activation(name)
+
+
+_BY_MODULE = {kind.module: name for name, kind in _KINDS.items()}
 
 
 def to_module(activation: Activation) -> nn.Module:
@@ -100,6 +133,4 @@ def to_module(activation: Activation) -> nn.Module:
     """
     if activation.name == "leaky_relu":
         return nn.LeakyReLU(activation.slope)
-    modules = {"identity": nn.Identity, "relu": nn.ReLU, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "silu": nn.SiLU}
-    module: nn.Module = modules[activation.name]()
-    return module
+    return _KINDS[activation.name].module()

@@ -62,15 +62,33 @@ def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tens
     x_hat = centred * invstd
     dz = dy.to(x_hat.dtype)
     if passes is not None:
-        dz = torch.where(passes, dz, dz * (call.activation.slope if call.activation.name == "leaky_relu" else 0.0))
+        dz = torch.where(
+            passes.bool(), dz, dz * (call.activation.slope if call.activation.name == "leaky_relu" else 0.0)
+        )
     elif call.activation.name != "identity":
         z = scale_and_shift(call, centred, moments.var)
         z = z if call.residual is None else z + call.residual.to(z.dtype)
-        (dz,) = torch.autograd.grad(call.activation(z), z, dz, create_graph=True)
+        dz = call.activation.backward(dz, z)
     scale = invstd if call.gamma is None else invstd * per_channel(call.gamma.to(invstd.dtype), x_hat)
     weighted = dz * x_hat
     dx = scale * (dz - dz.mean(dims, keepdim=True) - x_hat * weighted.mean(dims, keepdim=True))
     return dx.to(call.x.dtype), weighted.sum(dims), dz.sum(dims), dz
+
+
+def moments_backward(x: Tensor, dmean: Tensor | None, dvar: Tensor | None, mean: Tensor | None = None) -> Tensor | None:
+    """Return dl/dx = dl/dmu * 1/m + dl/dvar * 2 (x - mu)/m, or None without either; ``mean`` spares computing it.
+
+    Paper: Sec. 3, gradients
+    """
+    m = x.numel() // x.shape[1]
+    dx = None
+    if dvar is not None:
+        centred = batch_moments(x, [0, *range(2, x.dim())])[1] if mean is None else x - per_channel(mean, x)
+        dx = centred * per_channel(dvar * (2 / m), x)
+    if dmean is not None:
+        each = per_channel(dmean / m, x)
+        dx = each.expand(x.shape) if dx is None else dx + each
+    return None if dx is None else dx.to(x.dtype)
 
 
 def scale_and_shift(call: Call, centred: Tensor, var: Tensor) -> Tensor:

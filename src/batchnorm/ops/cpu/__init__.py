@@ -5,21 +5,18 @@ contiguous images are a scalar loop, far from it; in channels_last with few chan
 are channels. ReLU as a second call takes new memory forward and backward. And on a small batch all of this is less than
 what surrounds it: calls of operators, and of Python. Hence
 
-autograd.py       dense float32 in layers in training: one call of kernel.c, if compiler.py finds a C compiler.
-fast_path.py      leads there; and the same by torch's kernel, for half precision, without a compiler, and where it is
-                  as fast. As little around a kernel as there can be.
+autograd.py       layers in training: one call of kernel.c for dense float32, if compiler.py finds a C compiler; of
+                  torch's kernel otherwise, and if that is as fast.
 torch_kernels.py  torch's kernel and its derivative, for small batches, for channels_last with channels enough, and for
                   half precision. The activation is applied in place.
 passes.py         everything else: statistics by sums that run at the speed of memory, the transform, the activation in
-                  place, torch's kernel for the backward pass where it knows the layout.
-layout.py         what those passes are for planes, for rows, and for rows made of several positions where channels are
-                  few.
+                  place, torch's kernel for the backward pass if it knows the layout.
 
 ``batchnorm bench cpu`` measures all of it against torch; results/cpu.json holds the numbers.
 
 What torch's kernels compute does not keep its digits when the mean is many standard deviations from zero, for then
-a*x + b is a difference of large numbers. fast_path, torch_kernels and passes check this on the statistics, and
-such a batch is first shifted by its mean: BN(x) = BN(x - s). The compiled kernel always shifts.
+a*x + b is a difference of large numbers. All three check this on the statistics, and such a batch is first shifted by
+its mean: BN(x) = BN(x - s). kernel.c always shifts.
 """
 
 from __future__ import annotations
@@ -36,10 +33,10 @@ from ..call import Call
 from ..moments import Moments, statistics_dtype
 from ..recomputation import remember
 from ..running import update_
-from . import autograd, compiler, nonlinear, torch_kernels
-from .fast_path import forget, normalize_batch_
-from .layout import flatten, layout_of, unflatten
-from .passes import BatchNormFunction
+from . import autograd, compiler, torch_kernels
+from .autograd import forget, train_
+from .passes import BatchNormFunction, layout_of
+from .torch_kernels import apply_, flatten, unflatten
 
 __all__ = ["describe", "forget", "normalize", "refusal", "run", "train_"]
 
@@ -54,21 +51,13 @@ def describe(call: Call) -> str:
     missing = compiler.unavailable()
     if missing is not None:
         return f"a CPU tensor, and torch's kernels, for {missing}"
-    if call.residual is not None or autograd.form_of(call.x, relu=False) is None:
-        return "a CPU tensor, and torch's kernels: the compiled one takes dense float32 batches without a residual"
+    if autograd.form_of(call.x, call.activation) is None:
+        return "a CPU tensor, and torch's kernels: the compiled one takes dense float32 batches"
     reason = "a CPU tensor; layers in training take the compiled kernel, or torch's if that is as fast"
     found = compiler.kernels()
     if found is not None and found.uncached is not None:
         reason += f"; compiled for this process alone, for {found.uncached}"
     return reason
-
-
-def train_(call: Call) -> Tensor | None:
-    """Run a training call by the shortest way; None, and nothing moved, if another path has to be taken."""
-    x, gamma, beta, eps, activation, residual, mask, running, momentum = call
-    if residual is not None or mask is not None or running is None:
-        return None
-    return normalize_batch_(x, gamma, beta, running, momentum, eps, activation)
 
 
 def run(call: Call) -> tuple[Tensor, Moments]:
@@ -85,9 +74,9 @@ def _run(call: Call) -> tuple[Tensor, Moments]:
     # A half-precision sum with the residual would round z before the activation looks at its sign.
     if torch_kernels.is_fast(x) and (residual is None or x.dtype.itemsize > 2):
         constant = call.running is not None  # nobody differentiates the moments, which spares autograd a step
-        found = torch_kernels.batch_norm(x, gamma, beta, eps, activation, residual, constant)
+        found = torch_kernels.run(call, constant)
         if found is not None:
-            remember(found[0], _native_again(eps, activation), x, gamma, beta, residual)
+            remember(found[0], _again(eps, activation), x, gamma, beta, residual)
             return found
     layout = layout_of(x)
     if layout is None:
@@ -102,9 +91,9 @@ def _run(call: Call) -> tuple[Tensor, Moments]:
     return y, Moments(torch.full((), x.numel() // x.shape[1], dtype=statistics_dtype(x)), mean, var)
 
 
-def _native_again(eps: float, activation: Activation) -> Callable[..., Tensor]:
+def _again(eps: float, activation: Activation) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None) -> Tensor:
-        found = torch_kernels.batch_norm(x, gamma, beta, eps, activation, residual, constant_moments=True)
+        found = torch_kernels.run(Call(x, gamma, beta, eps, activation, residual), constant_moments=True)
         assert found is not None  # as it was not the first time
         return found[0]
 
@@ -123,4 +112,4 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     y = F.batch_norm(flatten(x, x), mean, var, gamma, beta, training=False, eps=eps)
     if residual is not None:
         y = y.add_(flatten(residual, x))
-    return unflatten(activation(y) if y.requires_grad else nonlinear.apply_(activation, y), x)
+    return unflatten(activation(y) if y.requires_grad else apply_(activation, y), x)

@@ -1,13 +1,20 @@
-"""Layers in training on the CPU by kernel.c, as autograd sees it.
+"""The layers' training batches on the CPU: as little around a kernel as there can be.
 
-Torch's own kernels take a pass for each step, and around them stands Python. Here one call has the statistics, the
-guard, the running averages, the transform and ReLU; another the whole gradient, for which x and five numbers a channel
-are kept. compiler.py makes the kernel; where it cannot, fast_path.py and passes.py do the same by torch's kernels.
+Dense float32 goes to kernel.c: one call has the statistics, the running averages, the transform, the residual and the
+activation, another the whole gradient. For that x and five numbers a channel are kept, and with a residual one byte per
+element (relu, relu6, leaky_relu) or the residual itself. Half precision, and batches on which it is as fast, go to
+torch's kernel, which moves the running averages too; if the statistics that it returns say that it was inaccurate, the
+averages are put back and the caller takes another way.
+
+On a small batch the Python around a kernel costs more than the kernel: the backward pass has pushed that code out of
+the cache. So nothing is asked twice about a layer's batches that are alike, and no moments are returned: making tensors
+of them would take as long again.
 """
 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable
 from math import nan, prod
 from typing import Any, NamedTuple
@@ -15,24 +22,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import reference
-from ..torch_state import is_forward_mode, is_unseen
+from .. import composite
+from ..activation import IDENTITY, NAMES, TWO_SLOPES, Activation
+from ..call import Call
+from ..recomputation import is_active, remember
+from ..running import Kept
+from ..torch_state import is_forward_mode, is_plain, is_recomputation, is_unseen
+from . import torch_kernels
 from .compiler import kernels
-from .passes import stored_like
+from .torch_kernels import flatten, stored_like, unflatten
+
+_f32 = torch.float32
 
 # Fewer values than this are worked on sooner than a second thread has begun.
 PARALLEL = 1 << 14
+LARGE = 1 << 18  # values
+LIMIT = torch_kernels.CONDITION**2  # of the squared norm of mean / std
 ROWS_KEPT = 5  # numbers of a channel, for the backward pass: kernel.c's LINES
+
+_Addresses = tuple[int | None, int | None, int | None]  # of the running mean, variance and count
+_NOWHERE = None, None, None
 
 
 class Shape(ctypes.Structure):
-    """Describe a tensor to the kernel: planes (n, channels, length), or rows (n, channels) where the length is 0.
+    """Describe a call to the kernel: planes (n, channels, length), or rows (n, channels) if the length is 0.
 
     Beyond the paper: how memory is laid out.
     """
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("n", "channels", "length", "relu")),
+        *((name, ctypes.c_int64) for name in ("n", "channels", "length", "activation")),
+        ("slope", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("parallel", "thread", "team")),
     )
 
@@ -48,11 +68,13 @@ class Form(NamedTuple):
     shape: Shape
     address: int  # of the shape
     parallel: bool  # whether a pass is worth more than one thread
+    activation: Activation
+    is_smooth: bool  # whether the derivative has more than two values: a residual is kept, dz is written
 
 
-def form_of(x: Tensor, relu: bool) -> Form | None:
-    """Return the form of ``x`` (N, C, ...), or None where the kernel does not take it."""
-    if x.dtype is not torch.float32 or x.dim() < 2:
+def form_of(x: Tensor, activation: Activation) -> Form | None:
+    """Return the form of ``x`` (N, C, ...), or None if kernel.c does not take it."""
+    if x.dtype is not _f32 or x.dim() < 2:
         return None
     channels = x.shape[1]
     if x.numel() <= channels:  # no batch, or one value per channel
@@ -67,102 +89,169 @@ def form_of(x: Tensor, relu: bool) -> Form | None:
     found = kernels()
     if found is None:
         return None
-    shape = Shape(n, channels, length, relu, *found.openmp)
+    shape = Shape(n, channels, length, NAMES.index(activation.name), activation.slope, *found.openmp)
     parallel = x.numel() >= PARALLEL and found.openmp[0] is not None
-    return Form(found.forward, found.backward, shape, ctypes.addressof(shape), parallel)
+    smooth = activation.name not in ("identity", *TWO_SLOPES)
+    return Form(found.forward, found.backward, shape, ctypes.addressof(shape), parallel, activation, smooth)
 
 
-def normalize_batch_(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    running: tuple[int | None, int | None, int | None],
-    momentum: float | None,
-    eps: float,
-    form: Form,
-    activate: Callable[[Tensor], Tensor] | None,
-) -> Tensor | None:
-    """Return y and move the averages at the addresses ``running``; None, and nothing moved, if another way is due.
+def train_(call: Call) -> Tensor | None:
+    """Return y and move the running mean, variance and count; None, and nothing moved, if another way is due."""
+    x, gamma, beta, eps, activation, residual, mask, running, momentum = call
+    if (
+        running is None
+        or mask is not None
+        or not is_plain(x)
+        or not ((gamma is None or gamma.dtype is _f32) and (beta is None or beta.dtype is _f32))
+    ):
+        return None
+    mean, var, num_batches, _ = running
+    # Nearly every call is like the last one with the same running averages.
+    memory = _memories.get(id(mean))
+    gamma_shape, beta_shape = None if gamma is None else gamma.shape, None if beta is None else beta.shape
+    averages = mean.shape, mean.stride(), var.shape, var.stride()
+    key = x.shape, x.stride(), x.dtype, gamma_shape, beta_shape, averages, activation, residual is None
+    addresses = mean.data_ptr(), var.data_ptr(), num_batches.data_ptr()
+    if memory is None or memory.key != key or memory.addresses != addresses:
+        if not _have_shapes_and_types(call, running):
+            return None
+        dense = mean.is_contiguous() and var.is_contiguous() and num_batches.dtype is torch.int64
+        form = form_of(x, activation) if dense else None
+        if residual is None and torch_kernels.is_fast(x):
+            # BN alone: kernel.c moves as many bytes as torch's kernel if many channels lie side by side, and has Python
+            # around it, which a large batch pushes out of the cache.
+            alone = activation.name == "identity"
+            if form is not None and alone and form.shape.length == 0 and x.numel() >= LARGE:
+                form = None
+        elif form is None:
+            return None
+        activate = None if form is not None else torch_kernels.for_fresh(activation, x.numel(), x.dtype)
+        memory = _remember(key, addresses, running, form, activate)
+    _, _, means, variances, count, form, activate, _ = memory
+    if form is not None:
+        # In a checkpoint's recomputation the averages have moved already.
+        y = _by_kernel(call, _NOWHERE if is_recomputation() else addresses, form)
+        if is_active() and y is not None:
+            remember(y, _again_by_kernel(eps, form), x, gamma, beta, residual)
+        return y
+    factor = momentum if momentum is not None else 1 / (count[0] + 1)
+    moved = 1
+    if is_recomputation():
+        # The same way again, for checkpointing counts what a pass saves; the averages have moved already.
+        mean, var, moved = mean.clone(), var.clone(), 0
+    before = bytes(means), bytes(variances)
+    y, mu, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, factor, eps)
+    if activate is not None:
+        # Before the look at the statistics: now the output is in the cache and torch's threads are awake.
+        y = activate(y)
+    # Times zero: NaN if a variance is infinite, for the inverse of its root is 0 and inf * 0 is NaN.
+    finite = var.dot(invstd).item() * 0.0
+    # No |mean / std| is larger than the product of the norms. Only if that is too large, look closer.
+    if not (mu.dot(mu).item() * invstd.dot(invstd).item() + finite <= LIMIT or _norm2(mu * invstd) + finite <= LIMIT):
+        means[:], variances[:] = (memoryview(old).cast("f") for old in before)
+        return None
+    count[0] += moved
+    y = unflatten(y, x)
+    if is_active():
+        remember(y, _again(eps, activate), x, gamma, beta)
+    return y
 
-    ``activate`` is what the kernel does not do itself.
+
+def _norm2(v: Tensor) -> float:
+    return v.dot(v).item()
+
+
+def _have_shapes_and_types(call: Call, running: Kept) -> bool:
+    """Say whether the kernels take these shapes and types."""
+    x = call.x
+    mean, var, num_batches, _ = running
+    return (
+        mean.dtype is _f32
+        and var.dtype is _f32
+        and x.dtype in (_f32, torch.bfloat16, torch.float16)
+        and x.dim() > 1
+        and all(v is None or v.shape == x.shape[1:2] for v in (call.gamma, call.beta, mean, var))
+        and all(v.is_cpu for v in (mean, var, num_batches))
+    )
+
+
+def _again_by_kernel(eps: float, form: Form) -> Callable[..., Tensor]:
+    def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None) -> Tensor:
+        y = _by_kernel(Call(x, gamma, beta, eps, form.activation, residual), _NOWHERE, form)
+        assert y is not None  # as it was not the first time
+        return y
+
+    return again
+
+
+def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[..., Tensor]:
+    def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
+        # Without averages in float32 the kernel would round the statistics to half precision.
+        mean, var = torch.zeros(2, x.shape[1], dtype=_f32).unbind()
+        y, _, _ = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, 0.0, eps)
+        return unflatten(y if activate is None else activate(y), x)
+
+    return again
+
+
+class _Memory(NamedTuple):
+    """What the last call found out: that its like fits, and the running averages' memory as Python sees it.
+
+    The views keep that memory alive: an average found at the same address has the same memory.
     """
+
+    key: tuple[object, ...]
+    addresses: tuple[int, int, int]
+    mean: memoryview
+    var: memoryview
+    num_batches: memoryview
+    form: Form | None  # None: torch's kernel
+    activate: Callable[[Tensor], Tensor] | None  # after torch's kernel
+    lifetime: weakref.ref[Tensor]
+
+
+# By the identity of the running mean, for as long as that lives.
+_memories: dict[int, _Memory] = {}
+
+
+def forget(mean: Tensor) -> None:
+    """Drop what was remembered of the layer with this running mean, and the weak reference to it."""
+    _memories.pop(id(mean), None)
+
+
+def _remember(key: Any, addresses: Any, running: Kept, form: Form | None, activate: Any) -> _Memory:
+    owner = id(running[0])
+    lifetime = weakref.ref(running[0], lambda _: _memories.pop(owner, None))
+    mean, var, count = (memoryview(t.detach().view(-1).numpy()) for t in running[:3])  # type: ignore[arg-type]
+    _memories[owner] = memory = _Memory(key, addresses, mean, var, count, form, activate, lifetime)
+    return memory
+
+
+def _by_kernel(call: Call, averages: _Addresses, form: Form) -> Tensor | None:
+    """Run kernel.c; None, and nothing moved, if it cannot."""
+    x, gamma, beta, _, _, residual, *_ = call
     if not (_has_memory(x) and _fits(gamma) and _fits(beta)) or (x.is_inference() and torch.is_grad_enabled()):
         return None  # the last cannot be saved, and is refused before anything moves
+    if residual is not None:
+        if (
+            residual.shape != x.shape
+            or not _is_usual(residual)
+            or (residual.is_inference() and torch.is_grad_enabled())
+        ):
+            return None
+        residual = stored_like(residual, x)
     try:
-        y = _apply(x, gamma, beta, running, momentum, eps, form)
+        return _apply(x, gamma, beta, residual, call, averages, form)
     except _NotFinite:
         return None
-    return y if activate is None else activate(y)
 
 
 def _fits(v: Tensor | None) -> bool:
-    if v is None:
-        return True
-    return v.is_contiguous() and v.is_cpu and _has_memory(v) and (type(v) is Tensor or type(v) is nn.Parameter)
+    return v is None or (v.is_contiguous() and _is_usual(v))
 
 
-class _NotFinite(Exception):
-    pass
-
-
-class Normalize(torch.autograd.Function):
-    """(x, gamma, beta) -> y by the kernel.
-
-    Beyond the paper: how autograd sees it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        gamma: Tensor | None,
-        beta: Tensor | None,
-        running: tuple[int | None, int | None, int | None],
-        momentum: float | None,
-        eps: float,
-        form: Form,
-    ) -> Tensor:
-        """Keep x and a few numbers a channel."""
-        y, kept = torch.empty_like(x), x.new_empty((ROWS_KEPT, x.shape[1]))
-        failed = form.forward(
-            form.address, torch.get_num_threads() if form.parallel else 1, eps, nan if momentum is None else momentum,
-            x.data_ptr(), None if gamma is None else gamma.data_ptr(), None if beta is None else beta.data_ptr(),
-            *running, y.data_ptr(), kept.data_ptr(),
-        )  # fmt: skip
-        if failed:
-            raise MemoryError if failed < 0 else _NotFinite
-        ctx.set_materialize_grads(False)
-        ctx.form, ctx.eps, ctx.kept, ctx.shape, ctx.stride = form, eps, kept, x.shape, x.stride()
-        ctx.save_for_backward(x, gamma)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Go back through ReLU and Algorithm 1; by plain operations where the kernel would not see all there is."""
-        if dy is None:
-            return (None,) * 7
-        x, gamma = ctx.saved_tensors
-        seen = torch.is_grad_enabled() or is_forward_mode() or not is_unseen(x, dy)
-        if seen or not (x.is_cpu and _has_memory(x) and _has_memory(dy)):
-            return _plain_backward(ctx, x, gamma, dy)
-        form, kept = ctx.form, ctx.kept
-        if x.dtype is not kept.dtype or x.stride() != ctx.stride or x.shape != ctx.shape:
-            # Saved-tensor hooks gave it back otherwise.
-            x = kept.new_empty_strided(ctx.shape, ctx.stride).copy_(x)
-        wanted, of_gamma, of_beta = ctx.needs_input_grad[:3]
-        dy = stored_like(dy, x)
-        dx = torch.empty_like(x) if wanted else None
-        dgamma, dbeta = kept.new_empty(x.shape[1]), kept.new_empty(x.shape[1])
-        if form.backward(
-            form.address, torch.get_num_threads() if form.parallel else 1, x.data_ptr(), dy.data_ptr(), kept.data_ptr(),
-            None if dx is None else dx.data_ptr(), dgamma.data_ptr(), dbeta.data_ptr(),
-        ):  # fmt: skip
-            raise MemoryError
-        return dx, dgamma if of_gamma else None, dbeta if of_beta else None, None, None, None, None
-
-
-# What Function.apply calls when no torch.func transform is at work, which callers have made sure of.
-_apply: Callable[..., Tensor] = super(torch.autograd.Function, Normalize).apply
+def _is_usual(v: Tensor) -> bool:
+    return v.is_cpu and _has_memory(v) and (type(v) is Tensor or type(v) is nn.Parameter)
 
 
 def _has_memory(t: Tensor) -> bool:
@@ -174,14 +263,98 @@ def _has_memory(t: Tensor) -> bool:
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
-def _plain_backward(ctx: Any, x: Tensor, gamma: Tensor | None, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Return Section 3's gradients by operations that can be differentiated again, and vectorized."""
-    shape = (-1, *[1] * (x.dim() - 2))
-    center, scale, offset = (v.view(shape) for v in ctx.kept[:3])
-    d = x - center
-    dz = torch.where(d * scale + offset <= 0, 0, dy) if ctx.form.shape.relu else dy
-    dz, d = (t.movedim(1, -1).reshape(-1, x.shape[1]) for t in (dz, d))  # BN(x) = BN(x - center)
-    found = reference.batch_norm_backward(dz, d, torch.ones_like(ctx.kept[0]) if gamma is None else gamma, ctx.eps)
-    dx = found.x.reshape(x.movedim(1, -1).shape).movedim(-1, 1)
-    grads = zip((dx, found.gamma, found.beta), ctx.needs_input_grad, strict=False)
-    return *(g if needed else None for g, needed in grads), *(None,) * 4
+class _NotFinite(Exception):
+    pass
+
+
+class Normalize(torch.autograd.Function):
+    """(x, gamma, beta, residual) -> y by kernel.c.
+
+    Beyond the paper: how autograd sees it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        residual: Tensor | None,
+        call: Call,
+        averages: _Addresses,
+        form: Form,
+    ) -> Tensor:
+        """Keep x, a few numbers a channel, and with a residual what tells the derivative of the activation."""
+        y, kept, passed, hidden = torch.empty_like(x), x.new_empty((ROWS_KEPT, x.shape[1])), None, form.is_smooth
+        if residual is not None and not hidden and form.shape.activation and any(ctx.needs_input_grad):
+            passed = torch.empty_like(x, dtype=torch.bool)
+            hidden = True
+        failed = form.forward(
+            form.address, torch.get_num_threads() if form.parallel else 1,
+            call.eps, nan if call.momentum is None else call.momentum,
+            x.data_ptr(), None if gamma is None else gamma.data_ptr(), None if beta is None else beta.data_ptr(),
+            None if residual is None else residual.data_ptr(), *averages,
+            y.data_ptr(), None if passed is None else passed.data_ptr(), kept.data_ptr(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError if failed < 0 else _NotFinite
+        ctx.set_materialize_grads(False)
+        ctx.kept, ctx.rest = kept, (form, call.eps, x.shape, x.stride(), hidden)
+        if hidden:
+            ctx.save_for_backward(x, gamma, *((beta, residual) if form.is_smooth else (None, None)), passed)
+        else:
+            ctx.save_for_backward(x, gamma)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Go back through g and Algorithm 1; by plain operations if the kernel would not see all there is."""
+        if dy is None:
+            return (None,) * 7
+        form, eps, shape, stride, hidden = ctx.rest
+        if hidden:
+            x, gamma, beta, residual, passed = ctx.saved_tensors
+        else:
+            x, gamma = ctx.saved_tensors
+            beta = residual = passed = None
+        of_x, of_gamma, of_beta, of_residual = ctx.needs_input_grad[:4]
+        kept = ctx.kept
+        dx: Tensor | None
+        if (
+            torch.is_grad_enabled()
+            or is_forward_mode()
+            or not is_unseen(x, dy)
+            or not (x.is_cpu and _has_memory(x) and _has_memory(dy))
+        ):
+            g = form.activation
+            if not hidden:
+                center, scale, offset = (composite.per_channel(v, x) for v in kept[:3])
+                dy, g = g.backward(dy, (x - center) * scale + offset), IDENTITY  # by the z that the kernel saw
+            dx, dgamma, dbeta, dz = composite.backward(Call(x, gamma, beta, eps, g, residual), dy, passed)
+        else:
+            if x.dtype is not _f32 or x.stride() != stride or x.shape != shape:
+                # Saved-tensor hooks gave it back otherwise.
+                x = kept.new_empty_strided(shape, stride).copy_(x)
+            dz = dy = stored_like(dy, x)
+            dx = torch.empty_like(x) if of_x else None
+            if hidden:
+                dz = dx if dx is not None and not of_residual else torch.empty_like(x)
+                residual = None if residual is None else stored_like(residual, x)
+                if passed is not None and (passed.dtype is not torch.bool or passed.stride() != stride):
+                    passed = torch.empty_like(x, dtype=torch.bool).copy_(passed)
+            dgamma, dbeta = kept.new_empty(x.shape[1]), kept.new_empty(x.shape[1])
+            if form.backward(
+                form.address, torch.get_num_threads() if form.parallel else 1, x.data_ptr(), dy.data_ptr(),
+                None if residual is None else residual.data_ptr(), None if passed is None else passed.data_ptr(),
+                kept.data_ptr(), None if dx is None else dx.data_ptr(), None if dz is dy else dz.data_ptr(),
+                dgamma.data_ptr(), dbeta.data_ptr(),
+            ):  # fmt: skip
+                raise MemoryError
+        return (
+            *(dx if of_x else None, dgamma if of_gamma else None, dbeta if of_beta else None),
+            *(dz if of_residual else None, None, None, None),
+        )
+
+
+# What Function.apply calls if no torch.func transform is at work, which train_ has made sure of.
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, Normalize).apply

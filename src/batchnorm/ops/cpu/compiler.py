@@ -1,6 +1,6 @@
 """Compile kernel.c by the C compiler of the machine that it runs on, and load it.
 
-That happens once per machine, in about a second, when a layer first needs it; the library is kept in the user's cache
+That happens once per machine, in a few seconds, when a layer first needs it; the library is kept in the user's cache
 folder. A cached library is loaded only if it belongs to the user, nobody else can write to it, and its contents have
 the digest in its name. On other systems than Linux, without a compiler, or with BATCHNORM_COMPILE=0 in the environment,
 torch's kernels do the work.
@@ -27,9 +27,14 @@ from typing import NamedTuple
 
 import torch
 
+from ..activation import NAMES
+
 SOURCE = Path(__file__).parent / "kernel.c"
 # Sums must keep their order, so no -ffast-math; comparisons may be done on vectors, though, and NaN sets no flags.
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+FLAGS = (
+    *("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"),
+    *(f"-D{name.upper()}={code}" for code, name in enumerate(NAMES)),
+)
 
 
 class Kernels(NamedTuple):
@@ -136,8 +141,8 @@ def _compile(compiler: list[str], folder: Path, key: str) -> Kernels:
 def _loaded(path: Path) -> Kernels:
     library = ctypes.CDLL(str(path))
     pointer, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-    library.forward.argtypes = [pointer, whole, real, real, *[pointer] * 8]
-    library.backward.argtypes = [pointer, whole, *[pointer] * 6]
+    library.forward.argtypes = [pointer, whole, real, real, *[pointer] * 10]
+    library.backward.argtypes = [pointer, whole, *[pointer] * 9]
     return Kernels(library.forward, library.backward, _openmp())
 
 

@@ -1,4 +1,5 @@
-// Batch normalization of float32 in training, with or without ReLU, and its gradient: what compiler.py compiles.
+// Batch normalization of float32 in training, y = g(BN(x) + residual), and its gradient. compiler.py compiles this and
+// defines IDENTITY, RELU, ...: the codes of g.
 //
 // Memory is planes (n, channels, length), or rows (n, channels) where `length` is 0. A task is a group of neighbouring
 // channels, whose values stay in the cache between the passes, or a block of rows, whose sums are put together in a
@@ -18,15 +19,17 @@
 typedef int64_t i64;
 
 typedef struct {
-    i64 n, channels, length, relu;
+    i64 n, channels, length, activation;
+    double slope; // of a leaky ReLU
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); // of the OpenMP library that torch uses
     int (*thread)(void), (*team)(void);
 } Shape;
 
 typedef struct {
     Shape shape;
-    const float *x, *dy, *gamma, *beta;
-    float *y, *dx, *dgamma, *dbeta;
+    const float *x, *dy, *gamma, *beta, *residual;
+    float *y, *dx, *dz, *dgamma, *dbeta;
+    unsigned char *passed; // whether g'(z) is 1, if there is a residual and g' has two values
     float *kept;             // center, scale, offset, 1/std, mean - center; each of all channels
     double eps, *mean, *var; // of each channel
     i64 tasks, threads;
@@ -51,6 +54,86 @@ enum {
 };
 
 INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
+
+// No iteration of the loop reads what another one writes.
+#ifdef __clang__
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+// ---- g and its derivative, with torch's values where that jumps ----
+
+// To 2e-7 of the value: 2^n times a polynomial in what is left, which compilers make vectors of.
+INLINE float exponential(float v) {
+    union {
+        float f;
+        uint32_t u;
+    } n, power;
+    v = v < -87 ? -87 : v > 88 ? 88 : v;
+    n.f = v * 1.44269504f + 12582912; // 1.5 * 2^23: the lowest bits are the nearest integer
+    power.u = (n.u + 127) << 23;
+    float whole = n.f - 12582912, r = v - whole * 0.693359375f + whole * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    return (p * r * r + r + 1) * power.f;
+}
+
+INLINE float sigmoid(float z) { return 1 / (1 + exponential(-z)); }
+
+INLINE float hyperbolic_tangent(float z) {
+    float q = z * z, near = 2 * sigmoid(2 * z) - 1; // which has too few digits near 0
+    float series = z + z * q * (-1 / 3.0f + q * (2 / 15.0f + q * (-17 / 315.0f + q * (62 / 2835.0f))));
+    return q < 0.09f ? series : near;
+}
+
+INLINE float activate(float z, int activation, float below) {
+    if (activation == RELU) return z < 0 ? 0 : z; // NaN stays
+    if (activation == LEAKY_RELU) return z > 0 ? z : z * below;
+    if (activation == SIGMOID) return sigmoid(z);
+    if (activation == TANH) return hyperbolic_tangent(z);
+    if (activation == SILU) return z * sigmoid(z);
+    if (activation == RELU6) return z < 0 ? 0 : z > 6 ? 6 : z;
+    if (activation == HARDSWISH) {
+        float gate = z + 3;
+        gate = gate < 0 ? 0 : gate;
+        return z * (gate > 6 ? 6 : gate) / 6;
+    }
+    return z;
+}
+
+// Whether a derivative with two values is 1; ReLU and ReLU6 let NaN through.
+INLINE int passes(float z, int activation) {
+    if (activation == RELU) return !(z <= 0);
+    if (activation == RELU6) return !(z <= 0) & !(z >= 6);
+    return z > 0;
+}
+
+INLINE float activate_backward(float dy, float z, int activation, float below) {
+    if (activation == RELU || activation == RELU6) return passes(z, activation) ? dy : 0;
+    if (activation == LEAKY_RELU) return z > 0 ? dy : dy * below;
+    if (activation == SIGMOID) {
+        float s = sigmoid(z);
+        return dy * s * (1 - s);
+    }
+    if (activation == TANH) {
+        float t = hyperbolic_tangent(z);
+        return dy * (1 - t * t);
+    }
+    if (activation == SILU) {
+        float s = sigmoid(z);
+        return dy * s * (1 + z * (1 - s));
+    }
+    if (activation == HARDSWISH) {
+        float inner = z < 3 ? dy * (z / 3 + 0.5f) : dy;
+        return z <= -3 ? 0 : inner;
+    }
+    return dy;
+}
 
 // ---- passes over a matrix: `rows` of `width` values, `stride` apart, and a number for each column ----
 
@@ -82,55 +165,7 @@ INLINE void add_squares(
         }
 }
 
-INLINE void transform(
-    const float *restrict x, float *restrict y, i64 rows, i64 stride, i64 width, const float *restrict lines,
-    i64 pitch, int relu) {
-    const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
-    for (i64 i = 0; i < rows; ++i, x += stride, y += stride)
-        for (i64 j = 0; j < width; ++j) {
-            float z = (x[j] - center[j]) * scale[j] + offset[j];
-            y[j] = relu && z < 0 ? 0 : z;
-        }
-}
-
-INLINE float masked(float dy, float d, float scale, float offset, int relu) {
-    return relu && d * scale + offset <= 0 ? 0 : dy; // NaN is not
-}
-
-INLINE void reduce(
-    const float *restrict x, const float *restrict dy, i64 rows, i64 stride, i64 width, const float *restrict lines,
-    i64 pitch, int relu, float *restrict first, float *restrict second) {
-    const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
-    i64 i = 0;
-    for (; i + 2 <= rows; i += 2, x += 2 * stride, dy += 2 * stride)
-        for (i64 j = 0; j < width; ++j) {
-            float a = x[j] - center[j], b = x[stride + j] - center[j];
-            float g = masked(dy[j], a, scale[j], offset[j], relu);
-            float h = masked(dy[stride + j], b, scale[j], offset[j], relu);
-            first[j] += g + h;
-            second[j] += g * a + h * b;
-        }
-    for (; i < rows; ++i, x += stride, dy += stride)
-        for (i64 j = 0; j < width; ++j) {
-            float d = x[j] - center[j], g = masked(dy[j], d, scale[j], offset[j], relu);
-            first[j] += g;
-            second[j] += g * d;
-        }
-}
-
-INLINE void differentiate(
-    const float *restrict x, const float *restrict dy, float *restrict dx, i64 rows, i64 stride, i64 width,
-    const float *restrict lines, i64 pitch, int relu) {
-    const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
-    const float *slope = lines + SLOPE * pitch, *level = lines + LEVEL * pitch;
-    for (i64 i = 0; i < rows; ++i, x += stride, dy += stride, dx += stride)
-        for (i64 j = 0; j < width; ++j) {
-            float d = x[j] - center[j], g = masked(dy[j], d, scale[j], offset[j], relu);
-            dx[j] = g * scale[j] + (d * slope[j] + level[j]);
-        }
-}
-
-// ---- the passes on a part of the call's tensors ----
+// ---- the same on a part of the call's tensors ----
 
 typedef struct {
     i64 at, rows, stride, width;
@@ -142,24 +177,136 @@ static void add_squares_to(const Call *c, Matrix m, const float *rough, float *f
     add_squares(c->x + m.at, m.rows, m.stride, m.width, rough, first, second);
 }
 
-static void reduce_to(const Call *c, Matrix m, const float *lines, i64 pitch, float *first, float *second) {
-    if (c->shape.relu)
-        reduce(c->x + m.at, c->dy + m.at, m.rows, m.stride, m.width, lines, pitch, 1, first, second);
-    else
-        reduce(c->x + m.at, c->dy + m.at, m.rows, m.stride, m.width, lines, pitch, 0, first, second);
+// y = g(z), where a residual may be added, and marked which z have a derivative of 1.
+INLINE void transform(const Call *c, Matrix m, const float *restrict lines, i64 pitch, int activation, int added, int marked) {
+    const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
+    const float below = (float)c->shape.slope;
+    for (i64 i = 0; i < m.rows; ++i, m.at += m.stride) {
+        const float *restrict x = c->x + m.at, *restrict residual = added ? c->residual + m.at : 0;
+        float *restrict y = c->y + m.at;
+        unsigned char *restrict passed = marked ? c->passed + m.at : 0;
+        INDEPENDENT for (i64 j = 0; j < m.width; ++j) {
+            float z = (x[j] - center[j]) * scale[j] + offset[j];
+            if (added) z += residual[j];
+            if (marked) passed[j] = (unsigned char)passes(z, activation);
+            y[j] = activate(z, activation, below);
+        }
+    }
 }
 
-// Writes y in a forward pass, dx in a backward pass.
-static void write_out(const Call *c, Matrix m, const float *lines, i64 pitch) {
-    const float *x = c->x + m.at;
-    if (c->y && c->shape.relu)
-        transform(x, c->y + m.at, m.rows, m.stride, m.width, lines, pitch, 1);
-    else if (c->y)
-        transform(x, c->y + m.at, m.rows, m.stride, m.width, lines, pitch, 0);
-    else if (c->shape.relu)
-        differentiate(x, c->dy + m.at, c->dx + m.at, m.rows, m.stride, m.width, lines, pitch, 1);
+// dz = g'(z) dy of one value, from its mark or else from z.
+INLINE float dz_of(float dy, float z, int passed, int activation, float below, int marked) {
+    if (!marked) return activate_backward(dy, z, activation, below);
+    return passed ? dy : activation == LEAKY_RELU ? dy * below : 0;
+}
+
+// Adds up dz and dz * d; dz may be written.
+INLINE void reduce(
+    const Call *c, Matrix m, const float *restrict lines, i64 pitch, float *restrict first, float *restrict second,
+    int activation, int added, int marked, int written) {
+    const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
+    const float below = (float)c->shape.slope;
+    for (i64 i = 0, rows; i < m.rows; i += rows, m.at += rows * m.stride) {
+        const float *restrict x = c->x + m.at, *restrict dy = c->dy + m.at;
+        const float *restrict residual = added ? c->residual + m.at : 0;
+        const unsigned char *restrict passed = marked ? c->passed + m.at : 0;
+        float *restrict dz = written ? c->dz + m.at : 0;
+        const i64 n = m.stride;
+#define Z(AT, D) (added ? D * scale[j] + offset[j] + residual[AT] : D * scale[j] + offset[j])
+#define DZ(AT, D) dz_of(dy[AT], Z(AT, D), marked ? passed[AT] : 0, activation, below, marked)
+        if (i + 2 <= m.rows) {
+            rows = 2;
+            INDEPENDENT for (i64 j = 0; j < m.width; ++j) {
+                float a = x[j] - center[j], b = x[n + j] - center[j], g = DZ(j, a), h = DZ(n + j, b);
+                if (written) dz[j] = g, dz[n + j] = h;
+                first[j] += g + h;
+                second[j] += g * a + h * b;
+            }
+        } else {
+            rows = 1;
+            INDEPENDENT for (i64 j = 0; j < m.width; ++j) {
+                float d = x[j] - center[j], g = DZ(j, d);
+                if (written) dz[j] = g;
+                first[j] += g;
+                second[j] += g * d;
+            }
+        }
+#undef DZ
+#undef Z
+    }
+}
+
+// dx from dz, or else from dy; dz may lie where dx does.
+INLINE void differentiate(const Call *c, Matrix m, const float *lines, i64 pitch, const float *from, int activation) {
+    const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
+    const float *slope = lines + SLOPE * pitch, *level = lines + LEVEL * pitch, below = (float)c->shape.slope;
+    for (i64 i = 0; i < m.rows; ++i, m.at += m.stride) {
+        const float *x = c->x + m.at, *g = from + m.at;
+        float *dx = c->dx + m.at;
+        INDEPENDENT for (i64 j = 0; j < m.width; ++j) {
+            float d = x[j] - center[j], z = d * scale[j] + offset[j];
+            dx[j] = dz_of(g[j], z, 0, activation, below, 0) * scale[j] + (d * slope[j] + level[j]);
+        }
+    }
+}
+
+// The loops above are compiled for each g.
+#define HAS_TWO_SLOPES(G) (G == RELU || G == LEAKY_RELU || G == RELU6)
+#define FOR_EACH_ACTIVATION(CASE)                              \
+    switch (c->shape.activation) {                             \
+        CASE(IDENTITY) CASE(RELU) CASE(LEAKY_RELU) CASE(RELU6) \
+        CASE(SIGMOID) CASE(TANH) CASE(SILU) CASE(HARDSWISH)    \
+    }
+
+static void transform_to(const Call *c, Matrix m, const float *lines, i64 pitch) {
+#define CASE(G)                                         \
+    case G:                                             \
+        if (!c->residual)                               \
+            transform(c, m, lines, pitch, G, 0, 0);     \
+        else if (HAS_TWO_SLOPES(G) && c->passed)        \
+            transform(c, m, lines, pitch, G, 1, 1);     \
+        else                                            \
+            transform(c, m, lines, pitch, G, 1, 0);     \
+        break;
+    FOR_EACH_ACTIVATION(CASE)
+#undef CASE
+}
+
+// Writes dz if it is the residual's gradient, or if g' should not be computed twice.
+static void reduce_to(const Call *c, Matrix m, const float *lines, i64 pitch, float *first, float *second) {
+#define CASE(G)                                                          \
+    case G:                                                              \
+        if (HAS_TWO_SLOPES(G) && c->passed)                              \
+            reduce(c, m, lines, pitch, first, second, G, 0, 1, 1);       \
+        else if (HAS_TWO_SLOPES(G) || G == IDENTITY)                     \
+            reduce(c, m, lines, pitch, first, second, G, 0, 0, 0);       \
+        else if (c->residual)                                            \
+            reduce(c, m, lines, pitch, first, second, G, 1, 0, 1);       \
+        else                                                             \
+            reduce(c, m, lines, pitch, first, second, G, 0, 0, 1);       \
+        break;
+    FOR_EACH_ACTIVATION(CASE)
+#undef CASE
+}
+
+static void differentiate_to(const Call *c, Matrix m, const float *lines, i64 pitch) {
+    if (c->dz)
+        differentiate(c, m, lines, pitch, c->dz, IDENTITY);
+    else if (c->shape.activation == RELU)
+        differentiate(c, m, lines, pitch, c->dy, RELU);
+    else if (c->shape.activation == RELU6)
+        differentiate(c, m, lines, pitch, c->dy, RELU6);
+    else if (c->shape.activation == LEAKY_RELU)
+        differentiate(c, m, lines, pitch, c->dy, LEAKY_RELU);
     else
-        differentiate(x, c->dy + m.at, c->dx + m.at, m.rows, m.stride, m.width, lines, pitch, 0);
+        differentiate(c, m, lines, pitch, c->dy, IDENTITY);
+}
+
+static void write_out(const Call *c, Matrix m, const float *lines, i64 pitch) {
+    if (c->y)
+        transform_to(c, m, lines, pitch);
+    else
+        differentiate_to(c, m, lines, pitch);
 }
 
 // ---- what a channel's sums come to ----
@@ -529,13 +676,15 @@ static Shape shape_of(const Shape *given) {
 
 static i64 groups_of(const Shape *f) { return (f->channels + channels_of_group(f) - 1) / channels_of_group(f); }
 
-// Writes y and kept, and moves the running averages where there are any; with a momentum of NaN they are those of
+// Writes y, kept and, where it is not null, passed, and moves the running averages where there are any; with a momentum of NaN they are those of
 // all batches. Returns 0; 1 where the moments are not finite or float32 does not hold their sums, and -1 where there is
 // no memory: then no average has moved.
 int forward(
     const Shape *given, i64 threads, double eps, double momentum, const float *x, const float *gamma, const float *beta,
-    float *running_mean, float *running_var, i64 *batches, float *y, float *kept) {
+    const float *residual, float *running_mean, float *running_var, i64 *batches, float *y, unsigned char *passed,
+    float *kept) {
     Call c = {.shape = shape_of(given), .x = x, .gamma = gamma, .beta = beta, .y = y, .kept = kept, .eps = eps};
+    c.residual = residual, c.passed = passed;
     i64 channels = given->channels;
     c.mean = malloc(2 * channels * sizeof(double));
     if (!c.mean) return -1;
@@ -559,12 +708,13 @@ int forward(
     return failed ? failed : c.bad;
 }
 
-// Writes dx, where it is not null, and the gradients of gamma and beta. Returns 0; -1 where there is no memory.
+// Writes dx, where it is not null, and the gradients of gamma and beta. dz must not be null if `passed` is not, or if g'
+// has more than two values; it may be dx. Returns 0; -1 if there is no memory.
 int backward(
-    const Shape *given, i64 threads, const float *x, const float *dy, const float *kept, float *dx, float *dgamma,
-    float *dbeta) {
-    Call c = {.shape = shape_of(given), .x = x, .dy = dy, .kept = (float *)kept};
-    c.dx = dx, c.dgamma = dgamma, c.dbeta = dbeta;
+    const Shape *given, i64 threads, const float *x, const float *dy, const float *residual, unsigned char *passed,
+    const float *kept, float *dx, float *dz, float *dgamma, float *dbeta) {
+    Call c = {.shape = shape_of(given), .x = x, .dy = dy, .residual = residual, .kept = (float *)kept};
+    c.passed = passed, c.dx = dx, c.dz = dz, c.dgamma = dgamma, c.dbeta = dbeta;
     if (!c.shape.length) return rows_backward(&c, threads);
     run(&c, planes_backward, groups_of(&c.shape), threads);
     return 0;

@@ -1,7 +1,15 @@
-"""Batch normalization as one differentiable function: passes over memory, forward and backward, on a given layout."""
+"""Batch normalization in passes over memory at its speed, for what no kernel takes: one differentiable function.
+
+Tensors have x's shape and strides. Per-channel vectors are float64 and numpy's: a call needs about 30 operations on
+them, and numpy has less to do around each than torch.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -13,11 +21,23 @@ from .. import composite
 from ..activation import Activation
 from ..call import Call
 from ..moments import statistics_dtype
-from . import nonlinear
-from .layout import Layout, Vector
+from .torch_kernels import GRADIENT_ROWS, ROWS, VECTOR, apply_, stored_like
+
+Vector = NDArray[np.float64]
 
 # Largest mean^2 / (var + eps) for which x is not shifted: it costs the variance at most this many float32 roundings.
 CONDITION = 16.0
+# Columns enough for full vectors and for loops worth their start, few enough that a row of sums stays in the nearest
+# cache.
+WIDTH = 1024
+# Planes with fewer locations than this have loops too short to be worth their start.
+SHORT = 32
+# torch's norm of so many values is good to 1e-6; of 64 times as many to 1e-4.
+PIECE = 1 << 16
+
+_aten = torch.ops.aten
+_backward = _aten.native_batch_norm_backward.default
+_ALL, _SUMS = (True, True, True), (False, True, True)  # of dx, dgamma, dbeta
 
 
 class BatchNormFunction(torch.autograd.Function):
@@ -53,13 +73,13 @@ class BatchNormFunction(torch.autograd.Function):
             # A copy of x that is ours becomes the output.
             out = torch.empty_like(x) if wide is x else wide
             z = _transform(layout, wide, scale, beta, residual, mean, out)
-        y = nonlinear.apply_(activation, z).to(x.dtype)
+        y = apply_(activation, z).to(x.dtype)
 
         ctx.set_materialize_grads(False)
         ctx.eps, ctx.activation, ctx.layout = eps, activation, layout
         ctx.mean, ctx.invstd, ctx.scale, ctx.shift = mean, invstd, scale, shift
         ctx.dtypes = [None if v is None else v.dtype for v in (x, gamma, beta, residual)]
-        ctx.needs = needs = nonlinear.derivative_needs(activation)
+        ctx.needs = needs = derivative_needs(activation, x.dtype)
         at_z = (beta, residual) if needs == "z" else (None, None)
         ctx.save_for_backward(x, gamma, *at_z, y if needs == "y" else None)
         return y, _tensor(mean if shift is None else mean + shift, dtype), _tensor(var, dtype)
@@ -116,7 +136,7 @@ def _fast_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tens
         at = y
         if ctx.needs == "z":
             at = _transform(layout, wide, ctx.scale, beta, residual, ctx.mean, torch.empty_like(wide))
-        g = nonlinear.backward(ctx.activation, stored_like(dy, wide), None if at is None else at.to(wide.dtype))
+        g = _activation_backward(ctx.activation, stored_like(dy, wide), None if at is None else at.to(wide.dtype))
         if needs[0] and dmean is None and dvar is None and layout.has_kernel(x):
             gamma = None if gamma is None else gamma.to(wide.dtype)
             return *layout.kernel(g, wide, gamma, ctx.mean, ctx.invstd), g
@@ -156,25 +176,211 @@ def _coefficients(
     return b, c
 
 
-def stored_like(t: Tensor, x: Tensor) -> Tensor:
-    """Return ``t`` in the type and strides of ``x``."""
-    return t if t.dtype == x.dtype and t.stride() == x.stride() else torch.empty_like(x).copy_(t)
-
-
 def _plain_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor | None) -> _Gradients:
     """Return what :func:`_fast_backward` does as differentiable functions of everything they depend on."""
     x, gamma, beta, residual, y = ctx.saved_tensors
-    g = dbeta = None
+    call = Call(x, gamma, beta, ctx.eps, ctx.activation, residual)
+    dx = dgamma = dbeta = dz = None
     if dy is not None:
-        plain = composite.run(Call(x, gamma, beta, ctx.eps, residual=residual))[0] if ctx.needs == "z" else y
-        g = nonlinear.backward(ctx.activation, dy, plain)
-        dbeta = g.sum([0, *range(2, x.dim())], dtype=statistics_dtype(x))
-    # New names for x and gamma: asking for gradients of the originals would run the hooks on them a second time.
-    x, gamma = x.view_as(x), None if gamma is None else gamma.view_as(gamma)
-    normal, moments = composite.run(Call(x, gamma, None, ctx.eps))
-    pairs = [(normal, g), (moments.mean, dmean), (moments.var, dvar)]
-    outputs, grads = zip(*((v, d) for v, d in pairs if d is not None), strict=True)
-    wanted = [v for v in (x, gamma) if v is not None and v.requires_grad]
-    found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True) if wanted else ())
-    dx, dgamma = (next(found) if v is not None and v.requires_grad else None for v in (x, gamma))
-    return dx, dgamma, dbeta, g
+        if ctx.needs != "z":
+            dy, call = _activation_backward(ctx.activation, dy, y), Call(x, gamma, None, ctx.eps)
+        dx, dgamma, dbeta, dz = composite.backward(call, dy)
+    extra = composite.moments_backward(x, dmean, dvar)
+    if extra is not None:
+        dx = extra if dx is None else dx + extra
+    return dx, dgamma, dbeta, dz
+
+
+def derivative_needs(activation: Activation, dtype: torch.dtype) -> str | None:
+    """Name what g' is computed from: "y" = g(z) in ``dtype`` if that is enough, else "z"; None for the identity."""
+    match activation.name:
+        case "identity":
+            return None
+        case "silu" | "hardswish":
+            return "z"
+        case "leaky_relu" if activation.slope < 0:
+            return "z"
+        case "relu6" if dtype.itemsize == 2:  # rounds values a little below 6 to 6
+            return "z"
+    return "y"
+
+
+def _activation_backward(activation: Activation, dy: Tensor, at: Tensor | None) -> Tensor:
+    """Return dz = g'(z) dy with ``at`` as :func:`derivative_needs` says; differentiable again if that is y."""
+    match activation.name:
+        case "identity":
+            return dy
+        case "relu":
+            return _aten.threshold_backward(dy, at, 0)  # type: ignore[no-any-return]
+        case "relu6":
+            return _aten.hardtanh_backward(dy, at, 0, 6)  # type: ignore[no-any-return]
+        case "leaky_relu":
+            return _aten.leaky_relu_backward(dy, at, activation.slope, activation.slope >= 0)  # type: ignore[no-any-return]
+    return getattr(_aten, f"{activation.name}_backward")(dy, at)  # type: ignore[no-any-return]
+
+
+class _Dense(ABC):
+    """The arithmetic of one arrangement in memory."""
+
+    @abstractmethod
+    def view(self, x: Tensor) -> Tensor:
+        """Return x as it lies in memory."""
+
+    @abstractmethod
+    def spread(self, v: Vector, x: Tensor) -> Tensor:
+        """Return one number per channel in the type of x, so that it broadcasts over ``view(x)``."""
+
+    def affine(self, x: Tensor, a: Vector, b: Vector, out: Tensor) -> None:
+        """Write a*x + b to ``out``, which may be ``x``."""
+        torch.addcmul(self.spread(b, x), self.view(x), self.spread(a, x), out=self.view(out))
+
+    def shift(self, x: Tensor, s: Vector, out: Tensor) -> None:
+        """Write x - s to ``out``, which may be ``x``."""
+        torch.sub(self.view(x), self.spread(s, x), out=self.view(out))
+
+    def add_scaled_(self, out: Tensor, x: Tensor, a: Vector) -> None:
+        """Add a*x to ``out``."""
+        self.view(out).addcmul_(self.view(x), self.spread(a, x))
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix(_Dense):
+    """Memory as a matrix whose columns each belong to one channel: (period, C, run) columns, read from the left.
+
+    channels_last has the channels side by side, ``run`` 1, and with few of them several positions make one row
+    (``period``). A contiguous tensor with few locations has ``run`` columns per channel.
+    """
+
+    period: int
+    channels: int
+    run: int
+
+    def view(self, x: Tensor) -> Tensor:
+        """Return the matrix."""
+        memory = x.movedim(1, -1) if self.run == 1 else x
+        return memory.view(-1, self.period * self.channels * self.run)
+
+    def spread(self, v: Vector, x: Tensor) -> Tensor:
+        """Repeat the number of each channel in its columns."""
+        return torch.from_numpy(v.astype(_numpy_type(x)).take(_owners(self.period, self.channels, self.run)))
+
+    def moments(self, x: Tensor) -> tuple[Vector, Vector]:
+        """Merge the moments of blocks of rows and of columns (Chan, Golub & LeVeque)."""
+        # Several positions in a row make fewer and longer rows, which take fewer calls.
+        wide = Matrix(_wide(x.numel() // self.channels, self.channels), self.channels, 1) if self.run == 1 else self
+        blocks = wide.view(x).split(ROWS)
+        parts = [torch.batch_norm_update_stats(b, None, None, 0.0) for b in blocks]
+        mean, var = wide._columns([p[0] for p in parts]), wide._columns([p[1] for p in parts])
+        weight = np.array([len(b) * self.channels / x.numel() for b in blocks])
+        total = np.einsum("b,bpcr->c", weight, mean)
+        mean -= total[:, None]
+        var += np.square(mean, out=mean)
+        return total, np.einsum("b,bpcr->c", weight, var)
+
+    def reduce(self, g: Tensor, x: Tensor, mean: Vector, invstd: Vector) -> tuple[Vector, Vector]:
+        """Add up by torch's kernel over blocks of rows, then over blocks and columns in float64."""
+        statistics = self.spread(mean, x), self.spread(invstd, x)
+        blocks = zip(self.view(g).split(ROWS), self.view(x).split(ROWS), strict=True)
+        parts = [_backward(*b, None, None, None, *statistics, True, 0.0, _SUMS) for b in blocks]
+        return self._columns([p[1] for p in parts]).sum((0, 1, 3)), self._columns([p[2] for p in parts]).sum((0, 1, 3))
+
+    def has_kernel(self, x: Tensor) -> bool:
+        """Say whether the channels lie side by side and fill vectors."""
+        return self.run == 1 and self.channels >= VECTOR and x.numel() <= GRADIENT_ROWS * self.channels
+
+    def kernel(
+        self, g: Tensor, x: Tensor, gamma: Tensor | None, mean: Vector, invstd: Vector
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call it on a matrix with one column per channel."""
+        rows = Matrix(1, self.channels, 1)
+        statistics = rows.spread(mean, x), rows.spread(invstd, x)
+        dx, dgamma, dbeta = _backward(rows.view(g), rows.view(x), gamma, None, None, *statistics, True, 0.0, _ALL)
+        return dx.view(x.movedim(1, -1).shape).movedim(-1, 1), dgamma, dbeta
+
+    def _columns(self, parts: list[Tensor]) -> Vector:
+        rows = np.array([p.numpy() for p in parts], dtype=np.float64)
+        return rows.reshape(-1, self.period, self.channels, self.run)
+
+
+@dataclass(frozen=True, slots=True)
+class Planes(_Dense):
+    """Memory as N times C planes of contiguous locations."""
+
+    channels: int
+
+    def view(self, x: Tensor) -> Tensor:
+        """Return (N, C, locations)."""
+        return x.view(x.shape[0], self.channels, -1)
+
+    def spread(self, v: Vector, x: Tensor) -> Tensor:
+        """Return a column."""
+        return torch.from_numpy(v.astype(_numpy_type(x))[:, None])
+
+    def moments(self, x: Tensor) -> tuple[Vector, Vector]:
+        """Add up x and x^2 in each plane, then over planes in float64.
+
+        The caller rejects a variance that is small beside mean^2, so that their difference keeps its digits.
+        """
+        planes = self.view(x)
+        m = planes.shape[0] * planes.shape[2]
+        mean = np.add.reduce(planes.sum(2).numpy(), 0, np.float64) / m
+        square = np.zeros(self.channels)
+        for piece in planes.split(PIECE, 2) if planes.shape[2] > PIECE else (planes,):
+            norms = torch.linalg.vector_norm(piece, dim=2).numpy()
+            square += np.einsum("nc,nc->c", norms, norms, dtype=np.float64)
+        return mean, np.maximum(square / m - mean * mean, 0)
+
+    def reduce(self, g: Tensor, x: Tensor, mean: Vector, invstd: Vector) -> tuple[Vector, Vector]:
+        """Add up by torch's kernel, which goes plane by plane."""
+        statistics = (self.spread(v, x).view(-1) for v in (mean, invstd))
+        _, dgamma, dbeta = _backward(self.view(g), self.view(x), None, None, None, *statistics, True, 0.0, _SUMS)
+        return dgamma.numpy().astype(np.float64), dbeta.numpy().astype(np.float64)
+
+    def has_kernel(self, x: Tensor) -> bool:
+        """Say yes: the kernel adds up plane by plane."""
+        return True
+
+    def kernel(
+        self, g: Tensor, x: Tensor, gamma: Tensor | None, mean: Vector, invstd: Vector
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call it on the planes."""
+        statistics = (self.spread(v, x).view(-1) for v in (mean, invstd))
+        dx, dgamma, dbeta = _backward(self.view(g), self.view(x), gamma, None, None, *statistics, True, 0.0, _ALL)
+        return dx.view(x.shape), dgamma, dbeta
+
+    def affine(self, x: Tensor, a: Vector, b: Vector, out: Tensor) -> None:
+        """Take two passes: torch vectorizes an operation with one scalar operand, not with two."""
+        torch.mul(self.view(x), self.spread(a, x), out=self.view(out)).add_(self.spread(b, x))
+
+
+Layout = Matrix | Planes
+
+
+def layout_of(x: Tensor) -> Matrix | Planes | None:
+    """Return the layout of a dense tensor (N, C, ...), or None where it is neither contiguous nor channels_last."""
+    channels, locations = x.shape[1], prod(x.shape[2:])
+    if x.is_contiguous() and locations > 1:
+        return Matrix(1, channels, locations) if locations < SHORT and channels > 1 else Planes(channels)
+    if x.movedim(1, -1).is_contiguous():
+        return Matrix(1 if channels >= VECTOR else _wide(x.numel() // channels, channels), channels, 1)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _wide(m: int, channels: int) -> int:
+    """Return how many of m positions make a row of at most WIDTH columns."""
+    return next(k for k in range(max(1, WIDTH // channels), 0, -1) if m % k == 0)
+
+
+@lru_cache(maxsize=64)
+def _owners(period: int, channels: int, run: int) -> NDArray[np.intp]:
+    """Return which channel each column belongs to.
+
+    >>> _owners(2, 3, 1)
+    array([0, 1, 2, 0, 1, 2])
+    """
+    return np.tile(np.arange(channels).repeat(run), period)
+
+
+def _numpy_type(x: Tensor) -> type[np.float32] | type[np.float64]:
+    return np.float32 if x.dtype == torch.float32 else np.float64

@@ -1,15 +1,18 @@
-"""Batch normalization by torch's fused kernel and its own derivative, with a check that the kernel is accurate."""
+"""Torch's batch normalization kernel with a check that it is accurate, and activations in place on its output."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..activation import Activation
+from ..call import Call
+from ..composite import moments_backward
 from ..moments import Moments, statistics_dtype
-from .layout import GRADIENT_ROWS, ROWS, VECTOR, flatten, unflatten
 
 # Largest ||mean / std|| for which a*x + b in float32 is good to 100 * 2^-24 * a few = 2e-5 of a standard deviation.
 CONDITION = 100.0
@@ -17,8 +20,18 @@ CONDITION = 100.0
 # Up to here, per thread that has a channel to work on, one call of a slow kernel beats several calls of fast ones:
 # torch's loop over (N, C, L) is not vectorized.
 IMAGE_ELEMENTS = 200_000
-# And here, where few channels lie side by side.
+# And here, if few channels lie side by side.
 FEW_ELEMENTS = 16_000
+# torch's kernels are vectorized over channels that lie side by side if there are so many of them.
+VECTOR = 16
+# They add rows one after the other in float32. After ROWS of one sign the error is below 1e-6, good enough for a mean;
+# after GRADIENT_ROWS below 1e-5, good enough for the sums over gradients.
+ROWS, GRADIENT_ROWS = 1 << 13, 1 << 18
+
+# Up to here a second buffer costs less than what autograd does for an operation in place.
+SMALL = 1 << 14
+# From here on the passes over half-precision values, which torch widens one by one, cost more than Python's backward.
+LARGE_HALF = 1 << 20
 
 
 def is_fast(x: Tensor) -> bool:
@@ -41,16 +54,9 @@ def is_fast(x: Tensor) -> bool:
     return half or elements <= ROWS * channels
 
 
-def batch_norm(
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    eps: float,
-    activation: Activation,
-    residual: Tensor | None,
-    constant_moments: bool,
-) -> tuple[Tensor, Moments] | None:
-    """Normalize ``x``, or return None where the result would be inaccurate or is not finite."""
+def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
+    """Normalize by the batch's own statistics; None if the result would be inaccurate or is not finite."""
+    x, gamma, beta, eps, activation, residual, *_ = call
     dtype = statistics_dtype(x)
     channels = x.shape[1]
     m = x.numel() // channels
@@ -82,16 +88,87 @@ class _DifferentiableMoments(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dmean: Tensor | None, dvar: Tensor | None) -> tuple[Tensor | None, None, None]:
-        """dl/dx = dl/dmu * 1/m + dl/dvar * 2 (x - mu)/m, in operations that can be differentiated again."""
         x, mean = ctx.saved_tensors
-        m = x.numel() // x.shape[1]
-        shape = (-1, *[1] * (x.dim() - 2))
-        if torch.is_grad_enabled():  # the saved mean is a constant
-            mean = x.mean([0, *range(2, x.dim())], dtype=mean.dtype)
-        dx = None
-        if dvar is not None:
-            dx = (x - mean.view(shape)) * (dvar * (2 / m)).view(shape)
-        if dmean is not None:
-            each = (dmean / m).view(shape)
-            dx = each.expand(x.shape) if dx is None else dx + each
-        return None if dx is None else dx.to(x.dtype), None, None
+        # The saved mean is a constant.
+        return moments_backward(x, dmean, dvar, None if torch.is_grad_enabled() else mean), None, None
+
+
+def flatten(t: Tensor, x: Tensor) -> Tensor:
+    """Return ``t``, of x's shape, in the form in which torch's kernels read gradients of ``x`` right.
+
+    In four and more dimensions they tell contiguous gradients from channels_last ones by their strides. If a dimension
+    has size 1 its stride says nothing, and they read one layout as the other. Of rows (M, C) and planes (N, C, L) they
+    know one layout each, and autograd brings gradients into that form.
+    """
+    if x.dim() < 4 or 1 not in x.shape:
+        return t
+    rows = x.shape[1] > 1 and x.movedim(1, -1).is_contiguous()
+    return t.movedim(1, -1).flatten(0, -2) if rows else t.flatten(2)
+
+
+def unflatten(y: Tensor, x: Tensor) -> Tensor:
+    """Undo :func:`flatten`."""
+    if y.dim() == x.dim():
+        return y
+    return y.view(x.movedim(1, -1).shape).movedim(-1, 1) if y.dim() == 2 else y.view(x.shape)
+
+
+def stored_like(t: Tensor, x: Tensor) -> Tensor:
+    """Return ``t`` in the type and strides of ``x``."""
+    return t if t.dtype == x.dtype and t.stride() == x.stride() else torch.empty_like(x).copy_(t)
+
+
+def apply_(activation: Activation, z: Tensor) -> Tensor:
+    """Overwrite ``z`` by g(z): a second buffer would cost more than the arithmetic."""
+    match activation.name:
+        case "identity":
+            return z
+        case "leaky_relu":
+            return F.leaky_relu(z, activation.slope, inplace=True)
+        case "sigmoid":
+            return z.sigmoid_()
+        case "tanh":
+            return z.tanh_()
+    return getattr(F, activation.name)(z, inplace=True)  # type: ignore[no-any-return]
+
+
+def for_fresh(activation: Activation, elements: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    """Return what makes g(z) of a freshly allocated z that its own derivative does not need."""
+    if activation.name == "identity":
+        return None
+    if activation.name != "relu":
+        return activation.__call__
+    if elements <= SMALL:
+        return Tensor.relu
+    return Tensor.relu_ if elements < LARGE_HALF or dtype.itemsize > 2 else _half_relu
+
+
+def _half_relu(z: Tensor) -> Tensor:
+    return HalfRelu.apply(z)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class HalfRelu(torch.autograd.Function):
+    """ReLU in place on float16 or bfloat16 by their bit patterns, for torch widens the values to compare them.
+
+    Read as int16, values of 0 and more are not negative; below 0 they lie at or below that of -inf, and NaN above it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        """Set to 0 what is not above -inf's pattern: negative values, not NaN."""
+        torch.threshold_(z.view(torch.int16), -(1 << 7) if z.dtype is torch.bfloat16 else -(1 << 10), 0)
+        ctx.mark_dirty(z)
+        ctx.save_for_backward(z)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        """Let pass what belongs to positive outputs."""
+        (y,) = ctx.saved_tensors
+        if torch.is_grad_enabled() or dy.dtype is not y.dtype:
+            return _threshold_backward(dy, y, 0)  # type: ignore[no-any-return]
+        dz: Tensor = _threshold_backward(dy.view(torch.int16), y.view(torch.int16), 0)
+        return dz.view(dy.dtype)
+
+
+_threshold_backward = torch.ops.aten.threshold_backward

@@ -2,7 +2,7 @@
 
 ``fused`` is pure, ``fused_`` also moves running averages in its kernels, ``fused_backward`` is the gradient of both.
 What is kept for the backward pass: x, eight numbers per channel, and with a residual one bit per element (relu,
-leaky_relu) or the residual itself (sigmoid, tanh, silu).
+relu6, leaky_relu) or the residual itself (sigmoid, tanh, silu, hardswish).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import composite
-from ..activation import Activation
+from ..activation import TWO_SLOPES, Activation
 from ..call import Call
 from ..composite import per_channel
 from ..moments import Moments, batch_moments
@@ -28,7 +28,6 @@ from .sign_bits import empty_bits, unpack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HAS_TRITON = find_spec("triton") is not None
-KEPT_AS_BITS = ("relu", "leaky_relu")  # activations whose gradient one bit per element tells
 
 
 def refusal(call: Call) -> str | None:
@@ -193,7 +192,7 @@ class _Fused(torch.autograd.Function):
     ) -> Any:
         activation = call.activation
         hidden = residual is not None and activation.name != "identity"
-        keep_bits = hidden and activation.name in KEPT_AS_BITS
+        keep_bits = hidden and activation.name in TWO_SLOPES
         y, stats, bits = run(call, keep_bits)
         kept = (None, bits) if keep_bits else (residual, None) if hidden else (None, None)
         ctx.save_for_backward(x, gamma, beta, *kept, stats)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..activation import NAMES, Activation
+from ..activation import NAMES, TWO_SLOPES, Activation
 from ..call import Call
 from . import driver, resident, schedule
 from .layout import Geometry, as_dense, dense_strides, find_geometry, geometry_of, is_dense, magic_of
@@ -401,7 +401,7 @@ def _check_devices(
 
 def _is_smooth(activation: str, residual: Tensor | None) -> bool:
     """Say whether the gradient needs the residual itself, which resident.cu does not read there."""
-    return residual is not None and activation not in ("identity", "relu", "leaky_relu")
+    return residual is not None and activation not in ("identity", *TWO_SLOPES)
 
 
 def _of_one_type(x: Tensor, *others: Tensor | None) -> bool:

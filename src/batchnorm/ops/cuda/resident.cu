@@ -12,8 +12,9 @@
 // example, and a vector may have values of two channels.
 //
 // Compiled for one case at a time: KIND (0 bfloat16, 1 float16, 2 float32), LAST (channels last?), PLANE (locations of a
-// channel in one example, where WOVEN, else 0), ACT, RESIDUAL (is one added?), ADDED (is all of it kept too?), THREADS,
-// SV, K (vectors a thread keeps of each tensor) and EACH (programs on a multiprocessor).
+// channel in one example, where WOVEN, else 0), ACT (IDENTITY, RELU, ...: resident.py defines them), RESIDUAL (is one
+// added?), ADDED (is all of it kept too?), THREADS, SV, K (vectors a thread keeps of each tensor) and EACH (programs on a
+// multiprocessor).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -47,12 +48,6 @@ typedef long long i64;
 #define EACH_UNIT V
 #endif
 #define UNROLL 4
-#define IDENTITY 0
-#define RELU 1
-#define LEAKY_RELU 2
-#define SIGMOID 3
-#define TANH 4
-#define SILU 5
 
 struct alignas(16) Vec {
     u32 w[4];
@@ -467,19 +462,25 @@ __device__ __forceinline__ float activate(float z, float slope) {
     return tanh_of(z);
 #elif ACT == SILU
     return z * sigmoid(z);
+#elif ACT == RELU6
+    return z < 0 ? 0 : z > 6 ? 6 : z;
+#elif ACT == HARDSWISH
+    return z * fminf(fmaxf(z + 3, 0), 6) * (1.0f / 6);
 #else
     return z;
 #endif
 }
 
-// Whether the gradient of a relu or leaky_relu is 1; a relu lets NaN through, as torch's does.
-__device__ __forceinline__ bool is_above(float z) { return ACT == RELU ? !(z <= 0) : z > 0; }
+// Whether a derivative with two values is 1; relu and relu6 let NaN through, as torch's CUDA kernels do.
+__device__ __forceinline__ bool passes(float z) {
+    return ACT == RELU ? !(z <= 0) : ACT == RELU6 ? !(z <= 0 || z >= 6) : z > 0;
+}
 
 __device__ __forceinline__ float activate_backward(float dy, float z, float slope) {
-#if ACT == RELU
-    return is_above(z) ? dy : 0;
+#if ACT == RELU || ACT == RELU6
+    return passes(z) ? dy : 0;
 #elif ACT == LEAKY_RELU
-    return is_above(z) ? dy : dy * slope;
+    return passes(z) ? dy : dy * slope;
 #elif ACT == SIGMOID
     float s = sigmoid(z);
     return dy * s * (1 - s);
@@ -489,6 +490,8 @@ __device__ __forceinline__ float activate_backward(float dy, float z, float slop
 #elif ACT == SILU
     float s = sigmoid(z);
     return dy * s * (1 + z * (1 - s));
+#elif ACT == HARDSWISH
+    return z <= -3 ? 0 : z < 3 ? dy * (z * (1.0f / 3) + 0.5f) : dy;
 #else
     return dy;
 #endif
@@ -749,7 +752,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             for (int k = 0; k < V; ++k) {
                 float z = fmaf(f[k] - near[k], scales[k], offsets[k]);
                 if (RESIDUAL) z += g[k];
-                if (RESIDUAL && is_above(z)) above |= 1u << k;
+                if (RESIDUAL && passes(z)) above |= 1u << k;
                 f[k] = activate(z, slope);
             }
             put(y + walk.of_y(s, i), narrow(f), s);
@@ -797,7 +800,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
 
 #else  // ---- backward ----
 
-// Where a residual was added, bits say where z > 0.
+// If a residual was added, bits say where the derivative is 1.
 #define SIGNS (RESIDUAL && ACT != IDENTITY)
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
     const char* dy, const char* x, const unsigned char* bits, const float* stats, char* dx, char* dresidual,

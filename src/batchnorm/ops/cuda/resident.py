@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..activation import NAMES
 from . import driver
 from .layout import Geometry, magic_of
 from .schedule import AT_ONCE, megabytes_of, up
@@ -274,6 +275,7 @@ def _kernel(
     definitions = {
         "KIND": kind, "LAST": int(nhwc), "ACT": activation, "RESIDUAL": int(residual), "ADDED": added,
         "THREADS": threads, "EACH": each, "SV": lanes, "PLANE": plane, "K": kept, name.upper(): 1,
+        **{known.upper(): i for i, known in enumerate(NAMES)},
     }  # fmt: skip
     shared = kept * threads * WIDTH * (2 if name == "backward" or added else 1)
     return driver.load("resident.cu", name, tuple(definitions.items()), threads, shared, device)

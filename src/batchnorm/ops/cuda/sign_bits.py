@@ -1,4 +1,6 @@
-"""One bit per element, kept for the backward pass where a residual was added: z > 0, by is_above of triton/tile.py.
+"""One bit per element, kept for the backward pass if a residual was added: whether g'(z) is 1.
+
+For relu and leaky_relu that is z > 0, for relu6 0 < z < 6; ``passes`` of triton/tile.py decides.
 
 Bits lie in one of two orders, and the tensor's dimensions tell which: one dimension, rows (channels last) or channels
 (channels first), each rounded up to whole bytes; or two, an example's bits each, in the order of a dense x. The second

@@ -17,6 +17,7 @@ from .tile import (
     IDENTITY,
     LEAKY_RELU,
     RELU,
+    RELU6,
     activate_backward,
     channels_of,
     inside,
@@ -115,8 +116,8 @@ def backward(
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
     EACH: tl.constexpr = 1 if FORM[0] else V
-    # A relu's dz is dy or 0, so it can be held in place of dy; the others' is computed twice.
-    HOLDS_DZ: tl.constexpr = ACT == RELU and PHASE == 3
+    # If dz is dy or 0, it can be held in place of dy; otherwise it is computed twice.
+    HOLDS_DZ: tl.constexpr = PHASE == 3 and (ACT == RELU or ACT == RELU6)  # noqa: SIM109
     C = C * (FORM[3] if FORM[0] else 1)
     shape = (C, units, width, magic, shift)
     x_strides = (x_stride, x_plane)

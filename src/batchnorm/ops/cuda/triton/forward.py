@@ -15,7 +15,7 @@ import triton.language as tl
 
 from . import barrier
 from .running import load_old, move
-from .tile import activate, channels_of, inside, is_above, load_tile, offsets, opaque, sample, store_bits, totals
+from .tile import activate, channels_of, inside, load_tile, offsets, opaque, passes, sample, store_bits, totals
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def normalize_tile(
     if added is not None:
         z += added.to(tl.float32)
     if bits is not None:
-        store_bits(bits, is_above(z, ACT) & exists, first, last, piece, shape, FORM)
+        store_bits(bits, passes(z, ACT) & exists, first, last, piece, shape, FORM)
     tl.store(y + at, activate(z, slope, ACT).to(y.dtype.element_ty), mask=exists)
 
 

@@ -14,12 +14,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-IDENTITY = tl.constexpr(0)
-RELU = tl.constexpr(1)
-LEAKY_RELU = tl.constexpr(2)
-SIGMOID = tl.constexpr(3)
-TANH = tl.constexpr(4)
-SILU = tl.constexpr(5)
+from ...activation import NAMES
+
+IDENTITY = tl.constexpr(NAMES.index("identity"))
+RELU = tl.constexpr(NAMES.index("relu"))
+LEAKY_RELU = tl.constexpr(NAMES.index("leaky_relu"))
+SIGMOID = tl.constexpr(NAMES.index("sigmoid"))
+TANH = tl.constexpr(NAMES.index("tanh"))
+SILU = tl.constexpr(NAMES.index("silu"))
+RELU6 = tl.constexpr(NAMES.index("relu6"))
+HARDSWISH = tl.constexpr(NAMES.index("hardswish"))
 
 
 @triton.jit
@@ -186,15 +190,22 @@ def activate(z, slope, ACT: tl.constexpr):
         return tanh(z)
     elif ACT == SILU:
         return z * sigmoid(z)
+    elif ACT == RELU6:
+        low = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return tl.minimum(low, 6.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACT == HARDSWISH:
+        return z * tl.minimum(tl.maximum(z + 3.0, 0.0), 6.0) * (1.0 / 6.0)
     else:
         return z
 
 
 @triton.jit
-def is_above(z, ACT: tl.constexpr):
-    """Say where the gradient of a relu or leaky_relu is 1; a relu lets NaN through, as torch's does."""
+def passes(z, ACT: tl.constexpr):
+    """Say where a derivative with two values is 1; relu and relu6 let NaN through, as torch's CUDA kernels do."""
     if ACT == RELU:
         return ~(z <= 0)
+    elif ACT == RELU6:
+        return ~((z <= 0) | (z >= 6))
     else:
         return z > 0
 
@@ -202,10 +213,10 @@ def is_above(z, ACT: tl.constexpr):
 @triton.jit
 def activate_backward(dy, z, slope, ACT: tl.constexpr):
     """Return g'(z) * dy."""
-    if ACT == RELU:
-        return tl.where(is_above(z, ACT), dy, 0.0)
+    if ACT == RELU or ACT == RELU6:  # noqa: SIM109
+        return tl.where(passes(z, ACT), dy, 0.0)
     elif ACT == LEAKY_RELU:
-        return tl.where(is_above(z, ACT), dy, dy * slope)
+        return tl.where(passes(z, ACT), dy, dy * slope)
     elif ACT == SIGMOID:
         s = sigmoid(z)
         return dy * s * (1.0 - s)
@@ -215,5 +226,8 @@ def activate_backward(dy, z, slope, ACT: tl.constexpr):
     elif ACT == SILU:
         s = sigmoid(z)
         return dy * s * (1.0 + z * (1.0 - s))
+    elif ACT == HARDSWISH:
+        inner = tl.where(z < 3, dy * (z * (1.0 / 3.0) + 0.5), dy)
+        return tl.where(z <= -3, 0.0, inner)
     else:
         return dy

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from batchnorm import layers, ops
 from batchnorm.ops import Activation, Running, cpu
 from batchnorm.ops.activation import IDENTITY, NAMES
-from batchnorm.ops.cpu import autograd, fast_path, nonlinear
+from batchnorm.ops.call import Call
+from batchnorm.ops.cpu import autograd, torch_kernels
 
 LAST = torch.channels_last
 EPS = 1e-3
@@ -33,7 +34,7 @@ def copy_of(running):
 
 
 def run(x, running, momentum=0.1, activation=IDENTITY, gamma=None, beta=None):
-    return cpu.normalize_batch_(x, gamma, beta, running, momentum, EPS, activation)
+    return cpu.train_(Call(x, gamma, beta, EPS, activation, None, None, running, momentum))
 
 
 TAKEN = {
@@ -200,13 +201,13 @@ def test_computed_again_in_a_checkpoint(name, activation, reentrant):
 
 def test_nothing_is_remembered_of_what_is_gone():
     gc.collect()
-    before = len(fast_path._memories)
+    before = len(autograd._memories)
     layer = layers.BatchNorm1d(3)
     layer(torch.randn(8, 3))
-    assert len(fast_path._memories) == before + 1
+    assert len(autograd._memories) == before + 1
     del layer
     gc.collect()
-    assert len(fast_path._memories) == before
+    assert len(autograd._memories) == before
 
 
 def test_a_computed_weight_is_used():
@@ -224,7 +225,7 @@ def test_a_computed_weight_is_used():
 def test_relu_on_bit_patterns_is_relu_on_values(dtype):
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)  # zeros, subnormals, infinities, NaN
     z = every.clone().requires_grad_()
-    y = nonlinear.HalfRelu.apply(z * 1)
+    y = torch_kernels.HalfRelu.apply(z * 1)
     torch.testing.assert_close(y, torch.relu(every), rtol=0, atol=0, equal_nan=True)
     number = ~every.isnan()
     y.backward(torch.full_like(y, 3))
@@ -234,7 +235,7 @@ def test_relu_on_bit_patterns_is_relu_on_values(dtype):
 def test_relu_on_bit_patterns_can_be_differentiated_twice():
     z = torch.tensor([-1.0, 2.0], dtype=torch.bfloat16, requires_grad=True)
     dy = torch.tensor([1.0, 3.0], dtype=torch.bfloat16, requires_grad=True)
-    (dz,) = torch.autograd.grad(nonlinear.HalfRelu.apply(z * 1), z, dy, create_graph=True)
+    (dz,) = torch.autograd.grad(torch_kernels.HalfRelu.apply(z * 1), z, dy, create_graph=True)
     (back,) = torch.autograd.grad(dz.sum(), dy)
     assert dz.tolist() == [0, 3]
     assert back.tolist() == [0, 1]
@@ -242,7 +243,7 @@ def test_relu_on_bit_patterns_can_be_differentiated_twice():
 
 def test_large_half_precision_batches_take_it():
     x = torch.randn(16, 16, 64, 64).bfloat16().requires_grad_()
-    assert x.numel() >= nonlinear.LARGE_HALF
+    assert x.numel() >= torch_kernels.LARGE_HALF
     y = run(x, new_running(16), activation=Activation("relu"))
     assert type(y.grad_fn).__name__ == "HalfReluBackward"
     dy = torch.randn_like(x)

@@ -10,18 +10,20 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import assert_near, expect
+from oracle import KINKS, assert_near, check_the_kinks, expect, off_the_kinks, spread
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from batchnorm import layers, ops
 from batchnorm.ops import Activation, Running, cpu
 from batchnorm.ops.activation import IDENTITY, NAMES
-from batchnorm.ops.cpu import autograd, compiler, fast_path
+from batchnorm.ops.call import Call
+from batchnorm.ops.cpu import autograd, compiler
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 EPS = 1e-3
 RELU = Activation("relu")
+ALL = [*map(Activation, NAMES)]
 
 pytestmark = pytest.mark.skipif(compiler.kernels() is None, reason=f"no compiled kernel: {compiler.unavailable()}")
 
@@ -61,7 +63,7 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def whatever_the_size(monkeypatch):
-    monkeypatch.setattr(fast_path, "LARGE", 1 << 40)
+    monkeypatch.setattr(autograd, "LARGE", 1 << 40)
 
 
 def new_running(channels):
@@ -72,32 +74,37 @@ def copy_of(running):
     return Running(*(v.clone() for v in running))
 
 
-def run(x, running, momentum=0.1, activation=IDENTITY, gamma=None, beta=None):
-    assert autograd.form_of(x, activation.name == "relu") is not None
-    y = cpu.normalize_batch_(x, gamma, beta, running, momentum, EPS, activation)
-    if y is not None and y.requires_grad and activation.name in ("identity", "relu"):
+def run(x, running, momentum=0.1, activation=IDENTITY, gamma=None, beta=None, residual=None):
+    assert autograd.form_of(x, activation) is not None
+    y = cpu.train_(Call(x, gamma, beta, EPS, activation, residual, None, running, momentum))
+    if y is not None and y.requires_grad:
         assert type(y.grad_fn).__name__ == "NormalizeBackward"
     return y
 
 
-def compare(x, activation=IDENTITY, momentum=0.1):
+def compare(x, activation=IDENTITY, momentum=0.1, with_residual=False):
     x = x.requires_grad_()
-    gamma, beta = ((torch.rand(x.shape[1]) + 0.5).requires_grad_() for _ in range(2))
+    gamma, beta = ((torch.rand(x.shape[1]) + 0.5).mul_(spread(activation)).requires_grad_() for _ in range(2))
+    residual = torch.randn_like(x).requires_grad_() if with_residual else None
     dy, running = torch.randn_like(x), new_running(x.shape[1])
+    dy = off_the_kinks(dy, x, gamma, beta, EPS, activation, residual)
     want_running = copy_of(running)
-    want = expect(x, gamma, beta, EPS, dy, activation)
+    want = expect(x, gamma, beta, EPS, dy, activation, residual)
     ops.batch_norm_(x.detach(), gamma, beta, want_running, momentum, EPS, activation=activation)
 
-    y = run(x, running, momentum, activation, gamma, beta)
-    y.backward(dy, retain_graph=True)
-    first, x.grad, gamma.grad, beta.grad = x.grad, None, None, None
+    y = run(x, running, momentum, activation, gamma, beta, residual)
+    leaves = [v for v in (x, gamma, beta, residual) if v is not None]
+    first = torch.autograd.grad(y, leaves, dy, retain_graph=True)
     y.backward(dy)
-    assert torch.equal(first, x.grad)
+    for found, leaf in zip(first, leaves, strict=True):
+        assert torch.equal(found, leaf.grad)
     assert y.stride() == x.stride() == x.grad.stride()
     assert_near(y, want.y, x.dtype, "y")
     assert_near(x.grad, want.dx, x.dtype, "dx", top=want.dx_terms)
     assert_near(gamma.grad, want.dgamma, x.dtype, "dgamma", top=want.sum_terms)
     assert_near(beta.grad, want.dbeta, x.dtype, "dbeta", top=want.sum_terms)
+    if residual is not None:
+        assert_near(residual.grad, want.dresidual, x.dtype, "dresidual")
     for found, expected in zip(running, want_running, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * max(1, float(x.detach().abs().max())))
 
@@ -108,10 +115,56 @@ def test_output_gradients_and_averages(name, activation):
     compare(SHAPES[name](), activation)
 
 
-@pytest.mark.parametrize("activation", NAMES)
-@pytest.mark.parametrize("name", ["vectors", "channels_last"])
-def test_activation(name, activation):
-    compare(SHAPES[name](), Activation(activation))
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("activation", [*ALL, Activation("leaky_relu", -0.5)], ids=str)
+@pytest.mark.parametrize("name", ["vectors", "channels_last, few channels and a rest", "late images"])
+def test_activation(name, activation, with_residual):
+    compare(SHAPES[name](), activation, with_residual=with_residual)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_residual_on_every_shape(name):
+    if name != "values of 1e15":
+        compare(SHAPES[name](), RELU, with_residual=True)
+
+
+@pytest.mark.parametrize("activation", KINKS)
+def test_gradients_where_the_derivative_jumps_are_torchs(activation):
+    running = new_running(24)
+    check_the_kinks(lambda call: cpu.train_(call._replace(running=running, momentum=0.1)), activation)
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "tanh", "silu"])
+def test_smooth_activations_are_torchs_far_out_and_near_zero(activation):
+    z = torch.tensor([0.0, 1e-6, -1e-4, 0.01, -0.29, 0.31, 3.0, -9.0, 20.0, -88.0, 200.0, -1e4])
+    y = run(torch.randn(2, len(z)), new_running(len(z)), 0.1, Activation(activation), torch.zeros(len(z)), z)
+    torch.testing.assert_close(y[0], Activation(activation)(z), rtol=1e-6, atol=1e-30)
+
+
+def test_a_residual_that_lies_otherwise_in_memory_or_has_another_type():
+    x = last(torch.randn(4, 6, 8, 8))
+    residual = torch.randn(4, 6, 8, 8).bfloat16().requires_grad_()
+    y = run(x, new_running(6), activation=RELU, residual=residual)
+    z = F.batch_norm(x, None, None, training=True, eps=EPS) + residual
+    torch.testing.assert_close(y, z.relu())
+    (found,) = torch.autograd.grad(y.sum(), residual)
+    torch.testing.assert_close(found, (z > 0).bfloat16())
+
+
+@pytest.mark.parametrize(("activation", "bytes_each"), [("identity", 0), ("relu6", 1), ("hardswish", 4)])
+def test_what_a_residual_adds_to_what_is_kept(activation, bytes_each):
+    x, residual = torch.randn(32, 6, 8, 8, requires_grad=True), torch.randn(32, 6, 8, 8)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        run(x, new_running(6), activation=Activation(activation), residual=residual)
+    assert sum(t.nbytes for t in kept) == x.nbytes + bytes_each * x.numel()
+
+
+def test_a_residual_that_broadcasts_is_left_to_others():
+    layer, x, residual = layers.BatchNorm2d(6), torch.randn(4, 6, 8, 8), torch.randn(4, 6, 1, 1)
+    assert run(x, new_running(6), activation=RELU, residual=residual) is None
+    with pytest.raises(ValueError, match="residual"):
+        layer(x, residual=residual)
 
 
 @pytest.mark.parametrize("momentum", [1.0, 0.0, None])
@@ -127,45 +180,58 @@ def test_momentum(name, momentum):
     size=st.lists(st.integers(1, 40), max_size=3),
     channels_last=st.booleans(),
     mean=st.sampled_from([0.0, 5.0, -300.0]),
-    activation=st.sampled_from([IDENTITY, RELU]),
+    activation=st.sampled_from(ALL),
+    with_residual=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_any_shape(n, channels, size, channels_last, mean, activation, seed):
+def test_any_shape(n, channels, size, channels_last, mean, activation, with_residual, seed):
     while n * channels * prod(size) > 300_000:
         n, channels, size = 1 + n // 2, 1 + channels // 2, [1 + s // 2 for s in size]
     if n * prod(size) < 2:
         n = 2
     torch.manual_seed(seed)
     x = torch.randn(n, *size, channels).movedim(-1, 1) if channels_last else torch.randn(n, channels, *size)
-    compare(x + mean, activation)
+    compare(x + mean, activation, with_residual=with_residual)
 
 
+@pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_threads_change_no_bit(name):
+def test_threads_change_no_bit(name, with_residual):
     x = SHAPES[name]()
-    form = autograd.form_of(x, True)
+    residual = torch.randn_like(x) if with_residual else None
     gamma, beta, dy = torch.rand(x.shape[1]), torch.rand(x.shape[1]), torch.randn_like(x)
-    found = []
-    for threads in (1, 2, 3, 5):
-        out = call(form, threads, x, gamma, beta, dy)
-        found.append([bytes(t.view(torch.uint8).numpy()) for t in out])
-    assert all(bits == found[0] for bits in found)
+    for activation in (RELU, Activation("silu")):
+        form = autograd.form_of(x, activation)
+        found = []
+        for threads in (1, 2, 3, 5):
+            out = call(form, threads, x, gamma, beta, dy, residual)
+            found.append([bytes(t.view(torch.uint8).numpy()) for t in out])
+        assert all(bits == found[0] for bits in found)
 
 
-def call(form, threads, x, gamma, beta, dy):
+def call(form, threads, x, gamma, beta, dy, residual):
     """Call the kernels with outputs that have room around them, which must stay as it was."""
     around, kernels, channels = 64, compiler.kernels(), x.shape[1]
-    sizes = [x.numel(), autograd.ROWS_KEPT * channels, x.numel(), channels, channels]
+    sizes = [x.numel(), autograd.ROWS_KEPT * channels, x.numel(), channels, channels, x.numel()]
     memory = [torch.full((size + 2 * around,), torch.nan) for size in sizes]
-    y, kept, dx, dgamma, dbeta = (m.data_ptr() + 4 * around for m in memory)
-    inputs = x.data_ptr(), gamma.data_ptr(), beta.data_ptr()
-    assert not kernels.forward(form.address, threads, EPS, 0.1, *inputs, None, None, None, y, kept)
-    assert not kernels.backward(form.address, threads, x.data_ptr(), dy.data_ptr(), kept, dx, dgamma, dbeta)
+    y, kept, dx, dgamma, dbeta, dz = (m.data_ptr() + 4 * around for m in memory)
+    marks = torch.full((x.numel() + 2 * around,), 7, dtype=torch.uint8)
+    marked, written = residual is not None and not form.is_smooth, residual is not None or form.is_smooth
+    passed = marks.data_ptr() + around if marked else None
+    inputs = x.data_ptr(), gamma.data_ptr(), beta.data_ptr(), None if residual is None else residual.data_ptr()
+    assert not kernels.forward(form.address, threads, EPS, 0.1, *inputs, None, None, None, y, passed, kept)
+    given_ = x.data_ptr(), dy.data_ptr(), inputs[-1], passed, kept
+    assert not kernels.backward(form.address, threads, *given_, dx, dz if written else None, dgamma, dbeta)
+    if not written:
+        assert memory.pop().isnan().all()
     for m in memory:
         assert m[:around].isnan().all()
         assert m[-around:].isnan().all()
         assert not m[around:-around].isnan().any()
-    return memory
+    assert (marks[:around] == 7).all()
+    assert (marks[-around:] == 7).all()
+    assert not marked or (marks[around:-around] < 2).all()
+    return [*memory, marks]
 
 
 @pytest.mark.parametrize("name", ["images", "channels_last"])
@@ -215,14 +281,16 @@ def test_the_backward_pass_keeps_x_and_five_numbers_a_channel():
 
 
 @pytest.mark.parametrize("name", ["images", "channels_last"])
-@pytest.mark.parametrize("activation", [IDENTITY, RELU], ids=lambda a: a.name)
+@pytest.mark.parametrize("activation", ALL, ids=lambda a: a.name)
 def test_second_derivatives_are_torchs(name, activation):
+    added = torch.randn_like(SHAPES[name]()) if activation.name in ("relu6", "hardswish") else None
+
     def ours(x, gamma, beta):
-        return run(x, new_running(x.shape[1]), activation=activation, gamma=gamma, beta=beta)
+        return run(x, new_running(x.shape[1]), activation=activation, gamma=gamma, beta=beta, residual=added)
 
     def torchs(x, gamma, beta):
         y = F.batch_norm(x, None, None, gamma, beta, training=True, eps=EPS)
-        return F.relu(y) if activation is RELU else y
+        return activation(y if added is None else y + added)
 
     leaf, dy = SHAPES[name](), torch.randn_like(SHAPES[name]())
     found = []
@@ -237,7 +305,7 @@ def test_second_derivatives_are_torchs(name, activation):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(b.detach().abs().max()))
 
 
-@pytest.mark.parametrize("activation", [IDENTITY, RELU], ids=lambda a: a.name)
+@pytest.mark.parametrize("activation", ALL, ids=lambda a: a.name)
 def test_a_batch_of_gradients(activation):
     x = last(torch.randn(20, 3, 12, 12)).requires_grad_()
     gamma = torch.rand(3, requires_grad=True)
@@ -364,7 +432,7 @@ def test_other_batches_are_left_to_others():
         torch.randn(4, 0),
         torch.randn(6),
     ):
-        assert autograd.form_of(x, True) is None
+        assert autograd.form_of(x, RELU) is None
 
 
 def test_fewer_threads_than_were_asked_for(monkeypatch):
