@@ -114,6 +114,8 @@ def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
 def from_module(module: nn.Module) -> Activation | None:
     """Return the activation that a ``torch.nn`` module computes, or None if it is not one of ours."""
     # Exact types: a subclass may compute something else.
+    if type(module) is nn.Hardtanh and (module.min_val, module.max_val) == (0, 6):
+        return Activation("relu6")
     name = _BY_MODULE.get(type(module))
     if name == "leaky_relu":
         return Activation(name, float(module.negative_slope))  # type: ignore[arg-type]
