@@ -257,6 +257,30 @@ def test_only_what_is_wanted_gets_a_gradient(name):
         assert not run(x, new_running(x.shape[1]), gamma=gamma, beta=beta).requires_grad
 
 
+@pytest.mark.parametrize("wanted", ["x", "gamma", "beta", "residual"])
+@pytest.mark.parametrize("activation", [IDENTITY, RELU, Activation("silu")], ids=lambda a: a.name)
+def test_only_one_gradient_is_wanted_with_a_residual(activation, wanted):
+    x = torch.randn(4, 6, 8, 8)
+    tensors = {"x": x, "gamma": torch.rand(6) + 0.5, "beta": torch.randn(6), "residual": torch.randn_like(x)}
+    dy = torch.randn_like(x)
+    want = expect(x, tensors["gamma"], tensors["beta"], EPS, dy, activation, tensors["residual"])
+    tensors[wanted].requires_grad_()
+    (found,) = torch.autograd.grad(run(running=new_running(6), activation=activation, **tensors), tensors[wanted], dy)
+    assert_near(found, getattr(want, f"d{wanted}"), torch.float32, wanted, top=want.sum_terms)
+
+
+@pytest.mark.parametrize("name", ["contiguous", "bfloat16", "float64"])
+@pytest.mark.parametrize("activation", ["relu6", "silu"])
+def test_saved_tensors_of_a_residual_that_come_back_otherwise(name, activation):
+    x, residual, dy = (last(torch.randn(4, 6, 8, 8)).bfloat16().float().requires_grad_() for _ in range(3))
+    layer = layers.BatchNorm2d(6, activation=activation)
+    want = torch.autograd.grad(layer(x, residual), (x, residual, layer.weight), dy)
+    with torch.autograd.graph.saved_tensors_hooks(HOOKS[name], lambda t: t):
+        y = layer(x, residual)
+    for found, expected in zip(torch.autograd.grad(y, (x, residual, layer.weight), dy), want, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_parameters_with_gaps_between_them():
     x = torch.randn(20, 6)
     wide = torch.rand(2, 12, requires_grad=True)
