@@ -178,7 +178,8 @@ static void add_squares_to(const Call *c, Matrix m, const float *rough, float *f
 }
 
 // y = g(z), where a residual may be added, and marked which z have a derivative of 1.
-INLINE void transform(const Call *c, Matrix m, const float *restrict lines, i64 pitch, int activation, int added, int marked) {
+INLINE void transform(
+    const Call *c, Matrix m, const float *restrict lines, i64 pitch, int activation, int added, int marked) {
     const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
     const float below = (float)c->shape.slope;
     for (i64 i = 0; i < m.rows; ++i, m.at += m.stride) {
@@ -676,9 +677,9 @@ static Shape shape_of(const Shape *given) {
 
 static i64 groups_of(const Shape *f) { return (f->channels + channels_of_group(f) - 1) / channels_of_group(f); }
 
-// Writes y, kept and, where it is not null, passed, and moves the running averages where there are any; with a momentum of NaN they are those of
-// all batches. Returns 0; 1 where the moments are not finite or float32 does not hold their sums, and -1 where there is
-// no memory: then no average has moved.
+// Writes y, kept and, if it is not null, passed; moves the running averages if there are any, as those of all batches
+// with a momentum of NaN. Returns 0; 1 if the moments are not finite or float32 does not hold their sums, and -1 if there
+// is no memory: then no average has moved.
 int forward(
     const Shape *given, i64 threads, double eps, double momentum, const float *x, const float *gamma, const float *beta,
     const float *residual, float *running_mean, float *running_var, i64 *batches, float *y, unsigned char *passed,
@@ -708,8 +709,8 @@ int forward(
     return failed ? failed : c.bad;
 }
 
-// Writes dx, where it is not null, and the gradients of gamma and beta. dz must not be null if `passed` is not, or if g'
-// has more than two values; it may be dx. Returns 0; -1 if there is no memory.
+// Writes dx, if it is not null, and the gradients of gamma and beta. dz must not be null if `passed` is not, or if the
+// derivative of g has more than two values; it may be dx. Returns 0; -1 if there is no memory.
 int backward(
     const Shape *given, i64 threads, const float *x, const float *dy, const float *residual, unsigned char *passed,
     const float *kept, float *dx, float *dz, float *dgamma, float *dbeta) {
