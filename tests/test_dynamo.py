@@ -45,7 +45,7 @@ def step(net, x, call):
     x = x.clone().requires_grad_()
     out = call(x)
     if out.requires_grad:
-        (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward()
+        (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)).sum().backward()
     return out.detach(), x.grad, {name: p.grad for name, p in net.named_parameters()}
 
 

@@ -9,9 +9,7 @@ accuracies differ by no more than the seeds of one form do.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -211,24 +209,3 @@ def _runs(jobs: Sequence[tuple[str, int, Recipe]], processes: int) -> Iterator[R
     with ProcessPoolExecutor(min(processes, len(jobs)), get_context("spawn")) as pool:
         for done in as_completed([pool.submit(train, *job) for job in jobs]):
             yield done.result()
-
-
-def _arguments() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+")
-    for name, kind in {"network": str, "device": str, "rate": float, "out": Path}.items():
-        parser.add_argument(f"--{name}", type=kind)
-    for name in ("size", "batch", "epochs", "workers", "jobs"):
-        parser.add_argument(f"--{name}", type=int)
-    given: dict[str, Any] = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
-    if "seeds" in given:
-        given["seeds"] = tuple(given["seeds"])
-    learning(**given)
-
-
-if __name__ == "__main__":
-    try:
-        _arguments()
-    except (OSError, ValueError) as error:
-        sys.exit(str(error))

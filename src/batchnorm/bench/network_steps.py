@@ -391,7 +391,8 @@ def _row(pair: Pair, mode: Mode, i: int, stock: Form, form: Form, rounds: list[l
 
 def results_of(job: Job, settings: Settings, turn: Callable[[], None]) -> Iterator[tuple[Unit, list[Row]]]:
     """Yield the rows of each unit of a job; ``turn`` waits until the machine is free for timing."""
-    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+    if settings.cudnn_benchmark:
+        torch.backends.cudnn.benchmark = True
     try:
         pair = convert_pair(job.network, settings)
     except Exception as error:  # of any kind: the rows say so, and other networks go on

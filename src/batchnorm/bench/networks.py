@@ -10,7 +10,6 @@ losses differ is not timed. Rows that the result file holds already, of the same
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -18,9 +17,8 @@ import os
 import platform
 import signal
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -470,22 +468,3 @@ MODE_NAMES = {
     "compiled": "torch.compile",
     "backend": "stock, backend='batchnorm'",
 }
-
-
-def _arguments(function: Callable[..., Any]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, kind in {"networks": str, "modes": str, "batches": int}.items():
-        parser.add_argument(f"--{name}", type=kind, nargs="+")
-    for name, kind in {"size": int, "seconds-per-row": float, "minutes": float, "jobs": int, "out": Path}.items():
-        parser.add_argument(f"--{name}", type=kind)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--cudnn-benchmark", action="store_true")
-    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
-    function(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
-
-
-if __name__ == "__main__":
-    try:
-        _arguments(networks)
-    except ValueError as error:
-        sys.exit(str(error))
