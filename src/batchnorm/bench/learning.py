@@ -1,6 +1,6 @@
 """Does a converted network learn as the stock one does? ``batchnorm bench learning --data DIR`` trains both.
 
-    python -m batchnorm.bench.learning --data DIR --out runs/bench/learning.json
+    python -m batchnorm bench learning --data DIR --out runs/bench/learning.json
 
 For each seed both forms start from the same weights and see the same crops in the same order: SGD with Nesterov
 momentum, one cycle of the learning rate; on a GPU in bf16 autocast and channels_last. Both forms agree if their mean

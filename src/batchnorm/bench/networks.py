@@ -1,6 +1,6 @@
 """How much faster do real networks train once they are converted? ``batchnorm bench networks`` answers with speedups.
 
-    python -m batchnorm.bench.networks --out runs/bench/networks.json
+    python -m batchnorm bench networks --out runs/bench/networks.json
 
 Whole training steps of a stock network against ``bn.convert(net, example)``: eager, as one CUDA graph, under
 ``torch.compile``, and the stock network under ``torch.compile(backend="batchnorm")``. On a GPU in bf16 autocast and
