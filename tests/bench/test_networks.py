@@ -11,7 +11,16 @@ from torch import nn
 
 import batchnorm as bn
 from batchnorm.bench import network_steps
-from batchnorm.bench.network_steps import Job, Pair, Settings, Unit, loss_problem, measure, median_interval, results_of
+from batchnorm.bench.network_steps import (
+    Measurement,
+    NetworkJob,
+    Pair,
+    Settings,
+    loss_problem,
+    measure,
+    median_interval,
+    results_of,
+)
 from batchnorm.bench.networks import bars, in_turns, networks, plan
 from batchnorm.cli import main
 
@@ -130,7 +139,7 @@ def test_a_form_with_another_loss_is_not_timed():
         wrong[0].bn1.weight.mul_(-1)
         wrong[4].bias.add_(torch.arange(5.0))
     pair = Pair(net, wrong, example, 5, 0.0, "")
-    (row,) = measure(pair, Unit(4, ("eager",)), SETTINGS, lambda: None)
+    (row,) = measure(pair, Measurement(4, ("eager",)), SETTINGS, lambda: None)
     assert "speedup" not in row
     assert "of step 1 is" in row["failed"]
     assert row["ours_losses"] != row["stock_losses"]
@@ -205,12 +214,20 @@ def test_bars():
 def test_rows_that_compile_come_last_and_share_the_stock_network():
     modes, done = ("eager", "graph", "compiled", "backend"), {("b", "eager", 256): {}, ("a", "backend", 32): {}}
     assert plan(("a", "b"), modes, (256, 32), done) == [
-        Job("a", (Unit(256, ("eager",)), Unit(256, ("graph",)), Unit(32, ("eager",)), Unit(32, ("graph",)))),
-        Job("b", (Unit(256, ("graph",)), Unit(32, ("eager",)), Unit(32, ("graph",)))),
-        Job("a", (Unit(256, ("compiled", "backend")),)),
-        Job("b", (Unit(256, ("compiled", "backend")),)),
-        Job("a", (Unit(32, ("compiled",)),)),
-        Job("b", (Unit(32, ("compiled", "backend")),)),
+        NetworkJob(
+            "a",
+            (
+                Measurement(256, ("eager",)),
+                Measurement(256, ("graph",)),
+                Measurement(32, ("eager",)),
+                Measurement(32, ("graph",)),
+            ),
+        ),
+        NetworkJob("b", (Measurement(256, ("graph",)), Measurement(32, ("eager",)), Measurement(32, ("graph",)))),
+        NetworkJob("a", (Measurement(256, ("compiled", "backend")),)),
+        NetworkJob("b", (Measurement(256, ("compiled", "backend")),)),
+        NetworkJob("a", (Measurement(32, ("compiled",)),)),
+        NetworkJob("b", (Measurement(32, ("compiled", "backend")),)),
     ]
 
 
@@ -232,7 +249,9 @@ def test_options_that_cannot_be_used(words, said, capsys):
 @pytest.mark.inductor
 @pytest.mark.slow
 def test_compiled_forms_are_measured_against_the_compiled_stock_network():
-    ((_, (row,)),) = results_of(Job("test_networks:two_heads", (Unit(4, ("compiled",)),)), SETTINGS, lambda: None)
+    ((_, (row,)),) = results_of(
+        NetworkJob("test_networks:two_heads", (Measurement(4, ("compiled",)),)), SETTINGS, lambda: None
+    )
     assert row["speedup"] > 0
     assert row["stock_losses"] == pytest.approx(row["ours_losses"], rel=1e-3)
 
@@ -245,8 +264,8 @@ def dies():
 
 @pytest.mark.dist
 def test_processes_prepare_side_by_side_and_a_death_fails_one_unit_only():
-    units = (Unit(2, ("eager",)), Unit(4, ("eager",)))
-    jobs = [Job("test_networks:tiny", units), Job("test_networks:dies", units[:1])]
+    units = (Measurement(2, ("eager",)), Measurement(4, ("eager",)))
+    jobs = [NetworkJob("test_networks:tiny", units), NetworkJob("test_networks:dies", units[:1])]
     results = in_turns(jobs, SETTINGS, 2, math.inf)
     found = [(name, row["batch"], row.get("failed")) for name, rows in results for row in rows]
     assert sorted(found, key=str) == [

@@ -1,5 +1,9 @@
 """The fast paths against the float64 oracle: outputs, every gradient, the moments; hard cases carry their reason."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -290,3 +294,18 @@ def test_wrong_arguments_get_a_sentence(call, error, words):
 
 def test_tolerances_are_ordered():
     assert TOLERANCE[torch.float64]["rtol"] < TOLERANCE[torch.float32]["rtol"] < TOLERANCE[torch.float16]["rtol"]
+
+
+def test_one_switch_turns_every_fast_path_off():
+    code = (
+        "import torch, batchnorm as bn\n"
+        "from batchnorm.ops import cpu\n"
+        "cpu.train_ = cpu.run = None\n"
+        "layer, x = bn.BatchNorm1d(3, activation='relu'), torch.randn(8, 3)\n"
+        "layer(x), layer.eval()(x)\n"
+        "print(int(layer.num_batches_tracked), *bn.ops.explain(x))"
+    )
+    environment = {**os.environ, "BATCHNORM_FAST": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split(maxsplit=2)[:2] == ["1", "composite"]
+    assert "BATCHNORM_FAST=0" in done.stdout

@@ -244,3 +244,15 @@ def test_what_the_kernels_refuse(x, reason):
 def test_launching_what_is_refused_says_so():
     with pytest.raises(ValueError, match="strides"):
         launch.forward(Call(torch.randn(5, 4).t()))
+
+
+def test_rocm_takes_plain_operations(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "ROCm" in autograd.refusal(Call(torch.randn(4, 3)))
+
+
+def test_programs_do_not_wait_for_each_other_on_other_gpus(monkeypatch):
+    x = torch.randn(64, 8, 4, 4)
+    assert launch._find_pass(x.shape, x.stride(), 4, x.device, False, False).path == "once"
+    monkeypatch.setattr(launch, "is_tuned", lambda _: False)
+    assert launch._find_pass(x.shape, x.stride(), 4, x.device, False, False).path == "stream"

@@ -25,7 +25,6 @@ ON_DEVICE = torch.cuda.is_available()
 
 ALONE = Way("once", 256, 16)  # one program has a slice
 MET = Way("once", 64, 2)  # several programs share one
-AGAIN = Way("again", 64, 0, 3)
 STREAM = Way("stream", 64, 0, 3)
 TREE = Way("stream", 64, 0, 40)  # so many parts that they are merged in two steps
 
@@ -40,8 +39,8 @@ CASES = [
     (MET, (4, 5, 7, 7), "first", torch.float32, ("relu",), True),  # bits across examples
     (MET, (6, 16, 4, 4), "last", torch.float32, ("silu",), True),
     (MET, (3, 11, 4, 3, 3), "last", torch.float32, ("relu",), False),  # 3-D, odd channels
-    (AGAIN, (4, 5, 6, 6), "first", torch.float32, ("tanh",), False),
-    (AGAIN, (6, 9, 5, 5), "last", torch.float32, ("leaky_relu", 0.1), False),
+    (STREAM, (4, 5, 6, 6), "first", torch.float32, ("tanh",), False),
+    (STREAM, (6, 9, 5, 5), "last", torch.float32, ("leaky_relu", 0.1), False),
     (STREAM, (4, 5, 6, 6), "first", torch.float32, ("relu",), True),
     (STREAM, (6, 16, 4, 4), "last", torch.bfloat16, ("relu",), False),
     (STREAM, (6, 8, 5, 5), "last", torch.float32, ("tanh",), True),
@@ -70,7 +69,7 @@ def test_every_path_matches_the_oracle(device, way, shape, layout, dtype, activa
     c=st.integers(1, 19),
     size=st.lists(st.integers(1, 5), max_size=3),
     layout=st.sampled_from(["first", "last"]),
-    way=st.sampled_from([ALONE, MET, AGAIN, STREAM]),
+    way=st.sampled_from([ALONE, MET, STREAM]),
     activation=st.sampled_from([None, ("relu",), ("leaky_relu", 0.2)]),
     has_residual=st.booleans(),
 )
@@ -150,7 +149,7 @@ def test_same_bits_every_time(device, layout, way):
         assert a is b is None or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("way", [ALONE, MET, AGAIN, STREAM])
+@pytest.mark.parametrize("way", [ALONE, MET, STREAM])
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_running_averages(device, layout, way):
     c = 3 if layout == "first" else 9  # 9: two slices

@@ -200,8 +200,8 @@ def test_the_appendix_network():
 def counted(monkeypatch):
     """Number of outputs computed again."""
     times = []
-    compute = recomputation.Recipe.compute
-    monkeypatch.setattr(recomputation.Recipe, "compute", lambda recipe: times.append(recipe) or compute(recipe))
+    compute = recomputation.Recomputed.compute
+    monkeypatch.setattr(recomputation.Recomputed, "compute", lambda recipe: times.append(recipe) or compute(recipe))
     return times
 
 
@@ -238,7 +238,7 @@ def test_nothing_is_left_behind():
     del loss
     gc.collect()
     assert not [
-        o for o in gc.get_objects() if type(o) in (recomputation.Recipe, recomputation.Kept, recomputation.Registry)
+        o for o in gc.get_objects() if type(o) in (recomputation.Recomputed, recomputation.Kept, recomputation.Registry)
     ]
 
 

@@ -34,7 +34,7 @@ CROP_AREA = (0.25, 1.0)  # smaller parts of small images show too little
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LearningRecipe:
     """How each run trains.
 
     Beyond the paper: a converted network learns the same.
@@ -51,7 +51,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Run:
+class LearningRun:
     """What one run came to: the loss and the validation accuracy after each epoch.
 
     Beyond the paper: a line of results/same-learning-h200.json.
@@ -65,7 +65,7 @@ class Run:
     seconds: float
 
 
-def train(form: str, seed: int, recipe: Recipe) -> Run:
+def train(form: str, seed: int, recipe: LearningRecipe) -> LearningRun:
     """Train one form of the network with one seed."""
     device, cuda = torch.device(recipe.device), recipe.device == "cuda"
     images, held_out = _open(recipe, "train", seed), _open(recipe, "val", seed)
@@ -99,10 +99,10 @@ def train(form: str, seed: int, recipe: Recipe) -> Run:
         losses.append(float(total) / len(images))
         counted = count_correct(net.eval(), held_out.epoch(0), normalize, device, bf16=cuda)
         accuracies.append(Accuracy.of(counted).top1)
-    return Run(form, seed, accuracies[-1], losses, accuracies, time.monotonic() - began)
+    return LearningRun(form, seed, accuracies[-1], losses, accuracies, time.monotonic() - began)
 
 
-def _open(recipe: Recipe, split: Literal["train", "val"], seed: int) -> ImageBatches:
+def _open(recipe: LearningRecipe, split: Literal["train", "val"], seed: int) -> ImageBatches:
     return open_images(
         recipe.data,
         split,
@@ -117,11 +117,11 @@ def _open(recipe: Recipe, split: Literal["train", "val"], seed: int) -> ImageBat
     )
 
 
-def compare(runs: Iterable[Run]) -> dict[str, Any]:
+def compare(runs: Iterable[LearningRun]) -> dict[str, Any]:
     """Return each form's mean and range over seeds, and whether the means differ by no more than the wider range.
 
     >>> def run(form, accuracy):
-    ...     return Run(form, 0, accuracy, [], [], 0.0)
+    ...     return LearningRun(form, 0, accuracy, [], [], 0.0)
     >>> compare([run("stock", 0.50), run("stock", 0.54), run("converted", 0.51), run("converted", 0.55)])["same"]
     True
 
@@ -151,7 +151,7 @@ def learning(
     workers: int = 2,
     jobs: int = 6,
     out: Path = Path("runs/bench/learning.json"),
-) -> list[Run]:
+) -> list[LearningRun]:
     """Train a network as it is and converted, by the same recipe, and compare their validation accuracies.
 
     Args:
@@ -180,9 +180,9 @@ def learning(
     check_writable(out)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    recipe = Recipe(data, network, size, batch, epochs, rate, device, workers)
+    recipe = LearningRecipe(data, network, size, batch, epochs, rate, device, workers)
     images = {split: _open_sizes(recipe, split) for split in ("train", "val")}
-    runs: list[Run] = []
+    runs: list[LearningRun] = []
     for run in _runs([(form, seed, recipe) for seed in seeds for form in FORMS], jobs):
         print(f"{run.form:<9} seed {run.seed}: {run.accuracy:.2%} after {run.seconds:.0f} s", flush=True)
         runs = sorted([*runs, run], key=lambda run: (FORMS.index(run.form), run.seed))
@@ -197,12 +197,12 @@ def learning(
     return runs
 
 
-def _open_sizes(recipe: Recipe, split: str) -> dict[str, int]:
+def _open_sizes(recipe: LearningRecipe, split: str) -> dict[str, int]:
     part = open_images(recipe.data, split, size=recipe.size, batch_size=recipe.batch, train=split == "train")
     return {"images": part.num_examples, "classes": len(part.classes)}
 
 
-def _runs(jobs: Sequence[tuple[str, int, Recipe]], processes: int) -> Iterator[Run]:
+def _runs(jobs: Sequence[tuple[str, int, LearningRecipe]], processes: int) -> Iterator[LearningRun]:
     if not processes:
         yield from (train(*job) for job in jobs)
         return

@@ -56,18 +56,18 @@ class Settings:
         return self.device == "cuda"
 
 
-class Unit(NamedTuple):
+class Measurement(NamedTuple):
     """Rows of one batch size whose modes share the stock form that they are timed against."""
 
     batch: int
     modes: tuple[Mode, ...]
 
 
-class Job(NamedTuple):
+class NetworkJob(NamedTuple):
     """What one process measures of one network."""
 
     network: str
-    units: tuple[Unit, ...]
+    units: tuple[Measurement, ...]
 
 
 class Pair(NamedTuple):
@@ -179,7 +179,7 @@ class GraphedStep:
         return self.loss
 
 
-class Form(NamedTuple):
+class Prepared(NamedTuple):
     """One form of the network, ready to be timed."""
 
     step: Callable[[], Tensor]
@@ -188,7 +188,7 @@ class Form(NamedTuple):
     peak: int | None  # bytes, on a GPU; of other forms' memory it counts nothing
 
 
-def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Form:
+def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepared:
     """Take the first steps of a copy of a network, and measure their time and memory.
 
     The first step of a compiled network starts with empty caches of compiled code, and its time is the CPU's: others
@@ -218,7 +218,7 @@ def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Form:
     peak = torch.cuda.max_memory_allocated() - before if images.is_cuda else None
     if compiles and images.is_cuda:
         torch.cuda.empty_cache()  # other processes compile, too
-    return Form(step, losses, seconds, peak)
+    return Prepared(step, losses, seconds, peak)
 
 
 def _losses(step: Callable[[], Tensor], seeds: range) -> list[float]:
@@ -311,7 +311,7 @@ def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: flo
                 return rounds
 
 
-def measure(pair: Pair, unit: Unit, settings: Settings, turn: Callable[[], None]) -> list[Row]:
+def measure(pair: Pair, unit: Measurement, settings: Settings, turn: Callable[[], None]) -> list[Row]:
     """Measure a unit, at half the batch size as often as memory runs out."""
     examples = unit.batch
     while True:
@@ -330,7 +330,7 @@ def measure(pair: Pair, unit: Unit, settings: Settings, turn: Callable[[], None]
         examples //= 2
 
 
-def failed(unit: Unit, why: str) -> list[Row]:
+def failed(unit: Measurement, why: str) -> list[Row]:
     """Return rows that say why there is no number."""
     return [{"batch": unit.batch, "mode": mode, "failed": why} for mode in unit.modes]
 
@@ -346,7 +346,7 @@ def _measure(
     # Libraries load code and allocate workspaces when they are first used: neither form pays for it.
     Step(copy.deepcopy(pair.stock), "eager", images[:8], labels[:8])()
     stock = prepare(pair.stock, "compiled" if modes[0] == "backend" else modes[0], images, labels)
-    forms: dict[Mode, Form] = {}
+    forms: dict[Mode, Prepared] = {}
     rows: list[Row] = []
     for mode in modes:
         try:
@@ -369,7 +369,7 @@ def _measure(
     return sorted(rows, key=lambda row: modes.index(row["mode"]))
 
 
-def _row(pair: Pair, mode: Mode, i: int, stock: Form, form: Form, rounds: list[list[float]]) -> Row:
+def _row(pair: Pair, mode: Mode, i: int, stock: Prepared, form: Prepared, rounds: list[list[float]]) -> Row:
     middle, low, high = median_interval([took[0] / took[i] for took in rounds])
     return {
         "mode": mode,
@@ -389,7 +389,9 @@ def _row(pair: Pair, mode: Mode, i: int, stock: Form, form: Form, rounds: list[l
     }
 
 
-def results_of(job: Job, settings: Settings, turn: Callable[[], None]) -> Iterator[tuple[Unit, list[Row]]]:
+def results_of(
+    job: NetworkJob, settings: Settings, turn: Callable[[], None]
+) -> Iterator[tuple[Measurement, list[Row]]]:
     """Yield the rows of each unit of a job; ``turn`` waits until the machine is free for timing."""
     if settings.cudnn_benchmark:
         torch.backends.cudnn.benchmark = True

@@ -34,7 +34,7 @@ import torch
 from ..errors import above, at_least
 from ..extras import MissingExtraError, require
 from ..results import check_writable, environment, read_json, write_result
-from .network_steps import COMPILING, Job, Mode, Row, Settings, Unit, failed, results_of
+from .network_steps import COMPILING, Measurement, Mode, NetworkJob, Row, Settings, failed, results_of
 
 QUESTION = "speedup of a converted network's training step over the stock network's"
 NETWORKS = (
@@ -189,7 +189,7 @@ def _key(row: Row) -> Key:
     return row["network"], row["mode"], row["batch"]
 
 
-def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int], rows: Report) -> list[Job]:
+def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int], rows: Report) -> list[NetworkJob]:
     """Lay out the rows that are missing: eager and graph of each network, then what compiles, one batch size a job."""
     quick: Layout = batches, [(mode,) for mode in modes if mode not in COMPILING]
     compiling = [tuple(mode for mode in modes if mode in COMPILING)]
@@ -198,19 +198,19 @@ def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int],
     for some, groups in (quick, *slow):
         for network in networks:
             units = [
-                Unit(batch, left)
+                Measurement(batch, left)
                 for batch in some
                 for group in groups
                 if (left := tuple(mode for mode in group if (network, mode, batch) not in rows))
             ]
-            jobs += [Job(network, tuple(units))] if units else []
+            jobs += [NetworkJob(network, tuple(units))] if units else []
     return jobs
 
 
 class Worker:
     """A process that prepares a job, then waits for its turn to time it."""
 
-    def __init__(self, job: Job, settings: Settings) -> None:
+    def __init__(self, job: NetworkJob, settings: Settings) -> None:
         self.job, self.left, self.ready = job, list(job.units), False
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
@@ -231,7 +231,7 @@ class Worker:
         self.pipe.close()
 
 
-def _work(pipe: Connection, job: Job, settings: Settings) -> None:
+def _work(pipe: Connection, job: NetworkJob, settings: Settings) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # others compile beside this process
     asked = False
 
@@ -251,7 +251,9 @@ def _work(pipe: Connection, job: Job, settings: Settings) -> None:
                 os._exit(BROKEN)
 
 
-def in_turns(jobs: Sequence[Job], settings: Settings, processes: int, end: float) -> Iterator[tuple[str, list[Row]]]:
+def in_turns(
+    jobs: Sequence[NetworkJob], settings: Settings, processes: int, end: float
+) -> Iterator[tuple[str, list[Row]]]:
     """Yield rows of jobs that prepare side by side and time one at a time, the others stopped meanwhile.
 
     A job whose process dies goes on in a new one, behind the unit that killed it.
@@ -287,7 +289,7 @@ def in_turns(jobs: Sequence[Job], settings: Settings, processes: int, end: float
                     if worker.left and status != BROKEN:
                         yield worker.job.network, failed(worker.left.pop(0), f"its process died (status {status})")
                     if worker.left:
-                        waiting.insert(0, Job(worker.job.network, tuple(worker.left)))
+                        waiting.insert(0, NetworkJob(worker.job.network, tuple(worker.left)))
                     continue
                 if message is None:
                     worker.ready = True
@@ -300,7 +302,7 @@ def in_turns(jobs: Sequence[Job], settings: Settings, processes: int, end: float
             worker.close()
 
 
-def here(jobs: Sequence[Job], settings: Settings, end: float) -> Iterator[tuple[str, list[Row]]]:
+def here(jobs: Sequence[NetworkJob], settings: Settings, end: float) -> Iterator[tuple[str, list[Row]]]:
     """Yield rows of jobs measured in this process, one after the other."""
     for job in jobs:
         for _, rows in results_of(job, settings, lambda: None):
@@ -396,7 +398,7 @@ def _check(networks: Sequence[str], modes: Sequence[Mode], device: str, **number
     at_least(1, **numbers)
 
 
-def _count(jobs: Sequence[Job]) -> int:
+def _count(jobs: Sequence[NetworkJob]) -> int:
     return sum(len(unit.modes) for job in jobs for unit in job.units)
 
 

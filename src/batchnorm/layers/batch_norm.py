@@ -132,7 +132,7 @@ class BatchNorm(TorchBatchNorm):
         """
         g = self.activation if activation is None else as_activation(activation)
         if mask is None and type(input) is Tensor:
-            y = self._quick(input, residual, g)
+            y = self._fast(input, residual, g)
             if y is not None:
                 return y
         if _is_symbolic(input):
@@ -163,7 +163,7 @@ class BatchNorm(TorchBatchNorm):
             return ops.batch_norm(input, self.weight, self.bias, self.eps, **options)[0]
         return ops.batch_norm_(input, self.weight, self.bias, running, self._factor, self.eps, **options)[0]
 
-    def _quick(self, input: Tensor, residual: Tensor | None, activation: Activation) -> Tensor | None:
+    def _fast(self, input: Tensor, residual: Tensor | None, activation: Activation) -> Tensor | None:
         """Take the fast path of an ordinary call, with nothing to refuse and no policy; None if anything is unusual."""
         if self.statistics is not None or input.dim() not in self._input_dims:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from .moments import Moments
 from .running import Running, update_
 from .torch_state import is_forward_mode, is_observed, is_transformed
 
+# One switch turns every fast path off: plain torch operations compute everything.
+FAST = os.environ.get("BATCHNORM_FAST", "1") != "0"
 PATHS: dict[str, Path] = {"composite": composite, "cpu": cpu, "cuda": cuda}
 
 
@@ -144,12 +147,14 @@ def train_(call: Call) -> Tensor | None:
 
     The call need not have been checked.
     """
+    if not FAST:
+        return None
     return cuda.train_(call) if call.x.is_cuda else cpu.train_(call)
 
 
 def infer(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
     """Normalize an ordinary call by given statistics, in the shortest way; None if anything is unusual."""
-    return cuda.infer(call, mean, var) if call.x.is_cuda else None
+    return cuda.infer(call, mean, var) if FAST and call.x.is_cuda else None
 
 
 def normalize(
@@ -209,6 +214,8 @@ def explain(
 def choose(call: Call) -> Choice:
     """Choose the fastest path that is right for a call."""
     x = call.x
+    if not FAST:
+        return Choice("composite", "BATCHNORM_FAST=0 turns every fast path off")
     if torch.compiler.is_compiling():
         # The compiler sees through plain operations; what it makes of them on CUDA is slower than the fused kernels.
         if x.device.type != "cuda":

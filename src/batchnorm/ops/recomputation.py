@@ -1,7 +1,7 @@
 """What autograd keeps for the backward pass, and how to keep less: outputs that can be computed again are not kept.
 
 Autograd shows each tensor that an operation saves to a pair of hooks while :func:`recompute` is active. A tensor whose
-memory is a batch normalization's output, or a concatenation, is exchanged for a :class:`Recipe`; all others stay.
+memory is a batch normalization's output, or a concatenation, is exchanged for a :class:`Recomputed`; all others stay.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def is_active() -> bool:
     return _active > 0 and _local.registry is not None
 
 
-class Recipe:
+class Recomputed:
     """Compute a tensor again: once per backward pass, however many of its readers are in the graph.
 
     Beyond the paper: memory for time.
@@ -128,10 +128,10 @@ class Kept:
         self.tensor: Tensor | None = tensor.detach()
         self.version = tensor._version
         self.counted = counted
-        self.recipe: Recipe | None = None
+        self.recipe: Recomputed | None = None
         self.place: tuple[Any, ...] = ()
 
-    def follow(self, recipe: Recipe) -> None:
+    def follow(self, recipe: Recomputed) -> None:
         """Let go of the tensor where the recipe gives it again: the same memory, not changed since."""
         t = self.tensor
         if t is None or (self.version, t.dtype) != (recipe.version, recipe.dtype):
@@ -165,7 +165,7 @@ class Registry:
     """
 
     def __init__(self) -> None:
-        self.recipes: dict[int, Recipe] = {}
+        self.recipes: dict[int, Recomputed] = {}
         # An operation saves its own output before anyone can say how to compute it: the last Kept of each storage.
         self.waiting: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
 
@@ -188,7 +188,7 @@ class Registry:
         """Note how to compute ``y``, and exchange it where it was kept already."""
         # The weak reference keeps a dead storage's address from being used again, and the recipe keeps x alive.
         self.recipes = {at: recipe for at, recipe in self.recipes.items() if not recipe.storage.expired()}
-        recipe = Recipe(y, again, [None if source is None else self.keep(source) for source in sources])
+        recipe = Recomputed(y, again, [None if source is None else self.keep(source) for source in sources])
         self.recipes[_address(y)] = recipe
         kept = self.waiting.pop(_address(y), None)
         if kept is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Normalized(NamedTuple):
+class Algorithm1(NamedTuple):
     """Hold every quantity that Algorithm 1 names.
 
     Paper: Alg. 1
@@ -38,7 +38,7 @@ class Gradients(NamedTuple):
     beta: Tensor
 
 
-def batch_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Normalized:
+def batch_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Algorithm1:
     """Apply the batch normalizing transform, Algorithm 1, to ``x`` over its first dimension.
 
     >>> x = torch.tensor([1.0, 3.0], dtype=torch.float64)
@@ -52,7 +52,7 @@ def batch_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Normalized
     var = ((x - mu) ** 2).sum(0) / m
     x_hat = (x - mu) / torch.sqrt(var + eps)
     y = gamma * x_hat + beta
-    return Normalized(y, x_hat, mu, var)
+    return Algorithm1(y, x_hat, mu, var)
 
 
 def batch_norm_backward(dl_dy: Tensor, x: Tensor, gamma: Tensor, eps: float) -> Gradients:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ops.cuda.schedule import up
-from .channels_last import Tiling, empty, readable, row_stride
+from .channels_last import ChannelTiles, empty, readable, row_stride
 
 PARTS = 256  # programs of a backward pass that keep a GPU busy; each sums over some of the pixels
 
@@ -32,7 +32,7 @@ class _BiasAct(torch.autograd.Function):
 
         n, c, h, w = x.shape
         row, y = row_stride(x), empty(x, tuple(x.shape))
-        t = Tiling(x, (row, c), n * h * w)
+        t = ChannelTiles(x, (row, c), n * h * w)
         numbers = (n * h * w, c // t.align, row // t.align)
         with torch.cuda.device_of(x):  # Triton launches on the current one
             forward[(t.programs,)](x, bias.contiguous(), y, *numbers, sigmoid, *t.constants)
@@ -52,7 +52,7 @@ class _BiasAct(torch.autograd.Function):
         dy, row = readable(dy)
         y = y.contiguous(memory_format=torch.channels_last)  # hooks such as save_on_cpu's may lose the layout
         dx, pixels = empty(y, tuple(y.shape)), n * h * w
-        t = Tiling(y, (row, c), pixels)
+        t = ChannelTiles(y, (row, c), pixels)
         tiles = max(1, t.programs // PARTS)
         parts = up(pixels, t.pixels * tiles)
         partial = torch.empty((parts, c), dtype=torch.float32, device=y.device)

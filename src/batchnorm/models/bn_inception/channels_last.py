@@ -29,7 +29,7 @@ def takes(x: Tensor | torch.fx.Proxy) -> bool:
     return g is not None and g.nhwc
 
 
-class Tiling:
+class ChannelTiles:
     """Divide the pixels and channels of a tensor among programs, in tiles of P pixels and V channels.
 
     Beyond the paper: speed.

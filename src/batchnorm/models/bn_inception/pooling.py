@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .channels_last import Tiling, empty, readable, row_stride, takes
+from .channels_last import ChannelTiles, empty, readable, row_stride, takes
 
 
 class MaxPool2d(nn.MaxPool2d):
@@ -76,7 +76,7 @@ def _max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
     row = row_stride(x)
     y, where = _fake_max_pool(x, stride)
     (n, c, h, w), (oh, ow) = x.shape, y.shape[2:]
-    t = Tiling(x, (row, c), n * oh * ow)
+    t = ChannelTiles(x, (row, c), n * oh * ow)
     numbers = (n * oh * ow, c // t.align, h, w, oh, ow, row // t.align, c // t.align)
     with torch.cuda.device_of(x):  # Triton launches on the current one
         max_forward[(t.programs,)](x, y, where, *numbers, stride, *t.constants)
@@ -96,7 +96,7 @@ def _max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, widt
     where = where.contiguous(memory_format=torch.channels_last)  # hooks such as save_on_cpu's may lose the layout
     dx = _fake_max_pool_backward(dy, where, stride, height, width)
     n, c, oh, ow = dy.shape
-    t = Tiling(dy, (row, c), n * oh * ow)
+    t = ChannelTiles(dy, (row, c), n * oh * ow)
     count, channels = n * oh * ow, c // t.align
     if stride == 1:
         max_backward_1[(t.programs,)](dy, where, dx, count, channels, oh, ow, row // t.align, *t.constants)
@@ -116,7 +116,7 @@ def _average_pool(x: Tensor, backward: bool) -> Tensor:
     x, row = readable(x)
     y = _fake_average_pool(x, backward)
     n, c, h, w = x.shape
-    t = Tiling(x, (row, c), n * h * w)
+    t = ChannelTiles(x, (row, c), n * h * w)
     with torch.cuda.device_of(x):
         average[(t.programs,)](x, y, n * h * w, c // t.align, h, w, row // t.align, backward, *t.constants)
     return y

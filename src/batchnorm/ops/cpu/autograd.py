@@ -57,7 +57,7 @@ class Shape(ctypes.Structure):
     )
 
 
-class Form(NamedTuple):
+class KernelForm(NamedTuple):
     """Hold what calls of one shape have in common, so that none has to ask for it.
 
     Beyond the paper: how the kernel is called.
@@ -72,7 +72,7 @@ class Form(NamedTuple):
     is_smooth: bool  # whether the derivative has more than two values: a residual is kept, dz is written
 
 
-def form_of(x: Tensor, activation: Activation) -> Form | None:
+def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
     """Return the form of ``x`` (N, C, ...), or None if kernel.c does not take it."""
     if x.dtype is not _f32 or x.dim() < 2:
         return None
@@ -92,7 +92,7 @@ def form_of(x: Tensor, activation: Activation) -> Form | None:
     shape = Shape(n, channels, length, NAMES.index(activation.name), activation.slope, *found.openmp)
     parallel = x.numel() >= PARALLEL and found.openmp[0] is not None
     smooth = activation.name not in ("identity", *TWO_SLOPES)
-    return Form(found.forward, found.backward, shape, ctypes.addressof(shape), parallel, activation, smooth)
+    return KernelForm(found.forward, found.backward, shape, ctypes.addressof(shape), parallel, activation, smooth)
 
 
 def train_(call: Call) -> Tensor | None:
@@ -175,7 +175,7 @@ def _have_shapes_and_types(call: Call, running: Kept) -> bool:
     )
 
 
-def _again_by_kernel(eps: float, form: Form) -> Callable[..., Tensor]:
+def _again_by_kernel(eps: float, form: KernelForm) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None) -> Tensor:
         y = _by_kernel(Call(x, gamma, beta, eps, form.activation, residual), _NOWHERE, form)
         assert y is not None  # as it was not the first time
@@ -205,7 +205,7 @@ class _Memory(NamedTuple):
     mean: memoryview
     var: memoryview
     num_batches: memoryview
-    form: Form | None  # None: torch's kernel
+    form: KernelForm | None  # None: torch's kernel
     activate: Callable[[Tensor], Tensor] | None  # after torch's kernel
     lifetime: weakref.ref[Tensor]
 
@@ -219,7 +219,7 @@ def forget(mean: Tensor) -> None:
     _memories.pop(id(mean), None)
 
 
-def _remember(key: Any, addresses: Any, running: Kept, form: Form | None, activate: Any) -> _Memory:
+def _remember(key: Any, addresses: Any, running: Kept, form: KernelForm | None, activate: Any) -> _Memory:
     owner = id(running[0])
     lifetime = weakref.ref(running[0], lambda _: _memories.pop(owner, None))
     mean, var, count = (memoryview(t.detach().view(-1).numpy()) for t in running[:3])  # type: ignore[arg-type]
@@ -227,7 +227,7 @@ def _remember(key: Any, addresses: Any, running: Kept, form: Form | None, activa
     return memory
 
 
-def _by_kernel(call: Call, averages: _Addresses, form: Form) -> Tensor | None:
+def _by_kernel(call: Call, averages: _Addresses, form: KernelForm) -> Tensor | None:
     """Run kernel.c; None, and nothing moved, if it cannot."""
     x, gamma, beta, _, _, residual, *_ = call
     if not (_has_memory(x) and _fits(gamma) and _fits(beta)) or (x.is_inference() and torch.is_grad_enabled()):
@@ -267,7 +267,7 @@ class _NotFinite(Exception):
     pass
 
 
-class Normalize(torch.autograd.Function):
+class CompiledFunction(torch.autograd.Function):
     """(x, gamma, beta, residual) -> y by kernel.c.
 
     Beyond the paper: how autograd sees it.
@@ -282,7 +282,7 @@ class Normalize(torch.autograd.Function):
         residual: Tensor | None,
         call: Call,
         averages: _Addresses,
-        form: Form,
+        form: KernelForm,
     ) -> Tensor:
         """Keep x, a few numbers a channel, and with a residual what tells the derivative of the activation."""
         y, kept, passed, hidden = torch.empty_like(x), x.new_empty((ROWS_KEPT, x.shape[1])), None, form.is_smooth
@@ -357,4 +357,4 @@ class Normalize(torch.autograd.Function):
 
 
 # What Function.apply calls if no torch.func transform is at work, which train_ has made sure of.
-_apply: Callable[..., Tensor] = super(torch.autograd.Function, Normalize).apply
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, CompiledFunction).apply

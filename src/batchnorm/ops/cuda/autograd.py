@@ -35,6 +35,8 @@ def refusal(call: Call) -> str | None:
     x = call.x
     if not HAS_TRITON:
         return "Triton, which compiles the fused kernels, is not installed"
+    if torch.version.hip is not None:
+        return "the fused kernels were never run on ROCm"
     if x.dtype not in DTYPES:
         return f"the fused kernels take float32, bfloat16 and float16, not {x.dtype}"
     if x.shape[1] >= 2**16:

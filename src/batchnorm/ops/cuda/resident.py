@@ -235,7 +235,7 @@ def runs_on(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)
-    fits = properties.major >= 9 and getattr(properties, "shared_memory_per_block_optin", SHARED) >= SHARED
+    fits = properties.major == 9 and getattr(properties, "shared_memory_per_block_optin", SHARED) >= SHARED
     return alone and fits and driver.unavailable() is None
 
 

@@ -24,7 +24,7 @@ class Tiling(NamedTuple):
     Beyond the paper: the choices behind one launch.
     """
 
-    path: str  # once: one launch, x held; again: one launch, x read again; stream: two launches
+    path: str  # once: one launch, x held in registers; stream: two launches, x read twice
     R: int
     V: int
     T: int

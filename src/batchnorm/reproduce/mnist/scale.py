@@ -94,12 +94,12 @@ def identity_gaps(u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: f
 
 def _forward_and_gradients(
     u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: float
-) -> tuple[reference.Normalized, Tensor, Tensor]:
+) -> tuple[reference.Algorithm1, Tensor, Tensor]:
     u, weight = u.detach().requires_grad_(), weight.detach().requires_grad_()
     normalized = reference.batch_norm(u @ weight.t(), gamma, beta, eps)
     cotangent = torch.randn(normalized.y.shape, generator=torch.Generator().manual_seed(0), dtype=u.dtype)
     du, dw = torch.autograd.grad(normalized.y, (u, weight), cotangent)
-    return reference.Normalized(*(v.detach() for v in normalized)), du, dw
+    return reference.Algorithm1(*(v.detach() for v in normalized)), du, dw
 
 
 def largest(identities: Sequence[dict[str, Any]]) -> dict[str, float]:

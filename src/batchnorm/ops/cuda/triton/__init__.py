@@ -1,1 +1,1 @@
-"""Triton kernels; nothing else imports triton. tile: what a program sees, meet: how programs wait, then the passes."""
+"""Triton kernels; nothing else imports triton. tile: what a program sees, barrier: how programs wait, then the passes."""
