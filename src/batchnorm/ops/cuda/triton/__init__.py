@@ -1,1 +1,1 @@
-"""Triton kernels; nothing else imports triton. tile: what a program sees, barrier: how programs wait, then the passes."""
+"""Triton kernels: tile (what a program sees), barrier (how programs wait), the passes. Nothing else imports triton."""

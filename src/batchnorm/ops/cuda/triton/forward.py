@@ -1,7 +1,8 @@
 """The forward pass: statistics of a slice of channels over the batch, then g(BN(x) + residual).
 
-The same code is run three ways, by PHASE: 1 only finds the statistics, 2 only normalizes (two launches, streaming, T = 0),
-3 does both: a program holds its T tiles in registers and reads x once, and the programs of a slice meet in between.
+The same code is run three ways, by PHASE: 1 only finds the statistics, 2 only normalizes (streaming, in two launches
+with T = 0), 3 does both: a program holds its T tiles in registers and reads x once, and the programs of a slice meet in
+between.
 
 ``stats`` has the rows mean, var, count, base, low, scale, offset, invstd. The mean is base + low, base being exact in
 x's neighbourhood, so that nothing is lost when the mean is a million standard deviations.
