@@ -108,9 +108,10 @@ def train_(call: Call) -> Tensor | None:
     mean, var, num_batches, _ = running
     # Nearly every call is like the last one with the same running averages.
     memory = _memories.get(id(mean))
-    gamma_shape, beta_shape = None if gamma is None else gamma.shape, None if beta is None else beta.shape
-    averages = mean.shape, mean.stride(), var.shape, var.stride()
-    key = x.shape, x.stride(), x.dtype, gamma_shape, beta_shape, averages, activation, residual is None
+    key = (
+        x.shape, x.stride(), x.dtype, None if gamma is None else gamma.shape, None if beta is None else beta.shape,
+        mean.shape, mean.stride(), var.shape, var.stride(), activation, residual is None,
+    )  # fmt: skip
     addresses = mean.data_ptr(), var.data_ptr(), num_batches.data_ptr()
     if memory is None or memory.key != key or memory.addresses != addresses:
         if not _have_shapes_and_types(call, running):
@@ -129,9 +130,18 @@ def train_(call: Call) -> Tensor | None:
         memory = _remember(key, addresses, running, form, activate)
     _, _, means, variances, count, form, activate, _ = memory
     if form is not None:
-        # In a checkpoint's recomputation the averages have moved already.
-        y = _by_kernel(call, _NOWHERE if is_recomputation() else addresses, form)
-        if is_active() and y is not None:
+        if not (_has_memory(x) and _fits(gamma) and _fits(beta)) or (x.is_inference() and torch.is_grad_enabled()):
+            return None  # the last cannot be saved, and is refused before anything moves
+        if residual is not None:
+            if not _can_be_added(residual, x):
+                return None
+            residual = stored_like(residual, x)
+        try:
+            # In a checkpoint's recomputation the averages have moved already.
+            y = _apply(x, gamma, beta, residual, call, _NOWHERE if is_recomputation() else addresses, form)
+        except _NotFinite:
+            return None
+        if is_active():
             remember(y, _again_by_kernel(eps, form), x, gamma, beta, residual)
         return y
     factor = momentum if momentum is not None else 1 / (count[0] + 1)
@@ -177,9 +187,7 @@ def _have_shapes_and_types(call: Call, running: Kept) -> bool:
 
 def _again_by_kernel(eps: float, form: KernelForm) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None) -> Tensor:
-        y = _by_kernel(Call(x, gamma, beta, eps, form.activation, residual), _NOWHERE, form)
-        assert y is not None  # as it was not the first time
-        return y
+        return _apply(x, gamma, beta, residual, Call(x, gamma, beta, eps, form.activation, residual), _NOWHERE, form)
 
     return again
 
@@ -227,31 +235,24 @@ def _remember(key: Any, addresses: Any, running: Kept, form: KernelForm | None, 
     return memory
 
 
-def _by_kernel(call: Call, averages: _Addresses, form: KernelForm) -> Tensor | None:
-    """Run kernel.c; None, and nothing moved, if it cannot."""
-    x, gamma, beta, _, _, residual, *_ = call
-    if not (_has_memory(x) and _fits(gamma) and _fits(beta)) or (x.is_inference() and torch.is_grad_enabled()):
-        return None  # the last cannot be saved, and is refused before anything moves
-    if residual is not None:
-        if (
-            residual.shape != x.shape
-            or not _is_usual(residual)
-            or (residual.is_inference() and torch.is_grad_enabled())
-        ):
-            return None
-        residual = stored_like(residual, x)
-    try:
-        return _apply(x, gamma, beta, residual, call, averages, form)
-    except _NotFinite:
-        return None
+def _can_be_added(residual: Tensor, x: Tensor) -> bool:
+    return (
+        residual.shape == x.shape
+        and (type(residual) is Tensor or type(residual) is nn.Parameter)
+        and residual.is_cpu
+        and _has_memory(residual)
+        and not (residual.is_inference() and torch.is_grad_enabled())
+    )
 
 
 def _fits(v: Tensor | None) -> bool:
-    return v is None or (v.is_contiguous() and _is_usual(v))
-
-
-def _is_usual(v: Tensor) -> bool:
-    return v.is_cpu and _has_memory(v) and (type(v) is Tensor or type(v) is nn.Parameter)
+    # In one expression: layers ask this twice in every call.
+    return v is None or (
+        v.is_contiguous()
+        and v.is_cpu
+        and not (_is_batched(v) or v._is_zerotensor() or v.is_neg())
+        and (type(v) is Tensor or type(v) is nn.Parameter)
+    )
 
 
 def _has_memory(t: Tensor) -> bool:
@@ -324,7 +325,11 @@ class CompiledFunction(torch.autograd.Function):
             torch.is_grad_enabled()
             or is_forward_mode()
             or not is_unseen(x, dy)
-            or not (x.is_cpu and _has_memory(x) and _has_memory(dy))
+            or not x.is_cpu
+            or _is_batched(dy)
+            or dy._is_zerotensor()
+            or dy.is_neg()
+            or not _has_memory(x)
         ):
             g = form.activation
             if not hidden:
@@ -342,7 +347,10 @@ class CompiledFunction(torch.autograd.Function):
                 residual = None if residual is None else stored_like(residual, x)
                 if passed is not None and (passed.dtype is not torch.bool or passed.stride() != stride):
                     passed = torch.empty_like(x, dtype=torch.bool).copy_(passed)
-            dgamma, dbeta = kept.new_empty(x.shape[1]), kept.new_empty(x.shape[1])
+            if gamma is not None and gamma.dtype is _f32 and gamma.is_contiguous():
+                dgamma, dbeta = torch.empty_like(gamma), torch.empty_like(gamma)
+            else:
+                dgamma, dbeta = kept.new_empty(x.shape[1]), kept.new_empty(x.shape[1])
             if form.backward(
                 form.address, torch.get_num_threads() if form.parallel else 1, x.data_ptr(), dy.data_ptr(),
                 None if residual is None else residual.data_ptr(), None if passed is None else passed.data_ptr(),

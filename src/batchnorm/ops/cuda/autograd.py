@@ -17,8 +17,7 @@ from torch import Tensor
 from .. import composite
 from ..activation import TWO_SLOPES, Activation
 from ..call import Call
-from ..composite import per_channel
-from ..moments import Moments, batch_moments
+from ..moments import Moments
 from ..recomputation import is_active, remember
 from ..running import Kept, update_
 from ..torch_state import is_forward_mode, is_recomputation, is_unseen
@@ -229,8 +228,8 @@ class _Fused(torch.autograd.Function):
             if written is None:
                 dresidual = dy
         if dstats is not None:
-            extra = _moments_backward(dstats, x)
-            dx = extra if dx is None else dx + extra
+            through = composite.moments_backward(x, dstats[0], dstats[1])
+            dx = through if dx is None or through is None else dx + through
         if dgamma is not None and gamma is not None and gamma.dtype is not torch.float32:
             dgamma = dgamma.to(gamma.dtype)
         if dbeta is not None and beta is not None and beta.dtype is not torch.float32:
@@ -241,14 +240,6 @@ class _Fused(torch.autograd.Function):
 
 # What Function.apply calls if no torch.func transform is active, which callers have made sure of.
 _apply: Any = super(torch.autograd.Function, _Fused).apply
-
-
-def _moments_backward(dstats: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient through the mean and the variance that were handed out."""
-    dims = [0, *range(2, x.dim())]
-    moments, centred = batch_moments(x, dims)
-    dmean, dvar = per_channel(dstats[0], x), per_channel(dstats[1], x)
-    return ((dmean + 2 * dvar * centred) / moments.count).to(x.dtype)
 
 
 def _call_of(
