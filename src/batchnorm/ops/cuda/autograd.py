@@ -7,6 +7,8 @@ relu6, leaky_relu) or the residual itself (sigmoid, tanh, silu, hardswish).
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,7 +24,7 @@ from ..recomputation import is_active, remember
 from ..running import Kept, update_
 from ..torch_state import is_forward_mode, is_recomputation, is_unseen
 from . import launch, schedule
-from .layout import as_dense, empty_dense, geometry_of
+from .layout import as_dense, empty_dense, find_geometry, geometry_of
 from .sign_bits import empty_bits, unpack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,17 +34,27 @@ HAS_TRITON = find_spec("triton") is not None
 def refusal(call: Call) -> str | None:
     """Say why the kernels cannot take a call; None if they can."""
     x = call.x
+    if not torch.compiler.is_compiling():
+        with suppress(TypeError):  # symbolic sizes have no hash
+            return _refusal(x.dtype, x.shape, x.stride())
+    return _find_refusal(x.dtype, x.shape, x.stride())
+
+
+def _find_refusal(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
     if not HAS_TRITON:
         return "Triton, which compiles the fused kernels, is not installed"
     if torch.version.hip is not None:
         return "the fused kernels were never run on ROCm"
-    if x.dtype not in DTYPES:
-        return f"the fused kernels take float32, bfloat16 and float16, not {x.dtype}"
-    if x.shape[1] >= 2**16:
-        return f"the fused kernels count up to 65535 channels, not {x.shape[1]}"
-    if geometry_of(x) is None:
+    if dtype not in DTYPES:
+        return f"the fused kernels take float32, bfloat16 and float16, not {dtype}"
+    if shape[1] >= 2**16:
+        return f"the fused kernels count up to 65535 channels, not {shape[1]}"
+    if find_geometry(shape, stride) is None:
         return "the strides are neither channels last nor channels first, so the fused kernels cannot take them"
     return None
+
+
+_refusal = cache(_find_refusal)
 
 
 def describe(call: Call) -> str:
@@ -71,7 +83,7 @@ def train_(call: Call) -> Tensor | None:
         or (residual is not None and residual.shape != x.shape)
         or x.dim() < 2
         or x.numel() <= x.shape[1]  # one value per channel, or none
-        or refusal(call) is not None
+        or _refusal(x.dtype, x.shape, x.stride()) is not None
     ):
         return None
     return _normalize(call, alone=not is_active())[0]

@@ -40,6 +40,8 @@ class Pass(NamedTuple):
     residence: Residence | None  # None unless resident.cu is fastest
     tiling: Tiling  # for everything else
     launches: tuple[TritonLaunch, ...]  # by the tiling: one, or two phases one after the other
+    resident_room: tuple[int, int]  # numbers and words of the workspace, by the residence
+    room: tuple[int, int]  # by the tiling
 
     @property
     def path(self) -> str:
@@ -53,7 +55,7 @@ def forward(
     """Return y, the statistics (STATS, C) and the bits that tell where the activation lets z through, if asked for."""
     x, gamma, beta, eps, (activation, slope), residual, _, running, momentum = call
     _check_devices(x, gamma, beta, residual, running)
-    g, strides, dense, r, tiling, launches = pass_of(x, False, residual is not None, way)
+    g, strides, dense, r, _, launches, resident_room, room = pass_of(x, False, residual is not None, way)
     y = torch.empty_like(x) if dense else x.new_empty_strided(x.shape, strides)
     stats = x.new_empty((STATS, g.channels), dtype=torch.float32)
     if r is not None and (_is_smooth(activation, residual) or not _are_resident(x, gamma, beta, residual)):
@@ -63,13 +65,13 @@ def forward(
     code, cumulative = NAMES.index(activation), momentum is None
     if r is not None and resident.takes(x, residual):
         bits = empty_bits(x, g, r.plane > 0) if keep_bits else None
-        partial, words = workspace(x, (2 + 2 * r.kept_parts) * g.channels, r.words)
+        partial, words = workspace(x, *resident_room)
         tensors = (x, y, residual, bits, gamma, beta, stats, partial, words, *(running or NONE))
         scalars = (momentum or 0.0, cumulative, eps, slope)
         if _launch_resident("forward", x, tensors, scalars, code, residual is not None, g, r, 0):
             return y, stats, bits
     bits = empty_bits(x, g, False) if keep_bits else None
-    partial, words = workspace(x, (2 + 3 * tiling.kept_parts) * g.channels, tiling.words)
+    partial, words = workspace(x, *room)
     tensors = (x, y, residual, bits, gamma, beta, stats, partial, words, *(running or NONE))
     for launch in launches:
         launch(tensors, (float(eps), float(momentum or 0.0), float(slope)), (code, cumulative))
@@ -90,19 +92,19 @@ def backward(
     """Return dx, dgamma, dbeta and, if a type is given for it, the residual's gradient."""
     # Bits tell of a residual as well, though its gradient may not be wanted.
     added = bits is not None or residual_dtype is not None
-    g, strides, dense, r, tiling, launches = pass_of(x, True, added, way)
+    g, strides, dense, r, tiling, launches, resident_room, room = pass_of(x, True, added, way)
     dx = torch.empty_like(x) if dense else x.new_empty_strided(x.shape, strides)
     dresidual = None if residual_dtype is None else x.new_empty_strided(x.shape, strides, dtype=residual_dtype)
-    dgamma, dbeta = (x.new_empty(g.channels, dtype=torch.float32) for _ in range(2))
+    dgamma, dbeta = stats.new_empty(g.channels), stats.new_empty(g.channels)
     code = NAMES.index(activation)
     if r is not None and residual is None and (bits is None or is_woven(bits) == (r.plane > 0)):
         dy_, dy_stride = _rows_of(dy, g, strides, resident.WIDTH // x.element_size())
         if _of_one_type(x, dy_, dresidual) and resident.takes(x, dy_):
-            partial, words = workspace(x, 2 * r.kept_parts * g.channels, r.words)
+            partial, words = workspace(x, *resident_room)
             tensors: tuple[Tensor | None, ...] = (dy_, x, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
             if _launch_resident("backward", x, tensors, (slope,), code, added, g, r, dy_stride):
                 return dx, dgamma, dbeta, dresidual
-    partial, words = workspace(x, 2 * tiling.kept_parts * g.channels, tiling.words)
+    partial, words = workspace(x, *room)
     residual = None if residual is None else as_dense(residual, strides)
     dy, dy_stride = _rows_of(dy, g, strides, tiling.align)
     bits = None if bits is None else rearrange(bits, x, False)
@@ -116,7 +118,8 @@ def recompute(x: Tensor, residual: Tensor | None, stats: Tensor, activation: Act
     """Return a forward pass's y again, from its statistics: streaming's second launch alone, the same bits."""
     g = pass_of(x, False, residual is not None).geometry
     way = schedule.stream(g, x.element_size(), False, processors(x.device))
-    _, strides, _, _, _, launches = pass_of(x, False, residual is not None, way)
+    p = pass_of(x, False, residual is not None, way)
+    strides, launches = p.strides, p.launches
     y = x.new_empty_strided(x.shape, strides)
     residual = None if residual is None else as_dense(residual, strides)
     # Nothing is merged or moved: what the first launch works with is not read.
@@ -194,7 +197,12 @@ def _find_pass(
     else:
         tiling = schedule.stream(g, itemsize, backward, processors(device))
     strides = dense_strides(g, shape)
-    return Pass(g, strides, stride == strides, r, tiling, _launches(g, tiling, backward, device))
+    launches = _launches(g, tiling, backward, device)
+    # A part leaves two sums of each channel, Triton's forward pass three; statistics take two more places.
+    room = ((2 * tiling.kept_parts if backward else 2 + 3 * tiling.kept_parts) * g.channels, tiling.words)
+    kept = 0 if r is None else 2 * r.kept_parts
+    resident_room = ((kept if backward else 2 + kept) * g.channels, 0 if r is None else r.words)
+    return Pass(g, strides, stride == strides, r, tiling, launches, resident_room, room)
 
 
 _pass = cache(_find_pass)
@@ -440,11 +448,14 @@ def _rows_of(dy: Tensor, g: Geometry, strides: tuple[int, ...], align: int) -> t
 
     It comes as a slice of channels if the layer's output was concatenated with others.
     """
-    if g.nhwc and dy.stride() != strides:
+    stride = g.channels if g.nhwc else g.channels * g.width
+    if dy.stride() == strides:
+        return dy, stride
+    if g.nhwc:
         own = geometry_of(dy)
         if own is not None and own.nhwc and own.stride % align == 0 and not own.wide:
             return dy, own.stride
-    return as_dense(dy, strides), g.channels if g.nhwc else g.channels * g.width
+    return as_dense(dy, strides), stride
 
 
 class Workspace:
