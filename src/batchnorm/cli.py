@@ -19,7 +19,7 @@ from .extras import MissingExtraError, check_installed
 # word(s) -> (module:function, what it does). Modules are imported only when their word is used.
 COMMANDS: dict[str, tuple[str, str]] = {
     "fold": (
-        "batchnorm.inference.fold_command:fold",
+        "batchnorm.train.fold_command:fold",
         "fold a network's BN into its weights and write ONNX or torch.export",
     ),
     "train": ("batchnorm.train.train_command:train", "train the paper's network, or a variant, on images of your own"),

@@ -9,7 +9,7 @@ from networks import scramble_
 from safetensors.torch import save_file
 
 from batchnorm.cli import main
-from batchnorm.inference.fold_command import fold
+from batchnorm.train.fold_command import fold
 
 FACTORY = """
 import torch

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ..arguments import Positional, arg
 from ..extras import MissingExtraError, check_installed, require
+from ..inference import export
 from ..network_copy import outputs
-from .export import export
 
 
 def fold(
