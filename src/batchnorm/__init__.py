@@ -41,12 +41,12 @@ __all__ = [
 
 
 # Imported when first used: training brings in much that the layers and verbs do not need.
-LAZY = {"load": "batchnorm.train.trained_run"}
+_LAZY = {"load": "batchnorm.train.trained_run"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in LAZY:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(LAZY[name]), name)
+    return getattr(import_module(_LAZY[name]), name)
