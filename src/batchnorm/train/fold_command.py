@@ -35,8 +35,9 @@ def fold(
     """Fold a network's batch normalization into its weights and write it as ONNX or torch.export, checked.
 
     A run's file also holds the names of its classes and the constants of its preprocessing, as JSON: classes, size,
-    mean, std, and crop, the centre square's share of the short side. Its input is (n, 3, size, size), RGB, (x / 255 -
-    mean) / std; its output is class scores before softmax.
+    mean, std and crop. Validation cuts out the centre square, whose side is crop times the short side but at least
+    size (or the whole short side). The file's input is (n, 3, size, size), RGB, (x / 255 - mean) / std; its output is
+    class scores before softmax.
 
     Example: batchnorm fold runs/mine -o net.onnx
 

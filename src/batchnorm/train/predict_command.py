@@ -45,6 +45,8 @@ def predict(
     Beyond the paper: using a trained network.
     """
     at_least(1, top=top, batch_size=batch_size)
+    if not images:
+        raise ValueError("give at least one image, or a folder of images")
     where = device_of(device)
     if csv is not None:
         check_writable(csv)
