@@ -77,6 +77,7 @@ def test_weights_and_shape(folder, suffix, capsys):
     ("factory", "message"),
     [
         ("mynets", "write module:function"),
+        ("runs/typo", "'runs/typo' is neither the folder of a run nor a function: write module:function"),
         ("mynets:missing", "cannot make a network from mynets:missing"),
         ("nowhere:net", "cannot make a network from nowhere:net"),
         ("mynets:nothing", r"returned NoneType, not a torch\.nn\.Module"),

@@ -53,6 +53,10 @@ def fold(
     if output.suffix == ".onnx":
         check_installed("onnx", "onnxscript", "onnxruntime")
     is_run = Path(network).is_dir()
+    if not is_run and ":" not in network:
+        raise ValueError(
+            f"'{network}' is neither the folder of a run nor a function: write module:function, such as mynets:resnet"
+        )
     if is_run or (weights is not None and weights.suffix == ".safetensors"):
         check_installed("safetensors")
     metadata: dict[str, str] = {}
@@ -86,9 +90,7 @@ def _metadata(run: TrainedRun) -> dict[str, str]:
 def _build(factory: str) -> tuple[nn.Module, Any]:
     module, _, name = factory.partition(":")
     if not name or not module or module.startswith("."):
-        raise ValueError(
-            f"'{factory}' names no function and is no folder of a run: write module:function, such as mynets:resnet"
-        )
+        raise ValueError(f"'{factory}' names no function: write module:function, such as mynets:resnet")
     sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(import_module(module), name)

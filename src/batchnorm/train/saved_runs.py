@@ -156,9 +156,8 @@ def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path, classe
     missing, foreign = expected.keys() - model.keys(), model.keys() - expected.keys()
     shapes = [k for k in sorted(expected.keys() & model.keys()) if expected[k].shape != model[k].shape]
     outputs = {
-        model[k].shape[0] if expected[k].shape == (classes, *model[k].shape[1:]) else None
+        model[k].shape[0] if model[k].dim() and expected[k].shape == (classes, *model[k].shape[1:]) else None
         for k in shapes
-        if model[k].dim()
     }
     if len(outputs) == 1 and None not in outputs and not missing and not foreign:
         raise ValueError(
