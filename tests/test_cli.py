@@ -192,6 +192,7 @@ SMALL = {
     "train": "--recipe bn-x5 --data images --out trained --device cpu --width 0.04 --workers 0 --batch-size 8 --size 32"
     " --max-steps 1 --estimate-batches 1",
     "evaluate": "trained --data images --device cpu --workers 0",
+    "predict": "trained images/val --device cpu",
     "describe": "inception --size 32 --classes 2",
     "shard": "images shards",
     "report": "trained",
@@ -261,7 +262,7 @@ def test_every_command_works_without_tyro(ran, tmp_path):
     shutil.copytree(ran[0] / "images", tmp_path / "images")
     shutil.copytree(ran[0] / "trained", tmp_path / "trained")
     Path("net.py").write_text(NET)
-    words = [f"{c} {SMALL[c]}" for c in ("fold", "evaluate", "report", "reproduce section2", "bench input")]
+    words = [f"{c} {SMALL[c]}" for c in ("fold", "evaluate", "predict", "report", "reproduce section2", "bench input")]
     words.append(f"train {SMALL['train']} --max-steps 2 --graph False --per-activation 5a 5b --out again")
     done = subprocess.run([sys.executable, "-c", WITHOUT_TYRO, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr

@@ -19,14 +19,15 @@ from .extras import MissingExtraError, check_installed
 # word(s) -> (module:function, what it does). Modules are imported only when their word is used.
 COMMANDS: dict[str, tuple[str, str]] = {
     "fold": (
-        "batchnorm.inference.fold_command:fold",
-        "fold a network's BN into its weights and write ONNX or torch.export",
+        "batchnorm.train.fold_command:fold",
+        "fold the BN of a run or any network into its weights and write ONNX or torch.export",
     ),
     "train": ("batchnorm.train.train_command:train", "train the paper's network, or a variant, on images of your own"),
     "evaluate": (
         "batchnorm.train.evaluate_command:evaluate",
         "top-1 and top-5 error of runs: 1, 10 or 144 crops, ensembles",
     ),
+    "predict": ("batchnorm.train.predict_command:predict", "classes and probabilities of images, by a finished run"),
     "describe": (
         "batchnorm.train.train_command:describe",
         "print a network's layers and costs beside the paper's claims",
@@ -83,6 +84,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 NEEDS: dict[str, tuple[str, ...]] = {
     "train": ("PIL", "safetensors"),
     "evaluate": ("PIL", "safetensors"),
+    "predict": ("PIL", "safetensors"),
     "reproduce fig1": ("matplotlib",),
     "reproduce comparison": ("matplotlib",),
     "reproduce section2": ("matplotlib",),

@@ -34,6 +34,19 @@ def test_a_single_example_still_gives_a_dynamic_batch(tmp_path, name):
     assert done.batch_sizes == (2, 4)
 
 
+def test_metadata_is_in_the_file(tmp_path):
+    import onnxruntime
+
+    metadata = {"classes": '["cat", "Wal\u00dfisch"]', "size": "8"}
+    for name in FORMATS:
+        bn.export(scramble_(Residual()).eval(), torch.randn(2, 3, 8, 8), tmp_path / name, metadata=metadata)
+    session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    assert session.get_modelmeta().custom_metadata_map == metadata
+    found = dict.fromkeys(metadata, "")
+    torch.export.load(tmp_path / "net.pt2", extra_files=found)
+    assert found == metadata
+
+
 def test_no_batch_normalization_is_in_the_file(tmp_path):
     import onnx
 

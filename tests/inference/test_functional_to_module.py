@@ -222,7 +222,7 @@ def test_export_and_the_command_warn_of_what_is_left(tmp_path, monkeypatch, caps
         "def net():\n    return nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False)), torch.randn(2, 3, 4, 4)\n"
     )
     monkeypatch.chdir(tmp_path)
-    from batchnorm.inference.fold_command import fold
+    from batchnorm.train.fold_command import fold
 
     fold("leaves:net", tmp_path / "net.pt2")
     printed = capsys.readouterr()

@@ -124,7 +124,7 @@ def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, na
     labels, examples = torch.empty(2, rows, dtype=torch.int64)  # on the host: a copy now would wait for the device
     corrupt: list[CorruptFile] = []
     done = enlarged = 0
-    with _evaluating(net):
+    with evaluating(net):
         check_fits(mean, len(batches.classes), name)
         for squares in progress(
             batches, f"{name}, {batches.crops.count} {'crop' if batches.crops.count == 1 else 'crops'}"
@@ -160,7 +160,8 @@ def check_fits(mean: MeanProbabilities, classes: int, name: str) -> None:
 
 
 @contextmanager
-def _evaluating(net: nn.Module) -> Iterator[None]:
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """Put a network into evaluation mode; its modules' modes are restored afterwards."""
     before = {module: module.training for module in net.modules()}
     net.eval()
     try:

@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,13 @@ class Exported:
 
 
 def export(
-    net: nn.Module, example: Any, path: str | Path, *, dynamic_batch: bool = True, tolerance: float | None = None
+    net: nn.Module,
+    example: Any,
+    path: str | Path,
+    *,
+    dynamic_batch: bool = True,
+    tolerance: float | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> Exported:
     """Fold a network, write it as ONNX or as a ``torch.export`` program, run the file and compare.
 
@@ -65,6 +71,8 @@ def export(
         path: ends in ``.onnx`` (needs the extra "export") or ``.pt2``.
         dynamic_batch: let the first dimension of each input vary; the file is then run on two batch sizes.
         tolerance: the largest relative error to accept; by default what rounding can cause in the network's precision.
+        metadata: strings to keep in the file, such as class names: ONNX's metadata properties, or the extra files of
+            ``torch.export.load``.
 
     Warns:
         UserWarning: if a batch normalization is left in the file, or the network is in training mode.
@@ -106,7 +114,7 @@ def export(
         try:
             with torch.no_grad(), warnings.catch_warnings(), _without_import_warnings():
                 warnings.simplefilter("ignore")  # torch's exporters warn about their own internals
-                write(folded, example, draft, dynamic_batch)
+                write(folded, example, draft, dynamic_batch, dict(metadata or {}))
         except MissingExtraError:
             raise
         except Exception as failure:
@@ -125,7 +133,7 @@ def export(
     return Exported(path, error, batch_sizes, report, (_bytes(net), _bytes(folded), written))
 
 
-Writer = Callable[[nn.Module, Any, Path, bool], None]
+Writer = Callable[[nn.Module, Any, Path, bool, dict[str, str]], None]
 Runner = Callable[[Path, Any], Any]
 
 
@@ -145,9 +153,10 @@ def _without_import_warnings() -> Iterator[None]:
         logger.removeFilter(matters)
 
 
-def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool) -> None:
+def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool, metadata: dict[str, str]) -> None:
     args, kwargs = network_call.arguments(example)
-    torch.export.save(torch.export.export(net, args, kwargs, dynamic_shapes=_shapes(args, kwargs, dynamic)), path)
+    program = torch.export.export(net, args, kwargs, dynamic_shapes=_shapes(args, kwargs, dynamic))
+    torch.export.save(program, path, extra_files=metadata)
 
 
 def _run_pt2(path: Path, batch: Any) -> Any:
@@ -155,7 +164,7 @@ def _run_pt2(path: Path, batch: Any) -> Any:
         return network_call.call(torch.export.load(path).module(), batch)
 
 
-def _write_onnx(net: nn.Module, example: Any, path: Path, dynamic: bool) -> None:
+def _write_onnx(net: nn.Module, example: Any, path: Path, dynamic: bool, metadata: dict[str, str]) -> None:
     require("onnxscript", "export")
     args, kwargs = network_call.arguments(example)
     torch.onnx.export(
@@ -168,6 +177,11 @@ def _write_onnx(net: nn.Module, example: Any, path: Path, dynamic: bool) -> None
         external_data=_bytes(net) > LARGEST_FILE,
         verbose=False,
     )
+    if metadata:
+        onnx = require("onnx", "export")
+        model = onnx.load(str(path), load_external_data=False)
+        onnx.helper.set_model_props(model, metadata)
+        onnx.save(model, str(path))
 
 
 def _run_onnx(path: Path, batch: Any) -> Any:

@@ -55,10 +55,13 @@ def folded_network(net: nn.Module, size: int) -> nn.Module:
     if not any(isinstance(m, BatchNorm) for m in net.modules()):
         return net
     device = next(net.parameters()).device
-    # Any image will do, as the network always takes the same path. Noise, so that no activation is constant.
-    example = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
-    folded = fold(copy.deepcopy(net).cpu(), example).to(device)
+    folded = fold(copy.deepcopy(net).cpu(), example_images(size)).to(device)
     return folded.to(memory_format=torch.channels_last) if device.type == "cuda" else folded  # type: ignore[call-overload]
+
+
+def example_images(size: int) -> Tensor:
+    """Return a batch to trace a network with: noise, so that no activation is constant."""
+    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
 
 
 def _prepared(batches: ImageBatches, augment: Augment, epoch: int, seed: int, count: int) -> Iterator[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class SavedRun(NamedTuple):
             ValueError: if the run has not ended or has diverged, its files are damaged, its weights do not fit its
                 recipe, or its classes are not the data's.
         """
-        return folded_network(self._network(classes).eval(), self.recipe.size)
+        return folded_network(self.trained(classes)[0], self.recipe.size)
 
     def check(self, classes: Sequence[str]) -> None:
         """Check that :meth:`load` will succeed.
@@ -56,20 +56,29 @@ class SavedRun(NamedTuple):
         Raises:
             ValueError: as :meth:`load`.
         """
-        self._network(classes)
+        self.trained(classes)
 
-    def _network(self, classes: Sequence[str]) -> nn.Module:
+    def trained(self, classes: Sequence[str] | None = None) -> tuple[nn.Module, tuple[str, ...]]:
+        """Return the network with its batch normalization and population statistics, and the names of its classes.
+
+        Args:
+            classes: names of the data's classes, to compare; None takes the run's own.
+
+        Raises:
+            ValueError: as :meth:`load`.
+        """
         saved = checkpoint.load_latest(self.folder / "final")
         if saved is None:
             raise ValueError(f"{self.folder} has no final network: {self._why()}")
         trained, network = saved.state.get("classes"), saved.state.get("network", {})
-        if not isinstance(trained, list) or not isinstance(network, dict):
+        if not _is_names(trained) or not isinstance(network, dict):
             raise ValueError(f"{self.folder / 'final'} does not say which classes and network it is of")
-        check_classes(self.folder, trained, classes)
-        net = self.recipe.network(len(classes))
-        _load_weights(net, saved.model, self.folder)
+        if classes is not None:
+            check_classes(self.folder, trained, classes)
+        net = self.recipe.network(len(trained))
+        _load_weights(net, saved.model, self.folder, len(trained))
         self._check_recipe(network)
-        return net
+        return net.eval(), tuple(trained)
 
     def _check_recipe(self, trained: Mapping[str, Any]) -> None:
         """Check what the weights do not show, such as the activation."""
@@ -134,14 +143,27 @@ def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) ->
             )
 
 
+def _is_names(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
 def _numbers(names: Sequence[str]) -> bool:
     return all(name == str(k) for k, name in enumerate(names))
 
 
-def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path) -> None:
+def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path, classes: int) -> None:
     expected = net.state_dict()
     missing, foreign = expected.keys() - model.keys(), model.keys() - expected.keys()
     shapes = [k for k in sorted(expected.keys() & model.keys()) if expected[k].shape != model[k].shape]
+    outputs = {
+        model[k].shape[0] if model[k].dim() and expected[k].shape == (classes, *model[k].shape[1:]) else None
+        for k in shapes
+    }
+    if len(outputs) == 1 and None not in outputs and not missing and not foreign:
+        raise ValueError(
+            f"{folder / 'final'} names {classes} classes, but its weights are for {outputs.pop()}: were the files of"
+            " two runs mixed up?"
+        )
     if missing or foreign or shapes:
         first = min([*missing, *foreign, *shapes])
         raise ValueError(

@@ -1,5 +1,6 @@
 """``batchnorm fold`` from the shell."""
 
+import json
 import subprocess
 import sys
 
@@ -9,7 +10,8 @@ from networks import scramble_
 from safetensors.torch import save_file
 
 from batchnorm.cli import main
-from batchnorm.inference.fold_command import fold
+from batchnorm.data.augment import IMAGENET_MEAN, IMAGENET_STD
+from batchnorm.train.fold_command import fold
 
 FACTORY = """
 import torch
@@ -75,6 +77,7 @@ def test_weights_and_shape(folder, suffix, capsys):
     ("factory", "message"),
     [
         ("mynets", "write module:function"),
+        ("runs/typo", "'runs/typo' is neither the folder of a run nor a function: write module:function"),
         ("mynets:missing", "cannot make a network from mynets:missing"),
         ("nowhere:net", "cannot make a network from nowhere:net"),
         ("mynets:nothing", r"returned NoneType, not a torch\.nn\.Module"),
@@ -131,3 +134,39 @@ def test_safetensors_of_something_else_get_one_sentence(folder, capsys):
     (folder / "w.safetensors").write_bytes(b"other bytes")
     assert main(["fold", "mynets:with_example", "-o", "net.pt2", "--weights", "w.safetensors"]) == 2
     assert "w.safetensors cannot be read as a state dict" in capsys.readouterr().err
+
+
+def check_metadata(metadata):
+    values = {name: json.loads(text) for name, text in metadata.items()}
+    assert values == {
+        "classes": ["class0", "class1", "class2"],
+        "size": 32,
+        "mean": list(IMAGENET_MEAN),
+        "std": list(IMAGENET_STD),
+        "crop": 0.875,
+    }
+
+
+def test_fold_writes_a_run_as_onnx(run, finished, files, tmp_path, capsys):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    assert main(["fold", str(finished), "-o", str(tmp_path / "net.onnx")]) == 0
+    assert "net.onnx: relative error" in capsys.readouterr().out
+    session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    check_metadata(session.get_modelmeta().custom_metadata_map)
+    (scores,) = session.run(None, {session.get_inputs()[0].name: run.preprocessing(files).numpy()})
+    probabilities = torch.from_numpy(scores).softmax(1)
+    torch.testing.assert_close(probabilities, run.predict(files).probabilities, rtol=1e-3, atol=1e-5)
+
+
+def test_fold_writes_a_run_as_pt2(run, finished, files, tmp_path):
+    assert main(["fold", str(finished), "-o", str(tmp_path / "net.pt2")]) == 0
+    metadata = dict.fromkeys(("classes", "size", "mean", "std", "crop"), "")
+    program = torch.export.load(tmp_path / "net.pt2", extra_files=metadata).module()
+    check_metadata(metadata)
+    probabilities = program(run.preprocessing(files)).softmax(1)
+    torch.testing.assert_close(probabilities, run.predict(files).probabilities, rtol=1e-3, atol=1e-5)
+
+
+def test_fold_of_a_run_takes_no_weights(finished, tmp_path, refusal):
+    words = ["fold", finished, "-o", tmp_path / "net.pt2", "--input", 1, 3, 32, 32]
+    assert "is a run, with weights and an image size: leave out --weights and --input" in refusal(*words)

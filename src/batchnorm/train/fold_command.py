@@ -1,10 +1,12 @@
-"""``batchnorm fold``: from weights to an inference network in a file, without a line of Python."""
+"""``batchnorm fold``: from a run, or from weights, to an inference network in a file."""
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -15,13 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import Positional, arg
+from ..data.crop_boxes import CENTRE_SHARE
 from ..extras import MissingExtraError, check_installed, require
+from ..inference import export
 from ..network_copy import outputs
-from .export import export
+from .final_network import example_images
+from .trained_run import TrainedRun, load
 
 
 def fold(
-    factory: Annotated[str, Positional, arg(metavar="MODULE:FUNCTION")],
+    network: Annotated[str, Positional, arg(metavar="RUN|MODULE:FUNCTION")],
     output: Annotated[Path, arg(aliases=["-o"])],
     weights: Path | None = None,
     input: tuple[int, ...] = (),
@@ -29,32 +34,57 @@ def fold(
 ) -> None:
     """Fold a network's batch normalization into its weights and write it as ONNX or torch.export, checked.
 
+    A run's file also holds the names of its classes and the constants of its preprocessing, as JSON: classes, size,
+    mean, std and crop. Validation cuts out the centre square, whose side is crop times the short side but at least
+    size (or the whole short side). The file's input is (n, 3, size, size), RGB, (x / 255 - mean) / std; its output is
+    class scores before softmax.
+
+    Example: batchnorm fold runs/mine -o net.onnx
+
     Args:
-        factory: the function that makes the network; its module may be in the current folder. Called without
-            arguments, it returns the network, or the network and an example batch.
+        network: the folder of a finished run, or the function that makes the network; the function's module may be in
+            the current folder. Called without arguments, it returns the network, or the network and an example batch.
         output: where to write: net.onnx or net.pt2.
-        weights: a state dict to load: .safetensors, or .pt (read with weights_only).
-        input: the shape of an example batch, such as 1 3 224 224; not needed if the factory returns one.
+        weights: a state dict to load: .safetensors, or .pt (read with weights_only); a run has its own.
+        input: the shape of an example batch, such as 1 3 224 224; not needed for a run, or if the function returns an
+            example batch.
         fixed_batch: write a network for the example's batch size only.
     """
     if output.suffix == ".onnx":
         check_installed("onnx", "onnxscript", "onnxruntime")
-    if weights is not None and weights.suffix == ".safetensors":
+    is_run = Path(network).is_dir()
+    if not is_run and ":" not in network:
+        raise ValueError(
+            f"'{network}' is neither the folder of a run nor a function: write module:function, such as mynets:resnet"
+        )
+    if is_run or (weights is not None and weights.suffix == ".safetensors"):
         check_installed("safetensors")
-    net, example = _build(factory)
-    if weights is not None:
-        _load_(net, factory, weights)
-    if input:
-        example = _example(net, input)
+    metadata: dict[str, str] = {}
+    if is_run:
+        if weights is not None or input:
+            raise ValueError(f"{network} is a run, with weights and an image size: leave out --weights and --input")
+        run = load(network)
+        net, example, metadata = run.trained, example_images(run.preprocessing.size), _metadata(run)
+    else:
+        net, example = _build(network)
+        if weights is not None:
+            _load_(net, network, weights)
+        if input:
+            example = _example(net, input)
     if example is None:
-        raise ValueError(f"{factory} returned a network without an example batch: give its shape, --input 1 3 224 224")
+        raise ValueError(f"{network} returned a network without an example batch: give its shape, --input 1 3 224 224")
     # In evaluation mode: the user asked for folding, so a warning about training mode would be noise.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        done = export(net.eval(), example, output, dynamic_batch=not fixed_batch)
+        done = export(net.eval(), example, output, dynamic_batch=not fixed_batch, metadata=metadata)
     for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)
     print(done)
+
+
+def _metadata(run: TrainedRun) -> dict[str, str]:
+    values = {"classes": run.classes, **asdict(run.preprocessing), "crop": CENTRE_SHARE}
+    return {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
 
 
 def _build(factory: str) -> tuple[nn.Module, Any]:

@@ -1,0 +1,85 @@
+"""``batchnorm predict``: what a finished run says about images."""
+
+from __future__ import annotations
+
+import csv as csv_format
+import io
+from pathlib import Path
+from typing import Annotated
+
+from ..arguments import arg
+from ..data.decode import IMAGE_SUFFIXES
+from ..errors import at_least
+from ..results import check_writable, write_atomically
+from .distributed import device_of
+from .trained_run import Prediction, load
+
+
+def predict(
+    run: Annotated[Path, arg(metavar="RUN")],
+    images: Annotated[tuple[Path, ...], arg(metavar="IMAGE...", help_behavior_hint="(one or more)")],
+    /,
+    top: int = 5,
+    csv: Path | None = None,
+    device: str = "auto",
+    batch_size: int = 64,
+) -> Prediction:
+    """Print the most probable classes of images, by the folded network of a finished run.
+
+    Images are cropped and normalized as in the run's validation.
+
+    Example: batchnorm predict runs/mine photo.jpg more-photos --top 3 --csv predictions.csv
+
+    Args:
+        run: folder that batchnorm train has left.
+        images: files, or folders, which stand for the images in them and in their subfolders.
+        top: how many classes to print for each image.
+        csv: file for the probabilities of all classes, a row for each image.
+        device: cpu, cuda, or auto.
+        batch_size: images that the network takes at a time.
+
+    Raises:
+        FileNotFoundError: if the run or an image is not found.
+        ValueError: if the run has not ended or an image cannot be decoded.
+
+    Beyond the paper: using a trained network.
+    """
+    at_least(1, top=top, batch_size=batch_size)
+    if not images:
+        raise ValueError("give at least one image, or a folder of images")
+    where = device_of(device)
+    if csv is not None:
+        check_writable(csv)
+    files = [file for image in images for file in _files(image)]
+    trained = load(run, device=where)
+    found = trained.predict(files, batch_size=batch_size)
+    # Stable, so that of equal classes the first comes first, as in validation.
+    values, order = found.probabilities.sort(dim=1, descending=True, stable=True)
+    for file, row, classes in zip(files, values.tolist(), order.tolist(), strict=True):
+        best = zip(row[:top], classes[:top], strict=True)
+        print(f"{file}: {', '.join(f'{trained.classes[k]} {100 * p:.1f}%' for p, k in best)}")
+    if csv is not None:
+        _write(csv, trained.classes, files, found)
+        print(f"probabilities: {csv}")
+    return found
+
+
+def _files(image: Path) -> list[Path]:
+    if not image.is_dir():
+        if not image.exists():
+            raise FileNotFoundError(f"{image} does not exist: give images, or folders of images")
+        return [image]
+    files = sorted(file for file in image.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(image).parts)]
+    if not files:
+        raise FileNotFoundError(f"{image} has no images ({', '.join(IMAGE_SUFFIXES)})")
+    return files
+
+
+def _write(path: Path, classes: tuple[str, ...], files: list[Path], found: Prediction) -> None:
+    text = io.StringIO()
+    rows = csv_format.writer(text, lineterminator="\n")
+    rows.writerow(["image", *classes])
+    for file, row in zip(files, found.probabilities.tolist(), strict=True):
+        rows.writerow([file, *(f"{p:.9g}" for p in row)])  # nine digits tell any two float32 apart
+    write_atomically(path, text.getvalue().encode())

@@ -1,0 +1,200 @@
+"""A finished run as an object: its network, classes, preprocessing and metrics, and predictions for any images."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..data import Normalize
+from ..data.augment import IMAGENET_MEAN, IMAGENET_STD
+from ..data.crop_boxes import centre_box
+from ..data.decode import CorruptImageError, crop_image, decode_crop
+from ..errors import at_least
+from ..evaluate import Crops
+from ..evaluate.predictions import MeanProbabilities, evaluating
+from ..extras import require
+from ..progress import progress
+from .final_network import folded_network
+from .metrics import read
+from .recipe import Recipe
+from .saved_runs import SavedRun, open_run
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    AnImage = str | os.PathLike[str] | Image | Tensor
+    """a file, a Pillow image, or RGB as uint8 of shape (3, height, width)"""
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Turn images into a network's input as validation does: centre square, resize, (x / 255 - mean) / std.
+
+    Args:
+        size: height and width of the input.
+        mean, std: of each channel (red, green, blue), for values from 0 to 1.
+
+    >>> Preprocessing(32)(torch.zeros(3, 48, 64, dtype=torch.uint8)).shape
+    torch.Size([1, 3, 32, 32])
+
+    Beyond the paper: using a trained network.
+    """
+
+    size: int
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
+
+    def crops(self, images: AnImage | Sequence[AnImage]) -> Tensor:
+        """Return the images' centre squares, as uint8 of shape (images, 3, size, size).
+
+        Args:
+            images: one or several files, Pillow images or uint8 tensors of shape (3, height, width), also as one
+                tensor of shape (images, 3, height, width). A large JPEG gives slightly different pixels if Pillow has
+                decoded it: from a file it is decoded at a reduced size, which is faster.
+
+        Raises:
+            OSError: if a file cannot be read.
+            ValueError: naming an image that cannot be decoded, or is none of these.
+        """
+        given = _as_list(images)
+        out = torch.empty(len(given), self.size, self.size, 3, dtype=torch.uint8)
+        for position, (image, crop) in enumerate(zip(given, out, strict=True)):
+            self._crop(image, position, crop)
+        return out.movedim(-1, 1)
+
+    def __call__(self, images: AnImage | Sequence[AnImage]) -> Tensor:
+        """Return the normalized float32 batch that a network takes; see :meth:`crops`."""
+        normalized: Tensor = Normalize(self.mean, self.std)(self.crops(images))
+        return normalized
+
+    def _crop(self, image: AnImage, position: int, out: Tensor) -> None:
+        choose = partial(centre_box, size=self.size)
+        try:
+            if isinstance(image, str | os.PathLike):
+                decode_crop(Path(image).expanduser().read_bytes(), choose, out)
+            elif not isinstance(image, Tensor) and not isinstance(image, require("PIL.Image", "train").Image):
+                raise ValueError(
+                    f"image {position} is of type {type(image).__name__}: give a path, a Pillow image or a uint8 tensor"
+                )
+            elif isinstance(image, Tensor) and not _is_rgb(image):
+                raise ValueError(
+                    f"image {position} is a tensor of {image.dtype} and shape {tuple(image.shape)}: give uint8 of shape"
+                    " (3, height, width)"
+                )
+            else:
+                crop_image(image, choose, out)
+        except CorruptImageError as error:
+            name = str(image) if isinstance(image, str | os.PathLike) else f"image {position}"
+            raise ValueError(f"{name} is not an image that can be read ({error})") from error
+
+
+class Prediction(NamedTuple):
+    """Hold what a network says about images.
+
+    Beyond the paper: using a trained network.
+    """
+
+    probabilities: Tensor
+    """float32 of shape (images, classes), on the CPU"""
+    classes: tuple[str, ...]
+    """the name of each image's most probable class"""
+
+
+class TrainedRun:
+    """A finished run of ``batchnorm train``; made by :func:`load`.
+
+    Beyond the paper: using a trained network.
+    """
+
+    def __init__(self, saved: SavedRun, device: torch.device) -> None:
+        net, classes = saved.trained()
+        self.folder: Path = saved.folder
+        self.recipe: Recipe = saved.recipe
+        """how it was trained"""
+        self.classes: tuple[str, ...] = classes
+        """the names of the classes; a label is an index into them"""
+        self.preprocessing = Preprocessing(saved.recipe.size)
+        """what validation does to images"""
+        self.trained: nn.Module = net.to(device)
+        """the network with its batch normalization and population statistics, in evaluation mode"""
+
+    @cached_property
+    def network(self) -> nn.Module:
+        """The inference network: batch normalization folded into the weights, in evaluation mode."""
+        return folded_network(self.trained, self.recipe.size)
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of metrics.jsonl: losses, accuracies and the steps they belong to."""
+        return read(self.folder / "metrics.jsonl")
+
+    def __repr__(self) -> str:
+        """Return the folder and what the network takes and gives."""
+        return f"TrainedRun({str(self.folder)!r}, {self.recipe.size} px, {len(self.classes)} classes)"
+
+    @torch.no_grad()
+    def predict(self, images: AnImage | Sequence[AnImage], *, batch_size: int = 64) -> Prediction:
+        """Return class probabilities of images by the folded network, as validation computes them.
+
+        Args:
+            images: as for :meth:`Preprocessing.crops`.
+            batch_size: images that the network takes at a time.
+
+        Raises:
+            OSError: if a file cannot be read.
+            ValueError: naming an image that cannot be decoded.
+        """
+        at_least(1, batch_size=batch_size)
+        given = _as_list(images)
+        device = next(self.network.parameters()).device
+        mean = MeanProbabilities(self.network, Crops(self.recipe.size), batch_size).to(device)
+        parts = [torch.empty(0, len(self.classes))]
+        with evaluating(self.network):
+            for start in progress(range(0, len(given), batch_size), f"batches of {batch_size} images"):
+                crops = self.preprocessing.crops(given[start : start + batch_size])
+                parts.append(mean.probabilities(crops.to(device)).cpu())
+        probabilities = torch.cat(parts)
+        return Prediction(probabilities, tuple(self.classes[k] for k in probabilities.argmax(1).tolist()))
+
+
+def load(run: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> TrainedRun:
+    """Load a finished run of ``batchnorm train``: its network, classes, recipe, preprocessing and metrics.
+
+    The weights are read from safetensors and the rest with ``weights_only=True``, so that a file from elsewhere cannot
+    run code; both are checked against the SHA-256 in their manifest.
+
+        run = bn.load("runs/mine")
+        run.predict(["cat.jpg", "dog.jpg"]).classes
+
+    Args:
+        run: the run's folder.
+        device: where its networks are.
+
+    Raises:
+        FileNotFoundError: if it is not the folder of a run.
+        ValueError: if the run has not ended or has diverged, its files are damaged, or its weights do not fit its
+            recipe or classes.
+
+    Beyond the paper: using a trained network.
+    """
+    return TrainedRun(open_run(Path(run).expanduser()), torch.device(device))
+
+
+def _is_rgb(image: Tensor) -> bool:
+    return image.dtype == torch.uint8 and image.dim() == 3 and image.shape[0] == 3 and image.numel() > 0
+
+
+def _as_list(images: AnImage | Sequence[AnImage]) -> list[AnImage]:
+    """Return several images as a list; one image becomes a list of one."""
+    if isinstance(images, Tensor):
+        return list(images) if images.dim() == 4 else [images]
+    if isinstance(images, str | os.PathLike) or not hasattr(images, "__iter__"):
+        return [images]
+    return list(images)

@@ -1,0 +1,39 @@
+"""``batchnorm predict`` on a run that was really trained."""
+
+import csv
+
+import torch
+
+from batchnorm.cli import main
+
+CLASSES = ("class0", "class1", "class2")
+
+
+def test_predict_prints_the_top_classes_and_writes_all(run, finished, data, files, tmp_path, capsys):
+    found = run.predict(files)
+    words = ["predict", finished, data / "val", files[0], "--top", 2, "--csv", tmp_path / "out.csv", "--device", "cpu"]
+    assert main([*map(str, words)]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == f"probabilities: {tmp_path / 'out.csv'}"
+    assert [line.partition(": ")[0] for line in lines] == [str(file) for file in [*files, files[0]]]
+    (p, q), (best, second) = found.probabilities[0].topk(2)
+    assert lines[0] == f"{files[0]}: {CLASSES[best]} {100 * p:.1f}%, {CLASSES[second]} {100 * q:.1f}%"
+    header, *rows = csv.reader((tmp_path / "out.csv").read_text().splitlines())
+    assert header == ["image", *CLASSES]
+    assert [row[0] for row in rows] == [str(file) for file in [*files, files[0]]]
+    written = torch.tensor([[float(p) for p in row[1:]] for row in rows])
+    torch.testing.assert_close(written[:12], found.probabilities, rtol=1e-5, atol=1e-7)
+
+
+def test_predict_refuses_what_is_no_image(finished, tmp_path, files, refusal):
+    (tmp_path / "text.png").write_text("no image")
+    output = tmp_path / "out.csv"
+    says = refusal("predict", finished, files[0], tmp_path / "text.png", "--csv", output)
+    assert says.startswith(f"batchnorm predict: {tmp_path}/text.png is not an image that can be read")
+    assert not output.exists()
+    assert f"{finished} has no images (.jpg, " in refusal("predict", finished, finished)
+    assert "no.png does not exist" in refusal("predict", finished, tmp_path / "no.png")
+    assert "give at least one image" in refusal("predict", finished)
+    assert "top=0: must be 1 or more" in refusal("predict", finished, files[0], "--top", 0)
+    (tmp_path / "file").touch()
+    assert f": {tmp_path}/file" in refusal("predict", finished, files[0], "--csv", tmp_path / "file/out.csv")

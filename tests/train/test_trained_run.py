@@ -1,0 +1,142 @@
+"""``bn.load`` on a run that was really trained."""
+
+import io
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from training import small
+
+import batchnorm as bn
+from batchnorm.data import Normalize, open_images
+from batchnorm.data.augment import IMAGENET_MEAN, IMAGENET_STD
+from batchnorm.evaluate import Crops, open_squares
+from batchnorm.evaluate.predictions import predict as evaluate_network
+from batchnorm.layers import BatchNorm
+from batchnorm.train import checkpoint
+from batchnorm.train.evaluate_command import evaluate
+from batchnorm.train.saved_runs import open_run
+
+CLASSES = ("class0", "class1", "class2")
+
+
+def test_what_a_run_holds(run, finished):
+    assert run.classes == CLASSES
+    assert run.recipe == small()
+    preprocessing = run.preprocessing
+    assert (preprocessing.size, preprocessing.mean, preprocessing.std) == (32, IMAGENET_MEAN, IMAGENET_STD)
+    assert run.metrics[-1]["final"]
+    assert run.metrics[-1]["val_top1"] == json.loads((finished / "result.json").read_text())["top1"]
+    assert repr(run) == f"TrainedRun('{finished}', 32 px, 3 classes)"
+
+
+def test_both_networks_compute_the_same(run, files):
+    assert any(isinstance(m, BatchNorm) for m in run.trained.modules())
+    assert not any(isinstance(m, BatchNorm) for m in run.network.modules())
+    assert not run.trained.training
+    assert not run.network.training
+    batch = run.preprocessing(files)
+    with torch.no_grad():
+        torch.testing.assert_close(run.network(batch), run.trained(batch), rtol=1e-3, atol=1e-4)
+
+
+def test_predictions_are_those_of_evaluate_and_of_validation(run, finished, data, files):
+    found = run.predict(files, batch_size=5)
+    squares = open_squares(data, "val", crops=Crops.of(1, 32))
+    expected = evaluate_network(open_run(finished).load(CLASSES), squares).probabilities
+    torch.testing.assert_close(found.probabilities, expected, rtol=1e-5, atol=1e-6)
+    right = np.mean([name == file.parent.name for name, file in zip(found.classes, files, strict=True)])
+    assert right == pytest.approx(json.loads((finished / "result.json").read_text())["top1"])
+    assert right == pytest.approx(1 - evaluate((finished,), data=data, device="cpu", workers=0).score.top1_error)
+
+
+def test_the_input_is_that_of_validation(run, data, files):
+    validation = open_images(data, "val", size=32, batch_size=12, train=False)
+    ((images, _),) = validation.epoch(0)
+    assert torch.equal(run.preprocessing.crops(files), images)
+    assert torch.equal(run.preprocessing(files), Normalize()(images))
+
+
+def test_files_pillow_images_and_tensors_give_the_same(run, files):
+    pictures = [Image.open(file) for file in files[:3]]
+    tensors = torch.stack([torch.from_numpy(np.array(picture)).permute(2, 0, 1) for picture in pictures])
+    expected = run.predict(files[:3])
+    for images in (pictures, tensors, list(tensors), map(str, files[:3])):
+        assert torch.equal(run.predict(images).probabilities, expected.probabilities)
+    for image in (str(files[0]), pictures[0], tensors[0]):
+        found = run.predict(image)
+        assert found.classes == expected.classes[:1]
+        torch.testing.assert_close(found.probabilities, expected.probabilities[:1])
+    assert run.predict([]).probabilities.shape == (0, 3)
+
+
+def test_wide_and_grey_images_are_cropped_as_files_are(run, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (70, 101), dtype=np.uint8)
+    picture = Image.fromarray(pixels)
+    picture.save(tmp_path / "grey.png")
+    rgb = torch.from_numpy(pixels).expand(3, -1, -1)
+    expected = run.preprocessing.crops(tmp_path / "grey.png")
+    assert torch.equal(run.preprocessing.crops(picture), expected)
+    assert torch.equal(run.preprocessing.crops(rgb), expected)
+
+
+@pytest.mark.parametrize(
+    ("image", "says"),
+    [
+        (3, "image 1 is of type int: give a path, a Pillow image or a uint8 tensor"),
+        (torch.zeros(3, 8, 8), r"image 1 is a tensor of torch.float32 and shape \(3, 8, 8\): give uint8 of shape \(3,"),
+        (torch.zeros(8, 8, 3, dtype=torch.uint8), r"of torch.uint8 and shape \(8, 8, 3\): give uint8 of shape \(3,"),
+    ],
+)
+def test_other_things_are_no_images(run, files, image, says):
+    with pytest.raises(ValueError, match=says):
+        run.predict([files[0], image])
+
+
+def test_damaged_images_are_named(run, files, tmp_path):
+    (tmp_path / "text.png").write_text("no image")
+    with pytest.raises(
+        ValueError, match=r"text.png is not an image that can be read \(.*cannot identify image file\)$"
+    ):
+        run.predict([files[0], tmp_path / "text.png"])
+    cut = Image.open(io.BytesIO(files[0].read_bytes()[:200]))
+    with pytest.raises(ValueError, match="image 0 is not an image that can be read"):
+        run.predict(cut)
+    with pytest.raises(FileNotFoundError, match=r"missing\.png"):
+        run.predict("missing.png")
+
+
+@pytest.fixture
+def refused(refusal, tmp_path, files):
+    """Return what load says about a folder that it must refuse, and check that the commands say the same."""
+
+    def refused(folder):
+        with pytest.raises((ValueError, FileNotFoundError)) as error:
+            bn.load(folder)
+        assert refusal("predict", folder, files[0]) == f"batchnorm predict: {error.value}"
+        if folder.is_dir():
+            output = tmp_path / "net.pt2"
+            assert refusal("fold", folder, "-o", output) == f"batchnorm fold: {error.value}"
+            assert not output.exists()
+        return str(error.value)
+
+    return refused
+
+
+def test_folders_that_are_no_finished_run(finished, refused, tmp_path):
+    assert refused(tmp_path / "no").endswith(
+        "no is not the folder of a run, with recipe.json and final/; it does not exist"
+    )
+    assert refused(finished.parent).endswith("it holds: mine")
+    unfinished = shutil.copytree(finished, tmp_path / "unfinished", ignore=shutil.ignore_patterns("final"))
+    assert "unfinished has no final network: its training has not ended" in refused(unfinished)
+
+
+def test_another_number_of_classes_than_the_weights(finished, refused, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "mixed")
+    saved = checkpoint.load_latest(run / "final")
+    checkpoint.save(run / "final", saved.step, saved.model, {**saved.state, "classes": [*CLASSES, "class3"]})
+    assert "final names 4 classes, but its weights are for 3" in refused(run)
