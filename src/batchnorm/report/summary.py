@@ -141,10 +141,7 @@ def _cpu(r: Result) -> str:
 
     few = worst(lambda row: row["case"]["layout"] == "channels_last" and 1 < row["case"]["shape"][1] < 8)
     relu, alone = worst(lambda row: row["activation"] == "relu"), worst(lambda row: row["activation"] == "none")
-    return (
-        f"of torch.nn's time, its ReLU in place or not, whichever is faster: BN+ReLU {relu}, BN alone {alone},"
-        f" few channels channels_last {few}"
-    )
+    return f"time over torch.nn's: BN+ReLU {relu}, BN alone {alone}, few channels channels_last {few}"
 
 
 def _kernels(r: Result) -> str:
