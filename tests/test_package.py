@@ -24,7 +24,7 @@ LAYERS = [
     ["layers"],
     ["collectives", "graph", "verify"],
     ["ops", "network_copy", "processes", "jobs"],
-    ["arguments", "errors", "extras", "network_call", "progress", "results", "verb_report"],
+    ["arguments", "errors", "extras", "network_call", "network_factory", "progress", "results", "verb_report"],
 ]
 LEVEL = {name: -i for i, row in enumerate(LAYERS) for name in row}
 

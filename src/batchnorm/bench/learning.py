@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from ..data import Augment, ImageBatches, Normalize, open_images
 from ..errors import SEED_MAX, above, at_least, between
 from ..evaluate.accuracy import Accuracy, count_correct
+from ..network_factory import make_network
 from ..results import check_writable, write_result
 from ..surgery import convert
-from .network_steps import build
 
 QUESTION = "validation accuracy of a network trained as it is and converted"
 FORMS = ("stock", "converted")
@@ -70,7 +70,7 @@ def train(form: str, seed: int, recipe: LearningRecipe) -> LearningRun:
     device, cuda = torch.device(recipe.device), recipe.device == "cuda"
     images, held_out = _open(recipe, "train", seed), _open(recipe, "val", seed)
     torch.manual_seed(seed)
-    net: Any = build(recipe.network)[0].to(device)
+    net: Any = make_network(recipe.network)[0].train().to(device)
     if cuda:
         net = net.to(memory_format=torch.channels_last)
     if form == "converted":

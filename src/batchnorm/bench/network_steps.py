@@ -6,13 +6,11 @@ import copy
 import gc
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import network_call
+from ..network_factory import make_network
 from ..surgery import convert
 
 Mode = Literal["eager", "graph", "compiled", "backend"]
@@ -34,7 +33,6 @@ RATE = 1e-3  # at 0.01, changing GoogLeNet's weights by 1e-6 changes the loss by
 GROUP_SECONDS = 0.1  # a host-bound step is timed with others, between two synchronizations
 MIN_PAIRS = 6  # with fewer, order statistics give no 95% interval
 NARROW = 0.01  # stop at a 95% interval of the median +-1%
-OPTIONS = {name: {"init_weights": True} for name in ("torchvision/googlenet", "torchvision/inception_v3")}
 
 
 @dataclass(frozen=True)
@@ -81,41 +79,11 @@ class Pair(NamedTuple):
     fused: str
 
 
-def build(name: str) -> tuple[nn.Module, Any]:
-    """Make a network from torchvision/NAME, timm/NAME or MODULE:FUNCTION, and an example batch if the function has one.
-
-    Raises:
-        ValueError: if the name leads to no network.
-
-    >>> build("torch.nn:Identity")
-    (Identity(), None)
-
-    Beyond the paper: speed.
-    """
-    library, slash, rest = name.partition("/")
-    module, colon, function = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        if slash and library == "torchvision":
-            made = import_module("torchvision.models").get_model(rest, weights=None, **OPTIONS.get(name, {}))
-        elif slash and library == "timm":
-            made = import_module("timm").create_model(rest, pretrained=False)
-        elif module and colon and function:
-            made = getattr(import_module(module), function)()
-        else:
-            raise ValueError(f"'{name}' names no network: write torchvision/NAME, timm/NAME or MODULE:FUNCTION")
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot make {name}: {error}") from error
-    finally:
-        sys.path.remove(str(Path.cwd()))
-    net, example = made if isinstance(made, tuple) else (made, None)
-    return net.train(), example
-
-
 def convert_pair(name: str, settings: Settings) -> Pair:
     """Build a network, move it to the device and convert it."""
     torch.manual_seed(settings.seed)
-    net, example = build(name)
+    net, example = make_network(name)
+    net.train()
     if example is None:
         example = torch.randn(8, 3, settings.size, settings.size)
     (example, *_), _ = network_call.arguments(example)

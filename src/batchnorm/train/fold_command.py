@@ -7,8 +7,6 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Annotated, Any
@@ -21,6 +19,7 @@ from ..data.crop_boxes import CENTRE_SHARE
 from ..extras import MissingExtraError, check_installed, require
 from ..inference import export
 from ..network_copy import outputs
+from ..network_factory import make_network
 from .final_network import example_images
 from .trained_run import TrainedRun, load
 
@@ -42,8 +41,8 @@ def fold(
     Example: batchnorm fold runs/mine -o net.onnx
 
     Args:
-        network: the folder of a finished run, or the function that makes the network; the function's module may be in
-            the current folder. Called without arguments, it returns the network, or the network and an example batch.
+        network: the folder of a finished run, or the function that makes the network, MODULE:FUNCTION or
+            FILE.py:FUNCTION; the module may be in the current folder. Called without arguments, it returns the network, or the network and an example batch.
         output: where to write: net.onnx or net.pt2.
         weights: a state dict to load: .safetensors, or .pt (read with weights_only); a run has its own.
         input: the shape of an example batch, such as 1 3 224 224; not needed for a run, or if the function returns an
@@ -66,7 +65,7 @@ def fold(
         run = load(network)
         net, example, metadata = run.trained, example_images(run.preprocessing.size), _metadata(run)
     else:
-        net, example = _build(network)
+        net, example = make_network(network)
         if weights is not None:
             _load_(net, network, weights)
         if input:
@@ -85,34 +84,6 @@ def fold(
 def _metadata(run: TrainedRun) -> dict[str, str]:
     values = {"classes": run.classes, **asdict(run.preprocessing), "crop": CENTRE_SHARE}
     return {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
-
-
-def _build(factory: str) -> tuple[nn.Module, Any]:
-    module, _, name = factory.partition(":")
-    if not name or not module or module.startswith("."):
-        raise ValueError(f"'{factory}' names no function: write module:function, such as mynets:resnet")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        function = getattr(import_module(module), name)
-        _check_call(factory, function)
-        made = function()
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot make a network from {factory}: {error}") from error
-    finally:
-        sys.path.remove(str(Path.cwd()))
-    net, example = made if isinstance(made, tuple) else (made, None)
-    if not isinstance(net, nn.Module):
-        raise ValueError(f"{factory} returned {type(net).__name__}, not a torch.nn.Module")
-    return net, example
-
-
-def _check_call(factory: str, function: Any) -> None:
-    try:
-        signature(function).bind()
-    except TypeError as error:
-        raise ValueError(f"{factory} cannot be called without arguments: {error}") from error
-    except ValueError:
-        return  # a builtin, whose arguments are not known
 
 
 def _example(net: nn.Module, shape: tuple[int, ...]) -> Tensor:

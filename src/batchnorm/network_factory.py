@@ -1,0 +1,114 @@
+"""Make a network from the name that a user types: a function of a module or a file, or a network of a library."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+# Both words are reserved. The slash is how "bench networks" writes them.
+_LIBRARY = re.compile(r"(torchvision|timm)[:/]([\w.-]+)")
+# Without it they warn, and draw their weights slowly.
+_INIT_WEIGHTS = ("googlenet", "inception_v3")
+
+
+def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]:
+    """Return the network that a name stands for, and the example batch if its function returns one too.
+
+    Args:
+        name: MODULE:FUNCTION or FILE.py:FUNCTION, from the current folder or any importable module, or
+            torchvision:NAME or timm:NAME, without pretrained weights.
+        classes: passed on as ``classes=`` if the function has such an argument; None leaves it out.
+
+    Raises:
+        ValueError: if the name leads to no function, or the function returns no network.
+
+    >>> make_network("torch.nn:Identity")
+    (Identity(), None)
+
+    Beyond the paper: the command line.
+    """
+    library = _LIBRARY.fullmatch(name)
+    source, _, function = name.rpartition(":")
+    file = Path(source) if source.endswith(".py") else None
+    if library is None and not (source and function and (file or not source.startswith("."))):
+        raise ValueError(
+            f"'{name}' names no function: write module:function, such as mynets:resnet, file.py:function,"
+            " torchvision:NAME or timm:NAME"
+        )
+    with _importing_from(Path.cwd() if file is None else file.resolve().parent):
+        if library is not None:
+            made = _from_library(library[1], library[2], classes)
+        else:
+            try:
+                found = getattr(import_module(source) if file is None else _import_file(file), function)
+                made = found(**_arguments(name, found, classes))
+            except (ImportError, AttributeError, SyntaxError) as error:
+                raise ValueError(f"cannot make a network from {name}: {error}") from error
+    net, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(net, nn.Module):
+        raise ValueError(f"{name} returned {type(net).__name__}, not a torch.nn.Module")
+    return net, example
+
+
+def _from_library(library: str, name: str, classes: int | None) -> nn.Module:
+    options: dict[str, Any] = {} if classes is None else {"num_classes": classes}
+    try:
+        if library == "timm":
+            return import_module("timm").create_model(name, pretrained=False, **options)  # type: ignore[no-any-return]
+        options |= {"init_weights": True} if name in _INIT_WEIGHTS else {}
+        return import_module("torchvision.models").get_model(name, weights=None, **options)  # type: ignore[no-any-return]
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{name} needs {error.name}, which is not installed; run: pip install {library}") from error
+    except Exception as error:  # unknown names, and a library that does not fit this torch: each has its own errors
+        raise ValueError(f"cannot make {library}'s {name}: {str(error).partition(chr(10))[0]}") from error
+
+
+def _import_file(path: Path) -> Any:
+    path = path.resolve()
+    if not path.is_file():
+        raise ImportError(f"{path} is not a file")
+    # One name for each path, so that files of the same name in different folders do not replace each other.
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _arguments(name: str, function: Callable[..., Any], classes: int | None) -> dict[str, int]:
+    try:
+        expected = signature(function)
+    except (TypeError, ValueError):
+        return {}  # a builtin, whose arguments are not known
+    given = {} if classes is None or "classes" not in expected.parameters else {"classes": classes}
+    try:
+        expected.bind(**given)
+    except TypeError as error:
+        how = "with classes= alone" if given else "without arguments"
+        raise ValueError(f"{name} cannot be called {how}: {error}") from error
+    return given
+
+
+@contextmanager
+def _importing_from(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))

@@ -1,0 +1,69 @@
+"""Networks by the names that users type."""
+
+import sys
+
+import pytest
+from torch import nn
+
+from batchnorm.network_factory import make_network
+
+SOURCE = """
+from torch import nn
+from helper import WIDTH
+
+def build(classes=2):
+    return nn.Linear(WIDTH, classes)
+
+def with_example():
+    import torch
+    return nn.Linear(WIDTH, 1), torch.zeros(1, WIDTH)
+
+def wide(width):
+    return nn.Linear(width, width)
+
+def nothing(classes):
+    return classes
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with mynet.py, which imports its neighbour helper.py."""
+    (tmp_path / "mynet.py").write_text(SOURCE)
+    (tmp_path / "helper.py").write_text("WIDTH = 3")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in ("mynet", "helper"):
+        sys.modules.pop(name, None)
+
+
+def test_a_function_of_a_module_or_a_file(folder, tmp_path_factory, monkeypatch):
+    assert make_network("mynet:build", 5)[0].out_features == 5
+    assert make_network("mynet:build")[0].out_features == 2
+    net, example = make_network("mynet.py:with_example", 5)  # takes no classes
+    assert net(example).shape == (1, 1)
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert make_network(f"{folder}/mynet.py:build", 4)[0].out_features == 4
+
+
+def test_files_of_one_name_in_different_folders(folder, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mynet.py").write_text("from torch import nn\n\ndef build():\n    return nn.Identity()")
+    first = make_network("mynet.py:build")[0]
+    assert isinstance(make_network("other/mynet.py:build")[0], nn.Identity)
+    assert isinstance(make_network("mynet.py:build")[0], type(first))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("mynet", "'mynet' names no function: write module:function"),
+        ("mynet:missing", "cannot make a network from mynet:missing"),
+        ("absent.py:build", "cannot make a network from absent.py:build: .*absent.py is not a file"),
+        ("mynet:nothing", "mynet:nothing returned int, not a torch.nn.Module"),
+        ("mynet:wide", "mynet:wide cannot be called without arguments: missing a required argument: 'width'"),
+    ],
+)
+def test_a_name_that_leads_to_no_network(folder, name, says):
+    with pytest.raises(ValueError, match=says):
+        make_network(name, 3)
