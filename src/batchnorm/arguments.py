@@ -27,10 +27,12 @@ except ImportError:  # a bare GPU machine: the same annotations, read by argpars
             return Annotated[kind, cls]
 
     class arg:  # type: ignore[no-redef]
-        """How an argument is shown, and its other names."""
+        """What an argument is called, how it is shown, and its other names."""
 
-        def __init__(self, metavar: str | None = None, aliases: Sequence[str] = (), **_: str) -> None:
-            self.metavar, self.aliases = metavar, aliases
+        def __init__(
+            self, name: str | None = None, metavar: str | None = None, aliases: Sequence[str] = (), **_: str
+        ) -> None:
+            self.name, self.metavar, self.aliases = name, metavar, aliases
 
 
 __all__ = ["OmitArgPrefixes", "Positional", "arg", "call_with"]
@@ -79,7 +81,7 @@ def _add_arguments(parser: ArgumentParser, function: Callable[..., Any]) -> Call
         else:
             aliases = shown.aliases
             options["required"] = parameter.default is Parameter.empty
-            parser.add_argument(f"--{name.replace('_', '-')}", *aliases, dest=name, **options)
+            parser.add_argument(f"--{(shown.name or name).replace('_', '-')}", *aliases, dest=name, **options)
 
     def make(values: dict[str, Any]) -> Any:
         found = {name: nested[name](values) if name in nested else values[name] for name in parameters}

@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "batchnorm.train.fold_command:fold",
         "fold the BN of a run or any network into its weights and write ONNX or torch.export",
     ),
-    "train": ("batchnorm.train.train_command:train", "train the paper's network, or a variant, on images of your own"),
+    "train": ("batchnorm.train.train_command:train", "train the paper's network, or your own, on images of your own"),
     "evaluate": (
         "batchnorm.train.evaluate_command:evaluate",
         "top-1 and top-5 error of runs: 1, 10 or 144 crops, ensembles",

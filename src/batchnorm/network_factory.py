@@ -76,7 +76,7 @@ def _from_library(library: str, name: str, classes: int | None) -> nn.Module:
 def _import_file(path: Path) -> Any:
     path = path.resolve()
     if not path.is_file():
-        raise ImportError(f"{path} is not a file")
+        raise ImportError(f"{path} is not a file; a relative path starts at the current folder")
     # One name for each path, so that files of the same name in different folders do not replace each other.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = spec_from_file_location(name, path)

@@ -1,6 +1,10 @@
-from pictures import gigantic, image_folder
+import shutil
 
-from batchnorm.data.image_sources import open_source, small_images_note
+import numpy as np
+import pytest
+from pictures import gigantic, image_folder, sharded
+
+from batchnorm.data.image_sources import open_source, small_images_note, training_splits
 
 
 def test_an_image_of_gigantic_dimensions_is_passed_over(tmp_path):
@@ -8,3 +12,46 @@ def test_an_image_of_gigantic_dimensions_is_passed_over(tmp_path):
     (tmp_path / "train" / "ant" / "gigantic.png").write_bytes(gigantic())
     note = small_images_note(open_source(tmp_path, "train"), 32)
     assert note == "most images are smaller than 32 px and are enlarged; --size 20 takes them as they are"
+
+
+def names(path, split):
+    source = open_source(path, split)
+    return [source.name(k).removeprefix(str(path)) for k in range(len(source.labels))]
+
+
+def test_a_share_of_each_class_is_held_out(tmp_path):
+    data = image_folder(tmp_path / "data", [(8, 8)] * 33)
+    kept, held_out = (open_source(data, split) for split in training_splits(data, 0.2))
+    assert np.bincount(held_out.labels).tolist() == [2, 2, 2]
+    assert np.bincount(kept.labels).tolist() == [9, 9, 9]
+    assert sorted(names(data, "train[0.2:]") + names(data, "train[:0.2]")) == sorted(names(data, "train"))
+    whole = open_source(data, "train")
+    for source in (kept, held_out):
+        for k, label in enumerate(source.labels):
+            assert source.read(k) == whole.read(names(data, "train").index(source.name(k).removeprefix(str(data))))
+            assert source.classes[label] in source.name(k)
+
+
+def test_where_the_data_lies_does_not_decide_what_is_held_out(tmp_path):
+    data = image_folder(tmp_path / "data", [(8, 8)] * 12)
+    moved = shutil.copytree(data, tmp_path / "elsewhere")
+    assert names(moved, "train[:0.3]") == names(data, "train[:0.3]")
+
+
+def test_a_share_of_shards_is_held_out(tmp_path):
+    data = sharded(image_folder(tmp_path / "data", [(8, 8)] * 12), tmp_path / "shards", per_shard=5)
+    kept, held_out = (open_source(data, split) for split in training_splits(data, 0.25))
+    assert len(held_out.labels) == sum(held_out.shard_sizes) == 3
+    assert len(kept.labels) == sum(kept.shard_sizes) == 9
+    assert not set(names(data, "train[0.25:]")) & set(names(data, "train[:0.25]"))
+
+
+def test_what_cannot_be_held_out(tmp_path):
+    data = image_folder(tmp_path / "data", [(8, 8)] * 4)
+    with pytest.raises(ValueError, match=r"has a single image of bee, and validate=0\.5 needs two of each class"):
+        open_source(data, "train[:0.5]")
+    with pytest.raises(FileNotFoundError, match=r"has no validation set, .* with --validate 0\.1"):
+        training_splits(data, 0)
+    image_folder(data, [(8, 8)] * 3, split="val")
+    with pytest.raises(ValueError, match="has a validation set, val: leave out --validate"):
+        training_splits(data, 0.1)

@@ -59,16 +59,18 @@ def test_without_sync_all_ranks_have_the_same_averaged_statistics():
 
 
 def running_averages(rank, world_size):
-    net = torch.nn.Sequential(bn.BatchNorm1d(2), bn.BatchNorm1d(2, statistics=bn.Sync()))
+    torchs = (torch.nn.BatchNorm1d(2), torch.nn.SyncBatchNorm(2))
+    net = torch.nn.Sequential(bn.BatchNorm1d(2), bn.BatchNorm1d(2, statistics=bn.Sync()), *torchs)
     for layer in net:
         layer.running_mean.fill_(rank)
     Ranks(rank, world_size).average_statistics_(net)
-    return net[0].running_mean, net[1].running_mean
+    return [layer.running_mean for layer in net]
 
 
 def test_running_averages_are_averaged_but_for_sync():
     for rank, result in enumerate(on_ranks(2, running_averages)):
-        torch.testing.assert_close(result, (torch.full((2,), 0.5), torch.full((2,), float(rank))))
+        averaged, own = torch.full((2,), 0.5), torch.full((2,), float(rank))
+        torch.testing.assert_close(result, [averaged, own, averaged, own])
 
 
 def workers_of(launcher):

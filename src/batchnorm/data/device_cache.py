@@ -176,7 +176,8 @@ def _check_room(wanted: int, device: torch.device) -> None:
 def _state_of(source: ImageSource, data: Path, split: str) -> str:
     digest = hashlib.sha256(json.dumps(source.classes).encode())
     digest.update(source.labels.tobytes())
-    shards = [str(path) for path in sorted(data.glob(f"{split}-*.tar"))]
+    whole = split.partition("[")[0]
+    shards = [str(path) for path in sorted(data.glob(f"{whole}-*.tar"))]
     for path in shards or (source.name(example) for example in range(len(source.labels))):
         digest.update(os.fsencode(f"{path.removeprefix(str(data))} {_state_of_file(path)}\n"))
     return digest.hexdigest()[:16]

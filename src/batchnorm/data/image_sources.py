@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -15,6 +17,8 @@ from numpy.typing import NDArray
 from ..extras import require
 from .decode import IMAGE_SUFFIXES
 from .tar_shards import TarSource
+
+PART = re.compile(r"(\w+)\[(?::([\d.e-]+)|([\d.e-]+):)\]")
 
 
 class ImageSource(Protocol):
@@ -82,6 +86,92 @@ class FolderSource:
         return str(self.root / os.fsdecode(self.paths[index]))
 
 
+@dataclass(frozen=True)
+class PartSource:
+    """Read some examples of another source.
+
+    Beyond the paper: a validation set split off the training set.
+    """
+
+    whole: ImageSource
+    examples: NDArray[np.int64]
+
+    @classmethod
+    def open(cls, root: Path, split: str, share: float, *, held_out: bool) -> PartSource:
+        """Hold out a share of every class, at least one image of each, or keep the rest.
+
+        The names of the files decide which: the same images for every seed, on every machine.
+        """
+        whole = open_source(root, split)
+        names = [whole.name(k).removeprefix(str(root)) for k in range(len(whole.labels))]
+        ranked = np.array(sorted(range(len(names)), key=lambda k: hashlib.sha256(os.fsencode(names[k])).digest()))
+        chosen = np.zeros(len(names), dtype=bool)
+        for label, name in enumerate(whole.classes):
+            mine = ranked[whole.labels[ranked] == label]
+            if len(mine) == 1:
+                raise ValueError(
+                    f"{root} has a single image of {name}, and validate={share} needs two of each class: one to train"
+                    " on and one to validate with"
+                )
+            chosen[mine[: min(max(1, round(share * len(mine))), len(mine) - 1)]] = True
+        return cls(whole, np.flatnonzero(chosen == held_out))
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes of the whole."""
+        return self.whole.classes
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The label of each example."""
+        return self.whole.labels[self.examples]
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """How many of the examples each shard of the whole has."""
+        ends = np.searchsorted(self.examples, np.cumsum(self.whole.shard_sizes))
+        return tuple(n for n in np.diff(ends, prepend=0).tolist() if n)
+
+    def read(self, index: int) -> bytes:
+        """Return the encoded image."""
+        return self.whole.read(int(self.examples[index]))
+
+    def name(self, index: int) -> str:
+        """Return where the example is stored."""
+        return self.whole.name(int(self.examples[index]))
+
+
+def has_split(path: str | Path, split: str) -> bool:
+    """Say whether a folder holds a split, as a folder or as shards."""
+    root = Path(path).expanduser()
+    return (root / split).is_dir() or any(root.glob(f"{split}-*.tar"))
+
+
+def training_splits(path: str | Path, validate: float) -> tuple[str, str]:
+    """Return the splits to train on and to validate with, as :func:`open_source` knows them.
+
+    Args:
+        path: the data.
+        validate: the share of the training images to validate with, if the data has no validation set.
+
+    Raises:
+        ValueError: if it has one, and a share is given.
+        FileNotFoundError: if it has none, and no share is given.
+
+    Beyond the paper: a validation set split off the training set.
+    """
+    if validate and has_split(path, "val"):
+        raise ValueError(f"{path} has a validation set, val: leave out --validate, or move that elsewhere")
+    if validate:
+        return f"train[{validate}:]", f"train[:{validate}]"
+    if has_split(path, "train") and not has_split(path, "val"):
+        raise FileNotFoundError(
+            f"{path} has no validation set, val/CLASS/*.jpg or val-*.tar: add one, or hold out a tenth of the training"
+            " images with --validate 0.1"
+        )
+    return "train", "val"
+
+
 def _class_names(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
 
@@ -94,6 +184,8 @@ def _images(folder: Path) -> list[str]:
 def open_source(path: str | Path, split: str) -> ImageSource:
     """Open one split of an image folder or of a folder of tar shards, whichever ``path`` is.
 
+    The split ``train[:0.1]`` is a tenth of ``train``, of each class alike, and ``train[0.1:]`` is the rest.
+
     Raises:
         FileNotFoundError: if it is neither.
 
@@ -102,6 +194,10 @@ def open_source(path: str | Path, split: str) -> ImageSource:
     root = Path(path).expanduser()
     if not root.is_dir():
         raise FileNotFoundError(f"{root} is not a folder: give one with {split}/CLASS/*.jpg or with {split}-*.tar")
+    part = PART.fullmatch(split)
+    if part is not None:
+        whole, held_out, kept = part.groups()
+        return PartSource.open(root, whole, float(held_out or kept), held_out=held_out is not None)
     shards = sorted(root.glob(f"{split}-*.tar"))
     if shards and (root / split).is_dir():
         raise FileNotFoundError(f"{root} has both {split}/ and {split}-*.tar: move one of them elsewhere")

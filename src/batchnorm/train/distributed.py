@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
-
-from ..layers import BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(minutes=10)
@@ -62,11 +61,18 @@ class Ranks:
     def average_statistics_(self, net: nn.Module) -> None:
         """Replace each running average by its mean over the ranks, so that every rank's data counts.
 
-        DistributedDataParallel would keep only rank 0's. One all-reduce; none with a single rank or ``Sync``.
+        DistributedDataParallel would keep only rank 0's. One all-reduce; none with a single rank, ``Sync`` or
+        ``nn.SyncBatchNorm``.
         """
         if self.world_size == 1:
             return
-        layers = [m for m in net.modules() if isinstance(m, BatchNorm) and m.statistics is None]
+        layers = [
+            m
+            for m in net.modules()
+            if isinstance(m, TorchBatchNorm)
+            and not isinstance(m, nn.SyncBatchNorm)
+            and getattr(m, "statistics", None) is None
+        ]
         running = [b for m in layers for b in (m.running_mean, m.running_var) if b is not None]
         if not running:
             return

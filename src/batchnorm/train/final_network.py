@@ -8,10 +8,10 @@ from itertools import islice
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from ..data import Augment, ImageBatches, seed_at
 from ..inference import fold
-from ..layers import BatchNorm
 from ..population import estimate_
 
 
@@ -34,7 +34,7 @@ def population_network(
     Paper: Alg. 2, l. 7-10
     """
     final = copy.deepcopy(net)
-    if any(isinstance(m, BatchNorm) for m in final.modules()):
+    if _keeps_statistics(final):
         device = next(final.parameters()).device
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             estimate_(final.train(), _prepared(batches, augment, epoch, seed, count))
@@ -52,7 +52,7 @@ def folded_network(net: nn.Module, size: int) -> nn.Module:
 
     Paper: Alg. 2, l. 11
     """
-    if not any(isinstance(m, BatchNorm) for m in net.modules()):
+    if not _keeps_statistics(net):
         return net
     device = next(net.parameters()).device
     folded = fold(copy.deepcopy(net).cpu(), example_images(size)).to(device)
@@ -62,6 +62,10 @@ def folded_network(net: nn.Module, size: int) -> nn.Module:
 def example_images(size: int) -> Tensor:
     """Return a batch to trace a network with: noise, so that no activation is constant."""
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def _keeps_statistics(net: nn.Module) -> bool:
+    return any(isinstance(m, TorchBatchNorm) and m.running_mean is not None for m in net.modules())
 
 
 def _prepared(batches: ImageBatches, augment: Augment, epoch: int, seed: int, count: int) -> Iterator[Tensor]:

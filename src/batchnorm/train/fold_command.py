@@ -42,7 +42,8 @@ def fold(
 
     Args:
         network: the folder of a finished run, or the function that makes the network, MODULE:FUNCTION or
-            FILE.py:FUNCTION; the module may be in the current folder. Called without arguments, it returns the network, or the network and an example batch.
+            FILE.py:FUNCTION; the module may be in the current folder. Called without arguments, it returns the
+            network, or the network and an example batch.
         output: where to write: net.onnx or net.pt2.
         weights: a state dict to load: .safetensors, or .pt (read with weights_only); a run has its own.
         input: the shape of an example batch, such as 1 3 224 224; not needed for a run, or if the function returns an

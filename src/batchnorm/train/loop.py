@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
 
 from ..data import Augment, ImageBatches, Normalize, open_images, seed_at
 from ..data.fingerprint import describe_data
+from ..data.image_sources import training_splits
 from ..evaluate import Accuracy, count_correct
 from ..jobs import Stopped, StopSignal, stop_signal
 from ..monitor import Monitor
@@ -26,6 +29,8 @@ from .step import TrainStep, make_optimizer
 
 # Steps between agreements of the ranks on a stop: often enough for a scheduler's grace period, and cheap.
 AGREE_EVERY = 10
+# Steps of this process between which it is timed, to say how long the run will take.
+TIMED = (10, 100)
 
 
 def train(recipe: Recipe, options: Options) -> Result:
@@ -61,17 +66,22 @@ class _Training:
     def __init__(self, recipe: Recipe, options: Options, here: Ranks, stop: StopSignal) -> None:
         self.recipe, self.options, self.ranks, self.stop = recipe, options, here, stop
         self.folder = options.folder(recipe)
-        self.batches = self._open("train", recipe.batch_size)
-        self.validation = self._open("val", options.evaluate_batch)
+        splits = training_splits(options.data, recipe.validate)
+        self.batches = self._open(splits[0], recipe.batch_size, train=True)
+        self.validation = self._open(splits[1], options.evaluate_batch, train=False)
         if self.validation.classes != self.batches.classes:
             raise ValueError(f"{options.data}: train and val do not have the same classes")
         cuda = here.device.type == "cuda"
         self.bf16 = cuda if options.precision == "auto" else options.precision == "bf16"
-        self.net = recipe.network(len(self.batches.classes)).to(here.device)
+        self.net = recipe.network(len(self.batches.classes))
+        if recipe.factory:  # a network that cannot be folded must not fail after days of training
+            folded_network(self.net.eval(), recipe.size)
+        self.net.train().to(here.device)
         # Only now that the data and the network are known to be good: a mistyped --data or --size must not leave a
         # folder that looks like a run and then refuses the right one.
         if here.main:
-            claim_folder(self.folder, recipe, describe_data(options.data))
+            claim_folder(self.folder, recipe, describe_data(options.data, splits))
+            print(self._plan(), flush=True)
         here.wait()
         if cuda:
             self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -83,15 +93,18 @@ class _Training:
         self.monitor: Monitor | None = None
         state = resume_(self.folder, self.net, self.optimizer, here)
         self.step, self.evaluated = state.step, state.evaluated
+        self.first, self.began = state.step, 0.0
+        # Compiling, capturing and casting ahead are tried on the paper's networks; others may compute on the host.
+        fast = cuda and not recipe.factory
         self.train_step = TrainStep(
             self.net,
             self.optimizer,
             self.augment,
             here,
             bf16=self.bf16,
-            compile=options.compile or ("network" if cuda and here.world_size > 1 else "nothing"),
-            cast_once=cuda,
-            graph=cuda and here.world_size == 1 if options.graph is None else options.graph,
+            compile=options.compile or ("network" if fast and here.world_size > 1 else "nothing"),
+            cast_once=fast,
+            graph=fast and here.world_size == 1 if options.graph is None else options.graph,
             batch=len(range(recipe.batch_size)[self.batches.order.rows(0)]),
         )
         if state.sums is not None:
@@ -105,6 +118,18 @@ class _Training:
         """The steps of the whole run."""
         planned = round(self.recipe.epochs * len(self.batches))
         return planned if self.options.max_steps is None else min(planned, self.options.max_steps)
+
+    def _plan(self) -> str:
+        recipe, ranks = self.recipe, self.ranks
+        network = recipe.factory or "the paper's network"
+        if recipe.normalize != "as-is":
+            network += f" ({recipe.normalize})"
+        device = ranks.device.type if ranks.world_size == 1 else f"{ranks.world_size} x {ranks.device.type}"
+        images, classes, held = self.batches.num_examples, len(self.batches.classes), self.validation.num_examples
+        return (
+            f"{recipe.name}: {network} on {images:,} images of {classes:,} classes, validated on {held:,};"
+            f" {self.total_steps:,} steps of {recipe.batch_size:,} images on {device}, in {self.folder}"
+        )
 
     def finish(self) -> Result:
         """Train to the end, then replace the running averages by population statistics and fold."""
@@ -146,6 +171,19 @@ class _Training:
         self.step += 1
         if self.logger is not None:
             self.logger.advance(self.step)
+            self._tell_time_left(self.logger)
+
+    def _tell_time_left(self, logger: Logger) -> None:
+        """Say once how long the rest will take, without the first steps, which are slow."""
+        taken, left = self.step - self.first, self.total_steps - self.step
+        if taken not in TIMED or not left:
+            return
+        self.train_step.sums.tolist()  # wait for the device
+        now = time.perf_counter()
+        if taken == TIMED[1]:
+            seconds = (now - self.began) / (TIMED[1] - TIMED[0]) * left
+            logger.display.say(f"about {timedelta(seconds=round(seconds))} h left for {left:,} steps")
+        self.began = now
 
     def _log(self) -> bool:
         """Log the mean over the steps since the last line; return whether the loss is finite."""
@@ -243,14 +281,14 @@ class _Training:
             checkpoint.save(self.folder / "final", self.step, final.state_dict(), state)
         return folded_network(final, self.recipe.size)
 
-    def _open(self, split: str, batch_size: int) -> ImageBatches:
-        training, options = split == "train", self.options
+    def _open(self, split: str, batch_size: int, *, train: bool) -> ImageBatches:
+        options = self.options
         return open_images(
             options.data,
             split,
             size=self.recipe.size,
             batch_size=batch_size,
-            train=training,
+            train=train,
             shuffle=self.recipe.shuffle,
             seed=self.recipe.seed,
             rank=self.ranks.rank,

@@ -10,10 +10,18 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from ..errors import SEED_MAX, above, at_least, between
 from ..layers import BatchNorm, Sync
 from ..models import inception as inception_network
+from .own_network import Change, own_network
+
+PAPERS_FIELDS = (
+    *("batch_norm", "activation", "dropout", "local_response", "per_activation", "stem", "projection", "width"),
+    *("init", "init_scale", "eps", "averaging"),
+)
+"""The fields of a recipe that only the paper's network has."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,12 @@ class Recipe:
 
     name: str = "inception"
     """what the run is called"""
+
+    factory: str = ""  # not called network, as the method is
+    """train a network of your own: FILE.py:FUNCTION or MODULE:FUNCTION, called with classes= if it takes that, or
+    torchvision:NAME or timm:NAME"""
+    normalize: Change = "as-is"
+    """first insert batch normalization into that network, convert it to this library's layers, or remove it"""
 
     batch_norm: bool = False
     """normalize before each nonlinearity"""
@@ -77,6 +91,9 @@ class Recipe:
 
     size: int = 224
     """height and width of the crops"""
+    validate: float = 0.0
+    """share of the training images to validate with, if the data has no validation set; the files' names decide which
+    images, so all seeds have the same"""
     shuffle: Literal["fixed", "epoch"] = "fixed"
     """one random order within shards, or a new one each epoch"""
     photometric: Literal["none", "reduced", "full"] = "full"  # not in the paper: their strengths
@@ -96,11 +113,31 @@ class Recipe:
         at_least(0, rate=self.rate, eps=self.eps, weight_decay=self.weight_decay)
         at_least(1, batch_size=self.batch_size, size=self.size)
         between(0, 1, dropout=self.dropout, averaging=self.averaging, momentum=self.momentum)
+        between(0, 0.9, validate=self.validate)
         between(0, SEED_MAX, seed=self.seed)
+        if self.factory == "" and self.normalize not in (None, "as-is"):  # fields of overrides may be None
+            raise ValueError(f"normalize={self.normalize} changes a network of your own: give --network too")
 
-    def network(self, classes: int) -> nn.Sequential:
-        """Build the recipe's network with its initial weights."""
-        net = inception_network(
+    def network(self, classes: int) -> nn.Module:
+        """Build the recipe's network with its initial weights.
+
+        Raises:
+            ValueError: if a network of the user's cannot be made, or does not fit the images or the classes.
+        """
+        if self.factory:
+            net = own_network(self.factory, self.normalize, classes=classes, size=self.size, seed=self.seed)
+        else:
+            net = self._papers_network(classes)
+        if self.statistics == "sync":
+            for name, layer in net.named_modules():
+                if isinstance(layer, BatchNorm):
+                    layer.statistics = Sync()
+                elif isinstance(layer, TorchBatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
+                    raise ValueError(f"statistics=sync: {name} is a layer of torch.nn; add --normalize convert")
+        return net
+
+    def _papers_network(self, classes: int) -> nn.Module:
+        return inception_network(
             classes=classes,
             size=self.size,
             norm="batch" if self.batch_norm else None,
@@ -117,11 +154,6 @@ class Recipe:
             momentum=self.averaging,
             seed=self.seed,
         )
-        if self.statistics == "sync":
-            for layer in net.modules():
-                if isinstance(layer, BatchNorm):
-                    layer.statistics = Sync()
-        return net
 
     def rate_at(self, step: int, steps_per_epoch: int) -> float:
         """Return the learning rate at a step: rate * decay^floor(step / (decay_epochs * steps_per_epoch)).
@@ -143,9 +175,12 @@ class Recipe:
         >>> BN_X30.network_fields["activation"]
         'relu'
         """
-        names = "batch_norm activation local_response per_activation stem projection width eps size"
+        own, papers = (
+            "factory normalize",
+            "batch_norm activation local_response per_activation stem projection width eps",
+        )
         values = json.loads(self.to_json())
-        return {name: values[name] for name in names.split()}
+        return {name: values[name] for name in (*(own if self.factory else papers).split(), "size")}
 
     def to_json(self) -> str:
         """Return the recipe as JSON."""

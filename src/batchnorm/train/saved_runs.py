@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from ..data.image_sources import has_split, training_splits
 from ..evaluate import Crops, SquareBatches, open_squares
 from ..evaluate.crops import Count
 from ..results import read_json
@@ -199,8 +200,17 @@ def open_runs(folders: Sequence[Path]) -> dict[str, SavedRun]:
 def open_for(
     runs: dict[str, SavedRun], data: Path, crops: Count, split: str, here: Ranks, batch_size: int, workers: int
 ) -> SquareBatches:
-    """Open the data at the size that the runs take."""
+    """Open the data at the size that the runs take; ``val`` is what the runs held out, if the data has no such split.
+
+    Raises:
+        ValueError: if the runs held out different images.
+    """
     size = next(iter(runs.values())).recipe.size
+    shares = {run.recipe.validate for run in runs.values()}
+    if split == "val" and shares != {0.0} and not has_split(data, "val"):
+        if len(shares) > 1:
+            raise ValueError("the runs were validated on different images (validate differs): evaluate them one by one")
+        _, split = training_splits(data, shares.pop())
     return open_squares(
         data,
         split,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..arguments import OmitArgPrefixes, arg
-from ..data.image_sources import check_complete, open_source, small_images_note
+from ..data.image_sources import check_complete, open_source, small_images_note, training_splits
 from ..errors import between
 from ..extras import check_installed
 from ..jobs import Stopped
@@ -22,7 +22,7 @@ from .distributed import device_of
 from .loop import train as train_recipe
 from .metrics import Result
 from .options import Options
-from .recipe import RECIPES, Recipe
+from .recipe import PAPERS_FIELDS, RECIPES, Recipe
 
 RecipeName = Literal[
     "inception", "bn-baseline", "bn-x5", "bn-x30", "bn-x5-sigmoid", "inception-x5", "inception-sigmoid",
@@ -54,6 +54,9 @@ def _shown(value: object) -> str:
 
 
 def _field(name: str, kind: Any) -> tuple[str, Any, None]:
+    if name == "factory":
+        shown = arg(name="network", metavar="FILE.py:FUNCTION", help_behavior_hint="(default: the paper's)")
+        return name, Annotated[Optional[kind], shown], None  # noqa: UP045
     hint = "(default: the recipe's)" if name in ("name", "seed") else _defaults(name)
     return name, Annotated[Optional[kind], arg(metavar=_metavar(kind), help_behavior_hint=hint)], None  # noqa: UP045
 
@@ -72,22 +75,28 @@ else:
 
 
 def train(
-    recipe: RecipeName,
     options: Annotated[Options, OmitArgPrefixes, arg(name="run")],
+    recipe: RecipeName | None = None,
     overrides: Annotated[Overrides, OmitArgPrefixes] = Overrides(),  # noqa: B008 - frozen
 ) -> None:
-    """Train the paper's network, or a variant of it, on images of your own.
+    """Train the paper's network, a variant of it, or a network of your own, on images of your own.
+
+    batchnorm train --recipe bn-x30 --data images trains the paper's. For your own, write a function that returns it,
+    def build(classes): ..., in mynet.py: batchnorm train --network mynet.py:build --data images --size 64 --epochs 20
+    --validate 0.1. Add --normalize insert to train it with batch normalization, or remove to train it without.
 
     Start the same command again after an interruption to resume from the last checkpoint. Under torchrun
     (torchrun --nproc-per-node 8 -m batchnorm train ...) the batch is divided among the GPUs. The exit status is 0 if
     the run has ended, 1 if it diverged, 130 if it was stopped.
 
     Args:
-        recipe: which of the paper's runs.
+        recipe: which of the paper's runs; with --network, whose rate, schedule and augmentation (default: bn-x5).
         options: data, folder, device, how often to report.
         overrides: fields of the recipe to change.
     """
-    chosen = resolve(RECIPES[recipe], overrides)
+    if recipe is None and not overrides.factory:
+        raise ValueError("nothing to train: give --recipe, such as bn-x30, or a network of your own, --network")
+    chosen = resolve(RECIPES[recipe or "bn-x5"], overrides)
     if not chosen.name:
         raise ValueError("name is empty: a run has one, and its folder is called so")
     if options.graph and device_of(options.device).type != "cuda":
@@ -95,10 +104,11 @@ def train(
     if options.tensorboard:
         check_installed("tensorboard")
     silent = os.environ.get("RANK", "0") != "0"  # only one of torchrun's processes prints
-    sources = {split: open_source(options.data, split) for split in ("train", "val")}
+    splits = training_splits(options.data, chosen.validate)
+    sources = {split: open_source(options.data, split) for split in splits}
     for split, source in sources.items():
         check_complete(source, options.data, split)
-    note = small_images_note(sources["train"], chosen.size)
+    note = small_images_note(sources[splits[0]], chosen.size)
     if note is not None and not silent:
         print(note)
     try:
@@ -153,8 +163,24 @@ def resolve(recipe: Recipe, overrides: Recipe) -> Recipe:
 
     Beyond the paper: the command line.
     """
-    given: dict[str, Any] = {field.name: getattr(overrides, field.name) for field in fields(Recipe)}
-    return replace(recipe, **{name: value for name, value in given.items() if value is not None})
+    values: dict[str, Any] = {field.name: getattr(overrides, field.name) for field in fields(Recipe)}
+    given = {name: value for name, value in values.items() if value is not None}
+    chosen = replace(recipe, **given)
+    papers = [name for name in PAPERS_FIELDS if name in given]
+    if chosen.factory and papers:
+        raise ValueError(f"--network goes without {', '.join(papers)}: only the paper's network has that")
+    return replace(chosen, name=_name(chosen)) if chosen.factory and "name" not in given else chosen
+
+
+def _name(own: Recipe) -> str:
+    """Name a run by the last parts of its network's name.
+
+    >>> _name(Recipe(factory="nets/small.py:build", normalize="insert")), _name(Recipe(factory="timm:resnet50"))
+    ('small-build-insert', 'timm-resnet50')
+    """
+    source, _, function = own.factory.rpartition(":")
+    parts = (Path(source).name.removesuffix(".py"), function, own.normalize)
+    return "-".join(part for part in parts if part not in ("", "as-is"))
 
 
 def _summary(result: Result, out: Path) -> str:

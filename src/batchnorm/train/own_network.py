@@ -1,0 +1,105 @@
+"""A network of the user's: made by its function, tried on a batch, then batch-normalized, converted or stripped."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+
+from ..layers.norm_act import is_norm_act
+from ..network_copy import Memo, copy_with, outputs
+from ..network_factory import make_network
+from ..surgery import convert, insert, revert
+
+Change = Literal["as-is", "insert", "convert", "remove"]
+
+
+def own_network(factory: str, change: Change, *, classes: int, size: int, seed: int) -> nn.Module:
+    """Return the user's network with initial weights that depend on the seed.
+
+    Args:
+        factory: see :func:`~batchnorm.network_factory.make_network`.
+        change: "insert" batch normalization, "convert" it to this library's layers, "remove" it, or leave it "as-is".
+        classes: how many the data has.
+        size: height and width of the images.
+        seed: of the initial weights.
+
+    Raises:
+        ValueError: if there is no such network, it does not take the images or does not score the classes, or there is
+            nothing to change.
+
+    Beyond the paper: any network.
+    """
+    example = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = make_network(factory, classes)[0].train()
+    _check(net, factory, example, classes)
+    before = _count(net)
+    if change == "insert":
+        net = insert(net, example)
+    elif change == "convert":
+        net = convert(net, example)
+    elif change == "remove":
+        net = without_batch_norm(net)
+    if change == "insert" and _count(net) == before:
+        raise ValueError(f"{factory} has no layer to normalize, so normalize=insert does nothing: leave it out")
+    if change in ("convert", "remove") and not before:
+        raise ValueError(f"{factory} has no batch normalization, so normalize={change} does nothing: leave it out")
+    return net.train()
+
+
+def without_batch_norm(net: nn.Module) -> nn.Module:
+    """Return a copy of the network without its batch normalization layers; activations fused into them stay.
+
+    Raises:
+        ValueError: if a layer does more than normalize, in a way that is not known.
+
+    Beyond the paper: the network to compare with.
+    """
+    plain = revert(net)
+    layers = {m: name for name, m in plain.named_modules() if isinstance(m, TorchBatchNorm)}
+    for layer, name in layers.items():
+        known = (TorchBatchNorm.forward, nn.SyncBatchNorm.forward)
+        if type(layer).forward not in known and not is_norm_act(type(layer)):
+            raise ValueError(f"{name} cannot be removed: {type(layer).__name__} has a forward of its own")
+    return copy_with(plain, {layer: partial(_rest, layer) for layer in layers})
+
+
+def _rest(layer: Any, memo: Memo) -> nn.Module:
+    """Return what is left of a layer that does not normalize."""
+    if is_norm_act(type(layer)):
+        return nn.Sequential(copy.deepcopy(layer.drop, memo), copy.deepcopy(layer.act, memo))
+    return nn.Identity()
+
+
+def _count(net: nn.Module) -> int:
+    return sum(isinstance(m, TorchBatchNorm) for m in net.modules())
+
+
+def _check(net: nn.Module, factory: str, example: Tensor, classes: int) -> None:
+    """Try the network on two images, as in training."""
+    try:
+        scores = outputs(net, example, training=True)
+    except Exception as error:
+        why = str(error).partition("\n")[0]
+        size = "x".join(map(str, example.shape[1:]))
+        raise ValueError(f"{factory} cannot take images of {size}: {why}; try another --size") from error
+    if not isinstance(scores, Tensor):
+        raise ValueError(
+            f"{factory} returns {type(scores).__name__} in training, not one tensor of class scores: wrap it in a"
+            " function of your own that does"
+        )
+    if scores.dim() != 2 or len(scores) != 2:
+        raise ValueError(
+            f"{factory} returns a tensor of shape {tuple(scores.shape)} for 2 images, not one row of class scores each"
+        )
+    if scores.shape[1] != classes:
+        raise ValueError(
+            f"{factory} has {scores.shape[1]} outputs, and the data has {classes} classes: let the function take"
+            " classes= and use it"
+        )

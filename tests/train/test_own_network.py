@@ -1,0 +1,204 @@
+"""Networks of a user's own: trained, resumed and evaluated as the paper's are."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from training import assert_same_outcome, small, train_small
+
+import batchnorm as bn
+from batchnorm.cli import main
+from batchnorm.train import Recipe
+from batchnorm.train.evaluate_command import evaluate
+from batchnorm.train.own_network import without_batch_norm
+from batchnorm.train.recipe import BN_X5
+from batchnorm.train.saved_runs import open_run
+
+SOURCE = """
+from itertools import count
+
+from torch import nn
+
+CALLS = count()
+
+
+def build(classes):
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, stride=2, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2), nn.Conv2d(6, 8, 3),
+        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes),
+    )
+
+
+def plain(classes):
+    return nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Linear(48, classes))
+
+
+def ten():
+    return build(10)
+
+
+def nothing(classes):
+    return [nn.Identity()]
+
+
+def pair(classes):
+    class Two(nn.Module):
+        def forward(self, x):
+            return x, x
+    return Two()
+
+
+def counting(classes):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = build(classes)
+        def forward(self, x):
+            return self.net(x) + next(CALLS)
+    return Counting()
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    path = tmp_path_factory.mktemp("source") / "own.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture
+def words(source, data, tmp_path):
+    options = "--size 32 --batch-size 8 --epochs 1 --device cpu --workers 0 --estimate-batches 2"
+    given = ["--network", f"{source}:build", "--data", str(data), "--out", str(tmp_path / "run")]
+    return ["train", *given, *options.split()]
+
+
+@pytest.mark.parametrize("change", ["as-is", "insert", "convert", "remove"])
+def test_a_resumed_run_is_the_same_and_is_evaluated_as_it_was(data, source, tmp_path, change):
+    recipe = small(factory=f"{source}:build", normalize=change, rate=0.05)
+    result = train_small(data, tmp_path / "whole", recipe, monitor_every=5)
+    for steps in (5, 12):
+        train_small(data, tmp_path / "parts", recipe, max_steps=steps, monitor_every=5)
+    assert_same_outcome(tmp_path / "whole", tmp_path / "parts")
+    report = evaluate((tmp_path / "parts",), data=data, device="cpu", workers=0)
+    assert 1 - report.score.top1_error == pytest.approx(result.top1)
+    assert (tmp_path / "whole" / "monitor.jsonl").read_text().count("\n") == 2
+    net = open_run(tmp_path / "whole").load(["class0", "class1", "class2"])
+    assert not any(isinstance(layer, _BatchNorm) for layer in net.modules())
+
+
+def test_the_changes(source):
+    def kinds(change):
+        net = small(factory=f"{source}:build", normalize=change).network(3)
+        assert net.training
+        return [type(layer) for layer in net.modules() if isinstance(layer, _BatchNorm)]
+
+    assert kinds("as-is") == [nn.BatchNorm2d]
+    assert kinds("convert") == [bn.BatchNorm2d]
+    assert kinds("remove") == []
+    assert sorted(map(str, kinds("insert"))) == sorted(map(str, [nn.BatchNorm2d, bn.BatchNorm2d]))
+
+
+def test_the_seed_decides_the_initial_weights(source):
+    state = torch.get_rng_state()
+    a, b, other = (small(factory=f"{source}:build", seed=seed).network(3)[0].weight for seed in (1, 1, 2))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_fused_activations_stay_when_batch_normalization_goes():
+    net = nn.Sequential(nn.Linear(2, 3), bn.BatchNorm1d(3, activation="relu"))
+    x = torch.randn(4, 2)
+    torch.testing.assert_close(without_batch_norm(net)(x), net[0](x).relu())
+
+
+def test_statistics_of_all_ranks_need_layers_of_this_library(source):
+    with pytest.raises(ValueError, match=r"statistics=sync: 1 is a layer of torch\.nn; add --normalize convert"):
+        small(factory=f"{source}:build", statistics="sync").network(3)
+    net = small(factory=f"{source}:build", statistics="sync", normalize="convert").network(3)
+    assert isinstance(net[1].statistics, bn.Sync)
+
+
+def test_the_command_says_what_it_will_do_and_records_it(words, data, tmp_path, source, capsys):
+    shutil.copytree(data / "train", tmp_path / "images" / "train")
+    words[words.index("--data") + 1] = str(tmp_path / "images")
+    assert main(words) == 2
+    assert "has no validation set" in capsys.readouterr().err
+    assert main([*words, "--normalize", "insert", "--validate", "0.2"]) == 0
+    assert capsys.readouterr().out.startswith(
+        f"own-build-insert: {source}:build (insert) on 24 images of 3 classes, validated on 6;"
+        f" 3 steps of 8 images on cpu, in {tmp_path / 'run'}\n"
+    )
+    recipe = Recipe.read(tmp_path / "run" / "recipe.json")
+    assert (recipe.factory, recipe.normalize, recipe.validate) == (f"{source}:build", "insert", 0.2)
+    assert recipe.rate == BN_X5.rate
+    data_there = json.loads((tmp_path / "run" / "data.json").read_text())
+    assert (data_there["train[0.2:]"], data_there["train[:0.2]"]) == (24, 6)
+    assert main([*words, "--normalize", "insert", "--validate", "0.3"]) == 2
+    assert "validate is 0.2 there, 0.3 here" in capsys.readouterr().err
+    report = evaluate((tmp_path / "run",), data=tmp_path / "images", device="cpu", workers=0)
+    assert report.score.examples == 6
+    assert 1 - report.score.top1_error == pytest.approx(
+        json.loads((tmp_path / "run" / "result.json").read_text())["top1"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "says"),
+    [
+        ("plain", "--size 64", "cannot take images of 3x64x64: mat1 and mat2 shapes cannot be multiplied"),
+        ("nothing", "", "returned list, not a torch.nn.Module"),
+        ("ten", "", "has 10 outputs, and the data has 3 classes: let the function take classes="),
+        ("pair", "", "returns tuple in training, not one tensor of class scores"),
+        ("counting", "", "the folded network computes something else"),
+        ("plain", "--normalize convert", "has no batch normalization, so normalize=convert does nothing"),
+        ("plain", "--normalize insert", "has no layer to normalize, so normalize=insert does nothing"),
+        ("build", "--dropout 0.5", "--network goes without dropout: only the paper's network has that"),
+        ("build", "--validate 0.1", "has a validation set, val: leave out --validate"),
+    ],
+)
+def test_what_a_user_can_put_right_gets_one_sentence(words, source, tmp_path, capsys, function, more, says):
+    words[2] = f"{source}:{function}"
+    assert main([*words, *more.split()]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run" / "recipe.json").exists()
+
+
+def test_a_class_without_images(words, data, tmp_path, capsys):
+    shutil.copytree(data, tmp_path / "images")
+    shutil.rmtree(tmp_path / "images" / "train" / "class1")
+    (tmp_path / "images" / "train" / "class1").mkdir()
+    words[words.index("--data") + 1] = str(tmp_path / "images")
+    assert main(words) == 2
+    assert "has no images of 1 of its 3 classes in its split 'train' (class1)" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "images" / "val")
+    assert main([*words, "--validate", "0.1"]) == 2
+    assert "has no images of 1 of its 3 classes" in capsys.readouterr().err
+
+
+def test_a_run_needs_a_recipe_or_a_network(data, capsys):
+    assert main(["train", "--data", str(data)]) == 2
+    assert "nothing to train: give --recipe, such as bn-x30" in capsys.readouterr().err
+    assert main(["train", "--recipe", "bn-x5", "--normalize", "insert", "--data", str(data)]) == 2
+    assert "normalize=insert changes a network of your own: give --network too" in capsys.readouterr().err
+
+
+def test_a_recipe_of_before_networks_of_ones_own():
+    fields = json.loads(BN_X5.to_json())
+    for name in ("factory", "normalize", "validate"):
+        del fields[name]
+    assert Recipe.from_json(json.dumps(fields)) == BN_X5
+
+
+def test_how_long_it_will_take_is_said_after_a_hundred_steps(data, source, tmp_path, capsys):
+    recipe = small(factory=f"{source}:plain", epochs=30)
+    train_small(data, tmp_path, recipe, log_every=50, checkpoint_every=1000, evaluate_every=1000)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("about ")]
+    assert len(said) == 1
+    assert said[0].endswith("left for 20 steps")
