@@ -92,16 +92,17 @@ def _import_file(path: Path) -> Any:
 
 
 def _arguments(name: str, function: Callable[..., Any], classes: int | None) -> dict[str, int]:
+    given: dict[str, int] = {}
     try:
         expected = signature(function)
-    except (TypeError, ValueError):
-        return {}  # a builtin, whose arguments are not known
-    given = {} if classes is None or "classes" not in expected.parameters else {"classes": classes}
-    try:
+        if classes is not None and "classes" in expected.parameters:
+            given["classes"] = classes
         expected.bind(**given)
     except TypeError as error:
         how = "with classes= alone" if given else "without arguments"
         raise ValueError(f"{name} cannot be called {how}: {error}") from error
+    except ValueError:
+        return {}  # a builtin, whose arguments are not known
     return given
 
 

@@ -182,7 +182,7 @@ class _Training:
         now = time.perf_counter()
         if taken == TIMED[1]:
             seconds = (now - self.began) / (TIMED[1] - TIMED[0]) * left
-            logger.display.say(f"about {timedelta(seconds=round(seconds))} h left for {left:,} steps")
+            logger.display.say(f"about {timedelta(seconds=round(seconds))} left for {left:,} steps")
         self.began = now
 
     def _log(self) -> bool:

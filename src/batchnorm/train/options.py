@@ -19,7 +19,8 @@ class Options:
     """
 
     data: Path
-    """folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar shards"""
+    """folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar shards; --validate 0.1
+    replaces val"""
     out: Path | None = None
     """folder of the run, by default runs/NAME; an unfinished run of the same recipe there is resumed"""
     device: str = "auto"
@@ -27,9 +28,10 @@ class Options:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU"""
     compile: Literal["network", "nothing"] | None = None
-    """what torch.compile compiles; by default nothing, or the network on several GPUs, whose step is not captured"""
+    """what torch.compile compiles; by default nothing, or the paper's network on several GPUs, whose step is not
+    captured"""
     graph: bool | None = None
-    """capture the step as a CUDA graph; by default on a single GPU"""
+    """capture the step as a CUDA graph; by default for the paper's network on a single GPU"""
     workers: int = WORKERS
     """processes that decode images, for each rank; 0 decodes in the training process"""
     cache: Literal["none", "device"] = "none"
