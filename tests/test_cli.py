@@ -26,6 +26,7 @@ NET = """
 from torch import nn
 def make(): return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 def needs(x): return x
+def classifier(classes): return nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, classes))
 number = 3
 """
 
@@ -264,12 +265,15 @@ def test_every_command_works_without_tyro(ran, tmp_path):
     Path("net.py").write_text(NET)
     words = [f"{c} {SMALL[c]}" for c in ("fold", "evaluate", "predict", "report", "reproduce section2", "bench input")]
     words.append(f"train {SMALL['train']} --max-steps 2 --graph False --per-activation 5a 5b --out again")
+    own = "--data images --device cpu --workers 0 --batch-size 8 --size 32 --max-steps 1 --estimate-batches 1"
+    words.append(f"train --network net.py:classifier --out own {own}")
     done = subprocess.run([sys.executable, "-c", WITHOUT_TYRO, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     assert done.stderr.endswith("batchnorm reproduce comparison: marks is empty: give at least one number\n")
     for command in COMMANDS:
         assert f"usage: batchnorm {command} [-h]" in done.stdout
     assert json.loads(Path("again/recipe.json").read_text())["per_activation"] == ["5a", "5b"]
+    assert json.loads(Path("own/recipe.json").read_text())["factory"] == "net.py:classifier"
 
 
 def default_out(function):
