@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,38 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
     if not isinstance(net, nn.Module):
         raise ValueError(f"{name} returned {type(net).__name__}, not a torch.nn.Module")
     return net, example
+
+
+def check_outside(name: str, folder: Path) -> None:
+    """Check that the code that a name leads to is not in a folder, without running it.
+
+    Raises:
+        ValueError: if it is.
+
+    Beyond the paper: a folder that came from elsewhere names code, and must not bring it along.
+    """
+    module, _, _ = name.rpartition(":")
+    if _LIBRARY.fullmatch(name) is not None:
+        return
+    with _importing_from(Path.cwd()):
+        for path in [Path(module)] if module.endswith(".py") else _files_of(module):
+            if path.resolve().is_relative_to(folder.resolve()):
+                raise ValueError(
+                    f"{folder} names {name} as its network, which is code in that folder and could do anything: if you"
+                    " trust it, move it elsewhere and correct recipe.json"
+                )
+
+
+def _files_of(module: str) -> Iterator[Path]:
+    """Yield the files that importing a module runs, outer packages first: to find an inner one runs those."""
+    parts = module.split(".")
+    for k in range(len(parts)):
+        try:
+            spec = find_spec(".".join(parts[: k + 1]))
+        except (ImportError, ValueError):  # not a package, or a module without a file
+            return
+        if spec is not None and spec.has_location and spec.origin is not None:
+            yield Path(spec.origin)
 
 
 def _from_library(library: str, name: str, classes: int | None) -> nn.Module:

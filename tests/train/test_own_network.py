@@ -90,6 +90,30 @@ def test_a_resumed_run_is_the_same_and_is_evaluated_as_it_was(data, source, tmp_
     assert not any(isinstance(layer, _BatchNorm) for layer in net.modules())
 
 
+def test_a_run_is_loaded_predicts_and_is_folded(data, source, files, tmp_path):
+    train_small(data, tmp_path / "run", small(factory=f"{source}:build", rate=0.05))
+    run = bn.load(tmp_path / "run")
+    said = run.predict(files).probabilities
+    with torch.no_grad():
+        torch.testing.assert_close(said, run.trained(run.preprocessing(files)).softmax(1))
+    assert main(["fold", str(tmp_path / "run"), "-o", str(tmp_path / "net.pt2")]) == 0
+
+
+@pytest.mark.parametrize("name", ["own.py", "theirs.own", "theirs.package.own"])
+def test_code_in_a_run_is_not_run(data, source, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    train_small(data, tmp_path / "theirs", small(factory=f"{source}:plain", epochs=0.25))
+    trap = "raise AssertionError('this ran')"
+    (tmp_path / "theirs" / "own.py").write_text(trap)
+    (tmp_path / "theirs" / "package").mkdir()
+    (tmp_path / "theirs" / "package" / "__init__.py").write_text(trap)
+    fields = json.loads((tmp_path / "theirs" / "recipe.json").read_text())
+    where = f"theirs/{name}" if name.endswith(".py") else name
+    (tmp_path / "theirs" / "recipe.json").write_text(json.dumps({**fields, "factory": f"{where}:plain"}))
+    with pytest.raises(ValueError, match=r"theirs names .*:plain as its network, which is code in that folder"):
+        bn.load(tmp_path / "theirs")
+
+
 def test_the_changes(source):
     def kinds(change):
         net = small(factory=f"{source}:build", normalize=change).network(3)

@@ -14,6 +14,7 @@ from ..layers.norm_act import is_norm_act
 from ..network_copy import Memo, copy_with, outputs
 from ..network_factory import make_network
 from ..surgery import convert, insert, revert
+from .final_network import example_images
 
 Change = Literal["as-is", "insert", "convert", "remove"]
 
@@ -34,7 +35,7 @@ def own_network(factory: str, change: Change, *, classes: int, size: int, seed: 
 
     Beyond the paper: any network.
     """
-    example = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    example = example_images(size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = make_network(factory, classes)[0].train()

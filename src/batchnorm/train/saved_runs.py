@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..data.image_sources import has_split, training_splits
 from ..evaluate import Crops, SquareBatches, open_squares
 from ..evaluate.crops import Count
+from ..network_factory import check_outside
 from ..results import read_json
 from . import checkpoint
 from .distributed import Ranks
@@ -76,6 +77,8 @@ class SavedRun(NamedTuple):
             raise ValueError(f"{self.folder / 'final'} does not say which classes and network it is of")
         if classes is not None:
             check_classes(self.folder, trained, classes)
+        if self.recipe.factory:
+            check_outside(self.recipe.factory, self.folder)
         net = self.recipe.network(len(trained))
         _load_weights(net, saved.model, self.folder, len(trained))
         self._check_recipe(network)

@@ -168,7 +168,8 @@ def load(run: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> 
     """Load a finished run of ``batchnorm train``: its network, classes, recipe, preprocessing and metrics.
 
     The weights are read from safetensors and the rest with ``weights_only=True``, so that a file from elsewhere cannot
-    run code; both are checked against the SHA-256 in their manifest.
+    run code; both are checked against the SHA-256 in their manifest. A run of your own network calls the function that
+    its recipe.json names, which must be importable or in a file, outside the run's folder: no code in the folder runs.
 
         run = bn.load("runs/mine")
         run.predict(["cat.jpg", "dog.jpg"]).classes
