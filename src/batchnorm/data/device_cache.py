@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import warnings
 from dataclasses import dataclass
 from functools import partial
@@ -90,7 +91,8 @@ def open_decoded(
     data, where = data.expanduser(), torch.device(device)
     source = open_source(data, split)
     side = _cached_side(source, size)
-    path = folder / f"{split}-{side}px-{_state_of(source, data, split)}.safetensors"
+    name = re.sub(r"[^\w.-]", "_", split)  # a part of a split has signs that Windows forbids
+    path = folder / f"{name}-{side}px-{_state_of(source, data, split)}.safetensors"
     # Damaged files raise errors of safetensors, json and others.
     with contextlib.suppress(Exception):
         return _load(path, where, source, side)
