@@ -340,12 +340,15 @@ class TritonLaunch:
             meta, index = compiled.metadata, self.device
             types = [compiled.src.signature[name] for name in compiled.src.fn.arg_names]
             declared = re.search(r"\.entry[^(]*\(([^)]*)\)", compiled.asm["ptx"])
+            required = re.search(r"\.reqntid (\d+)", compiled.asm["ptx"])
             special = meta.num_ctas != 1 or meta.launch_cooperative_grid or meta.launch_pdl
             scratch = meta.global_scratch_size or meta.profile_scratch_size
             function, threads, shared = compiled.function, 32 * meta.num_warps, meta.shared
         except (AttributeError, KeyError):
             return None
         if declared is None or special or scratch or index is None or not function:
+            return None
+        if required is not None and int(required[1]) != threads:
             return None
         values = (*absent, *self.numbers, *scalars)
         fields: list[Any] = []
