@@ -50,9 +50,15 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
             made = _from_library(library[1], library[2], classes)
         else:
             try:
-                found = getattr(import_module(source) if file is None else _import_file(file), function)
+                module = import_module(source) if file is None else _import_file(file)
+            except (ImportError, SyntaxError) as error:
+                raise ValueError(f"cannot make a network from {name}: {error}") from error
+            found = getattr(module, function, None)
+            if found is None:
+                raise ValueError(f"cannot make a network from {name}: {source} has no function {function}")
+            try:
                 made = found(**_arguments(name, found, classes))
-            except (ImportError, AttributeError, SyntaxError) as error:
+            except ImportError as error:
                 raise ValueError(f"cannot make a network from {name}: {error}") from error
     net, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(net, nn.Module):
@@ -132,7 +138,8 @@ def _arguments(name: str, function: Callable[..., Any], classes: int | None) -> 
         expected.bind(**given)
     except TypeError as error:
         how = "with classes= alone" if given else "without arguments"
-        raise ValueError(f"{name} cannot be called {how}: {error}") from error
+        hint = "" if given or classes is None else "; name the argument for the number of classes 'classes'"
+        raise ValueError(f"{name} cannot be called {how}: {error}{hint}") from error
     except ValueError:
         return {}  # a builtin, whose arguments are not known
     return given

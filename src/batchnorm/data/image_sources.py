@@ -193,7 +193,8 @@ def open_source(path: str | Path, split: str) -> ImageSource:
     """
     root = Path(path).expanduser()
     if not root.is_dir():
-        raise FileNotFoundError(f"{root} is not a folder: give one with {split}/CLASS/*.jpg or with {split}-*.tar")
+        name = split.partition("[")[0]
+        raise FileNotFoundError(f"{root} is not a folder: give one with {name}/CLASS/*.jpg or with {name}-*.tar")
     part = PART.fullmatch(split)
     if part is not None:
         whole, held_out, kept = part.groups()

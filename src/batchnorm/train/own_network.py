@@ -48,7 +48,8 @@ def own_network(factory: str, change: Change, *, classes: int, size: int, seed: 
     elif change == "remove":
         net = without_batch_norm(net)
     if change == "insert" and _count(net) == before:
-        raise ValueError(f"{factory} has no layer to normalize, so normalize=insert does nothing: leave it out")
+        why = "already has batch normalization everywhere" if before else "has no layer to normalize"
+        raise ValueError(f"{factory} {why}, so normalize=insert does nothing: leave it out")
     if change in ("convert", "remove") and not before:
         raise ValueError(f"{factory} has no batch normalization, so normalize={change} does nothing: leave it out")
     return net.train()

@@ -80,7 +80,7 @@ class SavedRun(NamedTuple):
         if self.recipe.factory:
             check_outside(self.recipe.factory, self.folder)
         net = self.recipe.network(len(trained))
-        _load_weights(net, saved.model, self.folder, len(trained))
+        _load_weights(net, saved.model, self.folder, len(trained), self.recipe.factory)
         self._check_recipe(network)
         return net.eval(), tuple(trained)
 
@@ -155,7 +155,7 @@ def _numbers(names: Sequence[str]) -> bool:
     return all(name == str(k) for k, name in enumerate(names))
 
 
-def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path, classes: int) -> None:
+def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path, classes: int, factory: str) -> None:
     expected = net.state_dict()
     missing, foreign = expected.keys() - model.keys(), model.keys() - expected.keys()
     shapes = [k for k in sorted(expected.keys() & model.keys()) if expected[k].shape != model[k].shape]
@@ -173,7 +173,7 @@ def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path, classe
         raise ValueError(
             f"the weights in {folder / 'final'} are of another architecture than {folder / 'recipe.json'}:"
             f" {len(missing)} are missing, {len(foreign)} unknown, {len(shapes)} of another shape (first: {first});"
-            " was the recipe edited or the folder mixed up?"
+            f" was {f'{factory} or ' if factory else ''}the recipe edited, or the folder mixed up?"
         )
     net.load_state_dict(model)
 
