@@ -19,8 +19,8 @@ class Options:
     """
 
     data: Path
-    """folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar shards; --validate 0.1
-    replaces val"""
+    """folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar shards; with --validate
+    0.1 the training part alone is enough"""
     out: Path | None = None
     """folder of the run, by default runs/NAME; an unfinished run of the same recipe there is resumed"""
     device: str = "auto"
