@@ -160,7 +160,7 @@ def test_a_network_that_fails_leaves_rows_that_say_so(tmp_path, capsys):
     rows = run(tmp_path / "networks.json", "not_convertible", "absent", "tiny", batches=(2,))
     assert [row.get("failed") for row in rows] == [
         "RuntimeError: no such luck",
-        "ValueError: cannot make a network from test_networks:absent: module 'test_networks' has no attribute 'absent'",
+        "ValueError: cannot make a network from test_networks:absent: test_networks has no function absent",
         None,
     ]
 
