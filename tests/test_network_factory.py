@@ -67,3 +67,8 @@ def test_files_of_one_name_in_different_folders(folder, tmp_path):
 def test_a_name_that_leads_to_no_network(folder, name, says):
     with pytest.raises(ValueError, match=says):
         make_network(name, 3)
+
+
+def test_functions_of_the_standard_library_are_not_called():
+    with pytest.raises(ValueError, match="os:abort is a function of Python's standard library"):
+        make_network("os:abort")

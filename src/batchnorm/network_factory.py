@@ -45,6 +45,8 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
             f"'{name}' names no function: write module:function, such as mynets:resnet, file.py:function,"
             " torchvision:NAME or timm:NAME"
         )
+    if library is None and file is None and source.partition(".")[0] in sys.stdlib_module_names:
+        raise ValueError(f"{name} is a function of Python's standard library, which builds no network")
     with _importing_from(Path.cwd() if file is None else file.resolve().parent):
         if library is not None:
             made = _from_library(library[1], library[2], classes)

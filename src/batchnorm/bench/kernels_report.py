@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ..extras import MissingExtraError, require
 from ..results import write_atomically
+from .bars import Bar
 
 CHIP = 26.4e6  # bytes that stay on chip between the passes: 132 multiprocessors with 200 KB of shared memory
 MOVED = 20e6  # bytes; with less, a launch's own time is most of it
@@ -46,16 +47,16 @@ class KernelBar(NamedTuple):
     @property
     def reached(self) -> bool | None:
         """Whether it is; None if nothing was measured."""
-        if self.measured is None:
-            return None
-        return self.measured >= self.wanted if self.at_least else self.measured <= self.wanted
+        return self._bar.reached
 
     def line(self) -> str:
         """Return it as a sentence."""
-        told = {None: "not measured", True: "reached", False: "MISSED"}[self.reached]
-        number = "" if self.measured is None else f"{self.measured:.2f}, "
-        way = "at least" if self.at_least else "at most"
-        return f"{self.op} {self.layout}: {self.what}: {number}{way} {self.wanted:g}, {self.layers} passes: {told}"
+        return self._bar.line()
+
+    @property
+    def _bar(self) -> Bar:
+        what = f"{self.op} {self.layout}: {self.what}"
+        return Bar(what, self.wanted, self.measured, self.at_least, self.layers)
 
 
 def bars(rows: Iterable[dict[str, Any]]) -> list[KernelBar]:

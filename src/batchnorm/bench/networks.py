@@ -27,13 +27,14 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..errors import above, at_least
 from ..extras import MissingExtraError, require
 from ..results import check_writable, environment, read_json, write_result
+from .bars import Bar
 from .network_steps import COMPILING, Measurement, Mode, NetworkJob, Row, Settings, failed, results_of
 
 QUESTION = "speedup of a converted network's training step over the stock network's"
@@ -53,33 +54,6 @@ BROKEN = 3  # exit status of a process that can no longer use the GPU
 Key = tuple[str, Mode, int]
 Report = dict[Key, Row]
 Layout = tuple[Sequence[int], Sequence[tuple[Mode, ...]]]  # batch sizes, and modes that are measured together
-
-
-class Bar(NamedTuple):
-    """One requirement.
-
-    Beyond the paper: a line of results/networks-h200.json.
-    """
-
-    what: str
-    wanted: float
-    measured: float | None  # None if no row was measured
-    at_least: bool
-    rows: int
-
-    @property
-    def reached(self) -> bool | None:
-        """Whether it is; None if nothing was measured."""
-        if self.measured is None:
-            return None
-        return self.measured >= self.wanted if self.at_least else self.measured <= self.wanted
-
-    def line(self) -> str:
-        """Return it as a sentence."""
-        told = {None: "not measured", True: "reached", False: "MISSED"}[self.reached]
-        number = "" if self.measured is None else f"{self.measured:.3f}, "
-        way = "at least" if self.at_least else "at most"
-        return f"{self.what}: {number}{way} {self.wanted:g}, {self.rows} rows: {told}"
 
 
 def bars(rows: Iterable[Row], device: str) -> list[Bar]:

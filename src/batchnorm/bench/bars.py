@@ -1,0 +1,35 @@
+"""Requirements on measured numbers, and whether they are reached."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Bar(NamedTuple):
+    """One requirement.
+
+    >>> Bar("speedup", 1.5, 2.0, True, 3).line()
+    'speedup: 2.000, at least 1.5, 3 rows: reached'
+
+    Beyond the paper: a line of a result file.
+    """
+
+    what: str
+    wanted: float
+    measured: float | None  # None if no row was measured
+    at_least: bool
+    rows: int
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether it is; None if nothing was measured."""
+        if self.measured is None:
+            return None
+        return self.measured >= self.wanted if self.at_least else self.measured <= self.wanted
+
+    def line(self) -> str:
+        """Return it as a sentence."""
+        told = {None: "not measured", True: "reached", False: "MISSED"}[self.reached]
+        number = "" if self.measured is None else f"{self.measured:.3f}, "
+        way = "at least" if self.at_least else "at most"
+        return f"{self.what}: {number}{way} {self.wanted:g}, {self.rows} rows: {told}"
