@@ -10,7 +10,7 @@ import torch
 from oracle import assert_near, expect
 
 from batchnorm import layers, ops
-from batchnorm.ops import Activation
+from batchnorm.ops import Activation, native
 from batchnorm.ops.cpu import autograd, compiler
 
 RELU = Activation("relu")
@@ -50,7 +50,7 @@ def test_it_is_asked_once_for_all_processes(monkeypatch, tmp_path):
     assert "the compiled kernel" in ops.explain(torch.randn(8, 3), residual=torch.randn(8, 3)).reason
     file = compiled_once(tmp_path)
     assert oct(file.parent.stat().st_mode)[-3:] == "700"
-    monkeypatch.setattr(compiler.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(native.subprocess, "Popen", lambda *_, **__: pytest.fail("compiled again"))
     assert compiler.unavailable() is None
 
 
@@ -161,7 +161,7 @@ def test_a_file_of_another_user_is_not_loaded(tmp_path):
 @needs_compiler
 def test_a_folder_of_another_user_is_not_trusted(monkeypatch, tmp_path):
     file = compiled_once(tmp_path)
-    monkeypatch.setattr(compiler.os, "geteuid", lambda: file.stat().st_uid + 1)
+    monkeypatch.setattr(native.os, "geteuid", lambda: file.stat().st_uid + 1)
     assert "belongs to another user" in compiler.kernels().uncached
     assert "compiled for this process alone, for " in ops.explain(torch.randn(8, 3)).reason
 
@@ -179,16 +179,16 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path):
 def test_a_read_only_cache_is_used(monkeypatch, tmp_path):
     file = compiled_once(tmp_path)
     file.parent.chmod(0o500)
-    monkeypatch.setattr(compiler.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(native.subprocess, "Popen", lambda *_, **__: pytest.fail("compiled again"))
     assert compiler.unavailable() is None
     file.parent.chmod(0o700)
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_other_systems(monkeypatch, system, tmp_path):
-    monkeypatch.setattr(compiler.sys, "platform", system)
-    monkeypatch.delattr(compiler.os, "geteuid")  # Windows has none
-    monkeypatch.setattr(compiler.subprocess, "run", lambda *_, **__: pytest.fail("asked a compiler"))
+    monkeypatch.setattr(native.sys, "platform", system)
+    monkeypatch.delattr(native.os, "geteuid")  # Windows has none
+    monkeypatch.setattr(native.subprocess, "Popen", lambda *_, **__: pytest.fail("asked a compiler"))
     assert f"on Linux only, not on {system}" in ops.explain(torch.randn(8, 3)).reason
     check_another_way()
     assert not (tmp_path / "cache").exists()

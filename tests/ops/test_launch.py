@@ -58,7 +58,7 @@ def test_what_triton_compiles_again_for():
 
 
 def test_arguments_lie_where_the_kernel_reads_them():
-    arguments = driver.Arguments("P", ctypes.c_int(7), "2Pfi", "f")
+    arguments = driver.Arguments("P", ctypes.c_int(7), "PPfi", "f")
     seen = []
 
     def kernel(programs, pointers, stream):

@@ -15,18 +15,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .. import composite
-from ..activation import TWO_SLOPES, Activation
+from ..activation import NAMES, TWO_SLOPES, Activation
 from ..call import Call
 from ..moments import Moments
 from ..recomputation import is_active, remember
 from ..running import Kept, update_
 from ..torch_state import is_forward_mode, is_recomputation, is_unseen
-from . import launch, schedule
+from . import extension, launch, schedule
 from .layout import as_dense, empty_dense, find_geometry, geometry_of
 from .sign_bits import empty_bits, unpack
 
+# An activation's number in the kernels, and what its gradient needs after a sum: nothing, bits or the residual.
+_CODES = {name: (code, 0 if name == "identity" else 1 if name in TWO_SLOPES else 2) for code, name in enumerate(NAMES)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HAS_TRITON = find_spec("triton") is not None
 
@@ -34,7 +37,7 @@ HAS_TRITON = find_spec("triton") is not None
 def refusal(call: Call) -> str | None:
     """Say why the kernels cannot take a call; None if they can."""
     x = call.x
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         with suppress(TypeError):  # symbolic sizes have no hash
             return _refusal(x.dtype, x.shape, x.stride())
     return _find_refusal(x.dtype, x.shape, x.stride())
@@ -59,7 +62,7 @@ _refusal = cache(_find_refusal)
 
 def describe(call: Call) -> str:
     """Say how the kernels take a call."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return "a CUDA tensor"
     forward, backward = launch.paths(call)
     return f"fused kernels, forward {forward}, backward {backward} ({schedule.MEANING})"
@@ -70,7 +73,12 @@ def train_(call: Call) -> Tensor | None:
 
     No moments are returned: to make tensors of them takes as long as a launch.
     """
-    x, gamma, beta, _, _, residual, mask, running, _ = call
+    x, gamma, beta, eps, (name, slope), residual, mask, running, momentum = call
+    native = extension.module
+    if native is not None and running is not None and mask is None and not (is_compiling() or is_active()):
+        y: Tensor | None = native.train_(x, gamma, beta, residual, *running, momentum, eps, *_CODES[name], slope)
+        if y is not None:
+            return y
     channels = x.shape[1:2]
     if (
         running is None
@@ -186,6 +194,8 @@ def _launch(call: Call, keep_bits: bool) -> tuple[Tensor, Tensor, Tensor | None]
             call = call._replace(running=None)
         else:
             torch.autograd.graph.increment_version(running)
+    if call.x.is_cuda:
+        extension.start(_configure)
     return launch.forward(call, keep_bits)
 
 
@@ -221,33 +231,54 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dstats: Tensor | None = None, _: None = None) -> tuple[Any, ...]:
         x, gamma, beta, residual, bits, stats = ctx.saved_tensors
         eps, activation, residual_dtype, x_stride, y_stride = ctx.options
-        if x.stride() != x_stride:
-            # Hooks such as save_on_cpu's may lose the layout, in which the bits lie.
-            x = as_dense(x, y_stride)
         wants_residual = residual_dtype is not None and ctx.needs_input_grad[3]
         dx = dgamma = dbeta = dresidual = None
-        if dy is not None and torch.is_grad_enabled():
-            call = Call(x, gamma, beta, eps, activation, residual)
-            passes = None if bits is None else unpack(bits, x)
-            dx, dgamma, dbeta, dresidual = composite.backward(call, dy, passes)
-        elif dy is not None:
-            # With nothing after the sum, the residual's gradient is dy itself.
-            written = residual_dtype if wants_residual and activation.name != "identity" else None
-            run: Any = (
-                launch.backward if is_unseen(dy, x, residual, bits, stats) else torch.ops.batchnorm.fused_backward
-            )
-            dx, dgamma, dbeta, dresidual = run(dy, x, residual, bits, stats, *activation, written)
-            if written is None:
-                dresidual = dy
+        if dy is not None:
+            rest = (eps, *activation, residual_dtype, wants_residual, x_stride, y_stride)
+            dx, dgamma, dbeta, dresidual = _gradients(dy, x, gamma, beta, residual, bits, stats, *rest)
         if dstats is not None:
             through = composite.moments_backward(x, dstats[0], dstats[1])
             dx = through if dx is None or through is None else dx + through
-        if dgamma is not None and gamma is not None and gamma.dtype is not torch.float32:
-            dgamma = dgamma.to(gamma.dtype)
-        if dbeta is not None and beta is not None and beta.dtype is not torch.float32:
-            dbeta = dbeta.to(beta.dtype)
-        dresidual = dresidual.to(residual_dtype) if wants_residual and dresidual is not None else None
-        return dx, None if gamma is None else dgamma, None if beta is None else dbeta, dresidual, None, None, None
+        return dx, dgamma, dbeta, dresidual, None, None, None
+
+
+def _gradients(
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    residual: Tensor | None,
+    bits: Tensor | None,
+    stats: Tensor,
+    eps: float,
+    activation: str | int,
+    slope: float,
+    residual_dtype: torch.dtype | None,
+    wants_residual: bool,
+    x_stride: tuple[int, ...],
+    y_stride: tuple[int, ...],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, gamma, beta and the residual from what a forward pass kept."""
+    g = Activation(activation if isinstance(activation, str) else NAMES[activation], slope)
+    if x.stride() != x_stride:
+        # Hooks such as save_on_cpu's may lose the layout, in which the bits lie.
+        x = as_dense(x, y_stride)
+    dgamma: Tensor | None
+    dbeta: Tensor | None
+    if torch.is_grad_enabled():
+        passes = None if bits is None else unpack(bits, x)
+        call = Call(x, gamma, beta, eps, g, residual)
+        dx, dgamma, dbeta, dresidual = composite.backward(call, dy, passes)
+    else:
+        # With nothing after the sum, the residual's gradient is dy itself.
+        written = residual_dtype if wants_residual and g.name != "identity" else None
+        run: Any = launch.backward if is_unseen(dy, x, residual, bits, stats) else torch.ops.batchnorm.fused_backward
+        dx, dgamma, dbeta, dresidual = run(dy, x, residual, bits, stats, *g, written)
+        if written is None:
+            dresidual = dy
+    dgamma = None if gamma is None or dgamma is None else dgamma.to(gamma.dtype)
+    dbeta = None if beta is None or dbeta is None else dbeta.to(beta.dtype)
+    return dx, dgamma, dbeta, dresidual.to(residual_dtype) if wants_residual and dresidual is not None else None
 
 
 # What Function.apply calls if no torch.func transform is active, which callers have made sure of.
@@ -338,5 +369,16 @@ for _name, _kernel, _fake in (
     # For every backend, though only CUDA tensors come here: interpreted, the kernels run on CPU tensors.
     _library.impl(_name, _whole(_kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"batchnorm::{_name}", _whole(_fake), lib=_library)
-for _op in (torch.ops.batchnorm.fused.default, torch.ops.batchnorm.fused_.default):
-    _library.impl(_op, _differentiable(_op, _whole(_fused)), "Autograd")
+_autograd = [
+    _differentiable(op, _whole(_fused))
+    for op in (torch.ops.batchnorm.fused.default, torch.ops.batchnorm.fused_.default)
+]
+for _name, _function in zip(("fused", "fused_"), _autograd, strict=True):
+    _library.impl(_name, _function, "Autograd")
+
+
+def _configure(module: Any) -> None:
+    """Tell the extension where its functions are, and what to call for everything that it does not do."""
+    kernels = (_whole(_fused), _whole(_fused), _whole(launch.backward))
+    module.configure(*extension.addresses(), NAMES, torch.nn.Parameter, _gradients, *kernels, *_autograd)
+    module.register_operators()

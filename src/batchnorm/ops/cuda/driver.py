@@ -33,7 +33,7 @@ class Arguments:
     """Keep a kernel's arguments in memory, so that a launch only packs the ones that change.
 
     Args:
-        fields: an argument each: a format of :mod:`struct` if it changes from launch to launch, else its value.
+        fields: an argument each: letters of :mod:`struct` if it changes from launch to launch, else its value.
 
     >>> arguments = Arguments("P", ctypes.c_int(7), "f")
     >>> arguments.launch(lambda programs, pointers, stream: print(programs, len(pointers)), 4, (0, 0.5), 0)
@@ -46,21 +46,40 @@ class Arguments:
         form, offsets = "", []
         for field in fields:
             if isinstance(field, str):
-                offsets.append(struct.calcsize(f"{form}0{field.lstrip('0123456789')[0]}"))
+                offsets.append(_offset(form, field[0]))
                 form += field
+        self._form, self._fields = form, fields
         self._pack = struct.Struct(form).pack_into
         self._memory = ctypes.create_string_buffer(struct.calcsize(form) + 16)
-        self._constants = [field for field in fields if not isinstance(field, str)]
         start, changing = ctypes.addressof(self._memory), iter(offsets)
         addresses = [start + next(changing) if isinstance(f, str) else ctypes.addressof(f) for f in fields]
         self._pointers = (ctypes.c_void_p * len(fields))(*addresses)
         self._lock = Lock()  # two threads may launch the same kernel
+
+    def layout(self, values: tuple[Any, ...]) -> tuple[bytes, list[int], list[tuple[int, str]]]:
+        """Return all arguments as bytes, where each begins, and where and of which kind those are that change."""
+        image = bytearray(struct.pack(self._form, *values))
+        starts, begun = [], ""
+        for field in self._fields:
+            if isinstance(field, str):
+                starts.append(_offset(begun, field[0]))
+                begun += field
+            else:
+                image += bytes(-len(image) % 16)
+                starts.append(len(image))
+                image += bytes(field)
+        changing = [(_offset(self._form[:k], kind), kind) for k, kind in enumerate(self._form)]
+        return bytes(image), starts, changing
 
     def launch(self, kernel: Launcher, programs: int, values: tuple[Any, ...], stream: int) -> None:
         """Launch a kernel with these values for the arguments that change."""
         with self._lock:
             self._pack(self._memory, 0, *values)
             kernel(programs, self._pointers, stream)
+
+
+def _offset(form: str, kind: str) -> int:
+    return struct.calcsize(f"{form}0{kind}")
 
 
 class Kernel:
@@ -78,7 +97,7 @@ class Kernel:
 
     def __init__(self, function: int, threads: int, shared: int, device: int, *, cooperative: bool) -> None:
         self.function, self.threads, self.shared, self.device = function, threads, shared, device
-        driver = _driver()
+        driver = library()
         self.cooperative = cooperative
         self.run = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
 
@@ -106,7 +125,7 @@ def load(
     Raises:
         RuntimeError: with the compiler's words.
     """
-    driver = _driver()
+    driver = library()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device):
         _check(driver.cuModuleLoadData(ctypes.byref(module), _compile(file, definitions)))
@@ -119,7 +138,7 @@ def load(
 def unavailable() -> str | None:
     """Say what is missing for compiling and launching; None if nothing is."""
     try:
-        _driver(), _compiler()
+        library(), _compiler()
     except OSError as error:
         return str(error)
     return None
@@ -150,7 +169,8 @@ def _fetch(size_of: Any, contents_of: Any, program: ctypes.c_void_p) -> Any:
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """Return CUDA's driver."""
     driver = ctypes.CDLL("libcuda.so.1")
     shape: list[Any] = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p]
     driver.cuLaunchCooperativeKernel.argtypes = shape
@@ -167,6 +187,6 @@ def _compiler() -> ctypes.CDLL:
 def _check(result: int) -> None:
     if result:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(result, ctypes.byref(text))
+        library().cuGetErrorString(result, ctypes.byref(text))
         kind = Refused if result in _REFUSALS else RuntimeError
         raise kind(f"CUDA: {(text.value or b'unknown error').decode()}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, reduce
 from operator import itemgetter, or_
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..activation import NAMES, TWO_SLOPES, Activation
 from ..call import Call
-from . import driver, resident, schedule
+from . import driver, extension, resident, schedule
 from .layout import Geometry, as_dense, dense_strides, find_geometry, geometry_of, is_dense, magic_of
 from .resident import Residence
 from .schedule import Tiling, up
@@ -26,6 +26,8 @@ from .sign_bits import empty_bits, is_woven, rearrange
 STATS = 8  # rows of the statistics kept for the backward pass: see triton/forward.py
 BLOCK = 2048  # elements of a program that normalizes by given statistics
 NONE = (None, None, None, None)
+Tensors = tuple[Tensor | None, ...]
+Launches = list[tuple[Any, ...] | None]  # as autograd.cpp reads them
 
 
 class Pass(NamedTuple):
@@ -60,22 +62,37 @@ def forward(
     stats = x.new_empty((STATS, g.channels), dtype=torch.float32)
     if r is not None and (_is_smooth(activation, residual) or not _are_resident(x, gamma, beta, residual)):
         r = None
+    given = (gamma, beta, residual)
     gamma, beta = _contiguous(gamma), _contiguous(beta)
     residual = None if residual is None else as_dense(residual, strides)
+    plain = gamma is given[0] and beta is given[1] and residual is given[2]
     code, cumulative = NAMES.index(activation), momentum is None
+
+    def teach(launches: Launches, tensors: Tensors, bits: Tensor | None, room: tuple[int, int]) -> None:
+        if plain and (residual is None or residual.stride() == strides):
+            described = (strides, () if bits is None else tuple(bits.shape), *room, launches)
+            moved = (running is not None, cumulative, code, keep_bits)
+            _teach(launches, tensors, extension.module.add_forward, x, gamma, beta, residual, *moved, described)
+
     if r is not None and resident.takes(x, residual):
         bits = empty_bits(x, g, r.plane > 0) if keep_bits else None
         partial, words = workspace(x, *resident_room)
         tensors = (x, y, residual, bits, gamma, beta, stats, partial, words, *(running or NONE))
         scalars = (momentum or 0.0, cumulative, eps, slope)
-        if _launch_resident("forward", x, tensors, scalars, code, residual is not None, g, r, 0):
+        done = _launch_resident("forward", x, tensors, scalars, code, residual is not None, g, r, 0)
+        if done is not None:
+            if extension.module is not None:
+                teach([done.described(range(17))], tensors, bits, resident_room)
             return y, stats, bits
     bits = empty_bits(x, g, False) if keep_bits else None
     partial, words = workspace(x, *room)
     tensors = (x, y, residual, bits, gamma, beta, stats, partial, words, *(running or NONE))
-    for launch in launches:
-        launch(tensors, (float(eps), float(momentum or 0.0), float(slope)), (code, cumulative))
-    return y, stats, None if bits is None else rearrange(bits, x, r is not None and r.plane > 0)
+    reals = (float(eps), float(momentum or 0.0), float(slope))
+    run = [launch(tensors, reals, (code, cumulative)) for launch in launches]
+    woven = r is not None and r.plane > 0
+    if extension.module is not None and (bits is None or not woven):
+        teach([each and each.described((*each.present, 15, 13, 16)) for each in run], tensors, bits, room)
+    return y, stats, None if bits is None else rearrange(bits, x, woven)
 
 
 def backward(
@@ -97,20 +114,31 @@ def backward(
     dresidual = None if residual_dtype is None else x.new_empty_strided(x.shape, strides, dtype=residual_dtype)
     dgamma, dbeta = stats.new_empty(g.channels), stats.new_empty(g.channels)
     code = NAMES.index(activation)
+    given = (dy, residual, bits)
+
+    def teach(launches: Launches, tensors: Tensors, room: tuple[int, int]) -> None:
+        described = (strides, (), *room, launches)
+        _teach(launches, tensors, extension.module.add_backward, dy, x, residual, bits, dresidual, code, described)
+
     if r is not None and residual is None and (bits is None or is_woven(bits) == (r.plane > 0)):
         dy_, dy_stride = _rows_of(dy, g, strides, resident.WIDTH // x.element_size())
         if _of_one_type(x, dy_, dresidual) and resident.takes(x, dy_):
             partial, words = workspace(x, *resident_room)
-            tensors: tuple[Tensor | None, ...] = (dy_, x, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
-            if _launch_resident("backward", x, tensors, (slope,), code, added, g, r, dy_stride):
+            tensors: Tensors = (dy_, x, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
+            done = _launch_resident("backward", x, tensors, (slope,), code, added, g, r, dy_stride)
+            if done is not None:
+                if extension.module is not None and dy_ is dy:
+                    teach([done.described((0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11))], tensors, resident_room)
                 return dx, dgamma, dbeta, dresidual
     partial, words = workspace(x, *room)
     residual = None if residual is None else as_dense(residual, strides)
     dy, dy_stride = _rows_of(dy, g, strides, tiling.align)
     bits = None if bits is None else rearrange(bits, x, False)
     tensors = (dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words)
-    for launch in launches:
-        launch(tensors, (float(slope), dy_stride // tiling.align), (code,))
+    run = [launch(tensors, (float(slope), dy_stride // tiling.align), (code,)) for launch in launches]
+    plain = dy is given[0] and residual is given[1] and bits is given[2]
+    if extension.module is not None and plain and (residual is None or residual.stride() == strides):
+        teach([each and each.described((*each.present, 11, None)) for each in run], tensors, room)
     return dx, dgamma, dbeta, dresidual
 
 
@@ -276,6 +304,9 @@ def _inference(
     )
 
 
+Launched = Callable[[list[int], tuple[float, ...]], "DriverLaunch | None"]  # addresses, scalars
+
+
 class TritonLaunch:
     """Launch a Triton kernel over tensors of one geometry.
 
@@ -297,31 +328,31 @@ class TritonLaunch:
     ) -> None:
         self.kernel, self.programs, self.options = kernel, programs, options
         self.numbers, self.constants, self.device = numbers, constants, device.index
-        self.compiled: dict[tuple[Any, ...], Callable[[list[int], tuple[float, ...]], None]] = {}
+        self.compiled: dict[tuple[Any, ...], Launched] = {}
 
-    def __call__(
-        self, tensors: tuple[Tensor | None, ...], scalars: tuple[float, ...], choices: tuple[int, ...]
-    ) -> None:
-        """Run the programs; ``choices`` are the kernel's constants that the geometry leaves open."""
+    def __call__(self, tensors: Tensors, scalars: tuple[float, ...], choices: tuple[int, ...]) -> DriverLaunch | None:
+        """Run the programs; ``choices`` are the kernel's constants that the geometry leaves open.
+
+        Returns the launch if the driver did it.
+        """
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
         key: tuple[Any, ...] = (choices, *[None if t is None else t.dtype for t in tensors])
         if reduce(or_, addresses) & 15:  # Triton compiles other code for pointers that are not aligned
             key = (*key, *[a % 16 for a in addresses])
         run = self.compiled.get(key)
         if run is not None:
-            run(addresses, scalars)
-            return
+            return run(addresses, scalars)
         if self.device is not None and self.device != torch.cuda.current_device():
             with torch.cuda.device(self.device):  # Triton launches on the current one
-                self(tensors, scalars, choices)
-            return
+                return self(tensors, scalars, choices)
         rest = (*choices, *self.constants)
         compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, *scalars, *rest, **self.options)
         if compiled is not None:  # None: interpreted
             absent = [t is None for t in tensors]
             self.compiled[key] = self._past_triton(compiled, absent, scalars) or self._by_triton(compiled, absent, rest)
+        return None
 
-    def _by_triton(self, compiled: Any, absent: list[bool], rest: tuple[Any, ...]) -> Callable[..., None]:
+    def _by_triton(self, compiled: Any, absent: list[bool], rest: tuple[Any, ...]) -> Launched:
         launch = compiled[(self.programs, 1, 1)]
 
         def run(addresses: list[int], scalars: tuple[float, ...]) -> None:
@@ -334,7 +365,7 @@ class TritonLaunch:
 
         return run
 
-    def _past_triton(self, compiled: Any, absent: list[bool], scalars: tuple[float, ...]) -> Callable[..., None] | None:
+    def _past_triton(self, compiled: Any, absent: list[bool], scalars: tuple[float, ...]) -> Launched | None:
         """Return a launch by the driver; None if the compiled code takes other arguments than this Triton's do."""
         try:
             meta, index = compiled.metadata, self.device
@@ -370,12 +401,14 @@ class TritonLaunch:
             return None
         arguments = driver.Arguments(*fields, *[ctypes.c_void_p(None)] * extra)
         kernel = driver.Kernel(function, threads, shared, index, cooperative=False)
-        present = [i for i, no in enumerate(absent) if not no]
+        present = tuple(i for i, no in enumerate(absent) if not no)
         pick = itemgetter(*present)
 
-        def run(addresses: list[int], scalars: tuple[float, ...]) -> None:
+        def run(addresses: list[int], scalars: tuple[float, ...]) -> DriverLaunch:
             stream = torch._C._cuda_getCurrentRawStream(index)
-            arguments.launch(kernel, self.programs, (*pick(addresses), *scalars), stream)
+            values = (*pick(addresses), *scalars)
+            arguments.launch(kernel, self.programs, values, stream)
+            return DriverLaunch(kernel, self.programs, arguments, values, present)
 
         return run
 
@@ -387,27 +420,56 @@ def _flat(types: list[Any]) -> list[Any]:
     return [kind for t in types for kind in (_flat(list(t)) if isinstance(t, tuple) else [t])]
 
 
+class DriverLaunch(NamedTuple):
+    """Hold what one launch through the driver was given.
+
+    Beyond the paper: what the extension repeats.
+    """
+
+    kernel: driver.Kernel
+    programs: int
+    arguments: driver.Arguments
+    values: tuple[Any, ...]  # of the arguments that change from launch to launch
+    present: tuple[int, ...]  # which tensors of the pass come first among them
+
+    def described(self, slots: Iterable[int | None]) -> tuple[Any, ...]:
+        """Return the launch for autograd.cpp; ``slots``: where it finds each changing value, None if that is fixed."""
+        k = self.kernel
+        image, starts, changing = self.arguments.layout(self.values)
+        writes = [(*at, slot) for at, slot in zip(changing, slots, strict=True) if slot is not None]
+        return k.function, self.programs, k.threads, k.shared, k.cooperative, image, starts, writes
+
+
+def _teach(launches: Launches, tensors: Tensors, add: Callable[..., None], *description: Any) -> None:
+    """Describe a pass to the extension, unless Triton launched it or tensors are not aligned."""
+    x = next(t for t in tensors if t is not None)
+    aligned = not any(t is not None and t.data_ptr() & 15 for t in tensors)
+    if all(launches) and aligned and not torch._C._cuda_isCurrentStreamCapturing():
+        add(*description)
+        workspace.share(x.get_device())
+
+
 def _launch_resident(
     name: str,
     x: Tensor,
-    tensors: tuple[Tensor | None, ...],
+    tensors: Tensors,
     scalars: tuple[float, ...],
     activation: int,
     residual: bool,
     g: Geometry,
     r: Residence,
     dy_stride: int,
-) -> bool:
-    """Run resident.cu; return False if the device refuses the launch."""
+) -> DriverLaunch | None:
+    """Run resident.cu; return None if the device refuses the launch."""
     index = x.get_device()
     kernel, arguments = resident.prepared(name, x.dtype, activation, residual, g, r, dy_stride, index)
     stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
-    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    values = (*[0 if t is None else t.data_ptr() for t in tensors], *scalars)
     try:
-        arguments.launch(kernel, r.groups * r.parts, (*addresses, *scalars), stream)
+        arguments.launch(kernel, r.groups * r.parts, values, stream)
     except driver.Refused:
-        return False
-    return True
+        return None
+    return DriverLaunch(kernel, r.groups * r.parts, arguments, values, ())
 
 
 def _check_devices(
@@ -487,7 +549,17 @@ class Workspace:
         found = self.by_stream.get(key)
         if found is None or found[0].shape[0] < floats or found[1].shape[0] < words:
             found = self.by_stream[key] = self.grown(x.device, floats, words, found)
+            self.share(index)
         return found
+
+    def share(self, index: int) -> None:
+        """Tell the extension of the current stream's memory."""
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        found = self.by_stream.get((index, stream))
+        if extension.module is not None and found is not None:
+            floats, words = found
+            rooms = (floats.data_ptr(), floats.numel(), words.data_ptr(), words.numel())
+            extension.module.set_room(index, stream, *rooms)
 
     def grown(self, device: torch.device, floats: int, words: int, old: Any) -> tuple[Tensor, Tensor]:
         """Return a stream's memory, at least as large as it was."""

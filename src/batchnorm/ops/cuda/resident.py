@@ -302,5 +302,5 @@ def prepared(
     kernel = _kernel(name, KINDS[dtype], g.nhwc, activation, residual, r.code, device)
     shape = _shape(g, dtype.itemsize, r, dy_stride)
     if name == "forward":
-        return kernel, driver.Arguments(*["P"] * 9, "4Pfi", shape, "f", "f")
+        return kernel, driver.Arguments(*["P"] * 9, "PPPPfi", shape, "f", "f")
     return kernel, driver.Arguments(*["P"] * 10, shape, "f")

@@ -1,0 +1,620 @@
+// What autograd.py and launch.py do for ordinary training calls, without Python.
+//
+// Python decides: it finds the kernels for tensors of some shapes, strides and types, launches them the first time, and
+// describes the launches here (add_forward, add_backward). From then on such calls allocate, launch and record their
+// gradient here. Whatever is unusual, or was not described yet, goes back to Python: train_ returns None, and the others
+// call the functions that configure() was given.
+
+#define PY_SSIZE_T_CLEAN
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/library.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <array>
+#include <mutex>
+#include <unordered_map>
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using Optional = std::optional<Tensor>;
+using Triple = std::tuple<Tensor, Tensor, Tensor>;
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+// Given by Python: functions of CUDA's driver and of torch's C interface, and what to call for everything else.
+static int (*launch_kernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+static int (*launch_cooperative)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**);
+static int (*stream_is_capturing)(void*, int*);
+static int32_t (*current_stream)(int32_t, void**);
+static PyObject *parameter_class, *python_backward, *python_fused, *python_fused_, *python_fused_backward;
+static PyObject *python_differentiable, *python_differentiable_;
+
+// ---- launches
+
+union Value {
+  const void* P;
+  float f;
+  int32_t i;
+};
+
+struct Write {
+  int offset, slot;
+  char kind;  // as in Python's struct: P, f or i
+};
+
+struct Launch {
+  void* function;
+  unsigned programs, threads, shared;
+  bool cooperative;
+  std::string image;  // the arguments one after the other, with zeros for those that change
+  std::vector<int> offsets;  // of the arguments
+  std::vector<Write> writes;
+
+  static constexpr size_t BYTES = 1024, ARGUMENTS = 64;
+
+  bool operator()(const Value* values, void* stream) const {
+    alignas(16) char memory[BYTES];
+    void* pointers[ARGUMENTS];
+    std::memcpy(memory, image.data(), image.size());
+    for (const auto& w : writes) std::memcpy(memory + w.offset, &values[w.slot], w.kind == 'P' ? 8 : 4);
+    for (size_t k = 0; k < offsets.size(); ++k) pointers[k] = memory + offsets[k];
+    const int result = cooperative
+        ? launch_cooperative(function, programs, 1, 1, threads, 1, 1, shared, stream, pointers)
+        : launch_kernel(function, programs, 1, 1, threads, 1, 1, shared, stream, pointers, nullptr);
+    return result == 0;
+  }
+};
+
+struct Pass {
+  std::vector<int64_t> strides;  // of the outputs
+  std::vector<int64_t> bits;  // the shape of the bits; empty: none are kept
+  int64_t floats, words;  // the room that the launches need
+  std::vector<Launch> launches;
+};
+
+// ---- what was described, by everything that the description depends on
+
+struct Key {
+  std::array<int64_t, 32> numbers{};
+  size_t size = 0;
+
+  void add(int64_t n) { numbers[size++] = n; }
+  void add(const Tensor& t) { add(t.defined() ? 1 + static_cast<int64_t>(t.scalar_type()) : 0); }
+  void add(at::IntArrayRef list) {
+    add(static_cast<int64_t>(list.size()));
+    for (const auto n : list) add(n);
+  }
+  bool operator==(const Key& other) const { return size == other.size && numbers == other.numbers; }
+};
+
+struct Hash {
+  size_t operator()(const Key& key) const {
+    uint64_t h = 14695981039346656037ull;
+    for (size_t k = 0; k < key.size; ++k) h = (h ^ static_cast<uint64_t>(key.numbers[k])) * 1099511628211ull;
+    return h ^ (h >> 32);
+  }
+};
+
+struct Room {
+  const void *floats = nullptr, *words = nullptr;
+  int64_t float_count = 0, word_count = 0;
+};
+
+// Backward passes run on threads of their own. Passes are never removed, so a pointer to one stays valid.
+static std::mutex mutex;
+static std::unordered_map<Key, Pass, Hash> passes;
+static std::unordered_map<int64_t, std::unordered_map<const void*, Room>> rooms;  // by device and stream
+
+static const Pass* find(const Key& key) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto found = passes.find(key);
+  return found == passes.end() ? nullptr : &found->second;
+}
+
+constexpr int MAX_DIMS = 5;
+
+struct Call {
+  const Tensor &x, &gamma, &beta, &residual, &mean, &var, &batches, &skipped;
+  std::optional<double> momentum;
+  double eps;
+  int64_t code;  // of the activation
+  double slope;
+  bool keep_bits;
+
+  Key key() const {
+    Key k;
+    k.add(mean.defined() ? 1 : 0), k.add(x), k.add(x.sizes()), k.add(x.strides()), k.add(x.get_device());
+    k.add(gamma), k.add(beta), k.add(residual), k.add(code), k.add(keep_bits), k.add(momentum.has_value());
+    return k;
+  }
+};
+
+struct Gradient {
+  const Tensor &dy, &x, &residual, &bits, &stats;
+  int64_t code;
+  double slope;
+  std::optional<at::ScalarType> residual_dtype;  // of the residual's gradient, if it is wanted
+
+  Key key() const {
+    Key k;
+    k.add(2), k.add(x), k.add(x.sizes()), k.add(x.strides()), k.add(x.get_device()), k.add(dy), k.add(dy.strides());
+    k.add(residual), k.add(bits.defined() ? bits.dim() : 0), k.add(code);
+    k.add(residual_dtype ? 1 + static_cast<int64_t>(*residual_dtype) : 0);
+    return k;
+  }
+};
+
+static bool is_aligned(const Tensor& t) { return !t.defined() || (reinterpret_cast<uintptr_t>(t.data_ptr()) & 15) == 0; }
+static const void* address(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
+
+// Whether a tensor is on x's device, dense and aligned; a vector's shape and type are checked beside.
+static bool fits(const Tensor& t, const Tensor& x) {
+  return !t.defined() || (t.get_device() == x.get_device() && is_aligned(t));
+}
+static bool is_vector(const Tensor& t, int64_t channels) {
+  return !t.defined() || (t.dim() == 1 && t.size(0) == channels && t.is_contiguous());
+}
+
+// Finds the stream and its room; returns false if Python has to see to it.
+static bool find_room(const Tensor& x, const Pass& pass, void*& stream, Room& room) {
+  int capturing = 0;
+  if (current_stream(x.get_device(), &stream) != 0 || stream_is_capturing(stream, &capturing) != 0 || capturing != 0)
+    return false;
+  std::lock_guard<std::mutex> lock(mutex);
+  room = rooms[x.get_device()][stream];
+  return room.float_count >= pass.floats && room.word_count >= pass.words;
+}
+
+static Tensor empty(at::IntArrayRef shape, const Tensor& like, at::ScalarType type) {
+  return at::empty(shape, like.options().dtype(type).requires_grad(false));
+}
+
+static bool are_ordinary(const Call& c) {
+  const auto& x = c.x;
+  if (x.dim() < 2 || x.dim() > MAX_DIMS || x.numel() <= x.size(1) || !is_aligned(x)) return false;
+  const auto channels = x.size(1);
+  for (const auto* t : {&c.gamma, &c.beta, &c.mean, &c.var})
+    if (!fits(*t, x) || !is_vector(*t, channels)) return false;
+  if (!fits(c.residual, x) || (c.residual.defined() && c.residual.sizes() != x.sizes())) return false;
+  if (!c.mean.defined()) return true;
+  for (const auto* t : {&c.mean, &c.var})
+    if (t->scalar_type() != at::kFloat) return false;
+  for (const auto* t : {&c.batches, &c.skipped})
+    if (!fits(*t, x) || t->scalar_type() != at::kLong || t->numel() != 1) return false;
+  return true;
+}
+
+// Returns y, the statistics and the bits; nothing if Python has to do it.
+static std::optional<Triple> forward(const Call& c) {
+  if (!are_ordinary(c)) return std::nullopt;
+  const auto* pass = find(c.key());
+  if (pass == nullptr || (c.residual.defined() && c.residual.strides() != at::IntArrayRef(pass->strides)))
+    return std::nullopt;
+  const c10::DeviceGuard guard(c.x.device());
+  void* stream = nullptr;
+  Room room;
+  if (!find_room(c.x, *pass, stream, room)) return std::nullopt;
+  const auto options = c.x.options().requires_grad(false);
+  const auto y = at::empty_strided(c.x.sizes(), pass->strides, options);
+  const auto stats = empty({8, c.x.size(1)}, c.x, at::kFloat);
+  const auto bits = pass->bits.empty() ? Tensor() : empty(pass->bits, c.x, at::kByte);
+  Value values[17] = {};
+  const Tensor* tensors[] = {&c.x, &y, &c.residual, &bits, &c.gamma, &c.beta, &stats};
+  for (int k = 0; k < 7; ++k) values[k].P = address(*tensors[k]);
+  values[7].P = room.floats, values[8].P = room.words;
+  const Tensor* running[] = {&c.mean, &c.var, &c.batches, &c.skipped};
+  for (int k = 0; k < 4; ++k) values[9 + k].P = address(*running[k]);
+  values[13].f = static_cast<float>(c.momentum.value_or(0.0)), values[14].i = !c.momentum.has_value();
+  values[15].f = static_cast<float>(c.eps), values[16].f = static_cast<float>(c.slope);
+  for (const auto& launch : pass->launches)
+    if (!launch(values, stream)) return std::nullopt;
+  for (const auto* t : running)
+    if (t->defined()) t->unsafeGetTensorImpl()->bump_version();
+  return Triple{y, stats, bits};
+}
+
+// Returns dx, dgamma, dbeta and the residual's gradient; nothing if Python has to do it.
+static std::optional<Four> backward(const Gradient& g) {
+  const auto& x = g.x;
+  if (!g.dy.defined() || x.dim() < 2 || x.dim() > MAX_DIMS || g.dy.sizes() != x.sizes()) return std::nullopt;
+  for (const auto* t : {&g.dy, &x, &g.residual, &g.bits, &g.stats})
+    if (!fits(*t, x)) return std::nullopt;
+  const auto* pass = find(g.key());
+  if (pass == nullptr || (g.residual.defined() && g.residual.strides() != at::IntArrayRef(pass->strides)))
+    return std::nullopt;
+  const c10::DeviceGuard guard(x.device());
+  void* stream = nullptr;
+  Room room;
+  if (!find_room(x, *pass, stream, room)) return std::nullopt;
+  const auto options = x.options().requires_grad(false);
+  const auto dx = at::empty_strided(x.sizes(), pass->strides, options);
+  const auto dresidual =
+      g.residual_dtype ? at::empty_strided(x.sizes(), pass->strides, options.dtype(*g.residual_dtype)) : Tensor();
+  const auto dgamma = empty({x.size(1)}, x, at::kFloat), dbeta = empty({x.size(1)}, x, at::kFloat);
+  Value values[12] = {};
+  const Tensor* tensors[] = {&g.dy, &x, &g.residual, &g.bits, &g.stats, &dx, &dresidual, &dgamma, &dbeta};
+  for (int k = 0; k < 9; ++k) values[k].P = address(*tensors[k]);
+  values[9].P = room.floats, values[10].P = room.words, values[11].f = static_cast<float>(g.slope);
+  for (const auto& launch : pass->launches)
+    if (!launch(values, stream)) return std::nullopt;
+  return Four{dx, dgamma, dbeta, dresidual};
+}
+
+// ---- back to Python
+
+struct Gil {
+  PyGILState_STATE state = PyGILState_Ensure();
+  ~Gil() { PyGILState_Release(state); }
+};
+
+static PyObject* wrap(const Tensor& t) { return t.defined() ? THPVariable_Wrap(t) : Py_NewRef(Py_None); }
+static PyObject* wrap(const Optional& t) { return wrap(t.value_or(Tensor())); }
+static PyObject* wrap(double v) { return PyFloat_FromDouble(v); }
+static PyObject* wrap(std::optional<double> v) { return v ? wrap(*v) : Py_NewRef(Py_None); }
+static PyObject* wrap(int64_t v) { return PyLong_FromLongLong(v); }
+static PyObject* wrap(bool v) { return PyBool_FromLong(v); }
+static PyObject* wrap(std::string_view v) { return PyUnicode_FromStringAndSize(v.data(), v.size()); }
+static PyObject* wrap(std::optional<at::ScalarType> v) {
+  return Py_NewRef(v ? reinterpret_cast<PyObject*>(torch::getTHPDtype(*v)) : Py_None);
+}
+static PyObject* wrap(at::IntArrayRef v) {
+  auto* tuple = PyTuple_New(v.size());
+  for (size_t k = 0; k < v.size(); ++k) PyTuple_SET_ITEM(tuple, k, wrap(v[k]));
+  return tuple;
+}
+
+template <typename... Args>
+static variable_list call_python(PyObject* function, const Args&... args) {
+  const Gil gil;
+  THPObjectPtr given(PyTuple_New(sizeof...(args)));
+  Py_ssize_t k = 0;
+  (PyTuple_SET_ITEM(given.get(), k++, wrap(args)), ...);
+  THPObjectPtr results(PyObject_CallObject(function, given.get()));
+  THPObjectPtr items(results ? PySequence_Tuple(results.get()) : nullptr);
+  if (!items) throw python_error();
+  variable_list found;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items.get()); ++i) {
+    auto* item = PyTuple_GET_ITEM(items.get(), i);
+    found.push_back(item == Py_None ? Tensor() : THPVariable_Unpack(item));
+  }
+  return found;
+}
+
+// ---- autograd
+
+struct Options : torch::CustomClassHolder {
+  double eps, slope;
+  int64_t code, keep;
+  bool wants_residual;
+  std::optional<at::ScalarType> residual_dtype;
+  std::vector<int64_t> x_strides, y_strides;
+};
+
+enum Keep { NOTHING, BITS, RESIDUAL };  // what the gradient of an activation after a sum needs
+
+struct Fused : torch::autograd::Function<Fused> {
+  static Tensor forward(
+      AutogradContext* ctx, const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual,
+      const Call& call, int64_t keep, bool& done) {
+    auto found = ::forward(call);
+    done = found.has_value();
+    if (!done) return at::empty({0}, x.options().requires_grad(false));
+    const auto& [y, stats, bits] = *found;
+    auto options = c10::make_intrusive<Options>();
+    options->eps = call.eps, options->slope = call.slope, options->code = call.code, options->keep = keep;
+    if (residual) options->residual_dtype = residual->scalar_type();
+    options->wants_residual = residual && residual->requires_grad();
+    options->x_strides = x.strides().vec(), options->y_strides = y.strides().vec();
+    ctx->saved_data["options"] = c10::IValue::make_capsule(std::move(options));
+    ctx->save_for_backward({x, call.gamma, call.beta, keep == RESIDUAL ? call.residual : Tensor(), bits, stats});
+    ctx->set_materialize_grads(false);
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    const auto capsule = ctx->saved_data["options"].toCapsule();
+    const auto& o = static_cast<const Options&>(*capsule);
+    const auto &dy = grads[0], &x = saved[0], &gamma = saved[1], &beta = saved[2], &residual = saved[3];
+    const auto &bits = saved[4], &stats = saved[5];
+    if (!dy.defined()) return {Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+    // With nothing after the sum, the residual's gradient is dy itself.
+    const auto written = o.wants_residual && o.keep != NOTHING ? o.residual_dtype : std::nullopt;
+    std::optional<Four> found;
+    if (!at::GradMode::is_enabled() && x.strides() == at::IntArrayRef(o.x_strides) && dy.key_set() == stats.key_set())
+      found = ::backward({dy, x, residual, bits, stats, o.code, o.slope, written});
+    if (!found) {
+      auto d = call_python(
+          python_backward, dy, x, gamma, beta, residual, bits, stats, o.eps, o.code, o.slope, o.residual_dtype,
+          o.wants_residual, at::IntArrayRef(o.x_strides), at::IntArrayRef(o.y_strides));
+      return {d[0], d[1], d[2], d[3], Tensor(), Tensor(), Tensor()};
+    }
+    auto [dx, dgamma, dbeta, dresidual] = *found;
+    if (gamma.defined() && gamma.scalar_type() != at::kFloat) dgamma = dgamma.to(gamma.scalar_type());
+    if (beta.defined() && beta.scalar_type() != at::kFloat) dbeta = dbeta.to(beta.scalar_type());
+    if (o.wants_residual && !written) dresidual = dy.to(*o.residual_dtype);
+    return {
+        dx, gamma.defined() ? dgamma : Tensor(), beta.defined() ? dbeta : Tensor(), dresidual, Tensor(), Tensor(), Tensor()};
+  }
+};
+
+static Optional optional(const Tensor& t) { return t.defined() ? Optional(t) : std::nullopt; }
+
+static bool requires_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
+
+// Whether autograd alone has to see a call: no transform, tracer, mode or inference mode is active.
+static bool is_unseen() {
+  const auto tls = c10::impl::tls_local_dispatch_key_set();
+  return (tls.included_ - c10::default_included_set - c10::autocast_dispatch_keyset).empty() &&
+      (tls.excluded_ - c10::default_excluded_set - c10::autocast_dispatch_keyset).empty() &&
+      at::impl::PythonTorchFunctionTLS::stack_len() == 0;
+}
+
+// Reads a plain tensor, a parameter or None; returns false for anything else.
+static bool read(PyObject* given, Tensor& t) {
+  if (given == Py_None) return true;
+  if (reinterpret_cast<PyObject*>(Py_TYPE(given)) != THPVariableClass &&
+      reinterpret_cast<PyObject*>(Py_TYPE(given)) != parameter_class)
+    return false;
+  t = THPVariable_Unpack(given);
+  return !t._fw_grad(0).defined();
+}
+
+// train_(x, gamma, beta, residual, running mean, variance, batches, skipped, momentum, eps, code, keep, slope) -> y or None
+static PyObject* train_(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  Tensor t[8];
+  TORCH_CHECK(count == 13, "train_ takes 13 arguments");
+  if (!is_unseen()) Py_RETURN_NONE;
+  for (int k = 0; k < 8; ++k)
+    if (!read(args[k], t[k])) Py_RETURN_NONE;
+  const auto& x = t[0];
+  static const auto plain = at::empty({0}, x.options().requires_grad(false)).key_set();
+  for (const auto& each : t)
+    if (each.defined() && each.key_set() != plain) Py_RETURN_NONE;
+  if (torch::autograd::get_current_graph_task_id() != -1)
+    for (int k = 4; k < 8; ++k) t[k] = Tensor();  // run again inside a backward pass, a call moves no averages
+  const auto momentum = args[8] == Py_None ? std::nullopt : std::optional<double>(PyFloat_AsDouble(args[8]));
+  const auto eps = PyFloat_AsDouble(args[9]), slope = PyFloat_AsDouble(args[12]);
+  const auto code = PyLong_AsLongLong(args[10]);
+  if (PyErr_Occurred()) throw python_error();
+  const bool differentiable =
+      at::GradMode::is_enabled() && (requires_grad(x) || requires_grad(t[1]) || requires_grad(t[2]) || requires_grad(t[3]));
+  const auto keep = t[3].defined() ? PyLong_AsLongLong(args[11]) : NOTHING;
+  const Call call{x, t[1], t[2], t[3], t[4], t[5], t[6], t[7], momentum, eps, code, slope, differentiable && keep == BITS};
+  if (!differentiable) {
+    auto found = forward(call);
+    if (!found) Py_RETURN_NONE;
+    return THPVariable_Wrap(std::get<0>(*found));
+  }
+  bool done = false;
+  auto y = Fused::apply(x, optional(t[1]), optional(t[2]), optional(t[3]), call, keep, done);
+  if (!done) Py_RETURN_NONE;
+  return THPVariable_Wrap(y);
+  END_HANDLE_TH_ERRORS
+}
+
+// ---- the operators of compiled graphs
+
+static Tensor whole(const Tensor& t, const Tensor& like) { return t.defined() ? t : empty({0}, like, at::kByte); }
+
+static int64_t code_of(std::string_view name);
+
+static Triple fused_kernel(
+    PyObject* otherwise, const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual,
+    const Tensor& mean, const Tensor& var, const Tensor& batches, const Tensor& skipped, std::optional<double> momentum,
+    double eps, std::string_view activation, double slope, bool keep_bits) {
+  const auto g = gamma.value_or(Tensor()), b = beta.value_or(Tensor()), r = residual.value_or(Tensor());
+  const bool again = torch::autograd::get_current_graph_task_id() != -1;
+  const Tensor none;
+  const Call call{
+      x, g, b, r, again ? none : mean, again ? none : var, again ? none : batches, again ? none : skipped,
+      momentum, eps, code_of(activation), slope, keep_bits};
+  if (auto found = forward(call))
+    return {std::get<0>(*found), std::get<1>(*found), whole(std::get<2>(*found), x)};
+  const auto d = mean.defined()
+      ? call_python(otherwise, x, g, b, r, mean, var, batches, skipped, momentum, eps, activation, slope, keep_bits)
+      : call_python(otherwise, x, g, b, r, eps, activation, slope, keep_bits);
+  return {d[0], d[1], d[2]};
+}
+
+static bool is_differentiable(const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual) {
+  if (!at::GradMode::is_enabled()) return false;
+  return requires_grad(x) || requires_grad(gamma.value_or(Tensor())) || requires_grad(beta.value_or(Tensor())) ||
+      requires_grad(residual.value_or(Tensor()));
+}
+
+// In compiled graphs, which have their gradients inside, autograd's turn ends at once.
+template <bool AUTOGRAD>
+static Triple fused(
+    const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual, double eps,
+    std::string_view activation, double slope, bool keep_bits) {
+  if (AUTOGRAD && is_differentiable(x, gamma, beta, residual)) {
+    const auto d = call_python(python_differentiable, x, gamma, beta, residual, eps, activation, slope, keep_bits);
+    return {d[0], d[1], d[2]};
+  }
+  const Tensor none;
+  return fused_kernel(
+      python_fused, x, gamma, beta, residual, none, none, none, none, std::nullopt, eps, activation, slope, keep_bits);
+}
+
+template <bool AUTOGRAD>
+static Triple fused_(
+    const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual, Tensor& mean, Tensor& var,
+    Tensor& batches, Tensor& skipped, std::optional<double> momentum, double eps, std::string_view activation,
+    double slope, bool keep_bits) {
+  if (AUTOGRAD && is_differentiable(x, gamma, beta, residual)) {
+    const auto d = call_python(
+        python_differentiable_, x, gamma, beta, residual, mean, var, batches, skipped, momentum, eps, activation, slope,
+        keep_bits);
+    return {d[0], d[1], d[2]};
+  }
+  return fused_kernel(
+      python_fused_, x, gamma, beta, residual, mean, var, batches, skipped, momentum, eps, activation, slope, keep_bits);
+}
+
+static Four fused_backward(
+    const Tensor& dy, const Tensor& x, const Optional& residual, const Optional& bits, const Tensor& stats,
+    std::string_view activation, double slope, std::optional<at::ScalarType> residual_dtype) {
+  const auto r = residual.value_or(Tensor()), b = bits.value_or(Tensor());
+  if (auto found = backward({dy, x, r, b, stats, code_of(activation), slope, residual_dtype})) {
+    auto& [dx, dgamma, dbeta, dresidual] = *found;
+    return {dx, dgamma, dbeta, whole(dresidual, x)};
+  }
+  const auto d = call_python(python_fused_backward, dy, x, r, b, stats, activation, slope, residual_dtype);
+  return {d[0], d[1], d[2], d[3]};
+}
+
+// register_operators(): from now on, compiled graphs come here too
+static PyObject* register_operators(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  static torch::Library cuda(torch::Library::IMPL, "batchnorm", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  static torch::Library autograd(torch::Library::IMPL, "batchnorm", c10::DispatchKey::AutogradCUDA, __FILE__, __LINE__);
+  cuda.impl("fused", &fused<false>), cuda.impl("fused_", &fused_<false>), cuda.impl("fused_backward", &fused_backward);
+  autograd.impl("fused", &fused<true>), autograd.impl("fused_", &fused_<true>);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// ---- what Python tells
+
+static std::unordered_map<std::string, int64_t> codes;
+
+static int64_t code_of(std::string_view name) {
+  const auto found = codes.find(std::string(name));
+  return found == codes.end() ? -1 : found->second;
+}
+
+static std::vector<int64_t> integers(PyObject* list) {
+  THPObjectPtr items(PySequence_Tuple(list));
+  if (!items) throw python_error();
+  std::vector<int64_t> found;
+  for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(items.get()); ++k)
+    found.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(items.get(), k)));
+  if (PyErr_Occurred()) throw python_error();
+  return found;
+}
+
+// (strides, bits, floats, words, [(function, programs, threads, shared, cooperative, image, offsets, [(offset, kind, slot)])])
+static Pass read_pass(PyObject* description) {
+  PyObject *strides, *bits, *launches;
+  long long floats, words;
+  if (!PyArg_ParseTuple(description, "OOLLO!", &strides, &bits, &floats, &words, &PyList_Type, &launches))
+    throw python_error();
+  Pass pass{integers(strides), integers(bits), floats, words, {}};
+  for (Py_ssize_t k = 0; k < PyList_GET_SIZE(launches); ++k) {
+    unsigned long long function;
+    unsigned programs, threads, shared;
+    int cooperative;
+    const char* image;
+    Py_ssize_t bytes;
+    PyObject *offsets, *writes;
+    if (!PyArg_ParseTuple(
+            PyList_GET_ITEM(launches, k), "KIIIpy#OO!", &function, &programs, &threads, &shared, &cooperative, &image,
+            &bytes, &offsets, &PyList_Type, &writes))
+      throw python_error();
+    Launch launch{reinterpret_cast<void*>(function), programs, threads, shared, cooperative != 0, {image, size_t(bytes)}, {}, {}};
+    for (const auto offset : integers(offsets)) launch.offsets.push_back(static_cast<int>(offset));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(writes); ++i) {
+      int offset, slot, kind;
+      if (!PyArg_ParseTuple(PyList_GET_ITEM(writes, i), "iCi", &offset, &kind, &slot)) throw python_error();
+      launch.writes.push_back({offset, slot, static_cast<char>(kind)});
+    }
+    TORCH_CHECK(launch.image.size() <= Launch::BYTES && launch.offsets.size() <= Launch::ARGUMENTS, "too many arguments");
+    pass.launches.push_back(std::move(launch));
+  }
+  return pass;
+}
+
+static void remember(const Key& key, Pass pass) {
+  std::lock_guard<std::mutex> lock(mutex);
+  passes.try_emplace(key, std::move(pass));
+}
+
+static Tensor tensor(PyObject* given) { return given == Py_None ? Tensor() : THPVariable_Unpack(given); }
+
+// add_forward(x, gamma, beta, residual, moves, cumulative, code, keep_bits, pass)
+static PyObject* add_forward(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *x, *gamma, *beta, *residual, *pass;
+  int moves, cumulative, keep_bits;
+  long long code;
+  if (!PyArg_ParseTuple(args, "OOOOppLpO", &x, &gamma, &beta, &residual, &moves, &cumulative, &code, &keep_bits, &pass))
+    return nullptr;
+  const auto tx = tensor(x), tg = tensor(gamma), tb = tensor(beta), tr = tensor(residual);
+  const auto momentum = cumulative ? std::nullopt : std::optional<double>(0.0);
+  const Tensor none;
+  const auto& mean = moves ? tx : none;  // a key says only whether there are averages
+  if (tx.dim() <= MAX_DIMS)
+    remember(Call{tx, tg, tb, tr, mean, none, none, none, momentum, 0, code, 0, keep_bits != 0}.key(), read_pass(pass));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// add_backward(dy, x, residual, bits, dresidual, code, pass)
+static PyObject* add_backward(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *dy, *x, *residual, *bits, *dresidual, *pass;
+  long long code;
+  if (!PyArg_ParseTuple(args, "OOOOOLO", &dy, &x, &residual, &bits, &dresidual, &code, &pass)) return nullptr;
+  const auto tdy = tensor(dy), tx = tensor(x), tr = tensor(residual), tb = tensor(bits), td = tensor(dresidual);
+  const auto type = td.defined() ? std::optional<at::ScalarType>(td.scalar_type()) : std::nullopt;
+  const Tensor none;
+  if (tx.dim() <= MAX_DIMS) remember(Gradient{tdy, tx, tr, tb, none, code, 0, type}.key(), read_pass(pass));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// set_room(device, stream, floats, count, words, count): a stream's memory; whoever calls keeps it alive
+static PyObject* set_room(PyObject*, PyObject* args) {
+  long long device, float_count, word_count;
+  unsigned long long stream, floats, words;
+  if (!PyArg_ParseTuple(args, "LKKLKL", &device, &stream, &floats, &float_count, &words, &word_count)) return nullptr;
+  std::lock_guard<std::mutex> lock(mutex);
+  rooms[device][reinterpret_cast<void*>(stream)] = {
+      reinterpret_cast<void*>(floats), reinterpret_cast<void*>(words), float_count, word_count};
+  Py_RETURN_NONE;
+}
+
+// configure(functions: four addresses, names of activations, nn.Parameter, and six functions to call otherwise)
+static PyObject* configure(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  unsigned long long kernel, cooperative, capturing, stream;
+  PyObject* names;
+  PyObject** functions[] = {
+      &parameter_class, &python_backward, &python_fused, &python_fused_, &python_fused_backward, &python_differentiable,
+      &python_differentiable_};
+  PyObject* given[7];
+  if (!PyArg_ParseTuple(
+          args, "KKKKO!OOOOOOO", &kernel, &cooperative, &capturing, &stream, &PyTuple_Type, &names, &given[0], &given[1],
+          &given[2], &given[3], &given[4], &given[5], &given[6]))
+    return nullptr;
+  launch_kernel = reinterpret_cast<decltype(launch_kernel)>(kernel);
+  launch_cooperative = reinterpret_cast<decltype(launch_cooperative)>(cooperative);
+  stream_is_capturing = reinterpret_cast<decltype(stream_is_capturing)>(capturing);
+  current_stream = reinterpret_cast<decltype(current_stream)>(stream);
+  for (int k = 0; k < 7; ++k) *functions[k] = Py_NewRef(given[k]);
+  for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(names); ++k) codes[PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, k))] = k;
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+static PyMethodDef methods[] = {
+    {"train_", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(train_)), METH_FASTCALL, nullptr},
+    {"add_forward", add_forward, METH_VARARGS, nullptr},
+    {"add_backward", add_backward, METH_VARARGS, nullptr},
+    {"set_room", set_room, METH_VARARGS, nullptr},
+    {"configure", configure, METH_VARARGS, nullptr},
+    {"register_operators", register_operators, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "batchnorm_autograd", nullptr, -1, methods};
+PyMODINIT_FUNC PyInit_batchnorm_autograd() { return PyModule_Create(&definition); }

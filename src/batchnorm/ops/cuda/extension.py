@@ -1,0 +1,118 @@
+"""Build autograd.cpp, which takes ordinary training calls past Python.
+
+A compiler takes half a minute for it, so it works in the background, once per machine: until it is ready, and wherever
+there is no compiler, autograd.py and launch.py do the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import sys
+import sysconfig
+from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+
+import torch
+
+from .. import native
+from . import driver
+
+NAME = "batchnorm_autograd"
+TORCH = Path(torch.__file__).parent
+
+module: Any = None  # the extension, once it is there
+unavailable: str | None = "it is not needed yet"
+_started = Lock()
+_thread: Thread | None = None
+
+
+def source() -> native.Source:
+    """Return what is compiled, and how."""
+    includes = (TORCH / "include", TORCH / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"]))
+    flags = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w", *(f"-I{path}" for path in includes))
+    libraries = (f"-L{TORCH / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10")
+    depends = f"{torch.__version__} {sys.version}"
+    return native.Source(
+        Path(__file__).with_name("autograd.cpp"), "C++", "CXX", "c++", flags, libraries, depends, _load
+    )
+
+
+def _load(path: Path) -> Any:
+    loader = ExtensionFileLoader(NAME, str(path))
+    spec = spec_from_loader(NAME, loader)
+    assert spec is not None
+    found = module_from_spec(spec)
+    loader.exec_module(found)
+    return found
+
+
+def start(configure: Callable[[Any], None]) -> None:
+    """Load the extension if it was built before; else build it in the background. Only the first call does anything.
+
+    ``configure`` is called with the module before anyone uses it.
+    """
+    global _thread, unavailable
+    if not _started.acquire(blocking=False):
+        return
+    try:
+        found = native.cached(source())
+    except native.Unavailable as error:
+        unavailable = str(error)
+        return
+    if found is not None:
+        _use(found, configure)
+        return
+    unavailable = "it is being compiled"
+    _thread = Thread(target=_build, args=(configure,), name="batchnorm-compile", daemon=True)
+    _thread.start()
+    atexit.register(_give_up)
+
+
+def wait() -> str | None:
+    """Wait until the extension is built, if that was begun; say why there is none, or None if there is."""
+    if _thread is not None:
+        _thread.join()
+    return unavailable
+
+
+def addresses() -> tuple[int | None, ...]:
+    """Return where the C functions are that launch kernels and know the stream."""
+    cuda, torch_cuda = driver.library(), ctypes.CDLL(str(TORCH / "lib/libtorch_cuda.so"))
+    functions = (
+        cuda.cuLaunchKernel,
+        cuda.cuLaunchCooperativeKernel,
+        cuda.cuStreamIsCapturing,
+        torch_cuda.aoti_torch_get_current_cuda_stream,
+    )
+    return tuple(ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+
+
+def _build(configure: Callable[[Any], None]) -> None:
+    global unavailable
+    try:
+        found, _ = native.built(source())
+    except native.Unavailable as error:
+        unavailable = str(error)
+        return
+    _use(found, configure)
+
+
+def _use(found: Any, configure: Callable[[Any], None]) -> None:
+    global module, unavailable
+    try:
+        configure(found)
+    except (OSError, AttributeError) as error:
+        unavailable = str(error)
+        return
+    module, unavailable = found, None
+
+
+def _give_up() -> None:
+    if _thread is not None and _thread.is_alive():
+        native.stop()
+        _thread.join(5)

@@ -1,0 +1,263 @@
+"""autograd.cpp, which takes training calls past Python: here with functions in place of the driver's launches."""
+
+import ctypes
+import shutil
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+import batchnorm as bn
+from batchnorm.ops import native
+from batchnorm.ops.activation import NAMES
+from batchnorm.ops.cuda import driver, extension
+
+pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
+)
+CAPTURING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+STREAM = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+
+
+def as_float(pointer):
+    return ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))
+
+
+class Device:
+    """Stands in for CUDA: "kernels" are Python functions that write to the CPU's memory."""
+
+    def __init__(self):
+        self.calls, self.capturing, self.result = [], 0, 0
+        self.kept = (LAUNCH(self.launch), CAPTURING(self.is_capturing), STREAM(self.stream))
+
+    def launch(self, function, programs, _1, _2, threads, _3, _4, shared, stream, arguments):
+        self.calls.append((function, programs, threads, shared, stream))
+        pointers = [ctypes.cast(arguments[k], ctypes.POINTER(ctypes.c_void_p))[0] for k in range(2)]
+        value = ctypes.cast(arguments[2], ctypes.POINTER(ctypes.c_float))[0]
+        constant = ctypes.cast(arguments[3], ctypes.POINTER(ctypes.c_int))[0]
+        read, written = as_float(pointers[0]), as_float(pointers[1])
+        for k in range(constant):
+            written[k] = value * read[k]
+        return self.result
+
+    def is_capturing(self, stream, found):
+        found[0] = self.capturing
+        return 0
+
+    def stream(self, index, found):
+        found[0] = 77
+        return 0
+
+    def addresses(self):
+        launch, capturing, stream = (ctypes.cast(f, ctypes.c_void_p).value for f in self.kept)
+        return launch, launch, capturing, stream
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory):
+    source = extension.source()
+    quick = tuple("-O0" if flag == "-O1" else flag for flag in source.flags)  # to compile, not to run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        assert native.cached(source._replace(flags=quick)) is None
+        return native.built(source._replace(flags=quick))[0]
+
+
+def launches(size, slot):
+    """Describe a launch that writes slot 1 (forward) or 5 (backward) from the first value and a scalar."""
+    arguments = driver.Arguments("P", "P", "f", ctypes.c_int(size))
+    image, starts, changing = arguments.layout((0, 0, 0.0))
+    writes = [(*at, s) for at, s in zip(changing, slot, strict=True)]
+    return [(4, 3, 128, 0, False, image, starts, writes)]
+
+
+def test_a_described_call_is_launched_and_differentiated(module):
+    device, otherwise = Device(), []
+    python = lambda *args: otherwise.append(args) or (args[0] * 3, None, None, None)  # noqa: E731
+    module.configure(*device.addresses(), NAMES, torch.nn.Parameter, *[python] * 6)
+    x = torch.arange(12.0).reshape(4, 3).requires_grad_()
+    running = (torch.zeros(3), torch.ones(3), torch.tensor(0), torch.tensor(0))
+    rest = (0.1, 2.0, 1, 1, 0.5)  # momentum, eps, relu's code, bits, slope
+
+    def train_(x, *, running=running):
+        return module.train_(x, None, None, None, *running, *rest)
+
+    assert train_(x) is None, "not described yet"
+    module.add_forward(x, None, None, None, True, False, 1, False, ((3, 1), (), 4, 4, launches(12, (0, 1, 15))))
+    assert train_(x) is None, "no room yet"
+    room = torch.zeros(8)
+    module.set_room(-1, 77, room.data_ptr(), 4, room.data_ptr(), 4)
+    version = running[0]._version
+    y = train_(x)
+    assert torch.equal(y, 2.0 * x)
+    assert y.requires_grad
+    assert device.calls == [(4, 3, 128, 0, 77)]
+    assert running[0]._version == version + 1
+
+    dy = torch.ones(4, 3)
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    assert torch.equal(dx, 3 * dy)
+    assert otherwise[0][7:] == (2.0, 1, 0.5, None, False, (3, 1), (3, 1))
+    module.add_backward(dy, x, None, None, None, 1, ((3, 1), (), 4, 4, launches(12, (0, 5, 11))))
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert torch.equal(dx, 0.5 * dy)
+    assert len(otherwise) == 1
+
+    with torch.no_grad():
+        assert not train_(x).requires_grad
+    # Whatever is unusual goes back to Python.
+    other = torch.arange(13.0)[1:].view(4, 3)
+    assert train_(other) is None, "not aligned"
+    assert train_(x.double()) is None
+    assert train_(x.t().contiguous().t()) is None
+    assert train_(x, running=(*running[:3], torch.tensor(0, dtype=torch.int32))) is None
+    assert train_(torch.nn.Buffer(x.detach()).as_subclass(type("Mine", (torch.Tensor,), {}))) is None
+    assert torch.func.vmap(lambda v: torch.tensor(train_(x) is None))(torch.zeros(2)).all()
+    with torch.inference_mode():
+        assert train_(x) is None
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        assert train_(x) is None
+    with torch.device("cpu"):
+        assert train_(x) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert train_(torch.autograd.forward_ad.make_dual(x.detach(), x.detach())) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert train_(x) is not None
+    device.capturing = 1
+    assert train_(x) is None
+    device.capturing, device.result = 0, 1
+    assert train_(x) is None, "the launch failed"
+    device.result = 0
+    assert torch.equal(train_(x), 2.0 * x)
+
+
+def test_saved_tensor_hooks_and_double_backward_go_through_python(module):
+    device, otherwise = Device(), []
+    python = lambda *args: otherwise.append(args) or (args[0] * args[1], None, None, None)  # noqa: E731
+    module.configure(*device.addresses(), NAMES, torch.nn.Parameter, *[python] * 6)
+    x = torch.arange(10.0).reshape(5, 2).requires_grad_()
+    running, rest = (torch.zeros(2), torch.ones(2), torch.tensor(0), torch.tensor(0)), (0.1, 2.0, 1, 1, 0.5)
+    module.add_forward(x, None, None, None, True, False, 1, False, ((2, 1), (), 0, 0, launches(10, (0, 1, 15))))
+    module.add_backward(x, x, None, None, None, 1, ((2, 1), (), 0, 0, launches(10, (0, 5, 11))))
+    module.set_room(-1, 77, 0, 0, 0, 0)
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t.clone(), lambda t: t):
+        y = module.train_(x, None, None, None, *running, *rest)
+    assert any(torch.equal(t, x) for t in seen)
+    (dx,) = torch.autograd.grad(y, x, torch.ones(5, 2), create_graph=True)
+    assert otherwise
+    assert dx.requires_grad
+    (ddx,) = torch.autograd.grad(dx.sum(), x)
+    assert torch.equal(ddx, torch.ones(5, 2))
+
+    y = module.train_(x, None, None, None, *running, *rest)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def python_alone(monkeypatch):
+    monkeypatch.setattr(extension, "module", None)
+
+
+def one_step(layer, x, residual, dy):
+    leaves = [
+        t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, residual) if t is not None
+    ]
+    layer.zero_grad()
+    y = layer(*leaves)
+    y.backward(dy)
+    return y, [
+        y.detach(),
+        *[t.grad for t in leaves],
+        *[p.grad.clone() for p in layer.parameters()],
+        *map(torch.clone, layer.buffers()),
+    ]
+
+
+@pytest.fixture
+def built():
+    """The extension, built and in use."""
+    from batchnorm.ops.cuda import autograd
+
+    extension.start(autograd._configure)
+    assert extension.wait() is None
+    return extension.module
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "relu", "leaky_relu", "silu", "hardswish", "relu6"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_on_a_gpu_it_does_what_python_does(built, monkeypatch, activation, dtype, layout):
+    for shape in ((8, 64, 14, 14), (4, 24, 7, 5), (16, 256, 28, 28)):
+        for added in (False, True):
+            torch.manual_seed(0)
+            x, dy, r = (torch.randn(shape, device="cuda").to(dtype, memory_format=layout) for _ in range(3))
+            layer = bn.BatchNorm2d(shape[1], activation=activation, device="cuda")
+            state = {k: v.clone() for k, v in layer.state_dict().items()}
+            with monkeypatch.context() as patch:
+                python_alone(patch)
+                for _ in range(2):  # the first call compiles
+                    layer.load_state_dict(state)
+                    y, expected = one_step(layer, x, r if added else None, dy)
+                assert "_Fused" in type(y.grad_fn).__name__
+            for call in range(3):
+                layer.load_state_dict(state)
+                y, found = one_step(layer, x, r if added else None, dy)
+                for a, b in zip(found, expected, strict=True):
+                    assert torch.equal(a, b), (shape, added, call)
+                    assert a.stride() == b.stride()
+            assert y.grad_fn.name().endswith("Fused>"), y.grad_fn.name()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_everything_unusual_still_works(built):
+    layer = bn.BatchNorm2d(32, activation="relu", device="cuda")
+    x = torch.randn(8, 32, 14, 14, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
+    for _ in range(3):
+        layer(x).sum().backward()  # an expanded gradient, which is copied
+    for _ in range(3):
+        layer(x).square().sum().backward()
+    assert "Fused" in layer(x).grad_fn.name()
+    # Checkpointing runs the forward pass again, and moves averages once.
+    count = int(layer.num_batches_tracked)
+    y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    y.square().sum().backward()
+    assert layer.num_batches_tracked == count + 1
+    expected = torch.autograd.grad(layer(x).square().sum(), x)[0]
+    # Another stream has another workspace.
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        for _ in range(3):
+            found = torch.autograd.grad(layer(x).square().sum(), x)[0]
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected)
+    # A gradient's gradient.
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    (ddx,) = torch.autograd.grad(dx.square().sum(), x)
+    assert ddx.isfinite().all()
+    # One CUDA graph of what was taught before.
+    graph, leaf = torch.cuda.CUDAGraph(), x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    with torch.cuda.graph(graph):
+        (captured,) = torch.autograd.grad(layer(leaf).square().sum(), leaf)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, expected)
+    # A network in which it is compiled.
+    with torch.no_grad():
+        layer.weight.copy_(torch.rand(32))
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    eager = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight, layer.bias])
+    moved = {k: v.clone() for k, v in layer.state_dict().items()}
+    compiled = torch.compile(layer, fullgraph=True)
+    for _ in range(3):
+        layer.load_state_dict(before)
+        found = torch.autograd.grad(compiled(x).square().sum(), [x, layer.weight, layer.bias])
+        for a, b in zip(found, eager, strict=True):
+            torch.testing.assert_close(a, b)
+        for key, value in layer.state_dict().items():
+            torch.testing.assert_close(value, moved[key])
