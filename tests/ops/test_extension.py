@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 import torch.utils.checkpoint
 
 import batchnorm as bn
@@ -152,6 +153,11 @@ def test_saved_tensor_hooks_and_double_backward_go_through_python(module):
     assert torch.equal(ddx, torch.ones(5, 2))
 
     y = module.train_(x, None, None, None, *running, *rest)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        y.backward(torch.ones(5, 2))
+    assert torch.equal(x.grad, 0.5 * torch.ones(5, 2))  # compiled autograd calls it as it is
+
+    y = module.train_(x, None, None, None, *running, *rest)
     with torch.no_grad():
         x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -214,6 +220,7 @@ def test_on_a_gpu_it_does_what_python_does(built, monkeypatch, activation, dtype
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_on_a_gpu_everything_unusual_still_works(built):
     layer = bn.BatchNorm2d(32, activation="relu", device="cuda")
     x = torch.randn(8, 32, 14, 14, device="cuda").to(memory_format=torch.channels_last).requires_grad_()

@@ -217,8 +217,9 @@ def test_of_small_tensors_the_compiler_knows_no_more_than_that(monkeypatch):
 
 def recorded(ran, run):
     def call(name, *args):
-        ran[name] = run(name, *args)
-        return ran[name]
+        launched = run(name, *args)
+        ran[name] = launched is not None
+        return launched
 
     return call
 

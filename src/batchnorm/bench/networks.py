@@ -122,7 +122,7 @@ def digest(mode: Mode) -> str:
     for name in (*MEASURED, *(["dynamo.py"] if mode == "backend" else [])):
         path = SOURCE / name
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.suffix in (".py", ".cu", ".c", ".h"):
+            if file.suffix in (".py", ".cu", ".c", ".cpp"):
                 found.update(file.read_bytes())
     return found.hexdigest()[:12]
 

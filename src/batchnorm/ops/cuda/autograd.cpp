@@ -174,6 +174,15 @@ static bool find_room(const Tensor& x, const Pass& pass, void*& stream, Room& ro
   return room.float_count >= pass.floats && room.word_count >= pass.words;
 }
 
+// The launches of a pass stay together: others on the same stream use the same room.
+static bool launch_all(const Pass& pass, const Value* values, void* stream) {
+  static std::mutex launching;
+  std::lock_guard<std::mutex> lock(launching);
+  for (const auto& launch : pass.launches)
+    if (!launch(values, stream)) return false;
+  return true;
+}
+
 static Tensor empty(at::IntArrayRef shape, const Tensor& like, at::ScalarType type) {
   return at::empty(shape, like.options().dtype(type).requires_grad(false));
 }
@@ -215,8 +224,7 @@ static std::optional<Triple> forward(const Call& c) {
   for (int k = 0; k < 4; ++k) values[9 + k].P = address(*running[k]);
   values[13].f = static_cast<float>(c.momentum.value_or(0.0)), values[14].i = !c.momentum.has_value();
   values[15].f = static_cast<float>(c.eps), values[16].f = static_cast<float>(c.slope);
-  for (const auto& launch : pass->launches)
-    if (!launch(values, stream)) return std::nullopt;
+  if (!launch_all(*pass, values, stream)) return std::nullopt;
   for (const auto* t : running)
     if (t->defined()) t->unsafeGetTensorImpl()->bump_version();
   return Triple{y, stats, bits};
@@ -244,8 +252,7 @@ static std::optional<Four> backward(const Gradient& g) {
   const Tensor* tensors[] = {&g.dy, &x, &g.residual, &g.bits, &g.stats, &dx, &dresidual, &dgamma, &dbeta};
   for (int k = 0; k < 9; ++k) values[k].P = address(*tensors[k]);
   values[9].P = room.floats, values[10].P = room.words, values[11].f = static_cast<float>(g.slope);
-  for (const auto& launch : pass->launches)
-    if (!launch(values, stream)) return std::nullopt;
+  if (!launch_all(*pass, values, stream)) return std::nullopt;
   return Four{dx, dgamma, dbeta, dresidual};
 }
 
@@ -291,17 +298,13 @@ static variable_list call_python(PyObject* function, const Args&... args) {
 
 // ---- autograd
 
-struct Options : torch::CustomClassHolder {
-  double eps, slope;
-  int64_t code, keep;
-  bool wants_residual;
-  std::optional<at::ScalarType> residual_dtype;
-  std::vector<int64_t> x_strides, y_strides;
-};
-
 enum Keep { NOTHING, BITS, RESIDUAL };  // what the gradient of an activation after a sum needs
 
+static bool is_unseen();
+
 struct Fused : torch::autograd::Function<Fused> {
+  static constexpr bool is_traceable = true;  // by compiled autograd: backward() goes to Python then
+
   static Tensor forward(
       AutogradContext* ctx, const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual,
       const Call& call, int64_t keep, bool& done) {
@@ -309,12 +312,11 @@ struct Fused : torch::autograd::Function<Fused> {
     done = found.has_value();
     if (!done) return at::empty({0}, x.options().requires_grad(false));
     const auto& [y, stats, bits] = *found;
-    auto options = c10::make_intrusive<Options>();
-    options->eps = call.eps, options->slope = call.slope, options->code = call.code, options->keep = keep;
-    if (residual) options->residual_dtype = residual->scalar_type();
-    options->wants_residual = residual && residual->requires_grad();
-    options->x_strides = x.strides().vec(), options->y_strides = y.strides().vec();
-    ctx->saved_data["options"] = c10::IValue::make_capsule(std::move(options));
+    const int64_t type = residual ? static_cast<int64_t>(residual->scalar_type()) : -1;
+    std::vector<int64_t> numbers{call.code, keep, residual && residual->requires_grad(), type};
+    for (const auto strides : {x.strides(), y.strides()}) numbers.insert(numbers.end(), strides.begin(), strides.end());
+    ctx->saved_data["numbers"] = std::move(numbers);
+    ctx->saved_data["reals"] = std::vector<double>{call.eps, call.slope};
     ctx->save_for_backward({x, call.gamma, call.beta, keep == RESIDUAL ? call.residual : Tensor(), bits, stats});
     ctx->set_materialize_grads(false);
     return y;
@@ -322,26 +324,33 @@ struct Fused : torch::autograd::Function<Fused> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    const auto capsule = ctx->saved_data["options"].toCapsule();
-    const auto& o = static_cast<const Options&>(*capsule);
+    const auto numbers = ctx->saved_data["numbers"].toIntVector();
+    const auto reals = ctx->saved_data["reals"].toDoubleVector();
+    const auto eps = reals[0], slope = reals[1];
+    const auto code = numbers[0], keep = numbers[1];
+    const bool wants_residual = numbers[2] != 0;
+    const auto residual_dtype =
+        numbers[3] < 0 ? std::nullopt : std::optional<at::ScalarType>(static_cast<at::ScalarType>(numbers[3]));
+    const auto dims = (numbers.size() - 4) / 2;
+    const at::IntArrayRef x_strides(numbers.data() + 4, dims), y_strides(numbers.data() + 4 + dims, dims);
     const auto &dy = grads[0], &x = saved[0], &gamma = saved[1], &beta = saved[2], &residual = saved[3];
     const auto &bits = saved[4], &stats = saved[5];
     if (!dy.defined()) return {Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
     // With nothing after the sum, the residual's gradient is dy itself.
-    const auto written = o.wants_residual && o.keep != NOTHING ? o.residual_dtype : std::nullopt;
+    const auto written = wants_residual && keep != NOTHING ? residual_dtype : std::nullopt;
     std::optional<Four> found;
-    if (!at::GradMode::is_enabled() && x.strides() == at::IntArrayRef(o.x_strides) && dy.key_set() == stats.key_set())
-      found = ::backward({dy, x, residual, bits, stats, o.code, o.slope, written});
+    if (!at::GradMode::is_enabled() && is_unseen() && dy.key_set() == stats.key_set() && x.strides() == x_strides)
+      found = ::backward({dy, x, residual, bits, stats, code, slope, written});
     if (!found) {
       auto d = call_python(
-          python_backward, dy, x, gamma, beta, residual, bits, stats, o.eps, o.code, o.slope, o.residual_dtype,
-          o.wants_residual, at::IntArrayRef(o.x_strides), at::IntArrayRef(o.y_strides));
+          python_backward, dy, x, gamma, beta, residual, bits, stats, eps, code, slope, residual_dtype, wants_residual,
+          x_strides, y_strides);
       return {d[0], d[1], d[2], d[3], Tensor(), Tensor(), Tensor()};
     }
     auto [dx, dgamma, dbeta, dresidual] = *found;
     if (gamma.defined() && gamma.scalar_type() != at::kFloat) dgamma = dgamma.to(gamma.scalar_type());
     if (beta.defined() && beta.scalar_type() != at::kFloat) dbeta = dbeta.to(beta.scalar_type());
-    if (o.wants_residual && !written) dresidual = dy.to(*o.residual_dtype);
+    if (wants_residual && !written) dresidual = dy.to(*residual_dtype);
     return {
         dx, gamma.defined() ? dgamma : Tensor(), beta.defined() ? dbeta : Tensor(), dresidual, Tensor(), Tensor(), Tensor()};
   }
@@ -427,10 +436,12 @@ static Triple fused_kernel(
   return {d[0], d[1], d[2]};
 }
 
-static bool is_differentiable(const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual) {
-  if (!at::GradMode::is_enabled()) return false;
-  return requires_grad(x) || requires_grad(gamma.value_or(Tensor())) || requires_grad(beta.value_or(Tensor())) ||
-      requires_grad(residual.value_or(Tensor()));
+// Whether a call is one of a compiled graph at work: not differentiated, not traced, on real tensors.
+static bool is_final(const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual) {
+  if (!is_unseen() || x.key_set().has(c10::DispatchKey::Python)) return false;
+  if (!at::GradMode::is_enabled()) return true;
+  return !requires_grad(x) && !requires_grad(gamma.value_or(Tensor())) && !requires_grad(beta.value_or(Tensor())) &&
+      !requires_grad(residual.value_or(Tensor()));
 }
 
 // In compiled graphs, which have their gradients inside, autograd's turn ends at once.
@@ -438,7 +449,7 @@ template <bool AUTOGRAD>
 static Triple fused(
     const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual, double eps,
     std::string_view activation, double slope, bool keep_bits) {
-  if (AUTOGRAD && is_differentiable(x, gamma, beta, residual)) {
+  if (AUTOGRAD && !is_final(x, gamma, beta, residual)) {
     const auto d = call_python(python_differentiable, x, gamma, beta, residual, eps, activation, slope, keep_bits);
     return {d[0], d[1], d[2]};
   }
@@ -452,7 +463,7 @@ static Triple fused_(
     const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual, Tensor& mean, Tensor& var,
     Tensor& batches, Tensor& skipped, std::optional<double> momentum, double eps, std::string_view activation,
     double slope, bool keep_bits) {
-  if (AUTOGRAD && is_differentiable(x, gamma, beta, residual)) {
+  if (AUTOGRAD && !is_final(x, gamma, beta, residual)) {
     const auto d = call_python(
         python_differentiable_, x, gamma, beta, residual, mean, var, batches, skipped, momentum, eps, activation, slope,
         keep_bits);
