@@ -65,7 +65,8 @@ def describe(call: Call) -> str:
     if is_compiling():
         return "a CUDA tensor"
     forward, backward = launch.paths(call)
-    return f"fused kernels, forward {forward}, backward {backward} ({schedule.MEANING})"
+    python = "" if extension.unavailable is None else f"; called through Python: {extension.unavailable}"
+    return f"fused kernels, forward {forward}, backward {backward} ({schedule.MEANING}){python}"
 
 
 def train_(call: Call) -> Tensor | None:

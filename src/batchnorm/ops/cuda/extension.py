@@ -26,7 +26,7 @@ NAME = "batchnorm_autograd"
 TORCH = Path(torch.__file__).parent
 
 module: Any = None  # the extension, once it is there
-unavailable: str | None = "it is not needed yet"
+unavailable: str | None = "autograd.cpp is not needed yet"  # why there is none
 _started = Lock()
 _thread: Thread | None = None
 
@@ -67,7 +67,7 @@ def start(configure: Callable[[Any], None]) -> None:
     if found is not None:
         _use(found, configure)
         return
-    unavailable = "it is being compiled"
+    unavailable = "autograd.cpp is being compiled"
     _thread = Thread(target=_build, args=(configure,), name="batchnorm-compile", daemon=True)
     _thread.start()
     atexit.register(_give_up)
