@@ -50,8 +50,6 @@ def call_with(words: Sequence[str], function: Callable[..., Any], prog: str, des
     >>> def shout(word: str, /, times: int = 1) -> str: return word.upper() * times
     >>> call_with(["ha", "--times", "2"], shout, "shout", "")
     'HAHA'
-
-    Beyond the paper: the command line.
     """
     if TYRO is not None:
         config = (OmitArgPrefixes, TYRO.conf.PositionalMetavarFromFieldName)

@@ -33,8 +33,6 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     >>> arguments((torch.zeros(2), "labels"))
     ((tensor([0., 0.]),), {})
-
-    Beyond the paper: a batch as loaders give it.
     """
     if isinstance(batch, Tensor):
         return (batch,), {}
@@ -140,8 +138,6 @@ def tensors_in(tree: Any) -> list[Tensor]:
     >>> from types import SimpleNamespace
     >>> tensors_in({"a": torch.zeros(1), "b": SimpleNamespace(c=torch.ones(1))})
     [tensor([0.]), tensor([1.])]
-
-    Beyond the paper: what a network returns.
     """
     if isinstance(tree, Tensor):
         return [tree]

@@ -32,8 +32,6 @@ class Remote:
     Args:
         make: builds the object in the new process.
         args: its arguments.
-
-    Beyond the paper: processes.
     """
 
     def __init__(self, make: Work, *args: Any) -> None:
@@ -110,10 +108,7 @@ def _portable(error: Exception) -> Exception:
 
 
 class Outcome(NamedTuple):
-    """The result of one job, or the error that it raised.
-
-    Beyond the paper: processes.
-    """
+    """The result of one job, or the error that it raised."""
 
     number: int
     job: tuple[Any, ...]
@@ -134,8 +129,6 @@ def workers(processes: int, *, threads: int | None = None, device_turns: bool = 
         processes: how many; 0 does the work in this process, one job after the other.
         threads: torch's threads in each.
         device_turns: let :func:`device_turn` exclude the other workers.
-
-    Beyond the paper: processes.
     """
     if not processes:
         yield _one_by_one
@@ -219,8 +212,6 @@ def map_on_cores(work: Callable[[Given], Result], jobs: Sequence[Given], process
 
     Raises:
         Exception: the first error that ``work`` raises.
-
-    Beyond the paper: processes.
     """
     processes = min(processes or os.cpu_count() or 1, len(jobs))
     results: dict[int, Result] = {}
@@ -249,10 +240,7 @@ _held = False
 
 @contextmanager
 def device_turn() -> Iterator[None]:
-    """Have the device to oneself among the workers; outside of workers this does nothing.
-
-    Beyond the paper: processes.
-    """
+    """Have the device to oneself among the workers; outside of workers this does nothing."""
     global _held
     if _lock is None or _held:  # a backward pass runs in a thread of its own, and its process has the device already
         yield

@@ -38,10 +38,7 @@ TINY = 1e-12
 
 
 class DifferenceError(ValueError):
-    """Say how two networks differ.
-
-    Beyond the paper: checks.
-    """
+    """Say how two networks differ."""
 
 
 def verify(
@@ -78,8 +75,6 @@ def verify(
 
     Raises:
         ValueError: if the networks differ by more, or if there was nothing to compare.
-
-    Beyond the paper: Alg. 2, l. 11, checked on every network.
     """
     run = _CopyRunner(example, forward, training)
     was = run(old)

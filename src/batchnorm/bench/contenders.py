@@ -19,10 +19,7 @@ from ..train.step import Compile, TrainStep, make_optimizer
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to run the network.
-
-    Beyond the paper: speed.
-    """
+    """One way to run the network."""
 
     name: str
     stock: bool = False
@@ -79,8 +76,6 @@ def chosen(forms: Sequence[N], names: Sequence[str]) -> list[N]:
 
     >>> [form.name for form in chosen(OURS, ["ours: compiled", "ours"])]
     ['ours', 'ours: compiled']
-
-    Beyond the paper: speed.
     """
     known = [form.name for form in forms]
     unknown = [name for name in names if name not in known]
@@ -98,8 +93,6 @@ def with_stock_parts_(net: nn.Module) -> None:
     >>> net = nn.Sequential(BatchNorm2d(4, activation="relu")); with_stock_parts_(net)
     >>> [type(part).__name__ for part in net[0]], type(net[0][0]) is nn.BatchNorm2d
     (['BatchNorm2d', 'ReLU'], True)
-
-    Beyond the paper: what is compared with.
     """
     for parent in list(net.modules()):
         for name, layer in list(parent.named_children()):
@@ -114,10 +107,7 @@ def with_stock_parts_(net: nn.Module) -> None:
 
 
 class Timed:
-    """A contender ready to take steps on one batch of noise.
-
-    Beyond the paper: speed.
-    """
+    """A contender ready to take steps on one batch of noise."""
 
     def __init__(self, contender: Contender, batch: int, size: int, device: torch.device) -> None:
         self.contender, self.batch = contender, batch

@@ -47,10 +47,7 @@ READY = "watched: "  # what a line of the watched program starts with
 
 
 class CountedPass(NamedTuple):
-    """Name one pass over one layer, and say how many launches it makes.
-
-    Beyond the paper: speed.
-    """
+    """Name one pass over one layer, and say how many launches it makes."""
 
     layer: tuple[str, int, int, int]
     layout: str
@@ -100,8 +97,6 @@ def matched(output: str) -> Iterator[dict[str, Any]]:
 
     Raises:
         RuntimeError: if their numbers differ.
-
-    Beyond the paper: speed.
     """
     lines = output.splitlines()
     told = [text.removeprefix(READY) for text in lines if text.startswith(READY)]

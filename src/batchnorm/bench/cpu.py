@@ -39,10 +39,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table.
-
-    Beyond the paper: a shape that networks have.
-    """
+    """One row of the table."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,8 +64,6 @@ class CpuRow:
 
     Torch's ReLU comes in two forms, into new memory and in place. ``ratios`` has ours over each; ``ratio``, which has
     to stay below ``bar``, is that over torch's plain calls.
-
-    Beyond the paper: a line of results/cpu.json.
     """
 
     level: Level
@@ -129,8 +124,6 @@ def cpu(
         seconds: how long each side runs in a turn, at least one pass.
         levels: "layers" compares ours with those of torch.nn and its ReLU, which count their batches too; "functions"
             compares ops.normalize_batch_ with F.batch_norm and F.relu, which do not.
-
-    Beyond the paper: its transform, on the clock.
     """
     at_least(1, threads=threads, rounds=rounds)
     at_least(0, seconds=seconds)
@@ -179,8 +172,6 @@ def measure(case: Case, activation: str, level: Level, rounds: int, seconds: flo
     >>> row = measure(Case("small", (4, 3)), "relu", "functions", rounds=2, seconds=0.0)
     >>> row.torch_ms > 0 and row.ours_ms > 0
     True
-
-    Beyond the paper: one row of the table.
     """
     forms = _torch(case, activation, level)
     sides = [_step(case, forward) for forward in (*forms.values(), _ours(case, activation, level))]
@@ -252,10 +243,7 @@ def _kind(home: object, case: Case) -> type[nn.Module]:
 
 
 class CpuBar(NamedTuple):
-    """One requirement, over the cases it is about.
-
-    Beyond the paper: a line of results/cpu.json.
-    """
+    """One requirement, over the cases it is about."""
 
     level: str
     what: str
@@ -286,8 +274,6 @@ def bar_of(layout: str, shape: Sequence[int], activation: str) -> float:
     (1.0, 1.25)
     >>> bar_of("channels_last", (32, 3, 112, 112), "relu") < 0.34
     True
-
-    Beyond the paper: speed.
     """
     few = layout == "channels_last" and 1 < shape[1] < FEW
     return BARS["few channels"] if few else BARS[activation]
@@ -302,8 +288,6 @@ def bars(rows: Iterable[dict[str, Any]]) -> list[CpuBar]:
     ...     print(bar.line())
     layers: BN+ReLU over two calls, contiguous: worst 0.900 (images float32), to be below 1, 1 of 1 are: reached
     layers: BN+ReLU over BN and ReLU in place: worst 1.100 (images float32), 0 of 1 below 1
-
-    Beyond the paper: speed.
     """
     rows = list(rows)
     found = []

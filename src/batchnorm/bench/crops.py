@@ -28,10 +28,7 @@ from ..train.distributed import device_of
 
 @dataclass(frozen=True)
 class BenchCrops:
-    """Measure crops per second of multi-crop evaluation against the forward pass of the same network.
-
-    Beyond the paper: speed.
-    """
+    """Measure crops per second of multi-crop evaluation against the forward pass of the same network."""
 
     crops: Count = 144
     """crops of each image"""
@@ -64,8 +61,6 @@ def crops(options: BenchCrops) -> dict[str, Any]:
 
     "forward" is the folded appendix network on a batch that lies on the device; "crops" starts from decoded squares in
     the host's memory: copying, cutting, mirroring, normalizing, forward, averaging; "files" starts from JPEG files.
-
-    Beyond the paper: speed.
     """
     check_writable(options.out)
     device = str(device_of(options.device))
@@ -100,10 +95,7 @@ def crops(options: BenchCrops) -> dict[str, Any]:
 
 
 def photographs(folder: Path, count: int) -> Path:
-    """Write JPEG files of photographs' size and detail into an image folder and return it.
-
-    Beyond the paper: speed.
-    """
+    """Write JPEG files of photographs' size and detail into an image folder and return it."""
     image_module, rng = require("PIL.Image", "train"), np.random.default_rng(0)
     (folder / "val" / "all").mkdir(parents=True)
     for k in range(count):

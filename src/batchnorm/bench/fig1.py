@@ -22,10 +22,7 @@ COMMAND = "import sys; from batchnorm.cli import main; sys.exit(main())"
 
 @dataclass(frozen=True)
 class BenchFig1:
-    """Time Figure 1's experiment, both networks, against plain eager PyTorch; whole commands, from start to report.
-
-    Beyond the paper: speed.
-    """
+    """Time Figure 1's experiment, both networks, against plain eager PyTorch; whole commands, from start to report."""
 
     steps: int = 50_000
     """Updates of each network."""
@@ -49,8 +46,6 @@ def fig1(options: BenchFig1) -> dict[str, Any]:
     Both train with autograd and ``torch.optim.SGD``. Eager uses ``torch.nn``'s layer, trains one network after the
     other on torch's default threads, evaluates 50 times and writes nothing. ``reproduce fig1`` uses this library's
     layer on one thread a network, evaluates 71 times, monitors, writes checkpoints, the figure and the report.
-
-    Beyond the paper: speed.
     """
     check_writable(options.out)
     contenders: dict[str, Callable[[int], list[float]]] = {

@@ -25,10 +25,7 @@ def buffers(size: int) -> int:
 
 
 class Stopwatch:
-    """Replay captured calls with the clocks up, and take the median.
-
-    Beyond the paper: how the GPU benchmarks measure.
-    """
+    """Replay captured calls with the clocks up, and take the median."""
 
     def __init__(self, repeats: int = 11) -> None:
         self.repeats = repeats

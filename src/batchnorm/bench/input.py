@@ -88,8 +88,6 @@ def input_rate(
     Raises:
         ValueError: if an option cannot be used.
         RuntimeError: if the two loaders do not give the same pictures.
-
-    Beyond the paper: the input side of training.
     """
     at_least(1, size=size, images=images, rounds=rounds, workers=workers)
     above(0, gpu_rate=gpu_rate)

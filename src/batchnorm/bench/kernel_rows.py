@@ -25,10 +25,7 @@ from ..results import environment
 
 
 class LayerShape(NamedTuple):
-    """A network, a batch size and the shape of one layer's input.
-
-    Beyond the paper: what the benchmarks run over.
-    """
+    """A network, a batch size and the shape of one layer's input."""
 
     network: str
     batch: int

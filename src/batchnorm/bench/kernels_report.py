@@ -31,10 +31,7 @@ STYLES = {
 
 
 class KernelBar(NamedTuple):
-    """One requirement, over the layers it is about.
-
-    Beyond the paper: a line of results/kernels-h200.json.
-    """
+    """One requirement, over the layers it is about."""
 
     layout: str
     op: str
@@ -66,8 +63,6 @@ def bars(rows: Iterable[dict[str, Any]]) -> list[KernelBar]:
     >>> row["us"] = {"batchnorm": [12.0, 18.0], "compile": [30.0, 30.0], "eager": [60.0, 90.0]}
     >>> [(bar.what, round(bar.measured, 2), bar.reached) for bar in bars([row]) if bar.measured is not None][:2]
     [('geometric mean of torch.compile over ours', 2.0, True), ('geometric mean of eager over ours', 5.0, True)]
-
-    Beyond the paper: speed.
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:

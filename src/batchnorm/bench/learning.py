@@ -35,10 +35,7 @@ CROP_AREA = (0.25, 1.0)  # smaller parts of small images show too little
 
 @dataclass(frozen=True)
 class LearningRecipe:
-    """How each run trains.
-
-    Beyond the paper: a converted network learns the same.
-    """
+    """How each run trains."""
 
     data: Path
     network: str
@@ -52,10 +49,7 @@ class LearningRecipe:
 
 @dataclass(frozen=True)
 class LearningRun:
-    """What one run came to: the loss and the validation accuracy after each epoch.
-
-    Beyond the paper: a line of results/same-learning-h200.json.
-    """
+    """What one run came to: the loss and the validation accuracy after each epoch."""
 
     form: str
     seed: int
@@ -124,8 +118,6 @@ def compare(runs: Iterable[LearningRun]) -> dict[str, Any]:
     ...     return LearningRun(form, 0, accuracy, [], [], 0.0)
     >>> compare([run("stock", 0.50), run("stock", 0.54), run("converted", 0.51), run("converted", 0.55)])["same"]
     True
-
-    Beyond the paper: a converted network learns the same.
     """
     found: dict[str, Any] = {}
     for form in FORMS:
@@ -169,8 +161,6 @@ def learning(
 
     Raises:
         ValueError: if an option cannot be used.
-
-    Beyond the paper: a converted network learns the same.
     """
     at_least(1, size=size, epochs=epochs)
     at_least(2, batch=batch)

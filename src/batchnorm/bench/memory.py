@@ -40,10 +40,7 @@ OURS, DRAWN = Contender("ours"), Contender("ours, as drawn", composed_stem=False
 
 @dataclass(frozen=True)
 class StepForm:
-    """One way to take a step.
-
-    Beyond the paper: memory.
-    """
+    """One way to take a step."""
 
     name: str
     contender: Contender
@@ -79,10 +76,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """What was measured for one form: bytes at the peak and after the forward pass, and the peak over stock's.
-
-    Beyond the paper: a line of results/memory-h200.json.
-    """
+    """What was measured for one form: bytes at the peak and after the forward pass, and the peak over stock's."""
 
     name: str
     peak: int
@@ -92,10 +86,7 @@ class PeakMemory:
 
 
 class EagerStep:
-    """A form ready to take steps on one batch of noise.
-
-    Beyond the paper: memory.
-    """
+    """A form ready to take steps on one batch of noise."""
 
     def __init__(self, form: StepForm, batch: int, size: int, device: torch.device) -> None:
         self.form, self.device = form, device
@@ -129,8 +120,6 @@ def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
 
     >>> peak(lambda: torch.ones(1000).neg().neg(), torch.device("cpu"))  # three vectors, never more than two at once
     (8000, 4000)
-
-    Beyond the paper: memory.
     """
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -154,10 +143,7 @@ def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
 
 
 def measure(form: StepForm, batch: int, size: int, device: torch.device) -> PeakMemory:
-    """Build a form, warm it up and take the memory of one forward pass and one step.
-
-    Beyond the paper: memory.
-    """
+    """Build a form, warm it up and take the memory of one forward pass and one step."""
     step = EagerStep(form, batch, size, device)
     loss = float(step())
     step()  # momentum buffers, compiled code and workspaces are there now
@@ -180,8 +166,6 @@ def memory(
     Raises:
         ValueError: if an option cannot be used, or there is no form of a name.
         RuntimeError: if two forms with batch normalization do not compute the same loss.
-
-    Beyond the paper: memory.
     """
     at_least(1, batch=batch)
     at_least(32, size=size)

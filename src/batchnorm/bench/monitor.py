@@ -22,10 +22,7 @@ from ..results import check_writable, environment, write_json
 
 @dataclass(frozen=True)
 class BenchMonitor:
-    """Time an eager training loop of Section 4.1's network with and without a monitor, in turns.
-
-    Beyond the paper: the monitor's price.
-    """
+    """Time an eager training loop of Section 4.1's network with and without a monitor, in turns."""
 
     steps: int = 500
     """Updates in a turn: five records at the default every=100."""
@@ -39,10 +36,7 @@ class BenchMonitor:
 
 
 def monitor(options: BenchMonitor) -> dict[str, Any]:
-    """Run the contenders in turns, write the result file and return what is in it.
-
-    Beyond the paper: the monitor's price.
-    """
+    """Run the contenders in turns, write the result file and return what is in it."""
     check_writable(options.out)
     data = mnist()
     net = perceptron(seed=0)

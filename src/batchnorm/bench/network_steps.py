@@ -37,10 +37,7 @@ NARROW = 0.01  # stop at a 95% interval of the median +-1%
 
 @dataclass(frozen=True)
 class Settings:
-    """What is the same for all rows.
-
-    Beyond the paper: speed.
-    """
+    """What is the same for all rows."""
 
     device: str
     size: int
@@ -100,10 +97,7 @@ def convert_pair(name: str, settings: Settings) -> Pair:
 
 
 class Step:
-    """Training steps on one batch: forward, loss, backward, SGD with momentum.
-
-    Beyond the paper: speed.
-    """
+    """Training steps on one batch: forward, loss, backward, SGD with momentum."""
 
     def __init__(self, net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
@@ -129,10 +123,7 @@ class Step:
 
 
 class GraphedStep:
-    """A step that has warmed up, captured whole as one CUDA graph.
-
-    Beyond the paper: speed.
-    """
+    """A step that has warmed up, captured whole as one CUDA graph."""
 
     def __init__(self, step: Step) -> None:
         self.graph = torch.cuda.CUDAGraph()
@@ -215,8 +206,6 @@ def loss_problem(stock: Sequence[float], ours: Sequence[float], compiled: bool =
 
     >>> loss_problem([6.9, 6.8], [6.91, 6.75]), loss_problem([6.9, 6.8], [6.9, math.nan])
     (None, 'the loss of step 2 is nan and stock computes 6.8: not timed')
-
-    Beyond the paper: a fast wrong answer is not fast.
     """
     for k, (a, b) in enumerate(zip(stock, ours, strict=True), 1):
         if not abs(a - b) <= (FIRST_TOLERANCE if k == 1 and not compiled else LOSS_TOLERANCE) * abs(a):
@@ -232,8 +221,6 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
     >>> median_interval([5, 1, 2, 4, 3, 6])
     (3.5, 1, 6)
-
-    Beyond the paper: speed.
     """
     ordered, n = sorted(values), len(values)
     k, below = 0, 1.0  # P(Binomial < k + 1), times 2^n

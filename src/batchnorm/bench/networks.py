@@ -64,8 +64,6 @@ def bars(rows: Iterable[Row], device: str) -> list[Bar]:
     ...     print(bar.line())
     time over stock's, geometric mean: 0.800, at most 0.9, 1 rows: reached
     time over stock's, worst: 0.800, at most 1, 1 rows: reached
-
-    Beyond the paper: speed.
     """
     good = [row for row in rows if "failed" not in row]
     if device == "cpu":
@@ -314,8 +312,6 @@ def networks(
 
     Raises:
         ValueError: if an option cannot be used, or the file is of another machine.
-
-    Beyond the paper: speed.
     """
     end = time.monotonic() + 60 * minutes
     if device == "auto":

@@ -32,10 +32,7 @@ LOSS_TOLERANCE = 0.02  # relative, at bfloat16
 
 @dataclass(frozen=True)
 class StepTime:
-    """What was measured for one contender at one batch size; ``over_stock`` is a median of ratios within rounds.
-
-    Beyond the paper: a line of results/train.json.
-    """
+    """What was measured for one contender at one batch size; ``over_stock`` is a median of ratios within rounds."""
 
     name: str
     batch: int
@@ -46,10 +43,7 @@ class StepTime:
 
 
 def measure(ready: Mapping[str, Remote], batch: int, rounds: int) -> list[StepTime]:
-    """Time contenders in turns; the first is stock, the second stock with a composed stem.
-
-    Beyond the paper: speed.
-    """
+    """Time contenders in turns; the first is stock, the second stock with a composed stem."""
     steps = max(5, 2000 // batch)
     table = [[contender.call("seconds", steps) for contender in ready.values()] for _ in range(rounds)]
     found = []
@@ -65,8 +59,6 @@ def check_same_function(losses: dict[str, float]) -> None:
 
     Raises:
         RuntimeError: with the losses.
-
-    Beyond the paper: a fast wrong answer is not fast.
     """
     expected = next(iter(losses.values()))
     if any(not abs(loss - expected) <= LOSS_TOLERANCE * abs(expected) for loss in losses.values()):
@@ -93,8 +85,6 @@ def train(
 
     Raises:
         ValueError: if an option cannot be used, or there is no GPU or no form of a name.
-
-    Beyond the paper: speed.
     """
     at_least(1, batches=tuple(batches), rounds=rounds)
     at_least(32, size=size)

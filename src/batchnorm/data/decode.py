@@ -42,8 +42,6 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
 
     Raises:
         CorruptImageError: with the decoder's reason.
-
-    Beyond the paper: the input pipeline.
     """
     size = out.shape[0]
     try:
@@ -66,8 +64,6 @@ def crop_image(image: Image | Tensor, choose: Choose, out: Tensor) -> None:
 
     Raises:
         CorruptImageError: if Pillow cannot decode the image.
-
-    Beyond the paper: the input pipeline.
     """
     if isinstance(image, Tensor):
         height, width = image.shape[1:]

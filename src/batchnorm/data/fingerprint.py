@@ -21,8 +21,6 @@ def check_same_data(data: dict[str, dict[str, Any]]) -> None:
     Traceback (most recent call last):
         ...
     ValueError: a and b are of different data (train 3 and 4); keep them in folders of their own
-
-    Beyond the paper: results are not mixed.
     """
     (first, expected), *rest = data.items() if data else [("", {})]
     for name, found in rest:
@@ -39,8 +37,6 @@ def describe_data(path: Path, splits: Sequence[str] = ("train", "val")) -> dict[
 
     Raises:
         FileNotFoundError: if there is none.
-
-    Beyond the paper: results are not mixed.
     """
     sources = {split: open_source(path, split) for split in splits}
     digest = hashlib.sha256()

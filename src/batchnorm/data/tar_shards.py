@@ -30,8 +30,6 @@ class TarSource:
     """Read the images of one split of tar shards: ``SPLIT-*.tar`` with ``key.jpg|jpeg|webp|png`` and ``key.cls``.
 
     Class names are the lines of ``classes.txt`` beside the shards, or the labels themselves if there is none.
-
-    Beyond the paper: WebDataset's layout.
     """
 
     root: Path
@@ -80,8 +78,6 @@ def classes_text(classes: Sequence[str]) -> bytes:
 
     Raises:
         ValueError: if a name has a line break, which would move all names after it to other labels.
-
-    Beyond the paper: WebDataset's layout.
     """
     for name in classes:
         if "\n" in name or "\r" in name:
@@ -94,8 +90,6 @@ def read_classes(path: Path) -> tuple[str, ...]:
 
     Raises:
         ValueError: if it names more classes than there can be.
-
-    Beyond the paper: WebDataset's layout.
     """
     classes = tuple(path.read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n").split("\n"))
     if len(classes) > MAX_CLASSES:
@@ -209,8 +203,6 @@ def scan(shard: Path) -> Iterator[ShardImage]:
 
     Raises:
         ValueError: if it is no whole tar file, or an example lacks its image or its label.
-
-    Beyond the paper: WebDataset's layout.
     """
     images: dict[str, ShardImage] = {}
     labels: dict[str, int] = {}

@@ -36,8 +36,6 @@ class Variant:
     """Hold one traced path through a forward: when it applies, and its code.
 
     ``scope`` holds the names that the code uses: ("import", module, name) or ("value", value).
-
-    Beyond the paper: z = g(BN(Wu) + residual) as one call.
     """
 
     conditions: tuple[str, ...]

@@ -36,10 +36,7 @@ NEW |= {torch.conv1d, torch.conv2d, torch.conv3d, torch.batch_norm, F.batch_norm
 
 
 class Fusion(NamedTuple):
-    """Hold what one call of a batch normalization takes in.
-
-    Beyond the paper: z = g(BN(Wu) + residual) as one call.
-    """
+    """Hold what one call of a batch normalization takes in."""
 
     path: str
     """The layer's, below the module whose forward was traced."""
@@ -124,8 +121,6 @@ class Matcher:
         is_norm: whether a node is a batch normalization that can take in what follows it; its first argument is x.
         fits: whether a batch normalization can take in a residual. The default leaves that to the fused call.
         depth: how deep in opened children a batch normalization is called; the least deep of two summands is fused.
-
-    Beyond the paper: z = g(BN(Wu) + residual) as one call.
     """
 
     def __init__(

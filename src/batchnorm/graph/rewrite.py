@@ -47,8 +47,6 @@ def rewrite_(net: nn.Module, calls: dict[bool, dict[str, Any]], is_norm: IsNorm)
         calls: by mode (training or not), what :func:`arguments_in` found.
         is_norm: whether a module is a batch normalization that takes ``residual=`` and ``activation=`` now. It is
             asked again before every call, so it must be a function that can be imported.
-
-    Beyond the paper: z = g(BN(Wu) + residual) as one call.
     """
     found: dict[str, dict[bool, Variant]] = {}
     done: dict[str, Rewritten] = {}

@@ -15,10 +15,7 @@ from .records import Percentiles, Record
 
 
 class Sink(Protocol):
-    """Take records as they come.
-
-    Beyond the paper: storing a run.
-    """
+    """Take records as they come."""
 
     def write(self, record: Record) -> None:
         """Write one record."""

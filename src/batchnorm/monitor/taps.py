@@ -43,8 +43,6 @@ class Taps:
     A nonlinearity's z is its input; a batch normalization's z is its output before any fused nonlinearity, computed
     again without it. x is the input of the batch normalization whose output z is, else z. A layer's second call in one
     pass is reported as ``name#2``.
-
-    Beyond the paper: reads any network.
     """
 
     def __init__(self, net: nn.Module, names: Iterable[str], seen: Seen) -> None:

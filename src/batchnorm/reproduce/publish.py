@@ -22,10 +22,7 @@ BLUE, ORANGE, GREEN, GREY = "#2a6fc9", "#d9622b", "#14835b", "#8b8a84"
 
 @dataclass(frozen=True)
 class Experiment:
-    """The options that all commands for a claim have; a command has the name of its class.
-
-    Beyond the paper: how results are kept.
-    """
+    """The options that all commands for a claim have; a command has the name of its class."""
 
     processes: int | None = None
     """Processes; by default one per core."""
@@ -65,8 +62,6 @@ def publish(
 
     Raises:
         MissingExtraError: if matplotlib is not installed.
-
-    Beyond the paper: how results are kept.
     """
     name, out = options.name, options.out
     given = {key: value for key, value in asdict(options).items() if key != "out"}

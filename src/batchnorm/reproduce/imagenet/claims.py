@@ -79,8 +79,6 @@ def decide(holds: Iterable[bool]) -> str:
 
     >>> decide([True, True]), decide([False, False]), decide([True, False]), decide([])
     ('confirmed', 'refuted', 'not resolved', 'not yet run')
-
-    Beyond the paper: more than one seed.
     """
     seen = set(holds)
     if not seen:

@@ -53,10 +53,7 @@ class Seeds:
 
 
 def seeds_of(finished: Mapping[str, Finished], group: str, variant: str, **changed: Any) -> Seeds:
-    """Return the runs of a group that derive from a variant and have these fields in their recipe.
-
-    Beyond the paper: more than one seed.
-    """
+    """Return the runs of a group that derive from a variant and have these fields in their recipe."""
     return Seeds(
         tuple(
             one
@@ -69,10 +66,7 @@ def seeds_of(finished: Mapping[str, Finished], group: str, variant: str, **chang
 
 
 def unchanged_seeds_of(finished: Mapping[str, Finished], group: str, variant: str) -> Seeds:
-    """Return the runs of a group in which nothing of a variant but the seed is changed.
-
-    Beyond the paper: more than one seed.
-    """
+    """Return the runs of a group in which nothing of a variant but the seed is changed."""
     return Seeds(tuple(one for one in seeds_of(finished, group, variant).runs if set(one.run.changed) <= {"seed"}))
 
 
@@ -85,10 +79,7 @@ def network_of(finished: Mapping[str, Finished], variant: str) -> Seeds:
 
 
 def unnormalized(finished: Mapping[str, Finished]) -> dict[str, Seeds]:
-    """Return Figure 2's networks without batch normalization by names that say what is changed in them.
-
-    Beyond the paper: baselines at rates of their own, and both initializations.
-    """
+    """Return Figure 2's networks without batch normalization by names that say what is changed in them."""
     networks: dict[str, list[Finished]] = {}
     for one in finished.values():
         recipe = one.run.recipe
@@ -100,10 +91,7 @@ def unnormalized(finished: Mapping[str, Finished]) -> dict[str, Seeds]:
 
 
 def tuned_baseline(finished: Mapping[str, Finished]) -> tuple[str, Seeds] | None:
-    """Return the unnormalized network of Figure 2 with the highest accuracy, and its name.
-
-    Beyond the paper: a baseline at a rate of its own.
-    """
+    """Return the unnormalized network of Figure 2 with the highest accuracy, and its name."""
     networks = {
         k: seeds for k, seeds in unnormalized(finished).items() if seeds.runs[0].run.recipe.activation == "relu"
     }
@@ -162,8 +150,6 @@ def end_slope(curve: Curve) -> float | None:
 
     >>> end_slope([(s, 0.5 + 0.001 * s) for s in range(0, 101, 5)])
     0.025
-
-    Beyond the paper: whether the run is long enough.
     """
     last = [(step, value) for step, value in curve if step >= 0.75 * curve[-1][0]]
     if len(last) < 2:
@@ -200,8 +186,6 @@ def noise(values: Sequence[float]) -> float | None:
 
     >>> round(noise([0.48, 0.50, 0.52]), 4)
     0.0993
-
-    Beyond the paper: what a difference must exceed.
     """
     n = len(values)
     if n < 2:

@@ -25,10 +25,7 @@ SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)
 
 
 class Section(NamedTuple):
-    """A table with a heading and a text above it; the first row is the header.
-
-    Beyond the paper: how results are shown.
-    """
+    """A table with a heading and a text above it; the first row is the header."""
 
     heading: str
     text: str
@@ -46,8 +43,6 @@ def markdown(parts: Sequence[Section]) -> str:
     | a | b |
     |---|---|
     | 1 | 2 |
-
-    Beyond the paper: how results are shown.
     """
     blocks = []
     for part in parts:
@@ -145,10 +140,7 @@ def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
 
 
 def on_the_way(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate steps to shares of the baseline's best accuracy, and how many times fewer than the baseline's.
-
-    Beyond the paper: how much of a ratio is the flat end of the baseline's curve.
-    """
+    """Tabulate steps to shares of the baseline's best accuracy, and how many times fewer than the baseline's."""
     inception = network_of(finished, "inception").curve
     top = best(inception)
     networks = {name: curve for name in PAPER if (curve := network_of(finished, name).curve)}
@@ -193,10 +185,7 @@ def failures(finished: Mapping[str, Finished]) -> Section:
 
 
 def ran(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate what ran where and how fast.
-
-    Beyond the paper: provenance.
-    """
+    """Tabulate what ran where and how fast."""
     rows = [["run", "steps", "seconds", "steps/s", "on", "torch", "commit"]]
     for name, one in finished.items():
         env = one.environment

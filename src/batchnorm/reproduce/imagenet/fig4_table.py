@@ -174,10 +174,7 @@ def alone(results: Mapping[str, Mapping[str, Any]]) -> list[ErrorRow]:
 
 
 def notes(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return notes on images that were enlarged or left out.
-
-    Beyond the paper: images as they come.
-    """
+    """Return notes on images that were enlarged or left out."""
     first = next((one for result in results.values() for one in result["crops"].values()), None)
     if first is None:
         return []

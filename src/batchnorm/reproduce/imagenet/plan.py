@@ -81,8 +81,6 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None) -> Plan
     0.003
     >>> len(read_plan("fig4").runs)
     6
-
-    Beyond the paper: declared before the runs.
     """
     file = path or files(__package__).joinpath(f"{figure}.toml")
     where, text = str(file), file.read_bytes()
@@ -155,8 +153,6 @@ def differing(there: Recipe, here: Recipe) -> list[str]:
 
     >>> differing(Recipe(), Recipe(rate=0.1))
     ['rate is 0.0015 and 0.1']
-
-    Beyond the paper: results are not mixed.
     """
     pairs = {field.name: (getattr(there, field.name), getattr(here, field.name)) for field in fields(Recipe)}
     return [f"{name} is {first} and {second}" for name, (first, second) in pairs.items() if first != second]

@@ -72,10 +72,7 @@ class Finished:
 
 
 class RunFiles(NamedTuple):
-    """A run's result file, and the folder that it is trained in.
-
-    Beyond the paper: resuming.
-    """
+    """A run's result file, and the folder that it is trained in."""
 
     run: PlannedRun
     results: Path
@@ -192,8 +189,6 @@ def read_result(path: Path, keys: Sequence[str]) -> dict[str, Any]:
 
     Raises:
         ValueError: naming the file, if it is not a JSON object with these keys.
-
-    Beyond the paper: results are not mixed.
     """
     try:
         content = dict(json.loads(path.read_text()))
@@ -210,8 +205,6 @@ def read_all(plan: Plan, results: Path, out: Path) -> dict[str, Finished]:
 
     Raises:
         ValueError: if a file is of another plan, or two are of different data.
-
-    Beyond the paper: results are not mixed.
     """
     found = {run.name: RunFiles(run, results, out).read() for run in plan.runs}
     finished = {name: one for name, one in found.items() if one is not None}

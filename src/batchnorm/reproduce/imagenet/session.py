@@ -34,10 +34,7 @@ FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 
 @dataclass(frozen=True)
 class Session:
-    """Options of one session of a plan's runs.
-
-    Beyond the paper: resuming.
-    """
+    """Options of one session of a plan's runs."""
 
     data: Path | None = None
     """Folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar; none trains nothing."""
@@ -176,8 +173,6 @@ def shared_gpu(processes: int) -> Iterator[bool]:
     """Set the child processes' environment so that they share a GPU; yield whether the sharing service runs.
 
     A service that is already there is left as it is.
-
-    Beyond the paper: one GPU has room for several.
     """
     if processes < 2:
         yield False

@@ -133,8 +133,6 @@ def check_config(folder: Path, setting: Setting, *, resume: bool) -> dict[str, A
 
     Raises:
         ValueError: if that run has other options: a new run would overwrite it.
-
-    Beyond the paper: resuming.
     """
     if not (folder / "checkpoint.pt").exists():
         return {}

@@ -132,10 +132,7 @@ def digits() -> MNIST:
 
 
 def held_out(count: int = 5000) -> MNIST:
-    """Return the training digits without the last ``count``, and these in place of the test digits.
-
-    Beyond the paper: a rate chosen on the test digits would have an unfair advantage.
-    """
+    """Return the training digits without the last ``count``, and these in place of the test digits."""
     images, labels = digits().train
     return MNIST(Digits(images[:-count], labels[:-count]), Digits(images[-count:], labels[-count:]))
 
