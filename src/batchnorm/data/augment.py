@@ -164,8 +164,6 @@ class Distortions:
     >>> maps = distortions(torch.full((1, 7), 0.5), torch.zeros(1, 3))  # factors of 1, no noise
     >>> (maps[0, 0] * 255).round().int().tolist()  # red is 4 x / 255 - 2
     [4, 0, 0, 0, 0, 0, -170]
-
-    Paper: Sec. 4.2.1, "Reduce the photometric distortions"
     """
 
     def __init__(self, strength: Strength, mean: tuple[float, float, float], std: tuple[float, float, float]) -> None:

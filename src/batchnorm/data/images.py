@@ -28,13 +28,7 @@ class ImageBatches:
     """
 
     def __init__(
-        self,
-        source: ImageSource,
-        order: Order,
-        crop: Crop,
-        size: int,
-        load: Prefetcher | DeviceCache,
-        max_corrupt: int,
+        self, source: ImageSource, order: Order, crop: Crop, size: int, load: Prefetcher | DeviceCache, max_corrupt: int
     ) -> None:
         self.order = order
         self.size = size

@@ -15,16 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from .. import network_call
 from ..network_copy import isolated, private_copy
 from ..ops.activation import from_module
-from .generated import (
-    Unwatchable,
-    Variant,
-    by_name,
-    freeze,
-    generated_class,
-    is_rewritten,
-    original_kind,
-    pattern_of,
-)
+from .generated import Unwatchable, Variant, by_name, freeze, generated_class, is_rewritten, original_kind, pattern_of
 from .kinds import has_hooks
 from .patterns import Fusion, Match, Matcher, fuse_modules_, may_write_its_input
 from .symbolic import Spies, Traced, Untraceable, trace_forward

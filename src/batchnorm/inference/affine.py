@@ -53,8 +53,6 @@ def map_of(layer: TorchBatchNorm) -> Map:
     >>> layer = nn.BatchNorm1d(1, eps=0.0); _ = layer.running_var.fill_(4.0); _ = layer.running_mean.fill_(6.0)
     >>> map_of(layer)
     Map(scale=tensor([0.5000], dtype=torch.float64), shift=tensor([-3.], dtype=torch.float64))
-
-    Paper: Alg. 2, l. 11
     """
     assert layer.running_mean is not None and layer.running_var is not None  # noqa: PT018
     mean, var = _wide(layer.running_mean), _wide(layer.running_var)
@@ -123,8 +121,6 @@ class FixedAffine(nn.Module):
     >>> FixedAffine(torch.tensor([2.0]), torch.tensor([-1.0]), Activation("relu"))(torch.tensor([[0.0], [3.0]]))
     tensor([[0.],
             [5.]])
-
-    Paper: Alg. 2, l. 11
     """
 
     scale: Tensor | None

@@ -213,10 +213,7 @@ def _verify(
 def _substitutes(
     net: nn.Module, graph: Graph, plan: FoldPlan, fused: dict[nn.Module, nn.Module]
 ) -> dict[nn.Module, nn.Module]:
-    """Return what replaces each batch normalization and each activation that goes into one.
-
-    Paper: Alg. 2, l. 11
-    """
+    """Return what replaces each batch normalization and each activation that goes into one."""
     new: dict[nn.Module, nn.Module] = {}
     for layer in plan.gone:
         activation = _activation_of(layer)

@@ -130,10 +130,7 @@ def _norm(place: Place, per_activation: bool) -> BatchNorm:
 
 
 def _set_identity(
-    net: nn.Module,
-    norms: dict[Place, BatchNorm],
-    batches: Iterable[Any],
-    forward: network_call.Forward | None,
+    net: nn.Module, norms: dict[Place, BatchNorm], batches: Iterable[Any], forward: network_call.Forward | None
 ) -> None:
     """Set gamma = sqrt(Var[x] + eps) and beta = E[x], and the running statistics to those of x without its bias.
 

@@ -107,8 +107,6 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
 
     >>> mean_curve([[(1, 0.25), (2, 0.5)], [(1, 0.75), (3, 0.5)]])
     [(1, 0.5)]
-
-    Paper: Fig. 2
     """
     if not curves:
         return []
@@ -126,8 +124,6 @@ def best(curve: Curve) -> tuple[int, float] | None:
 
     >>> best([(1, 0.5), (2, 0.75), (3, 0.75)])
     (2, 0.75)
-
-    Paper: Fig. 3
     """
     return max(curve, key=lambda point: (point[1], -point[0]), default=None)
 
@@ -159,10 +155,7 @@ def end_slope(curve: Curve) -> float | None:
 
 
 def at(curve: Curve, step: float) -> tuple[int, float] | None:
-    """Return the first point at or after a step.
-
-    Paper: Fig. 2
-    """
+    """Return the first point at or after a step."""
     return next((point for point in curve if point[0] >= step), None)
 
 

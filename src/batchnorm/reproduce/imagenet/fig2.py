@@ -49,8 +49,6 @@ def fig2(options: Fig2) -> Path:
         ValueError: if a result is of another plan or of other data, or no run may train.
         JobsFailedError: if a run failed.
         KeyboardInterrupt: if the runs were stopped before their end.
-
-    Paper: Sec. 4.2.1, 4.2.2; Figs. 2, 3
     """
     options.check()
     plan = read_plan("fig2", options.plan)
@@ -72,10 +70,7 @@ def _missing(options: Fig2, plan: Plan) -> list[Training]:
 
 
 def publish(plan: Plan, finished: Mapping[str, Finished], out: Path) -> Path:
-    """Write ``fig2.json``, ``fig2.md``, ``report.html`` and the pictures, print the table and return its path.
-
-    Paper: Figs. 2, 3
-    """
+    """Write ``fig2.json``, ``fig2.md``, ``report.html`` and the pictures, print the table and return its path."""
     parts = sections(plan, finished)
     write_json(out / "fig2.json", summary(plan, finished))
     table = out / "fig2.md"
@@ -95,10 +90,7 @@ def publish(plan: Plan, finished: Mapping[str, Finished], out: Path) -> Path:
 
 
 def summary(plan: Plan, finished: Mapping[str, Finished]) -> dict[str, Any]:
-    """Return what was found, for README's table and for other programs.
-
-    Paper: Figs. 2, 3
-    """
+    """Return what was found, for README's table and for other programs."""
     inception, tuned = network_of(finished, "inception"), tuned_baseline(finished)
     networks: dict[str, Any] = {}
     for variant in PAPER:

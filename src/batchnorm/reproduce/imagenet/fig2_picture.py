@@ -85,10 +85,7 @@ def _curves(axis: Any, finished: Mapping[str, Finished]) -> None:
 
 
 def drawn(finished: Mapping[str, Finished]) -> dict[str, tuple[Seeds, str, Any]]:
-    """Return the networks of Figure 2 by name, with colour and line: the paper's, and the best unnormalized one.
-
-    Paper: Fig. 2
-    """
+    """Return the networks of Figure 2 by name, with colour and line: the paper's, and the best unnormalized one."""
     found: dict[str, tuple[Seeds, str, Any]] = {
         name: (network_of(finished, variant), tint, style) for variant, (tint, style, name) in LINES.items()
     }

@@ -46,8 +46,6 @@ def fig4(options: Fig4) -> Path:
         ValueError: if a result is of another plan or of other data, or runs and data do not fit.
         JobsFailedError: if a member failed.
         KeyboardInterrupt: if the members were stopped before their end.
-
-    Paper: Sec. 4.2.3; Fig. 4
     """
     _check(options)
     options.check()
@@ -104,8 +102,6 @@ def publish(members: Sequence[MemberFiles], out: Path) -> Path:
 
     Raises:
         ValueError: if two members were evaluated on different images.
-
-    Paper: Fig. 4
     """
     missing = {files.name: why for files in members if (why := files.missing()) is not None}
     told = {files.name: files.read() for files in members if files.result.is_file()}

@@ -39,10 +39,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs in their order, and how they are logged.
-
-    Paper: Sec. 4.2
-    """
+    """The runs in their order, and how they are logged."""
 
     runs: tuple[PlannedRun, ...]
     log_every: int

@@ -218,8 +218,6 @@ def curve(records: Sequence[dict[str, Any]]) -> list[Point]:
     >>> lines = [{"step": 1, "loss": 2.0, "train_top1": 0.2}, {"step": 2, "loss": 1.0, "train_top1": 0.4}]
     >>> curve([*lines, {"step": 2, "val_top1": 0.3, "val_top5": 0.6}])
     [Point(step=2, val_top1=0.3, val_top5=0.6, train_loss=1.5, train_top1=0.30000000000000004)]
-
-    Paper: Fig. 2
     """
     points, loss, right = [], [], []
     for record in records:

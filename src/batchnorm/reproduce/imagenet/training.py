@@ -116,8 +116,6 @@ class TakenMember:
         data: what :func:`describe_data` says of the data.
         batch_size: crops that the network takes at a time.
         folder: for the log.
-
-    Paper: Sec. 4.2.3
     """
 
     saved: SavedRun
@@ -151,8 +149,6 @@ def evaluate(saved: SavedRun, member: MemberFiles, session: Session, batch_size:
 
     Raises:
         ValueError: if the run and the data do not fit, or the run has not ended.
-
-    Paper: Sec. 4.2.3
     """
     runs, found, scores = {member.name: saved}, dict[int, Predictions](), dict[str, Any]()
     with ranks(session.device) as here:

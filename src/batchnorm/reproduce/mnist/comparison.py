@@ -43,10 +43,7 @@ class Comparison(Experiment):
 
 
 def comparison(options: Comparison) -> dict[str, Any]:
-    """Run the sweep and the comparison, and write their result.
-
-    Paper: Sec. 4.1; Fig. 1 a
-    """
+    """Run the sweep and the comparison, and write their result."""
     sweep = _sweep(options)
     best = {kind: max(options.rates, key=lambda rate: _mean(sweep[kind, rate])[-1]) for kind in (False, True)}
     pairs = {(kind, rate) for kind in (False, True) for rate in (best[kind], options.equal_rate)}

@@ -67,8 +67,6 @@ def fig1(options: Fig1) -> Path:
         OSError: if a folder cannot be made.
         ValueError: if a folder holds a run of other options.
         JobsFailedError: if a network's process failed.
-
-    Paper: Sec. 4.1; Fig. 1
     """
     check_writable(options.out / "result.json")
     if not _train(options):

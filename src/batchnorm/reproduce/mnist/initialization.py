@@ -35,10 +35,7 @@ class Init(Experiment):
 
 
 def init(options: Init) -> dict[str, Any]:
-    """Run the experiment and write its result.
-
-    Paper: Abstract, "be less careful about initialization"; Sec. 3.3
-    """
+    """Run the experiment and write its result."""
     jobs = [
         Setting(kind, options.steps, options.rate, std, seed=seed)
         for kind in (False, True)
@@ -49,13 +46,7 @@ def init(options: Init) -> dict[str, Any]:
     for setting, final in zip(jobs, options.run(_final, jobs), strict=True):
         results.setdefault((setting.batch_norm, setting.std), []).append(final)
     rows: list[dict[str, Any]] = [
-        {
-            "network": label(kind),
-            "std": std,
-            "mean": mean(runs),
-            "spread": spread(runs),
-            "runs": runs,
-        }
+        {"network": label(kind), "std": std, "mean": mean(runs), "spread": spread(runs), "runs": runs}
         for (kind, std), runs in results.items()
     ]
     claim = "Batch Normalization allows us to be less careful about initialization."

@@ -59,10 +59,7 @@ class HiddenLayer(NamedTuple):
 
 
 def jacobian(options: Jacobian) -> dict[str, Any]:
-    """Run the experiment and write its result.
-
-    Paper: Sec. 3.3, layer Jacobians
-    """
+    """Run the experiment and write its result."""
     settings = [Setting(kind, options.steps, options.rate, options.std, seed=options.seed) for kind in (False, True)]
     results = options.run(_measure, [(s, options.examples) for s in settings])
     rows = [

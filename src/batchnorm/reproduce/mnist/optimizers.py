@@ -51,10 +51,7 @@ class Optimizers(Experiment):
 
 
 def optimizers(options: Optimizers) -> dict[str, Any]:
-    """Run the experiment and write its result.
-
-    Paper: Sec. 3.1
-    """
+    """Run the experiment and write its result."""
     jobs = []
     for name in OPTIMIZERS:
         full = name == "batch gradient descent"

@@ -89,10 +89,7 @@ def _verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
 
 
 def build(where: Where, nonlinearity: str, std: float, seed: int) -> nn.Sequential:
-    """Build Section 4.1's network with z = g(BN(Wu)), or with z = BN(g(Wu + b)).
-
-    Paper: Sec. 3.2; Sec. 5
-    """
+    """Build Section 4.1's network with z = g(BN(Wu)), or with z = BN(g(Wu + b))."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for name, layer in perceptron(batch_norm=where == "before", std=std, seed=seed).named_children():
         if isinstance(layer, nn.Sigmoid):
@@ -138,8 +135,6 @@ def shape(v: Tensor) -> dict[str, float]:
     Skewness E[c^3] / s^3 and excess kurtosis E[c^4] / s^4 - 3 with c = v - E[v] are a unit's over examples, as the
     mean of their absolute and plain values over units. Sparsity is Hoyer's, (sqrt(K) - |v|_1 / |v|_2) / (sqrt(K) - 1)
     of an example's K units: 0 if all are equal, 1 if only one is not zero; about 0.2 for a Gaussian.
-
-    Paper: Sec. 3.2; Sec. 5
     """
     c = v - v.mean(0)
     s = c.square().mean(0).sqrt()

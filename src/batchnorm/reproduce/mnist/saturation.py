@@ -46,10 +46,7 @@ class Saturation(Experiment):
 
 
 def saturation(options: Saturation) -> dict[str, Any]:
-    """Run the experiment and write its result.
-
-    Paper: Sec. 1, saturated regime
-    """
+    """Run the experiment and write its result."""
     marks = [0, *evenly(options.steps, options.points)]
     settings = [
         Setting(kind, options.steps, options.rate, std, seed=options.seed)

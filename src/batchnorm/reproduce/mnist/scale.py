@@ -47,10 +47,7 @@ class Scale(Experiment):
 
 
 def scale(options: Scale) -> dict[str, Any]:
-    """Run the experiment and write its result.
-
-    Paper: Sec. 3.3
-    """
+    """Run the experiment and write its result."""
     marks = evenly(options.steps, options.points)
     settings = [
         Setting(kind, options.steps, rate, options.std, seed=options.seed)
@@ -76,8 +73,6 @@ def identity_gaps(u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: f
     |BN(aWu) - BN(Wu)| <= |gamma x_hat| eps |1 - 1/a^2| / (sigma^2 + eps/a^2), element by element; "output" is the
     largest ratio of the two sides, at most 1. "du" and "dW" are relative distances of
     the gradients under one fixed random cotangent.
-
-    Paper: Sec. 3.3
     """
     values = [_forward_and_gradients(u, factor * weight, gamma, beta, eps) for factor in (1.0, a)]
     (one, du, dw), (other, du_a, dw_a) = values

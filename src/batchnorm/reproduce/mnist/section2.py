@@ -53,10 +53,7 @@ class Section2(Experiment):
 
 
 def section2(options: Section2) -> dict[str, Any]:
-    """Run both experiments and write their result.
-
-    Paper: Sec. 2
-    """
+    """Run both experiments and write their result."""
     marks = evenly(options.steps, 20)
     jobs = [
         (variant, Setting(True, options.steps, rate, options.std, seed=options.seed), marks)
@@ -91,8 +88,6 @@ def train_bias(data: Digits, steps: int, rate: float, seed: int, *, through: boo
 
     u is a first layer's Wu over all the data, and x_hat goes through fixed sigmoids and a fixed linear layer to the
     cross-entropy. ``through`` says whether the gradient sees that E depends on b.
-
-    Paper: Sec. 2
     """
     net = perceptron(batch_norm=False, widths=(100,), std=0.1, seed=seed).double()
     u = net.linear1(data.images.double()).detach()  # type: ignore[operator]
@@ -132,10 +127,7 @@ class OutsideTheGradient(nn.Module):
 
 
 def build(variant: str, std: float, seed: int) -> nn.Sequential:
-    """Build Section 4.1's network with a bias b before each normalization, of the given variant.
-
-    Paper: Sec. 2
-    """
+    """Build Section 4.1's network with a bias b before each normalization, of the given variant."""
     plain = perceptron(batch_norm=False, std=std, seed=seed)
     layers: list[nn.Module] = []
     for layer in plain:

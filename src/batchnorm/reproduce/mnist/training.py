@@ -51,8 +51,6 @@ def order(setting: Setting, examples: int, start: int, stop: int) -> Tensor:
     >>> a, b = (order(Setting(), 6000, *span) for span in ((0, 150), (90, 150)))
     >>> torch.equal(a[90:], b), len(a[:100].unique())
     (True, 6000)
-
-    Paper: Sec. 4.1
     """
     per_epoch = examples // setting.batch_size
     rows = []
@@ -138,10 +136,7 @@ def held_out(count: int = 5000) -> MNIST:
 
 
 def accuracies(setting: Setting, marks: Iterable[int], data: MNIST | None = None) -> list[float]:
-    """Train a network and return its accuracy on ``data.test`` (with running averages) at each mark.
-
-    Paper: Sec. 4.1
-    """
+    """Train a network and return its accuracy on ``data.test`` (with running averages) at each mark."""
     data = data or digits()
     net = setting.network()
     return [accuracy(net, data.test) for _ in train_(net, data.train, setting, marks)]
