@@ -215,7 +215,7 @@ def map_on_cores(work: Callable[[Given], Result], jobs: Sequence[Given], process
     """
     processes = min(processes or os.cpu_count() or 1, len(jobs))
     results: dict[int, Result] = {}
-    with one_thread(), workers(processes if processes > 1 else 0, threads=1) as run:
+    with torch_threads(1), workers(processes if processes > 1 else 0, threads=1) as run:
         for outcome in progress(run(work, [(job,) for job in jobs], float("inf")), "training", len(jobs)):
             if outcome.error is not None:
                 raise outcome.error
@@ -224,14 +224,14 @@ def map_on_cores(work: Callable[[Given], Result], jobs: Sequence[Given], process
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread inside the block: in small networks a second one costs more than it saves."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def torch_threads(number: int) -> Iterator[None]:
+    """Let torch use so many threads inside the block. In small networks a second one costs more than it saves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 _lock: AbstractContextManager[Any] | None = None  # this process's, if it is a worker that shares a device

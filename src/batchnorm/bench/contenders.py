@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,18 +57,7 @@ OURS = (
 )
 
 
-class Named(Protocol):
-    """Anything with a name."""
-
-    @property
-    def name(self) -> str:
-        """What it is called."""
-
-
-N = TypeVar("N", bound=Named)
-
-
-def chosen(forms: Sequence[N], names: Sequence[str]) -> list[N]:
+def chosen(forms: Sequence[Any], names: Sequence[str]) -> list[Any]:
     """Return the forms with these names, in their own order; all of them without names.
 
     Raises:
@@ -78,11 +67,9 @@ def chosen(forms: Sequence[N], names: Sequence[str]) -> list[N]:
     ['ours', 'ours: compiled']
     """
     known = [form.name for form in forms]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(
-            f"there is no form named {', '.join(map(repr, unknown))}; there are {', '.join(map(repr, known))}"
-        )
+    if unknown := [name for name in names if name not in known]:
+        listed, all_of_them = (", ".join(map(repr, some)) for some in (unknown, known))
+        raise ValueError(f"there is no form named {listed}; there are {all_of_them}")
     return [form for form in forms if not names or form.name in names]
 
 
@@ -106,41 +93,40 @@ def with_stock_parts_(net: nn.Module) -> None:
                 setattr(parent, name, nn.AvgPool2d(3, 1, 1, count_include_pad=False))
 
 
+def noise(batch: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return a batch of random images, channels last, and their labels."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(batch, 3, size, size, generator=generator, device=device)
+    labels = torch.randint(0, 1000, (batch,), generator=generator, device=device)
+    return x.contiguous(memory_format=torch.channels_last), labels
+
+
 class Timed:
     """A contender ready to take steps on one batch of noise."""
 
     def __init__(self, contender: Contender, batch: int, size: int, device: torch.device) -> None:
         self.contender, self.batch = contender, batch
-        recipe = RECIPES["bn-x30"]
         net = contender.network(size, device)
-        generator = torch.Generator(device).manual_seed(0)
-        x = torch.randn(batch, 3, size, size, generator=generator, device=device)
-        self.images = x.contiguous(memory_format=torch.channels_last)
-        self.labels = torch.randint(0, 1000, (batch,), generator=generator, device=device)
+        self.images, self.labels = noise(batch, size, device)
         self.draws = torch.zeros(batch, 1, device=device)
-        augment: Any = _as_is
+        as_they_are: Any = lambda images, draws: images  # noqa: E731
         cuda = device.type == "cuda"
-        compile: Compile = contender.compile if cuda else "nothing"
         self.step = TrainStep(
             net,
-            make_optimizer(net, recipe, device),
-            augment,
+            make_optimizer(net, RECIPES["bn-x30"], device),
+            as_they_are,
             Ranks(device=device),
             bf16=True,
-            compile=compile,
+            compile=contender.compile if cuda else "nothing",
             cast_once=contender.cast_once,
             graph=cuda,
         )
         for module in net.modules():
             if isinstance(module, InceptionModule):
                 module.side_by_side &= contender.side_by_side
-        self.device = device
-        self._first_loss = self._first_step()
-
-    def _first_step(self) -> float:
         self.take(1)
         loss, _, count = self.step.sums.tolist()
-        return float(loss / count)
+        self._first_loss = float(loss / count)
 
     def first_loss(self) -> float:
         """Return the loss of the first step."""
@@ -179,7 +165,3 @@ def warmed_up(contender: Contender, batch: int, size: int) -> Timed:
     timed.take(20)
     torch.cuda.synchronize()
     return timed
-
-
-def _as_is(images: Tensor, draws: Tensor) -> Tensor:
-    return images

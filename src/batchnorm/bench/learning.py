@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from ..data import Augment, ImageBatches, Normalize, open_images
+from ..data.image_sources import open_source
 from ..errors import SEED_MAX, above, at_least, between
 from ..evaluate.accuracy import Accuracy, count_correct
 from ..network_factory import make_network
@@ -171,7 +172,8 @@ def learning(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     recipe = LearningRecipe(data, network, size, batch, epochs, rate, device, workers)
-    images = {split: _open_sizes(recipe, split) for split in ("train", "val")}
+    sources = {split: open_source(data, split) for split in ("train", "val")}
+    images = {split: {"images": len(s.labels), "classes": len(s.classes)} for split, s in sources.items()}
     runs: list[LearningRun] = []
     for run in _runs([(form, seed, recipe) for seed in seeds for form in FORMS], jobs):
         print(f"{run.form:<9} seed {run.seed}: {run.accuracy:.2%} after {run.seconds:.0f} s", flush=True)
@@ -185,11 +187,6 @@ def learning(
         f" {found['difference of means']:+.2%}, range over seeds {found['wider range']:.2%}: {verdict}"
     )
     return runs
-
-
-def _open_sizes(recipe: LearningRecipe, split: str) -> dict[str, int]:
-    part = open_images(recipe.data, split, size=recipe.size, batch_size=recipe.batch, train=split == "train")
-    return {"images": part.num_examples, "classes": len(part.classes)}
 
 
 def _runs(jobs: Sequence[tuple[str, int, LearningRecipe]], processes: int) -> Iterator[LearningRun]:

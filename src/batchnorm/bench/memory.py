@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from ..ops import recompute
 from ..results import check_writable, write_result
 from ..train import RECIPES
 from ..train.step import make_optimizer
-from .contenders import STOCK, Contender, chosen, with_stock_parts_
+from .contenders import STOCK, Contender, chosen, noise, with_stock_parts_
 from .train import LOSS_TOLERANCE
 
 QUESTION = "peak memory of the appendix network's training step, over stock eager's"
@@ -51,15 +51,13 @@ class StepForm:
     def network(self, size: int, device: torch.device) -> nn.Module:
         """Build the network."""
         if self.norm:
-            net = self.contender.network(size, device)
-        else:
-            net = inception(size=size, norm=None)
-            with_stock_parts_(net)
-            for module in net.modules():
-                if isinstance(module, SeparableConv2d | InceptionModule):
-                    module.rearrange = False
-            net.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return net
+            return self.contender.network(size, device)
+        net = inception(size=size, norm=None)
+        with_stock_parts_(net)
+        for module in net.modules():
+            if isinstance(module, SeparableConv2d | InceptionModule):
+                module.rearrange = False
+        return net.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 FORMS = (
@@ -93,10 +91,7 @@ class EagerStep:
         net = form.network(size, device)
         self.optimizer = make_optimizer(net, RECIPES["bn-x30"], device)
         self.model: Any = torch.compile(net, dynamic=False) if form.compile else net
-        generator = torch.Generator(device).manual_seed(0)
-        x = torch.randn(batch, 3, size, size, generator=generator, device=device)
-        self.images = x.contiguous(memory_format=torch.channels_last)
-        self.labels = torch.randint(0, 1000, (batch,), generator=generator, device=device)
+        self.images, self.labels = noise(batch, size, device)
 
     def forward(self) -> Tensor:
         """Return the loss."""
@@ -178,7 +173,7 @@ def memory(
         if form.compile and device.type == "cpu":
             continue
         row = measure(form, batch, size, device)
-        rows.append(PeakMemory(row.name, row.peak, row.after_forward, row.loss, row.peak / (rows or [row])[0].peak))
+        rows.append(replace(row, over_stock=row.peak / (rows or [row])[0].peak))
         if form.norm and not abs(row.loss - rows[0].loss) <= LOSS_TOLERANCE * abs(rows[0].loss):
             raise RuntimeError(f"{row.name} computes another loss than stock: {row.loss} instead of {rows[0].loss}")
         gc.collect()
@@ -198,9 +193,8 @@ def report(rows: Sequence[PeakMemory], judged: Sequence[PeakMemory] = ()) -> str
     width = max(len(row.name) for row in rows)
     lines = [f"{'':<{width}} {'peak MB':>9} {'after forward':>14} {'x stock':>8}"]
     for row in rows:
-        lines.append(
-            f"{row.name:<{width}} {row.peak / 1e6:9,.1f} {row.after_forward / 1e6:14,.1f} {row.over_stock:8.3f}"
-        )
+        megabytes = f"{row.peak / 1e6:9,.1f} {row.after_forward / 1e6:14,.1f}"
+        lines.append(f"{row.name:<{width}} {megabytes} {row.over_stock:8.3f}")
     for row in judged:
         verdict = "reached" if row.over_stock <= BARS[row.name] else "NOT reached"
         lines.append(f"{row.name}: at most {BARS[row.name]} of stock: {verdict}")

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -62,20 +63,18 @@ def monitor(options: BenchMonitor) -> dict[str, Any]:
         with Monitor(net, probe=data.test.images[:250]):
             seconds["on a probe of 250"].append(train(rows))
     median = {name: statistics.median(values) for name, values in seconds.items()}
+    # Within a round: the machine's own speed changes from one to the next.
+    ratios = {name: map(truediv, values, seconds["no monitor"]) for name, values in seconds.items()}
+    added = {name: round(statistics.median(values) - 1, 4) for name, values in ratios.items()}
     result = {
         "what": "seconds a training step, and what the monitor adds to it",
         "options": {key: value for key, value in asdict(options).items() if key != "out"},
         "environment": {**environment(), "load average before": load},
         "seconds": seconds,
         "median": median,
-        # Within a round: the machine's own speed changes from one to the next.
-        "added": {name: round(_ratio(values, seconds["no monitor"]) - 1, 4) for name, values in seconds.items()},
+        "added": added,
     }
     write_json(options.out, result)
     for name, value in median.items():
-        print(f"{name}: {1e6 * value:.0f} us a step, {result['added'][name]:+.1%}")  # type: ignore[index]
+        print(f"{name}: {1e6 * value:.0f} us a step, {added[name]:+.1%}")
     return result
-
-
-def _ratio(values: list[float], to: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(values, to, strict=True))

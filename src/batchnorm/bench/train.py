@@ -135,10 +135,8 @@ def report(rows: Sequence[StepTime], batch: int) -> str:
     width = max(len(row.name) for row in here)
     lines = [f"batch {batch:<{width - 6}} {'ms/step':>9} {'images/s':>9} {'x stock':>8} {'x composed':>10}"]
     for row in here:
-        numbers = (
-            f"{row.milliseconds:9.2f} {row.images_per_second:9,.0f} {row.over_stock:8.2f} {row.over_composed:10.2f}"
-        )
-        lines.append(f"{row.name:<{width}} {numbers}")
+        speed = f"{row.milliseconds:9.2f} {row.images_per_second:9,.0f}"
+        lines.append(f"{row.name:<{width}} {speed} {row.over_stock:8.2f} {row.over_composed:10.2f}")
     best = max(here[2:], key=lambda row: row.over_stock, default=None)
     if best is not None and batch in BARS:
         passed = best.over_stock >= BARS[batch] and best.over_composed > 1

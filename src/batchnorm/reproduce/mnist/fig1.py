@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import between
 from ...jobs import run_side_by_side, stop_signal
-from ...processes import one_thread
+from ...processes import torch_threads
 from ...progress import Display
 from ...report.figure1 import draw, paper_versus_here, steps_to
 from ...report.page import write_report
@@ -92,7 +92,7 @@ def _train(options: Fig1) -> bool:
         run.prepare()
     if options.processes > 1:
         return run_side_by_side(runs, jobs=len(runs))
-    with one_thread(), stop_signal() as stop, Display() as display:
+    with torch_threads(1), stop_signal() as stop, Display() as display:
         for run in runs:
             display.add(run.name, run.steps, "step")
         return all(run.train(stop, partial(display.update, run.name)) for run in runs)

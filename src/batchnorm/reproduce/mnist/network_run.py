@@ -22,7 +22,7 @@ from ...jobs import Stopped, StopSignal, stop_signal
 from ...monitor import Monitor
 from ...monitor.sinks import as_json
 from ...population import estimate_
-from ...processes import one_thread
+from ...processes import torch_threads
 from ...results import environment, read_json, write_atomically, write_json
 from ...train.lock import locked
 from ...train.metrics import Metrics
@@ -71,7 +71,7 @@ class NetworkRun:
 
     def __call__(self) -> None:
         """Train in a process of its own, with one thread."""
-        with one_thread(), stop_signal() as stop:
+        with torch_threads(1), stop_signal() as stop:
             if not self.train(stop):
                 raise Stopped("stopped before the end")
 
