@@ -8,7 +8,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -73,10 +73,16 @@ class Remote:
         """Whether the process can be called."""
         return self._process.is_alive()
 
-    def close(self) -> None:
-        """End the process."""
+    def signal(self, name: str) -> None:
+        """Stop or continue the process, by SIGSTOP or SIGCONT, if the system can."""
+        if hasattr(signal, name) and self._process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, getattr(signal, name))
+
+    def close(self, patience: float = 10.0) -> None:
+        """End the process; one that is not busy gets some seconds to end by itself."""
         self.pipe.close()
-        self._process.join(0 if self._busy else 10)
+        self._process.join(0 if self._busy else patience)
         self._process.kill()
 
 

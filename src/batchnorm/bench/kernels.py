@@ -58,9 +58,8 @@ class Parameters:
 
     def ours(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Apply BN, add and ReLU in one call."""
-        return ops.batch_norm_(x, self.gamma, self.beta, self.running, 0.1, EPS, activation="relu", residual=residual)[
-            0
-        ]
+        layer = self.gamma, self.beta, self.running, 0.1, EPS
+        return ops.batch_norm_(x, *layer, activation="relu", residual=residual)[0]
 
     def eager(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Apply torch's batch_norm, add and ReLU."""
@@ -151,12 +150,15 @@ def measure(
     torch._dynamo.reset()
     p = Parameters(layer.channels)
     calls = contenders(p, autotune)
-    compile_all(Sets(layer, channels_last, dtype, residual, 1), calls)
+    one = Sets(layer, channels_last, dtype, residual, 1)
+    for name, call in calls.items():
+        if name != "eager":  # the others compile something
+            call(one.x[0], one.residual[0]).backward(one.dy[0])
+    torch.cuda.synchronize()
+    del one
     torch.cuda.empty_cache()  # for the other processes
-    row: dict[str, Any] = {
-        **layer._asdict(),
-        **dict(zip(("layout", "dtype", "op"), names_of(channels_last, dtype, residual), strict=True)),
-    }
+    names = zip(("layout", "dtype", "op"), names_of(channels_last, dtype, residual), strict=True)
+    row: dict[str, Any] = {**layer._asdict(), **dict(names)}
     with device_turn():
         row |= time_all(bandwidth, Sets(layer, channels_last, dtype, residual), p, calls)
         if channels_last and dtype == torch.bfloat16 and autotune:
@@ -166,14 +168,6 @@ def measure(
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     return row
-
-
-def compile_all(sets: Sets, calls: dict[str, Normalize]) -> None:
-    """Run every contender that compiles something once, forward and backward."""
-    for name, call in calls.items():
-        if name != "eager":
-            call(sets.x[0], sets.residual[0]).backward(sets.dy[0])
-    torch.cuda.synchronize()
 
 
 def time_all(bandwidth: float, sets: Sets, p: Parameters, calls: dict[str, Normalize]) -> dict[str, Any]:

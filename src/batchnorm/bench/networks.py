@@ -15,17 +15,15 @@ import json
 import math
 import os
 import platform
-import signal
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +31,10 @@ import torch
 
 from ..errors import above, at_least
 from ..extras import MissingExtraError, require
+from ..processes import Remote
 from ..results import check_writable, environment, read_json, write_result
 from .bars import Bar
-from .network_steps import COMPILING, Measurement, Mode, NetworkJob, Row, Settings, failed, results_of
+from .network_steps import COMPILING, TURN, Measurement, Mode, NetworkJob, Row, Settings, failed, results_of
 
 QUESTION = "speedup of a converted network's training step over the stock network's"
 NETWORKS = (
@@ -50,7 +49,6 @@ NETWORKS = (
 )
 SOURCE = Path(__file__).parents[1]
 MEASURED = ("ops", "layers", "graph", "surgery", "network_call.py", "network_copy.py")  # the code that rows depend on
-BROKEN = 3  # exit status of a process that can no longer use the GPU
 Key = tuple[str, Mode, int]
 Report = dict[Key, Row]
 Layout = tuple[Sequence[int], Sequence[tuple[Mode, ...]]]  # batch sizes, and modes that are measured together
@@ -179,48 +177,43 @@ def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int],
     return jobs
 
 
-class Worker:
-    """A process that prepares a job, then waits for its turn to time it."""
+class _Measuring:
+    """A job in a process of its own, one step of :func:`results_of` at a time."""
 
     def __init__(self, job: NetworkJob, settings: Settings) -> None:
-        self.job, self.left, self.ready = job, list(job.units), False
-        context = get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, job, settings), daemon=True)
-        self.process.start()
-        theirs.close()
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # others compile beside this process
+        self.results, self.settings = results_of(job, settings), settings
+        self.has_turn = self.failed = False
 
-    def signal(self, name: str) -> None:
-        """Stop or continue the process, if the system can."""
-        if hasattr(signal, name) and self.process.pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self.process.pid, getattr(signal, name))
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
-
-
-def _work(pipe: Connection, job: NetworkJob, settings: Settings) -> None:
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # others compile beside this process
-    asked = False
-
-    def turn() -> None:
-        nonlocal asked
-        if not asked:
-            pipe.send(None)
-            pipe.recv()
-            asked = True
-
-    for unit, rows in results_of(job, settings, turn):
-        pipe.send((unit, rows))
-        if settings.on_gpu and any("failed" in row for row in rows):
+    def next(self) -> tuple[Measurement, list[Row]] | str:
+        """Return the next unit and its rows, ``TURN`` before the first one is timed, or "" at the end."""
+        if self.failed and self.settings.on_gpu:
             try:
                 torch.cuda.synchronize()
-            except RuntimeError:  # after an illegal access nothing works in this process any more
-                os._exit(BROKEN)
+            except RuntimeError as error:  # after an illegal access nothing works in this process any more
+                raise BrokenDeviceError(str(error)) from error
+        for found in self.results:
+            if isinstance(found, tuple):
+                self.failed = any("failed" in row for row in found[1])
+                return found
+            if not self.has_turn:
+                self.has_turn = True
+                return TURN
+        return ""
+
+
+class BrokenDeviceError(RuntimeError):
+    """Report that a process can no longer use the GPU."""
+
+
+@dataclass
+class _Worker:
+    """A process, the units that it has not measured yet, and whether it waits for its turn to time them."""
+
+    job: NetworkJob
+    remote: Remote
+    left: list[Measurement]
+    waits: bool = False
 
 
 def in_turns(
@@ -230,57 +223,60 @@ def in_turns(
 
     A job whose process dies goes on in a new one, behind the unit that killed it.
     """
-    waiting = list(jobs)
-    workers: list[Worker] = []
-    timing: Worker | None = None
+    waiting, workers = list(jobs), list[_Worker]()
+    timing: _Worker | None = None
     try:
         while waiting or workers:
             if timing is None:
                 while waiting and len(workers) < processes:
-                    workers.append(Worker(waiting.pop(0), settings))
-                timing = next((worker for worker in workers if worker.ready), None)
+                    job = waiting.pop(0)
+                    workers.append(_Worker(job, Remote(_Measuring, job, settings), list(job.units)))
+                timing = next((worker for worker in workers if worker.waits), None)
                 if timing is not None:
                     for worker in workers:
-                        worker.signal("SIGSTOP" if worker is not timing else "SIGCONT")
-                    timing.pipe.send(None)
-            found = wait([worker.pipe for worker in workers], max(0.0, min(end - time.monotonic(), 1e6)))
+                        worker.remote.signal("SIGSTOP" if worker is not timing else "SIGCONT")
+                    timing.remote.start("next")
+            found = wait([worker.remote.pipe for worker in workers], max(0.0, min(end - time.monotonic(), 1e6)))
             if not found:
                 return
-            for worker in [worker for worker in workers if worker.pipe in found]:
+            for worker in [worker for worker in workers if worker.remote.pipe in found]:
+                result: Any = ""
                 try:
-                    message = worker.pipe.recv()
-                except (EOFError, ConnectionError):
+                    result = worker.remote.result()  # None once the object is built
+                except BrokenDeviceError:
+                    pass
+                except Exception as error:
+                    if worker.left:
+                        yield worker.job.network, failed(worker.left.pop(0), str(error).partition("\n")[0])
+                if isinstance(result, tuple):
+                    worker.left.remove(result[0])
+                    yield worker.job.network, result[1]
+                if result == TURN:
+                    worker.waits = True
+                elif result != "":
+                    worker.remote.start("next")
+                else:
                     workers.remove(worker)
+                    worker.remote.close()
                     if worker is timing:
                         timing = None
                         for other in workers:
-                            other.signal("SIGCONT")
-                    worker.process.join()
-                    status = worker.process.exitcode
-                    worker.close()
-                    if worker.left and status != BROKEN:
-                        yield worker.job.network, failed(worker.left.pop(0), f"its process died (status {status})")
+                            other.remote.signal("SIGCONT")
                     if worker.left:
                         waiting.insert(0, NetworkJob(worker.job.network, tuple(worker.left)))
-                    continue
-                if message is None:
-                    worker.ready = True
-                else:
-                    unit, rows = message
-                    worker.left.remove(unit)
-                    yield worker.job.network, rows
     finally:
         for worker in workers:
-            worker.close()
+            worker.remote.close(0)
 
 
 def here(jobs: Sequence[NetworkJob], settings: Settings, end: float) -> Iterator[tuple[str, list[Row]]]:
     """Yield rows of jobs measured in this process, one after the other."""
     for job in jobs:
-        for _, rows in results_of(job, settings, lambda: None):
-            yield job.network, rows
-            if time.monotonic() > end:
-                return
+        for found in results_of(job, settings):
+            if isinstance(found, tuple):
+                yield job.network, found[1]
+                if time.monotonic() > end:
+                    return
 
 
 def networks(
