@@ -39,9 +39,6 @@ def require(module: str, extra: str) -> ModuleType:
 def check_installed(*modules: str) -> None:
     """Check that optional packages are installed, without importing them, before long work starts.
 
-    Raises:
-        MissingExtraError: naming all that are missing.
-
     >>> check_installed("math")
     """
     missing = [module for module in modules if find_spec(module) is None]

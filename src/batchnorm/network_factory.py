@@ -67,11 +67,7 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
 
 
 def check_outside(name: str, folder: Path) -> None:
-    """Check that the code that a name leads to is not in a folder, without running it.
-
-    Raises:
-        ValueError: if it is.
-    """
+    """Check that the code that a name leads to is not in a folder, without running it."""
     module, _, _ = name.rpartition(":")
     if _LIBRARY.fullmatch(name) is not None:
         return

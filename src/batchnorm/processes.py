@@ -215,9 +215,6 @@ def map_on_cores(work: Callable[[Given], Result], jobs: Sequence[Given], process
         work: a function that can be pickled.
         jobs: its arguments.
         processes: by default one for each core.
-
-    Raises:
-        Exception: the first error that ``work`` raises.
     """
     processes = min(processes or os.cpu_count() or 1, len(jobs))
     results: dict[int, Result] = {}

@@ -69,9 +69,6 @@ def algorithm2(
         threads: CPU threads.
         device: where to run: cpu or cuda.
         out: the result file; the published ones are in results.
-
-    Raises:
-        ValueError: if an option cannot be used, or there is no GPU for "cuda".
     """
     at_least(1, rounds=rounds, batch=batch, size=size, batches=batches, threads=threads)
     device_of(device)

@@ -60,9 +60,6 @@ OURS = (
 def chosen(forms: Sequence[Any], names: Sequence[str]) -> list[Any]:
     """Return the forms with these names, in their own order; all of them without names.
 
-    Raises:
-        ValueError: if a name is none of theirs.
-
     >>> [form.name for form in chosen(OURS, ["ours: compiled", "ours"])]
     ['ours', 'ours: compiled']
     """

@@ -68,10 +68,6 @@ def counters(out: Path | None = None, least: float = 5.0) -> None:
     Args:
         out: the result file.
         least: megabytes of a layer's input; smaller ones are left out.
-
-    Raises:
-        ValueError: if there is no ncu, or no GPU.
-        JobsFailedError: if ncu fails, with its words.
     """
     at_least(0, least=least)
     if shutil.which("ncu") is None:
@@ -93,11 +89,7 @@ def counters(out: Path | None = None, least: float = 5.0) -> None:
 
 
 def matched(output: str) -> Iterator[dict[str, Any]]:
-    """Give each launch that ncu tells of to the pass that the watched program told of, in order.
-
-    Raises:
-        RuntimeError: if their numbers differ.
-    """
+    """Give each launch that ncu tells of to the pass that the watched program told of, in order."""
     lines = output.splitlines()
     told = [text.removeprefix(READY) for text in lines if text.startswith(READY)]
     passes = [CountedPass(**{**json.loads(text), "layer": tuple(json.loads(text)["layer"])}) for text in told]

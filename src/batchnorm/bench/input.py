@@ -84,10 +84,6 @@ def input_rate(
         workers: processes of the second measurement.
         gpu_rate: images per second of the GPU to be fed.
         out: the result file; the published ones are in results.
-
-    Raises:
-        ValueError: if an option cannot be used.
-        RuntimeError: if the two loaders do not give the same pictures.
     """
     at_least(1, size=size, images=images, rounds=rounds, workers=workers)
     above(0, gpu_rate=gpu_rate)

@@ -125,11 +125,7 @@ def key_of(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual:
 
 
 def earlier_rows(path: Path, machine: dict[str, Any], processors: int) -> dict[Key, dict[str, Any]]:
-    """Return the rows of earlier sessions that are of the same kernels.
-
-    Raises:
-        ValueError: if they are of another machine or software.
-    """
+    """Return the rows of earlier sessions that are of the same kernels."""
     if not path.exists():
         return {}
     report = json.loads(path.read_text())

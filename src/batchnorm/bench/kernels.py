@@ -214,9 +214,6 @@ def kernels(
         seconds: start no layer after so many.
         jobs: compile in so many processes, which measure one at a time; 0: in this one.
         commit: what is measured, if the code is not a git checkout.
-
-    Raises:
-        ValueError: if an option cannot be used, or there is no GPU.
     """
     at_least(0, jobs=jobs, seconds=None if seconds == math.inf else seconds)
     if not dtypes:

@@ -159,9 +159,6 @@ def learning(
         workers: processes that decode the images of each run, once.
         jobs: runs at the same time, each in a process of its own; 0: one after the other in this process.
         out: the result file; the published one is results/same-learning-h200.json.
-
-    Raises:
-        ValueError: if an option cannot be used.
     """
     at_least(1, size=size, epochs=epochs)
     at_least(2, batch=batch)

@@ -157,10 +157,6 @@ def memory(
         size: their height and width.
         out: write the numbers to this file.
         only: beside stock, only the forms with these names; a wrong name lists them.
-
-    Raises:
-        ValueError: if an option cannot be used, or there is no form of a name.
-        RuntimeError: if two forms with batch normalization do not compute the same loss.
     """
     at_least(1, batch=batch)
     at_least(32, size=size)

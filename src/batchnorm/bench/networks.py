@@ -142,11 +142,7 @@ def machine(settings: Settings) -> dict[str, Any]:
 
 
 def earlier_rows(path: Path, here: dict[str, Any]) -> Report:
-    """Return the rows of a result file that are of the same code.
-
-    Raises:
-        ValueError: if they are of another machine or software.
-    """
+    """Return the rows of a result file that are of the same code."""
     if not path.exists():
         return {}
     report = read_json(path)
@@ -305,9 +301,6 @@ def networks(
         jobs: on a GPU, build and compile in so many processes, which time one at a time.
         cudnn_benchmark: let cuDNN choose its algorithms by trial, which takes long.
         out: the result file, with a picture beside it; the published ones are in results.
-
-    Raises:
-        ValueError: if an option cannot be used, or the file is of another machine.
     """
     end = time.monotonic() + 60 * minutes
     if device == "auto":

@@ -55,11 +55,7 @@ def measure(ready: Mapping[str, Remote], batch: int, rounds: int) -> list[StepTi
 
 
 def check_same_function(losses: dict[str, float]) -> None:
-    """Refuse to time networks whose losses differ from that of the first.
-
-    Raises:
-        RuntimeError: with the losses.
-    """
+    """Refuse to time networks whose losses differ from that of the first."""
     expected = next(iter(losses.values()))
     if any(not abs(loss - expected) <= LOSS_TOLERANCE * abs(expected) for loss in losses.values()):
         raise RuntimeError(f"the contenders do not compute the same loss, so nothing is timed: {losses}")
@@ -82,9 +78,6 @@ def train(
         out: write the numbers to this file.
         only: of our forms, only those with these names; a wrong name lists them.
         kernels: write where each contender's time goes, kernel by kernel, to files in this folder.
-
-    Raises:
-        ValueError: if an option cannot be used, or there is no GPU or no form of a name.
     """
     at_least(1, batches=tuple(batches), rounds=rounds)
     at_least(32, size=size)

@@ -14,9 +14,6 @@ from .image_sources import ImageSource, open_source, sample_examples
 def check_same_data(data: dict[str, dict[str, Any]]) -> None:
     """Check that results are of the same images.
 
-    Raises:
-        ValueError: naming two that are not.
-
     >>> check_same_data({"a": {"train": 3}, "b": {"train": 4}})
     Traceback (most recent call last):
         ...
@@ -33,11 +30,7 @@ def check_same_data(data: dict[str, dict[str, Any]]) -> None:
 
 
 def describe_data(path: Path, splits: Sequence[str] = ("train", "val")) -> dict[str, Any]:
-    """Count the images and classes, and identify the set by a hash of its labels and a sample of its images.
-
-    Raises:
-        FileNotFoundError: if there is none.
-    """
+    """Count the images and classes, and identify the set by a hash of its labels and a sample of its images."""
     sources = {split: open_source(path, split) for split in splits}
     digest = hashlib.sha256()
     for source in sources.values():

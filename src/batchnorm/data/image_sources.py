@@ -177,9 +177,6 @@ def open_source(path: str | Path, split: str) -> ImageSource:
     """Open one split of an image folder or of a folder of tar shards, whichever ``path`` is.
 
     The split ``train[:0.1]`` is a tenth of ``train``, of each class alike, and ``train[0.1:]`` is the rest.
-
-    Raises:
-        FileNotFoundError: if it is neither.
     """
     root = Path(path).expanduser()
     if not root.is_dir():
@@ -203,11 +200,7 @@ def open_source(path: str | Path, split: str) -> ImageSource:
 
 
 def check_complete(source: ImageSource, path: str | Path, split: str) -> None:
-    """Check that every class has images in a split, opened from ``path``.
-
-    Raises:
-        ValueError: naming classes that have none.
-    """
+    """Check that every class has images in a split, opened from ``path``."""
     examples = np.bincount(source.labels, minlength=len(source.classes))
     empty = [name for name, n in zip(source.classes, examples.tolist(), strict=True) if not n]
     if empty:

@@ -74,23 +74,15 @@ class TarSource:
 
 
 def classes_text(classes: Sequence[str]) -> bytes:
-    """Return what ``classes.txt`` holds: a name a line.
-
-    Raises:
-        ValueError: if a name has a line break, which would move all names after it to other labels.
-    """
+    """Return what ``classes.txt`` holds: a name a line."""
     for name in classes:
-        if "\n" in name or "\r" in name:
+        if "\n" in name or "\r" in name:  # it would move all names after it to other labels
             raise ValueError(f"the class {name!r} has a line break in its name: rename its folder")
     return "".join(f"{name}\n" for name in classes).encode(errors="surrogateescape")
 
 
 def read_classes(path: Path) -> tuple[str, ...]:
-    """Return the names in a ``classes.txt``, one a line.
-
-    Raises:
-        ValueError: if it names more classes than there can be.
-    """
+    """Return the names in a ``classes.txt``, one a line."""
     classes = tuple(path.read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n").split("\n"))
     if len(classes) > MAX_CLASSES:
         raise ValueError(f"{path} names {len(classes):,} classes: there can be {MAX_CLASSES:,}")

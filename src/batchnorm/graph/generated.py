@@ -238,9 +238,6 @@ def pattern_of(value: Any) -> Any:
 
     >>> pattern_of([torch.zeros(1), None]) == (list, Tensor, ("value", None))
     True
-
-    Raises:
-        Unwatchable: for a value that cannot be compared before every call.
     """
     if isinstance(value, Tensor):
         return Tensor
@@ -252,11 +249,7 @@ def pattern_of(value: Any) -> Any:
 
 
 def freeze(value: Any) -> Any:
-    """Return a hashable value that is equal for equal contents, to see later whether an attribute has changed.
-
-    Raises:
-        Unwatchable: for a value that may change without anyone seeing it.
-    """
+    """Return a hashable value that is equal for equal contents, to see later whether an attribute has changed."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum):
         if isinstance(value, float) and isnan(value):
             raise Unwatchable("nan")

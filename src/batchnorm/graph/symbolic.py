@@ -110,11 +110,7 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
 def trace_forward(
     module: nn.Module, spies: Spies, arguments: dict[str, Any], opened: Collection[nn.Module] = ()
 ) -> Traced:
-    """Trace a module's forward, given the patterns of its arguments; children in ``opened`` are traced through.
-
-    Raises:
-        Untraceable: if the graph would not be what the code computes.
-    """
+    """Trace a module's forward, given the patterns of its arguments; children in ``opened`` are traced through."""
     for problem in (spies.problems[m] for m in module.modules() if m in spies.problems):
         raise Untraceable(problem)
     before = {m: _containers_of(m) for m in (module, *opened)}

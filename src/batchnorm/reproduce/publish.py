@@ -59,9 +59,6 @@ def publish(
         findings: what was measured.
         verdicts: statements that follow from the claim, and whether they hold here.
         draw: from ``matplotlib.pyplot`` to a figure.
-
-    Raises:
-        MissingExtraError: if matplotlib is not installed.
     """
     name, out = options.name, options.out
     given = {key: value for key, value in asdict(options).items() if key != "out"}

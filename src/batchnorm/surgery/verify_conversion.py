@@ -18,11 +18,7 @@ Gradients = dict[str, Tensor]
 def compare_outputs(
     old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None, modes: int
 ) -> float:
-    """Return the relative error of the outputs, the larger of evaluation and, with two modes, training.
-
-    Raises:
-        ValueError: if it is more than rounding can cause.
-    """
+    """Return the relative error of the outputs, the larger of evaluation and, with two modes, training."""
     return max(
         verify(old, new, example, forward, what="the exchanged network", training=training, same_weights=True)
         for training in (False, True)[:modes]
@@ -32,11 +28,7 @@ def compare_outputs(
 def verify_conversion(
     old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None, modes: int
 ) -> float:
-    """Compare outputs, gradients and outputs under autocast, in each mode, and return the outputs' relative error.
-
-    Raises:
-        ValueError: if they differ by more than rounding explains.
-    """
+    """Compare outputs, gradients and outputs under autocast, in each mode, and return the outputs' relative error."""
     with despite_global_hooks():
         error = compare_outputs(old, new, example, forward, modes)
         for training in (False, True)[:modes]:
@@ -48,11 +40,7 @@ def verify_conversion(
 def _compare_gradients(
     old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None, training: bool
 ) -> None:
-    """Compare the gradients of all parameters in float64, for a sum of the outputs with random weights.
-
-    Raises:
-        ValueError: if they differ by more than rounding explains.
-    """
+    """Compare the gradients of all parameters in float64, for a sum of the outputs with random weights."""
     try:
         was = _gradients(old, example, forward, training)
     except Exception:
@@ -103,11 +91,7 @@ def _worst(new: Gradients, old: Gradients) -> tuple[str, float]:
 def _compare_autocast(
     old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None, training: bool
 ) -> None:
-    """Compare outputs under bf16 autocast: types and shapes, and how far autocast moves them.
-
-    Raises:
-        ValueError: if types or shapes differ, or autocast moves the new network's outputs much further.
-    """
+    """Compare outputs under bf16 autocast: types and shapes, and how far autocast moves them."""
     try:
         was = _autocast(old, example, forward, training)
     except Exception:

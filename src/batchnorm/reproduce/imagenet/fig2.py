@@ -42,14 +42,7 @@ class Fig2(Session):
 
 
 def fig2(options: Fig2) -> Path:
-    """Train what is missing, write the figures, and return the path of the table.
-
-    Raises:
-        FileNotFoundError: if there is no such folder of results, plan or data.
-        ValueError: if a result is of another plan or of other data, or no run may train.
-        JobsFailedError: if a run failed.
-        KeyboardInterrupt: if the runs were stopped before their end.
-    """
+    """Train what is missing, write the figures, and return the path of the table."""
     options.check()
     plan = read_plan("fig2", options.plan)
     waiting = [] if options.data is None else _missing(options, plan)

@@ -30,9 +30,6 @@ OTHERS = (("#c2428a", "-"), ("#b58a00", "-"), ("#2a6fc9", "-"), ("#14835b", ":")
 def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
     """Draw what is finished: Figure 2, ``fig2-unnormalized.png``, and ``fig2-rates.png`` once the sweep has begun.
 
-    Raises:
-        MissingExtraError: if matplotlib is not installed.
-
     Paper: Fig. 2; Sec. 3.3
     """
     paths = []

@@ -47,11 +47,7 @@ class Plan:
     evaluate_batch: int
 
     def chosen(self, groups: Sequence[str], names: Sequence[str]) -> list[PlannedRun]:
-        """Return the runs of these groups and of these names; all if neither is given.
-
-        Raises:
-            ValueError: if a name is not in the plan.
-        """
+        """Return the runs of these groups and of these names; all if neither is given."""
         unknown = [name for name in names if name not in {run.name for run in self.runs}]
         if unknown:
             listed = ", ".join(run.name for run in self.runs)
@@ -68,10 +64,6 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None) -> Plan
     Args:
         figure: whose groups the plan may have.
         path: the file.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if it is not a plan; it says why.
 
     >>> run = next(run for run in read_plan("fig2").runs if run.variant == "bn-x5")
     >>> round(run.recipe.decay ** (run.recipe.epochs / run.recipe.decay_epochs), 6)  # of the rate is left at the end

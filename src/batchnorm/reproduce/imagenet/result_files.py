@@ -89,11 +89,7 @@ class RunFiles(NamedTuple):
         return self.out / "runs" / self.run.name
 
     def read(self) -> Finished | None:
-        """Return the run's result; None if it is not finished.
-
-        Raises:
-            ValueError: if the file is of another recipe or plan.
-        """
+        """Return the run's result; None if it is not finished."""
         if not self.result.is_file():
             return None
         content = read_result(self.result, ("recipe", "evaluate_every", *KEYS))
@@ -185,11 +181,7 @@ class MemberFiles(NamedTuple):
 
 
 def read_result(path: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """Return what a result file holds.
-
-    Raises:
-        ValueError: naming the file, if it is not a JSON object with these keys.
-    """
+    """Return what a result file holds."""
     try:
         content = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
@@ -201,11 +193,7 @@ def read_result(path: Path, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def read_all(plan: Plan, results: Path, out: Path) -> dict[str, Finished]:
-    """Return what is finished, by name, in the plan's order.
-
-    Raises:
-        ValueError: if a file is of another plan, or two are of different data.
-    """
+    """Return what is finished, by name, in the plan's order."""
     found = {run.name: RunFiles(run, results, out).read() for run in plan.runs}
     finished = {name: one for name, one in found.items() if one is not None}
     check_same_data({name: one.data for name, one in finished.items()})

@@ -68,11 +68,7 @@ class Session:
 
     @property
     def images(self) -> Path:
-        """The folder of the images.
-
-        Raises:
-            ValueError: if none was given.
-        """
+        """The folder of the images."""
         if self.data is None:
             raise ValueError("no images to train on: give --data DIR")
         return self.data
@@ -88,13 +84,7 @@ class Session:
         return max(1, (os.cpu_count() or 1) // self.jobs)
 
     def check(self) -> None:
-        """Check what can be known before any work.
-
-        Raises:
-            FileNotFoundError: if there is no such folder of results.
-            MissingExtraError: if a package is missing that training needs.
-            ValueError: if an option cannot be used.
-        """
+        """Check what can be known before any work."""
         at_least(1, jobs=self.jobs)
         at_least(0, workers=self.workers, minutes=self.minutes)
         if self.data is not None:
@@ -106,11 +96,7 @@ class Session:
             )
 
     def open_data(self, plan: Plan) -> tuple[dict[str, Any], dict[str, Finished]]:
-        """Return what :func:`describe_data` says of the images, and the runs that are finished already.
-
-        Raises:
-            ValueError: if a class has no images, or a result is of another plan or of other data.
-        """
+        """Return what :func:`describe_data` says of the images, and the runs that are finished already."""
         finished = read_all(plan, self.result_files, self.out)
         for split in ("train", "val"):
             check_complete(open_source(self.images, split), self.images, split)

@@ -145,11 +145,7 @@ class TakenMember:
 
 
 def evaluate(saved: SavedRun, member: MemberFiles, session: Session, batch_size: int) -> dict[str, Any]:
-    """Evaluate a run's folded network with one crop and with 144, write the probabilities and return the scores.
-
-    Raises:
-        ValueError: if the run and the data do not fit, or the run has not ended.
-    """
+    """Evaluate a run's folded network with one crop and with 144, write the probabilities and return the scores."""
     runs, found, scores = {member.name: saved}, dict[int, Predictions](), dict[str, Any]()
     with ranks(session.device) as here:
         for crops in CROPS:

@@ -62,11 +62,6 @@ def fig1(options: Fig1) -> Path:
     """Run the experiment of Figure 1 and return the path of its report.
 
     Ctrl-C lets every network stop within 100 steps and save a checkpoint; a second one does not wait.
-
-    Raises:
-        OSError: if a folder cannot be made.
-        ValueError: if a folder holds a run of other options.
-        JobsFailedError: if a network's process failed.
     """
     check_writable(options.out / "result.json")
     if not _train(options):

@@ -50,14 +50,11 @@ def init(options: Init) -> dict[str, Any]:
         for (kind, std), runs in results.items()
     ]
     claim = "Batch Normalization allows us to be less careful about initialization."
-    trained = [
+    plain, normalized = (
         {row["std"] for row in rows if row["network"] == label(kind) and row["mean"] > 0.9} for kind in (False, True)
-    ]
-    verdicts = {
-        "BN trains past 90% from more initial widths, and from all that train without it": trained[0] < trained[1]
-    }
-    findings = {"final test accuracy": rows}
-    return publish(options, claim, findings, verdicts, lambda plt: _draw(plt, results, options))
+    )
+    verdicts = {"BN trains past 90% from more initial widths, and from all that train without it": plain < normalized}
+    return publish(options, claim, {"final test accuracy": rows}, verdicts, lambda plt: _draw(plt, results, options))
 
 
 def _final(setting: Setting) -> float:

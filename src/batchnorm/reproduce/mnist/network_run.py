@@ -97,10 +97,6 @@ def run(
         stopped: asked at least every 100 steps; if it returns True, the run saves a checkpoint and ends.
         show: called every 100 steps with the step and a text, the loss and the last test accuracy.
 
-    Raises:
-        ValueError: if the folder holds a run of other options, a checkpoint that cannot be read, or is in use by
-            another process.
-
     Paper: Sec. 4.1; Alg. 2
     """
     net, data = setting.network(), mnist()
@@ -130,9 +126,6 @@ def check_config(folder: Path, setting: Setting, *, resume: bool) -> dict[str, A
     """Return the configuration of the run in the folder, or {} if it has no checkpoint.
 
     A resumed run may have another number of steps.
-
-    Raises:
-        ValueError: if that run has other options: a new run would overwrite it.
     """
     if not (folder / "checkpoint.pt").exists():
         return {}

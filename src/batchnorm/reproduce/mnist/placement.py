@@ -57,24 +57,14 @@ def placement(options: Placement) -> dict[str, Any]:
     ]
     results = options.run(_train, jobs)
     rows = []
-    for name in NONLINEARITIES:
-        for where in kinds:
-            found = [r for job, r in zip(jobs, results, strict=True) if job[:2] == (where, name)]
-            final = [r["accuracy"] for r in found]
-            rows.append(
-                {
-                    "nonlinearity": name,
-                    "batch normalization": f"{where} it",
-                    "accuracy": final,
-                    "mean": mean(final),
-                    "spread": spread(final),
-                    "shapes": found[0]["shapes"],
-                }
-            )
+    for k in range(0, len(jobs), options.seeds):
+        (where, name, _), found = jobs[k], results[k : k + options.seeds]
+        final = [r["accuracy"] for r in found]
+        row = {"nonlinearity": name, "batch normalization": f"{where} it", "accuracy": final}
+        rows.append({**row, "mean": mean(final), "spread": spread(final), "shapes": found[0]["shapes"]})
     claim = "Wu + b is more likely to have a symmetric, non-sparse distribution, that is 'more Gaussian'."
     note = "means over a layer's units, of 5,000 test digits, seed 0; u is the nonlinearity's output"
-    findings = {"shapes are": note, "runs": rows}
-    return publish(options, claim, findings, _verdicts(rows), lambda plt: _draw(plt, rows))
+    return publish(options, claim, {"shapes are": note, "runs": rows}, _verdicts(rows), lambda plt: _draw(plt, rows))
 
 
 def _verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:

@@ -96,8 +96,8 @@ def saturated(net: nn.Module, batch: Tensor, tail: float) -> dict[str, float]:
 
 def _draw(plt: Any, options: Saturation, rows: Sequence[dict[str, Any]]) -> Any:
     layers = list(rows[0]["saturated"][0])
-    figure, axes = plt.subplots(len(options.stds), len(layers), figsize=(9, 2.2 * len(options.stds)), sharey=True)
-    grid = axes if len(options.stds) > 1 else [axes]
+    shape, size = (len(options.stds), len(layers)), (9, 2.2 * len(options.stds))
+    figure, grid = plt.subplots(*shape, figsize=size, sharey=True, squeeze=False)
     for axes_row, std in zip(grid, options.stds, strict=True):
         for axis, layer in zip(axes_row, layers, strict=True):
             for row in (r for r in rows if r["std"] == std):
