@@ -15,8 +15,7 @@ from ...results import write_atomically, write_json
 from .claims import Verdict, verdicts
 from .curves import best, end_slope, network_of, times_fewer, tuned_baseline
 from .fig2_picture import drawn, pictures
-from .fig2_sweeps import ablation, dropout, rates
-from .fig2_tables import PAPER, Section, failures, figure3, markdown, on_the_way, ran
+from .fig2_tables import PAPER, Section, ablation, dropout, failures, figure3, markdown, on_the_way, ran, rates
 from .plan import Group, Plan, read_plan
 from .result_files import Finished, RunFiles, read_all
 from .session import Session

@@ -159,9 +159,9 @@ def _draw(plt: Any, options: Section2, alone: dict[str, Any], runs: Sequence[dic
     for axis, key in zip(axes[2:], ("norm of b", "accuracy"), strict=True):
         for run in runs:
             first = run["rate"] == options.rates[0]
-            dash, name = "-" if first else "--", run["variant"] if first else None
+            dash, shown = "-" if first else "--", run["variant"] if first else None
             steps, values = zip(*((row["step"], row[key]) for row in run["rows"]), strict=True)
-            axis.plot(steps, values, dash, color=VARIANTS[run["variant"]], label=name)
+            axis.plot(steps, values, dash, color=VARIANTS[run["variant"]], label=shown)
         axis.set(title=f"(b) whole network: {key}", xlabel="steps")
     axes[2].set_yscale("symlog", linthresh=0.01)
     names, handles = axes[3].get_legend_handles_labels()[::-1]
