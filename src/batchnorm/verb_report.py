@@ -69,7 +69,7 @@ class VerbReport:
         count, maps = words.pop(action, 0), words.pop("fixed", 0)
         if not self.sites:
             return f"{self.verb}: no {noun}s found"
-        parts = [f"{count} of {_counted(len(self.sites), noun)} {done}"]
+        parts = [f"{count} of {len(self.sites)} {noun}{'s' * (len(self.sites) != 1)} {done}"]
         if maps:
             parts = [f"{parts[0]} into weights", f"{maps} as {'a ' * (maps == 1)}fixed affine map{'s' * (maps > 1)}"]
         if self.relative_error is not None:
@@ -151,10 +151,6 @@ class Population:
             for s in self.layers
         ]
         return "\n".join([*lines, *map(str, self.left_alone)])
-
-
-def _counted(n: int, noun: str) -> str:
-    return f"{n} {noun}{'s' * (n != 1)}"
 
 
 def attach(net: nn.Module, report: VerbReport) -> nn.Module:

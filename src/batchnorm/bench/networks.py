@@ -305,7 +305,7 @@ def networks(
     end = time.monotonic() + 60 * minutes
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    modes = modes or _default_modes(device)
+    modes = modes or (("eager", "graph", *COMPILING) if device == "cuda" else ("eager",))
     batches = batches or ((256, 32) if device == "cuda" else (8,))
     _check(networks, modes, device, batches=batches, size=size, jobs=jobs)
     above(0, seconds_per_row=seconds_per_row, minutes=None if minutes == math.inf else minutes)
@@ -322,7 +322,9 @@ def networks(
             row = {"network": network, **row, **origin, "code": digest(row["mode"])}
             rows[_key(row)] = row
             print(line(row), flush=True)
-        _write(out, rows, settings, machine_here)
+        judged = [{**bar._asdict(), "reached": bar.reached} for bar in bars(rows.values(), device)]
+        content = {"machine": machine_here, "settings": asdict(settings), "bars": judged, "rows": [*rows.values()]}
+        write_result(out, QUESTION, **content)
     for bar in bars(rows.values(), device):
         print(bar.line())
     if any("failed" not in row for row in rows.values()):
@@ -330,13 +332,6 @@ def networks(
     if left := _count(plan(networks, modes, batches, rows)):
         print(f"{left} rows are not measured yet: the same command goes on")
     return list(rows.values())
-
-
-def _default_modes(device: str) -> tuple[Mode, ...]:
-    if device != "cuda":
-        return ("eager",)
-    backend: tuple[Mode, ...] = ("backend",) if find_spec("batchnorm.dynamo") else ()
-    return ("eager", "graph", "compiled", *backend)
 
 
 def _check(networks: Sequence[str], modes: Sequence[Mode], device: str, **numbers: Any) -> None:
@@ -359,11 +354,6 @@ def _check(networks: Sequence[str], modes: Sequence[Mode], device: str, **number
 
 def _count(jobs: Sequence[NetworkJob]) -> int:
     return sum(len(unit.modes) for job in jobs for unit in job.units)
-
-
-def _write(path: Path, rows: Report, settings: Settings, machine_here: dict[str, Any]) -> None:
-    judged = [{**bar._asdict(), "reached": bar.reached} for bar in bars(rows.values(), settings.device)]
-    write_result(path, QUESTION, machine=machine_here, settings=asdict(settings), bars=judged, rows=[*rows.values()])
 
 
 def line(row: Row) -> str:

@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,7 +143,8 @@ class ShardIndex:
         with contextlib.suppress(Exception), zipfile.ZipFile(path) as file:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
                 return None  # not written here; a small file could unpack to any size
-            index = cls(**{field.name: _array(file, field.name) for field in fields(cls)})
+            files = {field.name: io.BytesIO(file.read(f"{field.name}.npy")) for field in fields(cls)}
+            index = cls(**{name: np.load(content, allow_pickle=False) for name, content in files.items()})
             return index if index._is_consistent() else None
         return None
 
@@ -184,10 +185,6 @@ class ShardIndex:
         content = io.BytesIO()
         np.savez(content, **{field.name: getattr(self, field.name) for field in fields(self)})
         write_atomically(path, content.getvalue())
-
-
-def _array(file: zipfile.ZipFile, name: str) -> Any:
-    return np.load(io.BytesIO(file.read(f"{name}.npy")), allow_pickle=False)
 
 
 def scan(shard: Path) -> Iterator[ShardImage]:

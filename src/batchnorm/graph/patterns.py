@@ -218,7 +218,7 @@ class Matcher:
     def _lead_back(self, node: Any) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
         """Walk back from a summand past identities to the batch normalization that alone makes it."""
         passed: list[fx.Node] = []
-        while isinstance(node, fx.Node) and len(node.users) == 1 and _uses(node) == 1:
+        while isinstance(node, fx.Node) and [_uses_of(user, node) for user in node.users] == [1]:
             if self._is_norm(node):
                 return node, tuple(passed)
             passed.append(node)
@@ -362,10 +362,6 @@ def _only_user(node: Any) -> fx.Node | None:
     return users[0] if len(users) == 1 and users[0].op != "output" and _uses_of(users[0], node) == 1 else None
 
 
-def _uses(node: fx.Node) -> int:
-    return sum(_uses_of(user, node) for user in node.users)
-
-
 def _uses_of(user: fx.Node, node: Any) -> int:
     """Return how often a node is an argument of another; nested ones count."""
     seen: list[fx.Node] = []
@@ -381,9 +377,7 @@ def _uses_of(user: fx.Node, node: Any) -> int:
 def _makes_a_new_tensor(module: nn.Module) -> bool:
     if runs_in_order(module):
         return len(module) > 0 and _makes_a_new_tensor(list(module.children())[-1])  # type: ignore[arg-type]
-    if isinstance(module, TorchBatchNorm):
-        return True
-    return is_affine(module)
+    return isinstance(module, TorchBatchNorm) or is_affine(module)
 
 
 def may_write_its_input(module: nn.Module) -> bool:

@@ -29,11 +29,6 @@ class Map(NamedTuple):
         """Return the map with its features repeated or reordered."""
         return Map(self.scale.flatten()[index], self.shift.flatten()[index])
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether every entry is a number."""
-        return bool((self.scale.isfinite() & self.shift.isfinite()).all())
-
 
 class Weights(NamedTuple):
     """Hold W and b of an affine layer in float64.
@@ -64,9 +59,9 @@ def map_of(layer: TorchBatchNorm) -> Map:
 
 def weights_of(affine: Affine) -> Weights:
     """Return W and b of an affine layer; b is 0 if it has none."""
-    weight = _wide(affine.weight)
-    bias = _wide(affine.bias) if affine.bias is not None else torch.zeros(_out_features(affine), dtype=torch.float64)
-    return Weights(weight, bias)
+    outputs = affine.out_features if isinstance(affine, nn.Linear) else affine.out_channels
+    bias = torch.zeros(outputs, dtype=torch.float64) if affine.bias is None else _wide(affine.bias)
+    return Weights(_wide(affine.weight), bias)
 
 
 def fold_after(affine: Affine, weights: Weights, after: Map) -> Weights:
@@ -93,10 +88,6 @@ def fold_before(affine: Affine, weights: Weights, before: Map) -> Weights:
         scale, shift = (v.reshape(1, -1) for v in before)
     shifted = (weights.weight * _over_kernel(shift, weights.weight)).flatten(1).sum(1)
     return Weights(weights.weight * _over_kernel(scale, weights.weight), weights.bias + shifted)
-
-
-def _out_features(affine: Affine) -> int:
-    return affine.out_features if isinstance(affine, nn.Linear) else affine.out_channels
 
 
 def _wide(t: Tensor) -> Tensor:
@@ -137,7 +128,9 @@ class FixedAffine(nn.Module):
         y = input
         if self.scale is not None and self.shift is not None:
             shape = self.scale.shape + (1,) * (input.dim() - 1 - self.scale.dim())
-            y = _scale_and_shift(y, self.scale.view(shape), self.shift.view(shape))
+            scale, shift = self.scale.view(shape), self.shift.view(shape)
+            # addcmul is one kernel launch on CUDA; on the CPU two passes over cached data are twice as fast.
+            y = torch.addcmul(shift, y, scale) if y.is_cuda else (y * scale).add_(shift)
         if residual is not None:
             y = y + residual
         y = self.activation(y).to(input.dtype)
@@ -149,8 +142,3 @@ class FixedAffine(nn.Module):
         """Say what it applies."""
         features = "" if self.scale is None else "x".join(map(str, self.scale.shape)) + " features, "
         return f"{features}activation={self.activation.name}"
-
-
-def _scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    # addcmul is one kernel launch on CUDA; on the CPU two passes over cached data are twice as fast.
-    return torch.addcmul(shift, x, scale) if x.is_cuda else (x * scale).add_(shift)

@@ -174,15 +174,11 @@ def on_the_way(finished: Mapping[str, Finished]) -> Section:
     baseline = [steps_to(inception, target) for target in targets]
     for name, curve in networks.items():
         reached = [steps_to(curve, target) for target in targets]
-        rows.append([name, *map(_steps_and_times, baseline, reached)])
+        cells = zip(baseline, reached, strict=True)
+        rows.append([name, *(show_steps(b) + (f" ({a / b:.1f})" if a and b else "") for a, b in cells)])
     shares = f"{', '.join(f'{share:.0%}' for share in SHARES[:-1])} and all"
     text = f"Steps of the mean over seeds to {shares} of Inception's best, and how many times fewer than Inception's."
     return Section("On the way there", text, rows)
-
-
-def _steps_and_times(baseline: int | None, reached: int | None) -> str:
-    times = f" ({baseline / reached:.1f})" if baseline and reached else ""
-    return f"{show_steps(reached)}{times}"
 
 
 def failures(finished: Mapping[str, Finished]) -> Section:

@@ -237,10 +237,7 @@ def _pace(records: Sequence[dict[str, Any]]) -> float | None:
 
 def _readable(content: dict[str, Any]) -> str:
     """Return JSON with one line for each key, and for each row of the curve."""
-    rows = ",\n  ".join(json.dumps(_rounded(row)) for row in content["curve"])
+    rounded = [[round(v, 5) if isinstance(v, float) else v for v in row] for row in content["curve"]]
+    rows = ",\n  ".join(map(json.dumps, rounded))
     keys = [f' "{k}": {json.dumps(v)}' for k, v in content.items() if k != "curve"]
     return "{\n" + ",\n".join([*keys, f' "curve": [\n  {rows}\n ]']) + "\n}\n"
-
-
-def _rounded(row: Sequence[float | None]) -> list[float | None]:
-    return [round(value, 5) if isinstance(value, float) else value for value in row]

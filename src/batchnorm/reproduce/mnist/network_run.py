@@ -209,7 +209,8 @@ class _Watch:
             # The examples that the next step would take.
             rows = order(self.setting, len(self.data.train.images), step, step + 1)[0]
             batch = (self.data.train.images[rows], self.data.train.labels[rows])
-            self.metrics.write(as_json(self.monitor.record_gradient_change(step, _loss, batch, self.setting.rate)))
+            change = self.monitor.record_gradient_change(step, _loss, batch, self.setting.rate)
+            self.metrics.write(as_json(change))
 
 
 def accuracy_steps(steps: int) -> list[int]:
