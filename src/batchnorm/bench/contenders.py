@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,60 +13,33 @@ from ..models.bn_inception import pooling
 from ..models.bn_inception.blocks import InceptionModule, SeparableConv2d
 from ..train import RECIPES
 from ..train.distributed import Ranks
-from ..train.step import Compile, TrainStep, make_optimizer
+from ..train.step import TrainStep, make_optimizer
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to run the network."""
+    """One way to run the network: of stock parts, compiled, or as ``batchnorm train`` runs it."""
 
     name: str
     stock: bool = False
     composed_stem: bool = True
-    by_blocks: bool = True
-    joined: bool = True
-    side_by_side: bool = True
-    compile: Compile = "nothing"
-    cast_once: bool = True
 
     def network(self, size: int, device: torch.device) -> nn.Module:
         """Build it, with the same weights as every other."""
         net: nn.Module = replace(RECIPES["bn-x30"], size=size).network(1000)
         for module in net.modules():
             if isinstance(module, SeparableConv2d):
-                module.rearrange, module.by_blocks = self.composed_stem, self.by_blocks
+                module.rearrange, module.by_blocks = self.composed_stem, not self.stock
             elif isinstance(module, InceptionModule):
-                module.rearrange = self.joined
+                module.rearrange = not self.stock
         if self.stock:
             with_stock_parts_(net)
         return net.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
-STOCK = Contender(
-    "stock", stock=True, composed_stem=False, by_blocks=False, joined=False, compile="network", cast_once=False
-)
-STOCK_COMPOSED = replace(STOCK, name="stock, composed stem", composed_stem=True)
-OURS = (
-    Contender("ours"),
-    Contender("ours: stem by pixels", by_blocks=False),
-    Contender("ours: on one stream", side_by_side=False),
-    Contender("ours: modules as drawn", joined=False),
-    Contender("ours: autocast", cast_once=False),
-    Contender("ours: compiled", compile="network"),
-)
-
-
-def chosen(forms: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    """Return the forms with these names, in their own order; all of them without names.
-
-    >>> [form.name for form in chosen(OURS, ["ours: compiled", "ours"])]
-    ['ours', 'ours: compiled']
-    """
-    known = [form.name for form in forms]
-    if unknown := [name for name in names if name not in known]:
-        listed, all_of_them = (", ".join(map(repr, some)) for some in (unknown, known))
-        raise ValueError(f"there is no form named {listed}; there are {all_of_them}")
-    return [form for form in forms if not names or form.name in names]
+STOCK = Contender("stock", stock=True, composed_stem=False)
+STOCK_COMPOSED = Contender("stock, composed stem", stock=True)
+OURS = Contender("ours")
 
 
 def with_stock_parts_(net: nn.Module) -> None:
@@ -114,13 +86,10 @@ class Timed:
             as_they_are,
             Ranks(device=device),
             bf16=True,
-            compile=contender.compile if cuda else "nothing",
-            cast_once=contender.cast_once,
+            compile="network" if contender.stock and cuda else "nothing",
+            cast_once=not contender.stock,
             graph=cuda,
         )
-        for module in net.modules():
-            if isinstance(module, InceptionModule):
-                module.side_by_side &= contender.side_by_side
         self.take(1)
         loss, _, count = self.step.sums.tolist()
         self._first_loss = float(loss / count)
@@ -142,17 +111,6 @@ class Timed:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3 / steps
-
-    def kernels(self, steps: int = 5) -> str:
-        """Return a table of the kernels of a step: microseconds, launches, name."""
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            self.take(steps)
-            torch.cuda.synchronize()
-        events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
-        total = sum(e.self_device_time_total for e in events) / steps
-        lines = [f"{total:9.1f} {sum(e.count for e in events) / steps:7.1f} all"]
-        lines += [f"{e.self_device_time_total / steps:9.1f} {e.count / steps:7.1f} {e.key[:150]}" for e in events]
-        return "\n".join(lines) + "\n"
 
 
 def warmed_up(contender: Contender, batch: int, size: int) -> Timed:

@@ -3,8 +3,8 @@
 ``batchnorm bench memory`` takes whole eager steps (forward, loss, backward, SGD with momentum; bf16 autocast,
 channels_last) of
 
-- stock: ``torch.nn``'s layers as the appendix draws them, also under torch.compile and without normalization;
-- ours: this library's network in training, without and with ``recompute()``, also with its modules as drawn.
+- stock: ``torch.nn``'s layers as the appendix draws them, with and without normalization;
+- ours: this library's network in training, without and with ``recompute()``.
 
 On a GPU the number is the peak of what torch has allocated, parameters and images included; on a CPU, where this is a
 way to look at small sizes, the peak of what the step allocates.
@@ -30,12 +30,11 @@ from ..ops import recompute
 from ..results import check_writable, write_result
 from ..train import RECIPES
 from ..train.step import make_optimizer
-from .contenders import STOCK, Contender, chosen, noise, with_stock_parts_
+from .contenders import OURS, STOCK, Contender, noise, with_stock_parts_
 from .train import LOSS_TOLERANCE
 
 QUESTION = "peak memory of the appendix network's training step, over stock eager's"
 BARS = {"ours": 0.75, "ours, recompute": 0.58}  # of stock's peak, at most, on a GPU at batch 256
-OURS, DRAWN = Contender("ours"), Contender("ours, as drawn", composed_stem=False, joined=False)
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,6 @@ class StepForm:
     name: str
     contender: Contender
     norm: bool = True
-    compile: bool = False
     recompute: bool = False
 
     def network(self, size: int, device: torch.device) -> nn.Module:
@@ -62,13 +60,9 @@ class StepForm:
 
 FORMS = (
     StepForm("stock", STOCK),
-    StepForm("stock, torch.compile", STOCK, compile=True),
     StepForm("stock, no BN", STOCK, norm=False),
-    StepForm("stock, no BN, torch.compile", STOCK, norm=False, compile=True),
     StepForm("ours", OURS),
     StepForm("ours, recompute", OURS, recompute=True),
-    StepForm("ours, as drawn", DRAWN),
-    StepForm("ours, as drawn, recompute", DRAWN, recompute=True),
 )
 
 
@@ -88,9 +82,8 @@ class EagerStep:
 
     def __init__(self, form: StepForm, batch: int, size: int, device: torch.device) -> None:
         self.form, self.device = form, device
-        net = form.network(size, device)
-        self.optimizer = make_optimizer(net, RECIPES["bn-x30"], device)
-        self.model: Any = torch.compile(net, dynamic=False) if form.compile else net
+        self.net = form.network(size, device)
+        self.optimizer = make_optimizer(self.net, RECIPES["bn-x30"], device)
         self.images, self.labels = noise(batch, size, device)
 
     def forward(self) -> Tensor:
@@ -98,7 +91,7 @@ class EagerStep:
         self.optimizer.zero_grad(set_to_none=True)
         less = recompute() if self.form.recompute else nullcontext()
         with less, torch.autocast(self.device.type, torch.bfloat16):
-            return F.cross_entropy(self.model(self.images).float(), self.labels)
+            return F.cross_entropy(self.net(self.images).float(), self.labels)
 
     def __call__(self) -> Tensor:
         """Take one step, and return its loss."""
@@ -141,7 +134,7 @@ def measure(form: StepForm, batch: int, size: int, device: torch.device) -> Peak
     """Build a form, warm it up and take the memory of one forward pass and one step."""
     step = EagerStep(form, batch, size, device)
     loss = float(step())
-    step()  # momentum buffers, compiled code and workspaces are there now
+    step()  # momentum buffers and workspaces are there now
     _, after = peak(step.forward, device)
     highest, _ = peak(step, device)
     return PeakMemory(form.name, highest, after, loss)
@@ -160,21 +153,21 @@ def memory(
     """
     at_least(1, batch=batch)
     at_least(32, size=size)
+    names = [form.name for form in FORMS[1:]]
+    if unknown := [name for name in only if name not in names]:
+        raise ValueError(f"there is no form named {unknown[0]!r}; there are {', '.join(map(repr, names))}")
     if out is not None:
         check_writable(out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = batch or (256 if device.type == "cuda" else 8)
     rows: list[PeakMemory] = []
-    for form in (FORMS[0], *chosen(FORMS[1:], only)):
-        if form.compile and device.type == "cpu":
-            continue
+    for form in (FORMS[0], *(form for form in FORMS[1:] if not only or form.name in only)):
         row = measure(form, batch, size, device)
         rows.append(replace(row, over_stock=row.peak / (rows or [row])[0].peak))
         if form.norm and not abs(row.loss - rows[0].loss) <= LOSS_TOLERANCE * abs(rows[0].loss):
             raise RuntimeError(f"{row.name} computes another loss than stock: {row.loss} instead of {rows[0].loss}")
         gc.collect()
         if device.type == "cuda":
-            torch.compiler.reset()
             torch.cuda.empty_cache()
     judged = [row for row in rows if row.name in BARS and (device.type, batch) == ("cuda", 256)]
     print(report(rows, judged), flush=True)
