@@ -31,10 +31,7 @@ class Map(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Hold W and b of an affine layer in float64.
-
-    Paper: Sec. 3.2
-    """
+    """Hold W and b of an affine layer in float64."""
 
     weight: Tensor
     bias: Tensor

@@ -21,10 +21,7 @@ STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 @dataclass(frozen=True)
 class Seeds:
-    """The finished runs of one network that differ only in the seed; there may be none.
-
-    Paper: Fig. 3
-    """
+    """The finished runs of one network that differ only in the seed; there may be none."""
 
     runs: tuple[Finished, ...]
 
@@ -71,10 +68,7 @@ def unchanged_seeds_of(finished: Mapping[str, Finished], group: str, variant: st
 
 
 def network_of(finished: Mapping[str, Finished], variant: str) -> Seeds:
-    """Return the runs of Figure 2 of one of the paper's networks as it is.
-
-    Paper: Fig. 2
-    """
+    """Return the runs of Figure 2 of one of the paper's networks as it is."""
     return unchanged_seeds_of(finished, "figures", variant)
 
 

@@ -126,10 +126,7 @@ def _as_runs(finished: Mapping[str, Finished]) -> list[Run]:
 
 
 def sections(plan: Plan, finished: Mapping[str, Finished]) -> list[Section]:
-    """Return all tables; those of which nothing is finished are left out.
-
-    Paper: Figs. 2, 3; Sec. 3.3, 3.4, 4.2.1
-    """
+    """Return all tables; those of which nothing is finished are left out."""
     judged = verdicts(plan, finished)
     parts = [
         figure3(finished),

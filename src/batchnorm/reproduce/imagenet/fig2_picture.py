@@ -28,10 +28,7 @@ OTHERS = (("#c2428a", "-"), ("#b58a00", "-"), ("#2a6fc9", "-"), ("#14835b", ":")
 
 
 def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
-    """Draw what is finished: Figure 2, ``fig2-unnormalized.png``, and ``fig2-rates.png`` once the sweep has begun.
-
-    Paper: Fig. 2; Sec. 3.3
-    """
+    """Draw what is finished: Figure 2, ``fig2-unnormalized.png``, and ``fig2-rates.png`` once the sweep has begun."""
     paths = []
     if any(one.run.group == "figures" for one in finished.values()):
         paths += [out / "fig2.png", out / "fig2.svg"]

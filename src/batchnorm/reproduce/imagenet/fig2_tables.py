@@ -204,10 +204,7 @@ def failures(finished: Mapping[str, Finished]) -> Section:
 
 
 def rates(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate the accuracy at each rate with and without batch normalization, and the step ratio best against best.
-
-    Paper: Sec. 3.3
-    """
+    """Tabulate the accuracy at each rate with and without batch normalization, and the step ratio best against best."""
     without, with_bn = (seeds_of(finished, "rates", name) for name in ("inception", "bn-baseline"))
     columns = [{one.run.recipe.rate: one for one in seeds.runs} for seeds in (without, with_bn)]
     rows = [["rate", "without BN", "with BN"]]
@@ -233,10 +230,7 @@ def _rates_text(without: Seeds, with_bn: Seeds) -> str:
 
 
 def dropout(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate training and validation accuracy by dropout with and without batch normalization.
-
-    Paper: Sec. 3.4
-    """
+    """Tabulate training and validation accuracy by dropout with and without batch normalization."""
     columns = [
         {one.run.recipe.dropout: one for one in seeds_of(finished, "dropout", name).runs}
         for name in ("inception", "bn-baseline")
@@ -268,10 +262,7 @@ def _repeated(finished: Mapping[str, Finished]) -> float | None:
 
 
 def ablation(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate BN-x5 with each modification taken back; a difference within the noise of its seeds is not resolved.
-
-    Paper: Sec. 4.2.1
-    """
+    """Tabulate BN-x5 with each modification taken back; a difference within the noise of its seeds is not resolved."""
     seeds = unchanged_seeds_of(finished, "ablation", "bn-x5").final
     spread = noise(seeds)
     rows = [["modification", "BN-x5 without it", "the modification gives", ""]]

@@ -14,10 +14,7 @@ from .result_files import CROPS, MemberFiles
 
 
 class ErrorRow(NamedTuple):
-    """One row of Figure 4; None if nothing is stated.
-
-    Paper: Fig. 4
-    """
+    """One row of Figure 4; None if nothing is stated."""
 
     model: str
     resolution: str

@@ -22,10 +22,7 @@ EVERYWHERE = ("log_every", "checkpoint_every", "evaluate_batch")
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run: a recipe of the paper's, of another length, and what is changed in it.
-
-    Paper: Sec. 4.2
-    """
+    """One run: a recipe of the paper's, of another length, and what is changed in it."""
 
     name: str
     group: str

@@ -33,10 +33,7 @@ COLUMNS = ("step", "val_top1", "val_top5", "train_loss", "train_top1")
 
 
 class Point(NamedTuple):
-    """One validation, and the training batches' means since the one before.
-
-    Paper: Fig. 2
-    """
+    """One validation, and the training batches' means since the one before."""
 
     step: int
     val_top1: float
@@ -47,10 +44,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Finished:
-    """What a run's result file says.
-
-    Paper: Figs. 2, 3
-    """
+    """What a run's result file says."""
 
     run: PlannedRun
     curve: tuple[Point, ...]
@@ -126,10 +120,7 @@ class RunFiles(NamedTuple):
 
 
 class MemberFiles(NamedTuple):
-    """The files of one member of an ensemble: ``NAME.json`` and ``NAME.npz``.
-
-    Paper: Sec. 4.2.3
-    """
+    """The files of one member of an ensemble: ``NAME.json`` and ``NAME.npz``."""
 
     name: str
     results: Path

@@ -27,8 +27,6 @@ class Training:
         plan: the run's plan.
         session: on what data and device.
         data: what :func:`describe_data` says of the data.
-
-    Paper: Sec. 4.2.2
     """
 
     files: RunFiles
@@ -81,10 +79,7 @@ class Training:
 
 
 class TrainedMember(Training):
-    """Train a member of the plan, or resume it, then evaluate it.
-
-    Paper: Sec. 4.2.3
-    """
+    """Train a member of the plan, or resume it, then evaluate it."""
 
     @property
     def member(self) -> MemberFiles:

@@ -46,8 +46,6 @@ class HiddenLayer(NamedTuple):
     """Hold a hidden layer as y = gamma x_hat + beta of x_hat = (Wu + b - mu) / sd, by population statistics.
 
     A network without batch normalization is the case gamma = sd, beta = mu.
-
-    Paper: Sec. 3.3
     """
 
     weight: Tensor

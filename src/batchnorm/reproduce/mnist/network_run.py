@@ -40,10 +40,7 @@ Show = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class NetworkRun:
-    """The training of one network, which several processes can do side by side: a :class:`batchnorm.jobs.Job`.
-
-    Paper: Sec. 4.1
-    """
+    """The training of one network, which several processes can do side by side: a :class:`batchnorm.jobs.Job`."""
 
     folder: Path
     setting: Setting
@@ -218,8 +215,6 @@ def accuracy_steps(steps: int) -> list[int]:
 
     >>> accuracy_steps(50_000)[:3], len(accuracy_steps(50_000)), accuracy_steps(50_000)[-1]
     ([100, 200, 300], 71, 50000)
-
-    Paper: Fig. 1 a
     """
     early = {*range(100, 1000, 100), *range(1000, 5000, 250)}
     every = max(steps // 50, 100)

@@ -44,10 +44,7 @@ class Placement(Experiment):
 
 
 def placement(options: Placement) -> dict[str, Any]:
-    """Run the experiment and write its result.
-
-    Paper: Sec. 3.2; Sec. 5
-    """
+    """Run the experiment and write its result."""
     kinds: tuple[Where, ...] = ("before", "after")
     jobs = [
         (where, name, Setting(True, options.steps, options.rate, options.std, seed=seed))

@@ -109,10 +109,7 @@ def evenly(steps: int, count: int) -> list[int]:
 
 @torch.no_grad()
 def accuracy(net: nn.Module, digits: Digits) -> float:
-    """Return the fraction of correct predictions in evaluation mode; the network's mode is kept.
-
-    Paper: Fig. 1 a
-    """
+    """Return the fraction of correct predictions in evaluation mode; the network's mode is kept."""
     mode = net.training
     net.eval()
     try:
