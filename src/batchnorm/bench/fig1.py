@@ -10,9 +10,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,43 +22,38 @@ from ..errors import JobsFailedError, above, at_least
 from ..results import check_writable, environment, write_json
 
 
-@dataclass(frozen=True)
-class BenchFig1:
-    """Time Figure 1's experiment, both networks, against plain eager PyTorch; whole commands, from start to report."""
-
-    steps: int = 50_000
-    """Updates of each network."""
-    rate: float = 0.1
-    """Learning rate."""
-    std: float = 0.1
-    """Width of the initial Gaussians."""
-    rounds: int = 1
-    """How often each contender runs, in turns; ratios are of medians."""
-    out: Path = Path("runs/bench/fig1.json")
-    """The result file; the published ones are in results."""
-
-    def __post_init__(self) -> None:
-        above(0, rate=self.rate, std=self.std)
-        at_least(1, steps=self.steps, rounds=self.rounds)
-
-
-def fig1(options: BenchFig1) -> dict[str, Any]:
-    """Run the contenders in turns, write the result file and return what is in it.
+def fig1(
+    steps: int = 50_000,
+    rate: float = 0.1,
+    std: float = 0.1,
+    rounds: int = 1,
+    out: Path = Path("runs/bench/fig1.json"),
+) -> None:
+    """Time Figure 1's experiment, both networks, against plain eager PyTorch; whole commands, from start to report.
 
     Both train with autograd and ``torch.optim.SGD``. Eager uses ``torch.nn``'s layer, trains one network after the
     other on torch's default threads, evaluates 50 times and writes nothing. ``reproduce fig1`` uses this library's
     layer on one thread a network, evaluates 71 times, monitors, writes checkpoints, the figure and the report.
+
+    Args:
+        steps: updates of each network.
+        rate: learning rate.
+        std: width of the initial Gaussians.
+        rounds: how often each contender runs, in turns; ratios are of medians.
+        out: the result file; the published ones are in results.
     """
-    check_writable(options.out)
+    above(0, rate=rate, std=std)
+    at_least(1, steps=steps, rounds=rounds)
+    check_writable(out)
     contenders: dict[str, Callable[[int], list[float]]] = {
-        "eager": lambda seed: _eager(options, seed),
-        "one process": lambda seed: _reproduce(options, seed, processes=1),
-        "make run": lambda seed: _reproduce(options, seed, processes=2),
+        "eager": partial(_eager, steps, rate, std),
+        "one process": partial(_reproduce, steps, rate, std, 1),
+        "make run": partial(_reproduce, steps, rate, std, 2),
     }
     load = os.getloadavg()[0]  # what else the machine was doing: above 0.5 the times say little
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     accuracies: dict[str, list[list[float]]] = {name: [] for name in contenders}
-    for seed in range(options.rounds):
+    for seed in range(rounds):
         for name, contender in contenders.items():
             began = time.perf_counter()
             accuracies[name].append(contender(seed))
@@ -70,26 +64,25 @@ def fig1(options: BenchFig1) -> dict[str, Any]:
     faster = {name: round(median["eager"] / median[name], 2) for name in contenders}
     result = {
         "what": "seconds for both networks, whole commands, and test accuracy without and with BN",
-        "options": {key: value for key, value in asdict(options).items() if key != "out"},
+        "options": {"steps": steps, "rate": rate, "std": std, "rounds": rounds},
         "environment": {**environment(), "load average before": load},
         "seconds": seconds,
         "accuracy": accuracies,
         "times faster than eager": faster,
     }
-    write_json(options.out, result)
+    write_json(out, result)
     for name, ratio in faster.items():
         print(f"{name}: {median[name]:.1f} s, {ratio:.2f} times faster than eager")
-    return result
 
 
-def _eager(options: BenchFig1, seed: int) -> list[float]:
-    text = _run(__spec__.name, options.steps, options.rate, options.std, seed)
+def _eager(steps: int, rate: float, std: float, seed: int) -> list[float]:
+    text = _run(__spec__.name, steps, rate, std, seed)
     return list(json.loads(text.splitlines()[-1]))
 
 
-def _reproduce(options: BenchFig1, seed: int, processes: int) -> list[float]:
+def _reproduce(steps: int, rate: float, std: float, processes: int, seed: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--steps", options.steps, "--rate", options.rate, "--std", options.std, "--seed", seed]
+        words = ["--steps", steps, "--rate", rate, "--std", std, "--seed", seed]
         _run("batchnorm", "reproduce", "fig1", *words, "--processes", processes, "--out", folder)
         summaries = [json.loads((Path(folder) / n / "summary.json").read_text()) for n in ("without-bn", "with-bn")]
     # With running averages, as eager has them.

@@ -22,7 +22,7 @@ from ..results import sync
 from .crop_boxes import CENTRE_SHARE, Box
 from .decode import decode_crop
 from .image_sources import ImageSource, open_source, sample_examples
-from .loader import BatchReader, CorruptFile, Crop, Prefetcher, Request, WholeImage
+from .loader import BatchReader, CorruptFile, Crop, Prefetcher, Request, whole_images
 
 CHUNK = 256
 
@@ -51,7 +51,7 @@ class DeviceCache:
         labels = torch.empty(n, dtype=torch.int64, device=device)
         row_of, sizes = np.full(n, -1), np.zeros((n, 2), dtype=np.int64)
         corrupt: list[CorruptFile] = []
-        load = Prefetcher(BatchReader(source, WholeImage(), side), workers, device)
+        load = Prefetcher(BatchReader(source, whole_images, side), workers, device)
         row = 0
         for part in load(Request(0, np.arange(i, min(i + CHUNK, n))) for i in range(0, n, CHUNK)):
             rows = slice(row, row + len(part.images))
