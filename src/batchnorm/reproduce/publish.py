@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..errors import SEED_MAX, above, at_least, between
 from ..extras import require
 from ..processes import map_on_cores
 from ..report.summary import FIGURES
@@ -20,6 +21,11 @@ Found = TypeVar("Found")
 BLUE, ORANGE, GREEN, GREY = "#2a6fc9", "#d9622b", "#14835b", "#8b8a84"
 
 
+# Options of several commands: numbers above 0, and counts.
+POSITIVE = ("rate", "rates", "equal_rate", "std", "stds", "factors", "tail")
+COUNTS = ("steps", "batch_steps", "bias_steps", "marks", "seeds", "examples", "processes")
+
+
 @dataclass(frozen=True)
 class Experiment:
     """The options that all commands for a claim have; a command has the name of its class."""
@@ -28,6 +34,13 @@ class Experiment:
     """Processes; by default one per core."""
     out: Path = Path("runs")
     """Folder for the result, a JSON file, and its picture; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        given = vars(self)
+        above(0, **{name: given[name] for name in POSITIVE if name in given})
+        at_least(1, **{name: given[name] for name in COUNTS if name in given})
+        between(0, SEED_MAX, seed=given.get("seed"))
+        between(1, given.get("steps", 1), points=given.get("points"))
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ...errors import above, at_least
+from ...errors import at_least
 from ..publish import Experiment, colour, label, mean, publish, spread
 from .training import Setting, accuracies, held_out
 
@@ -37,9 +37,8 @@ class Comparison(Experiment):
     out: Path = Path("runs/comparison")
 
     def __post_init__(self) -> None:
-        above(0, rates=self.rates, equal_rate=self.equal_rate, std=self.std)
+        super().__post_init__()
         at_least(10, sweep_steps=self.sweep_steps)
-        at_least(1, marks=self.marks, seeds=self.seeds, processes=self.processes)
         if list(self.marks) != sorted(self.marks):
             raise ValueError(f"marks={self.marks}: give step counts in increasing order")
 

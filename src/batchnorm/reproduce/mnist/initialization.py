@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import above, at_least
 from ..publish import Experiment, colour, label, mean, publish, spread
 from .training import Setting, accuracies
 
@@ -28,10 +27,6 @@ class Init(Experiment):
     seeds: int = 3
     """Seeds of each run."""
     out: Path = Path("runs/init")
-
-    def __post_init__(self) -> None:
-        above(0, stds=self.stds, rate=self.rate)
-        at_least(1, steps=self.steps, seeds=self.seeds, processes=self.processes)
 
 
 def init(options: Init) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...errors import SEED_MAX, above, at_least, between
 from ...layers import BatchNorm1d
 from ..publish import GREY, Experiment, colour, label, publish
 from .training import Setting, digits, order, train_
@@ -35,11 +34,6 @@ class Jacobian(Experiment):
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     out: Path = Path("runs/jacobian")
-
-    def __post_init__(self) -> None:
-        above(0, rate=self.rate, std=self.std)
-        at_least(1, steps=self.steps, examples=self.examples, processes=self.processes)
-        between(0, SEED_MAX, seed=self.seed)
 
 
 class HiddenLayer(NamedTuple):

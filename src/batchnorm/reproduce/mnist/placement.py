@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...errors import above, at_least
 from ...layers import BatchNorm1d
 from ...models import perceptron
 from ..publish import BLUE, GREEN, Experiment, mean, publish, spread
@@ -37,10 +36,6 @@ class Placement(Experiment):
     seeds: int = 3
     """Seeds of each run."""
     out: Path = Path("runs/placement")
-
-    def __post_init__(self) -> None:
-        above(0, rate=self.rate, std=self.std)
-        at_least(1, steps=self.steps, seeds=self.seeds, processes=self.processes)
 
 
 def placement(options: Placement) -> dict[str, Any]:

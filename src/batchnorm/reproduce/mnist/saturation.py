@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import SEED_MAX, above, at_least, between
+from ...errors import between
 from ...monitor.taps import Taps, probing
 from ..publish import Experiment, colour, label, publish
 from .training import Setting, digits, evenly, train_
@@ -38,11 +38,8 @@ class Saturation(Experiment):
     out: Path = Path("runs/saturation")
 
     def __post_init__(self) -> None:
-        above(0, rate=self.rate, stds=self.stds, tail=self.tail)
-        at_least(1, steps=self.steps, processes=self.processes)
-        between(1, self.steps, points=self.points)
+        super().__post_init__()
         between(0, 0.5, tail=self.tail)
-        between(0, SEED_MAX, seed=self.seed)
 
 
 def saturation(options: Saturation) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import SEED_MAX, above, at_least, between
 from ...layers import BatchNorm1d
 from ...ops import reference
 from ..publish import Experiment, colour, label, publish
@@ -38,12 +37,6 @@ class Scale(Experiment):
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     out: Path = Path("runs/scale")
-
-    def __post_init__(self) -> None:
-        above(0, rates=self.rates, factors=self.factors, std=self.std)
-        at_least(1, steps=self.steps, processes=self.processes)
-        between(1, self.steps, points=self.points)
-        between(0, SEED_MAX, seed=self.seed)
 
 
 def scale(options: Scale) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...data import Digits
-from ...errors import SEED_MAX, above, at_least, between
 from ...layers import BatchNorm1d
 from ...models import perceptron
 from ...processes import torch_threads
@@ -44,11 +43,6 @@ class Section2(Experiment):
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     out: Path = Path("runs/section2")
-
-    def __post_init__(self) -> None:
-        above(0, rates=self.rates, std=self.std)
-        at_least(1, bias_steps=self.bias_steps, steps=self.steps, processes=self.processes)
-        between(0, SEED_MAX, seed=self.seed)
 
 
 def section2(options: Section2) -> dict[str, Any]:
