@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from ..ops.call import Call
 from ..ops.cuda import launch
 from ..results import check_writable, write_result
 from .gpu_timing import require_gpu
-from .kernel_rows import LayerShape, short_list
+from .kernel_rows import LayerShape, names_of, short_list
 from .kernels import Parameters, Sets
 
 QUESTION = "what bounds the fused kernels: bytes moved, cache hits, occupancy and stalls of single launches"
@@ -138,25 +139,24 @@ def _watch(layer: LayerShape, channels_last: bool, residual: bool) -> None:
     found = launch.paths(Call(sets.x[0], p.gamma, p.beta, activation=Activation("relu"), residual=sets.residual[0]))
     paths = dict(zip(("forward", "backward"), found, strict=True))
 
-    def announced(direction: str) -> None:
-        op = "BN+add+ReLU" if residual else "BN+ReLU"
-        key = (layer.network, layer.batch, layer.channels, layer.size)
-        one = CountedPass(key, "NHWC" if channels_last else "NCHW", op, direction, paths[direction], sets.bytes)
+    layout, _, op = names_of(channels_last, torch.bfloat16, residual)
+
+    @contextmanager
+    def counted(direction: str) -> Iterator[None]:
+        one = CountedPass((*layer,), layout, op, direction, paths[direction], sets.bytes)
         print(f"{READY}{json.dumps(one._asdict())}", flush=True)
+        torch.cuda.profiler.start()
+        yield
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
 
     p.ours(sets.x[1], sets.residual[1]).backward(sets.dy[1])  # compiled, and memory allocated
     torch.cuda.synchronize()
-    announced("forward")
-    torch.cuda.profiler.start()
-    y = p.ours(sets.x[0], sets.residual[0])
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
-    announced("backward")
-    torch.cuda.profiler.start()
     inputs = [sets.x[0], p.gamma, p.beta, *([] if sets.residual[0] is None else [sets.residual[0]])]
-    torch.autograd.grad(y, inputs, sets.dy[0])
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
+    with counted("forward"):
+        y = p.ours(sets.x[0], sets.residual[0])
+    with counted("backward"):
+        torch.autograd.grad(y, inputs, sets.dy[0])
 
 
 if __name__ == "__main__":

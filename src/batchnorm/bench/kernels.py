@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import at_least
+from ..pictures import picture_beside
 from ..processes import device_turn, workers
 from ..results import check_writable
 from .gpu_timing import Stopwatch, buffers, copy_bandwidth, require_gpu
@@ -38,7 +39,7 @@ from .kernel_rows import (
     provenance,
     short_list,
 )
-from .kernels_report import bars, line, picture, write
+from .kernels_report import bars, draw, line, write
 
 EPS = 1e-5
 # ||ours - expected|| / ||expected|| that a check allows: a few roundings of the type.
@@ -252,6 +253,6 @@ def kernels(
     for bar in bars(rows.values()):
         print(bar.line())
     if rows:
-        picture(out)
+        picture_beside(out, draw)
     if left := len(not_measured()):
         print(f"{left} layers are not measured yet: the same command goes on")

@@ -11,7 +11,6 @@ losses differ is not timed. Rows that the result file holds already, of the same
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import platform
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 
 from ..errors import above, at_least
-from ..extras import MissingExtraError, require
+from ..pictures import picture_beside
 from ..processes import Remote
 from ..results import check_writable, environment, read_json, write_result
 from .bars import Bar
@@ -328,7 +327,7 @@ def networks(
     for bar in bars(rows.values(), device):
         print(bar.line())
     if any("failed" not in row for row in rows.values()):
-        picture(out)
+        picture_beside(out, draw)
     if left := _count(plan(networks, modes, batches, rows)):
         print(f"{left} rows are not measured yet: the same command goes on")
     return list(rows.values())
@@ -372,29 +371,14 @@ def line(row: Row) -> str:
     )
 
 
-def picture(path: Path) -> None:
-    """Draw the speedups of a result file beside it, or say what is missing for that."""
-    try:
-        require("matplotlib", "report")
-    except MissingExtraError as error:
-        print(f"no picture: {error}, then run the same command again")
-        return
-    draw(json.loads(path.read_text()), path.with_suffix(".png"))
-    print(f"picture: {path.with_suffix('.png')}")
-
-
-def draw(report: dict[str, Any], path: Path) -> None:
-    """Write a picture with one panel a mode and one bar a network and batch size, with 95% intervals."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def draw(report: dict[str, Any], plt: Any) -> Any:
+    """Draw one panel a mode and one bar a network and batch size, with 95% intervals."""
     rows = [row for row in report["rows"] if "failed" not in row]
     modes, names, batches = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mode", "network", "batch"))
     batches.sort(reverse=True)
     height = 0.8 / len(batches)
-    figure = Figure(figsize=(3.4 * len(modes) + 2, 0.55 * len(names) + 1.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
+    size = (3.4 * len(modes) + 2, 0.55 * len(names) + 1.8)
+    figure, (panels,) = plt.subplots(1, len(modes), sharey=True, squeeze=False, figsize=size)
     for axes, mode in zip(panels, modes, strict=True):
         for k, batch in enumerate(batches):
             shown = [row for row in rows if (row["mode"], row["batch"]) == (mode, batch)]
@@ -410,7 +394,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(batches), fontsize=8)
     told = report["machine"]
     figure.suptitle(f"{told['device']}, torch {told['torch']}, {told['steps']}: training steps", fontsize=10)
-    figure.savefig(path, dpi=130)
+    return figure
 
 
 MODE_NAMES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import SEED_MAX, above, at_least, between
-from ..extras import require
+from ..pictures import picture
 from ..processes import map_on_cores
 from ..report.summary import FIGURES
 from ..results import check_writable, environment, write_json
@@ -106,20 +106,3 @@ def colour(network: bool | str) -> str:
 def label(batch_norm: bool) -> str:
     """Return a network's name in every picture."""
     return "with BN" if batch_norm else "without BN"
-
-
-def picture(draw: Callable[[Any], Any], path: Path) -> None:
-    """Draw with the house style and save."""
-    require("matplotlib", "report").use("agg")
-    plt = require("matplotlib.pyplot", "report")
-    style = {
-        "font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False,
-        "axes.linewidth": 0.6, "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.25, "grid.linewidth": 0.5,
-        "legend.frameon": False, "lines.linewidth": 1.3, "figure.constrained_layout.use": True,
-        "svg.hashsalt": "batchnorm",
-    }  # fmt: skip
-    with plt.rc_context(style):
-        figure = draw(plt)
-        # No date in the file: the same result draws the same bytes.
-        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
-        plt.close(figure)

@@ -8,8 +8,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from ...pictures import picture
 from ...train.metrics import steps_to
-from ..publish import colour, label, picture
+from ..publish import colour, label
 from .curves import Seeds, best, network_of, seeds_of, tuned_baseline, unnormalized
 from .fig2_tables import show_name
 from .result_files import Finished

@@ -20,19 +20,12 @@ from .session import Session
 
 @dataclass(frozen=True)
 class Training:
-    """Train a run to its end, or resume it, and write its result file.
-
-    Args:
-        files: which run, and where.
-        plan: the run's plan.
-        session: on what data and device.
-        data: what :func:`describe_data` says of the data.
-    """
+    """Train a run to its end, or resume it, and write its result file."""
 
     files: RunFiles
     plan: Plan
     session: Session
-    data: dict[str, Any]
+    data: dict[str, Any]  # what describe_data says
 
     @property
     def name(self) -> str:
@@ -102,23 +95,14 @@ class TrainedMember(Training):
 
 @dataclass(frozen=True)
 class TakenMember:
-    """Evaluate a finished run.
-
-    Args:
-        saved: the run.
-        member: its files.
-        session: on what data and device.
-        data: what :func:`describe_data` says of the data.
-        batch_size: crops that the network takes at a time.
-        folder: for the log.
-    """
+    """Evaluate a finished run."""
 
     saved: SavedRun
     member: MemberFiles
     session: Session
-    data: dict[str, Any]
-    batch_size: int
-    folder: Path
+    data: dict[str, Any]  # what describe_data says
+    batch_size: int  # crops that the network takes at a time
+    folder: Path  # for the log
     steps: int = 0
 
     @property
