@@ -180,12 +180,9 @@ def _do(job: Job) -> None:
         except Stopped as stopped:
             print(stopped, file=sys.stderr, flush=True)
             sys.exit(STOPPED)
-        except (OSError, ValueError) as error:
-            print(sentence(error), file=sys.stderr, flush=True)
-            sys.exit(FAILED)
-        except Exception:
-            traceback.print_exc()
-            sys.stderr.flush()
+        except Exception as error:
+            known = isinstance(error, OSError | ValueError)
+            print(sentence(error) if known else traceback.format_exc(), file=sys.stderr, flush=True)
             sys.exit(FAILED)
 
 

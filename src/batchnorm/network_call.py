@@ -95,13 +95,9 @@ def device_of(net: nn.Module) -> torch.device:
 
 
 def to_device(batch: Any, device: torch.device, *, copy: bool = False, dtype: torch.dtype | None = None) -> Any:
-    """Return the batch with its tensors on a device.
+    """Return the batch with its tensors on a device, floating point ones cast to ``dtype``.
 
-    Args:
-        batch: see :func:`arguments`.
-        device: the device.
-        copy: copy tensors that are already on the device, to protect the caller's from in-place code.
-        dtype: cast floating point tensors to this type.
+    With ``copy``, tensors that are on the device already are copied, to protect the caller's from in-place code.
     """
 
     def move(t: Tensor) -> Tensor:

@@ -25,13 +25,9 @@ SPAWN = get_context("spawn")
 
 
 class Remote:
-    """An object in a process of its own, whose methods are called there.
+    """An object in a process of its own, made there by ``make(*args)``, whose methods are called there.
 
     Several are built at the same time; each then waits until it is called.
-
-    Args:
-        make: builds the object in the new process.
-        args: its arguments.
     """
 
     def __init__(self, make: Work, *args: Any) -> None:
@@ -211,10 +207,7 @@ class _Caller:
 def map_on_cores(work: Callable[[Given], Result], jobs: Sequence[Given], processes: int | None = None) -> list[Result]:
     """Return ``[work(job) for job in jobs]``, computed by several processes of one thread each; with 1, in this one.
 
-    Args:
-        work: a function that can be pickled.
-        jobs: its arguments.
-        processes: by default one for each core.
+    By default there is one for each core.
     """
     processes = min(processes or os.cpu_count() or 1, len(jobs))
     results: dict[int, Result] = {}

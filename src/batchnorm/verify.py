@@ -62,9 +62,7 @@ def verify(
     does not run in float64 is compared in its own precision.
 
     Args:
-        old: the original.
-        new: the changed network.
-        example: a batch.
+        old, new, example: the original, the changed network and a batch.
         forward: how to call the networks, if the rule for batches does not fit.
         what: what to call the new network in errors.
         advice: what to do about a difference.

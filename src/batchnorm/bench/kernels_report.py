@@ -159,7 +159,7 @@ def draw(report: dict[str, Any], plt: Any) -> Any:
         axes.set(title=f"{op}, {layout}, {dtype}", xlabel="one tensor, MB", ylim=(0, 1.05))
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("share of the one-read limit, forward + backward")
-    figure.axes[-1].legend(loc="upper left")  # cuDNN has channels_last alone, which comes last
+    figure.axes[-1].legend(loc="upper left", frameon=True)  # cuDNN has channels_last alone, which comes last
     figure.suptitle(f"{report['hardware']['device']}, torch {report['hardware']['torch']}")
     return figure
 

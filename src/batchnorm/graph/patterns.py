@@ -309,11 +309,8 @@ class Matcher:
         if node.op != "call_function" or (node.target in NEW and not node.kwargs):
             return False
         name = getattr(node.target, "__name__", "_")
-        known = (getattr(node.target, "__module__", None) or "torch").split(".")[0] in (
-            "torch",
-            "_operator",
-            "builtins",
-        )
+        home = (getattr(node.target, "__module__", None) or "torch").split(".")[0]
+        known = home in ("torch", "_operator", "builtins")
         in_place = bool(node.kwargs.get("inplace")) or any(a is True for a in node.args) or "out" in node.kwargs
         known = known and not isinstance(node.target, OperatorBase | OpOverloadPacket)
         return not known or node.target in IN_PLACE or name.endswith("_") or name == "setitem" or in_place

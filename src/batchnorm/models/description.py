@@ -102,10 +102,7 @@ def _depth(net: nn.Module) -> int:
 
 
 class Claim(NamedTuple):
-    """Hold a statement of the paper and the number computed here.
-
-    Paper: Appendix; Sec. 4.2
-    """
+    """Hold a statement of the paper and the number computed here."""
 
     statement: str
     computed: str

@@ -66,12 +66,7 @@ def publish(
 ) -> dict[str, Any]:
     """Write ``name.json`` and ``name.png`` into ``options.out``, print the finding and return what the file holds.
 
-    Args:
-        options: the command's options.
-        claim: what the paper says.
-        findings: what was measured.
-        verdicts: statements that follow from the claim, and whether they hold here.
-        draw: from ``matplotlib.pyplot`` to a figure.
+    The verdicts are statements that follow from the claim, and whether they hold here.
     """
     name, out = options.name, options.out
     given = {key: value for key, value in asdict(options).items() if key != "out"}

@@ -73,15 +73,8 @@ def train_(
 ) -> Iterator[tuple[int, float]]:
     """Train on the mean cross-entropy and yield (step, loss of its batch) at each of the marks, in order.
 
-    Step t means that t updates were made.
-
-    Args:
-        net: the network; it is trained in place.
-        data: the examples, of which :func:`order` takes a batch for each step.
-        setting: the steps, the batch size, the seed and the rate.
-        marks: steps to stop at; those up to ``start`` and those after the last step are skipped.
-        start: steps already taken.
-        optimizer: by default plain stochastic gradient descent at the setting's rate.
+    Step t means that t updates were made; ``start`` of them were made before. Marks up to there and after the last step
+    are skipped. The default optimizer is plain stochastic gradient descent at the setting's rate.
 
     Paper: Sec. 3.1; Sec. 4.1
     """
