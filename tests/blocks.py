@@ -150,3 +150,13 @@ class UNet(nn.Module):
         skip = self.down(x)
         x = self.up(self.middle(F.max_pool2d(skip, 2)))
         return self.out(self.last(torch.cat([skip, x], 1)))
+
+
+def fusions_in(net):
+    """Return what the rewritten modules of a network fuse, by the path of the batch normalization."""
+    found = {}
+    for path, module in net.named_modules():
+        for variant in vars(type(module)).get("_variants", ()):
+            for fusion in variant.fusions:
+                found.setdefault(f"{path}.{fusion.path}".lstrip("."), []).append(fusion)
+    return found

@@ -23,7 +23,7 @@ LAYERS = [
     ["surgery", "population", "inference", "monitor", "models", "data"],
     ["layers"],
     ["collectives", "graph", "verify"],
-    ["ops", "network_copy", "processes", "jobs"],
+    ["ops", "network_copy", "pictures", "processes", "jobs"],
     ["arguments", "errors", "extras", "network_call", "network_factory", "progress", "results", "verb_report"],
 ]
 LEVEL = {name: -i for i, row in enumerate(LAYERS) for name in row}

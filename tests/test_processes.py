@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from batchnorm import processes as module
-from batchnorm.processes import Remote, device_turn, map_on_cores, one_thread, workers
+from batchnorm.processes import Remote, device_turn, map_on_cores, torch_threads, workers
 
 
 def measured(number, path):
@@ -131,6 +131,6 @@ def test_map_on_cores_raises_what_the_work_raises():
 
 def test_the_threads_of_the_caller_are_left_alone():
     torch.set_num_threads(2)
-    with one_thread():
+    with torch_threads(1):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2

@@ -41,17 +41,11 @@ __all__ = ["OmitArgPrefixes", "Positional", "arg", "call_with"]
 def call_with(words: Sequence[str], function: Callable[..., Any], prog: str, description: str) -> Any:
     """Call a function, or make a dataclass, with arguments from the words of a command line, and return the result.
 
-    Args:
-        words: of the command line.
-        function: what to call; its annotations say what the words mean.
-        prog: the command's name, for its help.
-        description: the text of its help.
+    The function's annotations say what the words mean; ``prog`` and ``description`` are for the command's help.
 
     >>> def shout(word: str, /, times: int = 1) -> str: return word.upper() * times
     >>> call_with(["ha", "--times", "2"], shout, "shout", "")
     'HAHA'
-
-    Beyond the paper: the command line.
     """
     if TYRO is not None:
         config = (OmitArgPrefixes, TYRO.conf.PositionalMetavarFromFieldName)

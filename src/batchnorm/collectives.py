@@ -22,8 +22,6 @@ def gather_moments(local: Moments, group: distributed.ProcessGroup | None = None
 
     A rank without samples takes part with count 0. Gradients flow back across ranks, so each rank gets the derivative
     of the sum of all losses.
-
-    Beyond the paper: the paper's mini-batch, spread over machines.
     """
     flat = torch.cat([local.count.reshape(1), local.mean.flatten(), local.var.flatten()])
     rows: Tensor = _Gather.apply(flat, group)  # type: ignore[no-untyped-call]
@@ -32,10 +30,7 @@ def gather_moments(local: Moments, group: distributed.ProcessGroup | None = None
 
 
 def merge_across_ranks(local: Moments, group: distributed.ProcessGroup | None = None) -> Moments:
-    """Return the moments of all ranks' samples together, weighted by their counts.
-
-    Beyond the paper: the paper's mini-batch, spread over machines.
-    """
+    """Return the moments of all ranks' samples together, weighted by their counts."""
     return merge(gather_moments(local, group))
 
 

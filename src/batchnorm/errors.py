@@ -9,10 +9,7 @@ SEED_MAX = 2**32 - 1
 
 
 class JobsFailedError(RuntimeError):
-    """Report which of several jobs failed; the message has the ends of their logs.
-
-    Beyond the paper: the command line.
-    """
+    """Report which of several jobs failed; the message has the ends of their logs."""
 
 
 def sentence(error: Exception) -> str:
@@ -22,8 +19,6 @@ def sentence(error: Exception) -> str:
     'runs/a: permission denied'
     >>> sentence(ValueError("steps=0: train at least one"))
     'steps=0: train at least one'
-
-    Beyond the paper: the command line.
     """
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
@@ -43,8 +38,6 @@ def at_least(least: float, /, **options: object) -> None:
     Traceback (most recent call last):
         ...
     ValueError: log_every=0: must be 1 or more
-
-    Beyond the paper: the command line.
     """
     _check(lambda value: value >= least, f"{least:g} or more", options)
 
@@ -56,8 +49,6 @@ def above(bound: float, /, **options: object) -> None:
     Traceback (most recent call last):
         ...
     ValueError: rate=nan: must be above 0
-
-    Beyond the paper: the command line.
     """
     _check(lambda value: value > bound, f"above {bound:g}", options)
 
@@ -69,8 +60,6 @@ def between(least: float, most: float, /, **options: object) -> None:
     Traceback (most recent call last):
         ...
     ValueError: seed=-1: must be from 0 to 4294967295
-
-    Beyond the paper: the command line.
     """
     _check(lambda value: least <= value <= most, f"from {least} to {most}", options)
 

@@ -28,8 +28,6 @@ def require(module: str, extra: str) -> ModuleType:
     Traceback (most recent call last):
         ...
     batchnorm.extras.MissingExtraError: absent is not installed; run: pip install absent, or ... '.[report]' in a clone
-
-    Beyond the paper: packaging.
     """
     try:
         return import_module(module)
@@ -41,12 +39,7 @@ def require(module: str, extra: str) -> ModuleType:
 def check_installed(*modules: str) -> None:
     """Check that optional packages are installed, without importing them, before long work starts.
 
-    Raises:
-        MissingExtraError: naming all that are missing.
-
     >>> check_installed("math")
-
-    Beyond the paper: packaging.
     """
     missing = [module for module in modules if find_spec(module) is None]
     if missing:

@@ -26,17 +26,11 @@ FAILED, STOPPED = 1, 2
 
 
 class Stopped(Exception):
-    """Raised by a run that was asked to stop and has saved its state.
-
-    Beyond the paper: resuming.
-    """
+    """Raised by a run that was asked to stop and has saved its state."""
 
 
 class StopSignal:
-    """Remember that SIGTERM or Ctrl-C came, so that the work can finish its step and save first.
-
-    Beyond the paper: resuming.
-    """
+    """Remember that SIGTERM or Ctrl-C came, so that the work can finish its step and save first."""
 
     requested = False
 
@@ -57,8 +51,6 @@ def stop_signal() -> Iterator[StopSignal]:
     ...     os.kill(os.getpid(), signal.SIGTERM)
     ...     print(stop.requested)
     True
-
-    Beyond the paper: resuming.
     """
     stop = StopSignal()
     in_main = threading.current_thread() is threading.main_thread()
@@ -71,10 +63,7 @@ def stop_signal() -> Iterator[StopSignal]:
 
 
 class Job(Protocol):
-    """Work that can be pickled, stopped by SIGTERM and resumed later.
-
-    Beyond the paper: resuming.
-    """
+    """Work that can be pickled, stopped by SIGTERM and resumed later."""
 
     @property
     def name(self) -> str:
@@ -106,8 +95,6 @@ def run_side_by_side(waiting: Sequence[Job], *, jobs: int, minutes: float | None
 
     Raises:
         JobsFailedError: naming the jobs that failed, after the others are through, with the ends of their logs.
-
-    Beyond the paper: one GPU has room for several.
     """
     deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     left, running, failed = deque(waiting), dict[SpawnProcess, _Running](), dict[str, str]()
@@ -193,12 +180,9 @@ def _do(job: Job) -> None:
         except Stopped as stopped:
             print(stopped, file=sys.stderr, flush=True)
             sys.exit(STOPPED)
-        except (OSError, ValueError) as error:
-            print(sentence(error), file=sys.stderr, flush=True)
-            sys.exit(FAILED)
-        except Exception:
-            traceback.print_exc()
-            sys.stderr.flush()
+        except Exception as error:
+            known = isinstance(error, OSError | ValueError)
+            print(sentence(error) if known else traceback.format_exc(), file=sys.stderr, flush=True)
             sys.exit(FAILED)
 
 

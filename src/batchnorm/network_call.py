@@ -33,8 +33,6 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     >>> arguments((torch.zeros(2), "labels"))
     ((tensor([0., 0.]),), {})
-
-    Beyond the paper: a batch as loaders give it.
     """
     if isinstance(batch, Tensor):
         return (batch,), {}
@@ -97,13 +95,9 @@ def device_of(net: nn.Module) -> torch.device:
 
 
 def to_device(batch: Any, device: torch.device, *, copy: bool = False, dtype: torch.dtype | None = None) -> Any:
-    """Return the batch with its tensors on a device.
+    """Return the batch with its tensors on a device, floating point ones cast to ``dtype``.
 
-    Args:
-        batch: see :func:`arguments`.
-        device: the device.
-        copy: copy tensors that are already on the device, to protect the caller's from in-place code.
-        dtype: cast floating point tensors to this type.
+    With ``copy``, tensors that are on the device already are copied, to protect the caller's from in-place code.
     """
 
     def move(t: Tensor) -> Tensor:
@@ -140,8 +134,6 @@ def tensors_in(tree: Any) -> list[Tensor]:
     >>> from types import SimpleNamespace
     >>> tensors_in({"a": torch.zeros(1), "b": SimpleNamespace(c=torch.ones(1))})
     [tensor([0.]), tensor([1.])]
-
-    Beyond the paper: what a network returns.
     """
     if isinstance(tree, Tensor):
         return [tree]

@@ -75,8 +75,6 @@ def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], 
       (1): Tanh()
       (2): Sigmoid()
     )
-
-    Beyond the paper: Alg. 2, l. 4 and 11, without a line of the user's code changed.
     """
     memo = _uncopied(net)
     made = {module: make(memo) for module, make in replacements.items()}
@@ -106,10 +104,7 @@ def restored(net: nn.Module) -> Iterator[None]:
 
 
 class SharedWithOriginalError(ValueError):
-    """Say that running a copy of a network used a part of the network itself.
-
-    Beyond the paper: private copies.
-    """
+    """Say that running a copy of a network used a part of the network itself."""
 
 
 @contextmanager
@@ -188,8 +183,6 @@ def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
     >>> net = nn.Linear(1, 1); net.kept = "text"
     >>> plain_attributes(net)
     [('in_features', 1), ('out_features', 1), ('kept', 'text')]
-
-    Beyond the paper: what a forward pass leaves on a network.
     """
     return [(name, item) for name, item in vars(module).items() if name not in INTERNAL]
 

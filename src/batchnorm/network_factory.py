@@ -34,8 +34,6 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
 
     >>> make_network("torch.nn:Identity")
     (Identity(), None)
-
-    Beyond the paper: the command line.
     """
     library = _LIBRARY.fullmatch(name)
     source, _, function = name.rpartition(":")
@@ -69,13 +67,7 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
 
 
 def check_outside(name: str, folder: Path) -> None:
-    """Check that the code that a name leads to is not in a folder, without running it.
-
-    Raises:
-        ValueError: if it is.
-
-    Beyond the paper: a folder that came from elsewhere names code, and must not bring it along.
-    """
+    """Check that the code that a name leads to is not in a folder, without running it."""
     module, _, _ = name.rpartition(":")
     if _LIBRARY.fullmatch(name) is not None:
         return

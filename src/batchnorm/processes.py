@@ -8,7 +8,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -25,15 +25,9 @@ SPAWN = get_context("spawn")
 
 
 class Remote:
-    """An object in a process of its own, whose methods are called there.
+    """An object in a process of its own, made there by ``make(*args)``, whose methods are called there.
 
     Several are built at the same time; each then waits until it is called.
-
-    Args:
-        make: builds the object in the new process.
-        args: its arguments.
-
-    Beyond the paper: processes.
     """
 
     def __init__(self, make: Work, *args: Any) -> None:
@@ -75,10 +69,16 @@ class Remote:
         """Whether the process can be called."""
         return self._process.is_alive()
 
-    def close(self) -> None:
-        """End the process."""
+    def signal(self, name: str) -> None:
+        """Stop or continue the process, by SIGSTOP or SIGCONT, if the system can."""
+        if hasattr(signal, name) and self._process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, getattr(signal, name))
+
+    def close(self, patience: float = 10.0) -> None:
+        """End the process; one that is not busy gets some seconds to end by itself."""
         self.pipe.close()
-        self._process.join(0 if self._busy else 10)
+        self._process.join(0 if self._busy else patience)
         self._process.kill()
 
 
@@ -110,10 +110,7 @@ def _portable(error: Exception) -> Exception:
 
 
 class Outcome(NamedTuple):
-    """The result of one job, or the error that it raised.
-
-    Beyond the paper: processes.
-    """
+    """The result of one job, or the error that it raised."""
 
     number: int
     job: tuple[Any, ...]
@@ -134,8 +131,6 @@ def workers(processes: int, *, threads: int | None = None, device_turns: bool = 
         processes: how many; 0 does the work in this process, one job after the other.
         threads: torch's threads in each.
         device_turns: let :func:`device_turn` exclude the other workers.
-
-    Beyond the paper: processes.
     """
     if not processes:
         yield _one_by_one
@@ -212,19 +207,11 @@ class _Caller:
 def map_on_cores(work: Callable[[Given], Result], jobs: Sequence[Given], processes: int | None = None) -> list[Result]:
     """Return ``[work(job) for job in jobs]``, computed by several processes of one thread each; with 1, in this one.
 
-    Args:
-        work: a function that can be pickled.
-        jobs: its arguments.
-        processes: by default one for each core.
-
-    Raises:
-        Exception: the first error that ``work`` raises.
-
-    Beyond the paper: processes.
+    By default there is one for each core.
     """
     processes = min(processes or os.cpu_count() or 1, len(jobs))
     results: dict[int, Result] = {}
-    with one_thread(), workers(processes if processes > 1 else 0, threads=1) as run:
+    with torch_threads(1), workers(processes if processes > 1 else 0, threads=1) as run:
         for outcome in progress(run(work, [(job,) for job in jobs], float("inf")), "training", len(jobs)):
             if outcome.error is not None:
                 raise outcome.error
@@ -233,14 +220,14 @@ def map_on_cores(work: Callable[[Given], Result], jobs: Sequence[Given], process
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread inside the block: in small networks a second one costs more than it saves."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def torch_threads(number: int) -> Iterator[None]:
+    """Let torch use so many threads inside the block. In small networks a second one costs more than it saves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 _lock: AbstractContextManager[Any] | None = None  # this process's, if it is a worker that shares a device
@@ -249,10 +236,7 @@ _held = False
 
 @contextmanager
 def device_turn() -> Iterator[None]:
-    """Have the device to oneself among the workers; outside of workers this does nothing.
-
-    Beyond the paper: processes.
-    """
+    """Have the device to oneself among the workers; outside of workers this does nothing."""
     global _held
     if _lock is None or _held:  # a backward pass runs in a thread of its own, and its process has the device already
         yield

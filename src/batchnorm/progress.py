@@ -18,8 +18,6 @@ def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterat
 
     >>> list(progress([1, 2], "counting"))
     [1, 2]
-
-    Beyond the paper: the command line.
     """
     if total is None and isinstance(items, Sized):
         total = len(items)
@@ -44,8 +42,6 @@ class Display:
     Args:
         every: without a terminal, print a line for each name at most once in so many seconds.
         transient: on a terminal, remove the bars at the end.
-
-    Beyond the paper: the command line.
     """
 
     def __init__(self, every: float = LINE_EVERY, *, transient: bool = False) -> None:

@@ -26,8 +26,6 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 
     >>> sorted(environment())
     ['commit', 'cores', 'gpu', 'hardware', 'load', 'numpy', 'python', 'threads', 'torch']
-
-    Beyond the paper: provenance of measurements.
     """
     return {
         "hardware": _cpu(),
@@ -50,8 +48,6 @@ def write_result(path: Path, question: str, **content: Any) -> None:
     ...     write_result(Path(folder) / "a.json", "how fast?", rows=[1, 2])
     ...     sorted(json.loads((Path(folder) / "a.json").read_text()))
     ['environment', 'question', 'rows']
-
-    Beyond the paper: every published number has such a file.
     """
     write_json(path, {"question": question, "environment": environment(), **content})
 
@@ -67,8 +63,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: naming the file, if it holds anything else.
-
-    Beyond the paper: result files.
     """
     return parse_json(path.read_bytes(), str(path))
 
@@ -80,8 +74,6 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
     Traceback (most recent call last):
         ...
     ValueError: a.json is not a JSON object (it is of type list)
-
-    Beyond the paper: result files.
     """
     try:
         value = json.loads(text)
@@ -143,8 +135,6 @@ def check_writable(path: Path) -> None:
     Traceback (most recent call last):
         ...
     IsADirectoryError: [Errno 21] Is a directory: '.'
-
-    Beyond the paper: an hour of measurements is not lost to a mistyped --out.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

@@ -22,10 +22,7 @@ NO_TRAINING = "training mode does not run on this example: only evaluation was l
 
 @dataclass(frozen=True)
 class Site:
-    """Hold one place of a network: its path, what was done there and the reason.
-
-    Beyond the paper: an account of Alg. 2 on a user's network.
-    """
+    """Hold one place of a network: its path, what was done there and the reason."""
 
     path: str
     action: str
@@ -37,10 +34,7 @@ class Site:
 
 @dataclass(frozen=True)
 class VerbReport:
-    """Hold the sites a verb looked at, in the order in which the network calls them; print it or query it.
-
-    Beyond the paper: an account of Alg. 2 on a user's network.
-    """
+    """Hold the sites a verb looked at, in the order in which the network calls them; print it or query it."""
 
     verb: str
     sites: tuple[Site, ...]
@@ -75,7 +69,7 @@ class VerbReport:
         count, maps = words.pop(action, 0), words.pop("fixed", 0)
         if not self.sites:
             return f"{self.verb}: no {noun}s found"
-        parts = [f"{count} of {_counted(len(self.sites), noun)} {done}"]
+        parts = [f"{count} of {len(self.sites)} {noun}{'s' * (len(self.sites) != 1)} {done}"]
         if maps:
             parts = [f"{parts[0]} into weights", f"{maps} as {'a ' * (maps == 1)}fixed affine map{'s' * (maps > 1)}"]
         if self.relative_error is not None:
@@ -108,8 +102,6 @@ class LayerStatistics:
 
     Gaps and errors are the worst over the layer's features, in units of the population's own scale: standard
     deviations sqrt(Var[x] + eps) for the mean, and relative to Var[x] + eps for the variance.
-
-    Beyond the paper: how far the moving averages of Sec. 3.1 are from Alg. 2, l. 10.
     """
 
     path: str
@@ -133,10 +125,7 @@ class LayerStatistics:
 
 @dataclass(frozen=True)
 class Population:
-    """Hold what :func:`batchnorm.estimate_` found, layer by layer; print it or query it.
-
-    Beyond the paper: an account of Alg. 2, l. 8-10.
-    """
+    """Hold what :func:`batchnorm.estimate_` found, layer by layer; print it or query it."""
 
     layers: tuple[LayerStatistics, ...]
     left_alone: tuple[Site, ...]
@@ -162,10 +151,6 @@ class Population:
             for s in self.layers
         ]
         return "\n".join([*lines, *map(str, self.left_alone)])
-
-
-def _counted(n: int, noun: str) -> str:
-    return f"{n} {noun}{'s' * (n != 1)}"
 
 
 def attach(net: nn.Module, report: VerbReport) -> nn.Module:

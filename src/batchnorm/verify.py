@@ -38,10 +38,7 @@ TINY = 1e-12
 
 
 class DifferenceError(ValueError):
-    """Say how two networks differ.
-
-    Beyond the paper: checks.
-    """
+    """Say how two networks differ."""
 
 
 def verify(
@@ -65,9 +62,7 @@ def verify(
     does not run in float64 is compared in its own precision.
 
     Args:
-        old: the original.
-        new: the changed network.
-        example: a batch.
+        old, new, example: the original, the changed network and a batch.
         forward: how to call the networks, if the rule for batches does not fit.
         what: what to call the new network in errors.
         advice: what to do about a difference.
@@ -78,8 +73,6 @@ def verify(
 
     Raises:
         ValueError: if the networks differ by more, or if there was nothing to compare.
-
-    Beyond the paper: Alg. 2, l. 11, checked on every network.
     """
     run = _CopyRunner(example, forward, training)
     was = run(old)

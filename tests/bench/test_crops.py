@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from batchnorm.bench.crops import BenchCrops, crops, photographs
+from batchnorm.bench.crops import crops, photographs
 from batchnorm.evaluate import Crops, open_squares
 
 
@@ -19,8 +19,8 @@ def _one_thread():
 
 
 def test_it_runs_and_leaves_a_result(tmp_path):
-    options = BenchCrops(size=32, width=0.04, images=3, batch_size=24, workers=0, rounds=1, device="cpu")
-    result = crops(BenchCrops(**{**vars(options), "out": tmp_path / "result.json"}))
+    options = {"size": 32, "width": 0.04, "images": 3, "batch_size": 24, "workers": 0, "rounds": 1, "device": "cpu"}
+    result = crops(**options, out=tmp_path / "result.json")
     assert set(result["share of forward"]) == {"crops", "files"}
     assert all(rate > 0 for rates in result["crops per second"].values() for rate in rates)
     assert json.loads((tmp_path / "result.json").read_text())["options"]["images"] == 3

@@ -2,12 +2,12 @@
 
 import json
 
-from batchnorm.bench.fig1 import BenchFig1, fig1
-from batchnorm.bench.monitor import BenchMonitor, monitor
+from batchnorm.bench.fig1 import fig1
+from batchnorm.bench.monitor import monitor
 
 
 def test_bench_fig1(tmp_path):
-    fig1(BenchFig1(steps=20, out=tmp_path / "b.json"))
+    fig1(steps=20, out=tmp_path / "b.json")
     result = json.loads((tmp_path / "b.json").read_text())
     names = {"eager", "one process", "make run"}
     assert result["seconds"].keys() == result["accuracy"].keys() == result["times faster than eager"].keys() == names
@@ -16,6 +16,6 @@ def test_bench_fig1(tmp_path):
 
 
 def test_bench_monitor(tmp_path):
-    monitor(BenchMonitor(steps=2, rounds=1, out=tmp_path / "b.json"))
+    monitor(steps=2, rounds=1, out=tmp_path / "b.json")
     result = json.loads((tmp_path / "b.json").read_text())
     assert set(result["added"]) == {"no monitor", "on the batch", "on a probe of 250"}

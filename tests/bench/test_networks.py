@@ -139,7 +139,10 @@ def test_a_form_with_another_loss_is_not_timed():
         wrong[0].bn1.weight.mul_(-1)
         wrong[4].bias.add_(torch.arange(5.0))
     pair = Pair(net, wrong, example, 5, 0.0, "")
-    (row,) = measure(pair, Measurement(4, ("eager",)), SETTINGS, lambda: None)
+    turns = measure(pair, Measurement(4, ("eager",)), SETTINGS)
+    with pytest.raises(StopIteration) as end:
+        next(turns)  # not timed: asks for no turn
+    (row,) = end.value.value
     assert "speedup" not in row
     assert "of step 1 is" in row["failed"]
     assert row["ours_losses"] != row["stock_losses"]
@@ -249,9 +252,9 @@ def test_options_that_cannot_be_used(words, said, capsys):
 @pytest.mark.inductor
 @pytest.mark.slow
 def test_compiled_forms_are_measured_against_the_compiled_stock_network():
-    ((_, (row,)),) = results_of(
-        NetworkJob("test_networks:two_heads", (Measurement(4, ("compiled",)),)), SETTINGS, lambda: None
-    )
+    job = NetworkJob("test_networks:two_heads", (Measurement(4, ("compiled",)),))
+    turn, (_, (row,)) = results_of(job, SETTINGS)
+    assert turn == network_steps.TURN
     assert row["speedup"] > 0
     assert row["stock_losses"] == pytest.approx(row["ours_losses"], rel=1e-3)
 
@@ -269,7 +272,7 @@ def test_processes_prepare_side_by_side_and_a_death_fails_one_unit_only():
     results = in_turns(jobs, SETTINGS, 2, math.inf)
     found = [(name, row["batch"], row.get("failed")) for name, rows in results for row in rows]
     assert sorted(found, key=str) == [
-        ("test_networks:dies", 2, "its process died (status 7)"),
+        ("test_networks:dies", 2, "its process died with exit status 7"),
         ("test_networks:tiny", 2, None),
         ("test_networks:tiny", 4, None),
     ]

@@ -6,14 +6,14 @@ import pickle
 
 import pytest
 import torch
-from blocks import Bottleneck, ConvNorm, RegNetLike
+from blocks import Bottleneck, ConvNorm, RegNetLike, fusions_in
 from networks import scramble_
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import batchnorm as bn
 from batchnorm.graph.generated import is_rewritten, original_kind
-from batchnorm.graph.rewrite import fusions_in, restore_
+from batchnorm.graph.rewrite import restore_
 
 
 @pytest.fixture

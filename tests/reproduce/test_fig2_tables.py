@@ -8,8 +8,7 @@ import pytest
 from batchnorm.reproduce.imagenet.claims import verdicts
 from batchnorm.reproduce.imagenet.curves import seeds_of, tuned_baseline, unchanged_seeds_of
 from batchnorm.reproduce.imagenet.fig2 import publish, sections
-from batchnorm.reproduce.imagenet.fig2_sweeps import ablation, dropout, rates
-from batchnorm.reproduce.imagenet.fig2_tables import failures, figure3, on_the_way
+from batchnorm.reproduce.imagenet.fig2_tables import ablation, dropout, failures, figure3, on_the_way, rates
 from batchnorm.reproduce.imagenet.plan import read_plan
 from batchnorm.reproduce.imagenet.result_files import read_all
 

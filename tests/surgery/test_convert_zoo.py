@@ -2,11 +2,11 @@
 
 import pytest
 import zoo
+from blocks import fusions_in
 from exported import feeding
 from torch import nn
 
 import batchnorm as bn
-from batchnorm.graph.rewrite import fusions_in
 from batchnorm.layers import BatchNorm
 from batchnorm.ops.activation import NAMES, from_module
 

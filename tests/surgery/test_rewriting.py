@@ -8,13 +8,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import Block, Bottleneck, ConvNorm, DenseBlock, MobileOneLike, RegNetLike, UNet
+from blocks import Block, Bottleneck, ConvNorm, DenseBlock, MobileOneLike, RegNetLike, UNet, fusions_in
 from networks import scramble_
 from torch import nn
 
 import batchnorm as bn
 from batchnorm.graph.generated import is_rewritten
-from batchnorm.graph.rewrite import fusions_in
 from batchnorm.ops.activation import NAMES, Activation, to_module
 
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}

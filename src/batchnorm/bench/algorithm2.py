@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -67,9 +69,6 @@ def algorithm2(
         threads: CPU threads.
         device: where to run: cpu or cuda.
         out: the result file; the published ones are in results.
-
-    Raises:
-        ValueError: if an option cannot be used, or there is no GPU for "cuda".
     """
     at_least(1, rounds=rounds, batch=batch, size=size, batches=batches, threads=threads)
     device_of(device)
@@ -94,32 +93,24 @@ def _estimate(net: nn.Module, data: list[Tensor], rounds: int) -> dict[str, floa
             for x in data:
                 net(x)
 
-    seconds = _in_turns(
-        {
-            "evaluation": lambda: plain(False),
-            "training": lambda: plain(True),
-            "estimate_": lambda: estimate_(net.train(), data),
-        },
-        rounds,
-    )
-    over = {f"estimate_ / {k}": _ratio(seconds["estimate_"], seconds[k]) for k in ("training", "evaluation")}
-    return {**{k: median(v) for k, v in seconds.items()}, **over}
+    contenders = {"evaluation": partial(plain, False), "training": partial(plain, True)}
+    return _in_turns({**contenders, "estimate_": lambda: estimate_(net.train(), data)}, rounds)
 
 
 def _fold(net: nn.Module, data: list[Tensor], rounds: int) -> dict[str, float]:
     net.eval()
     nets = {"not folded": net, "torch.fx": fuse(net), "fold": fold(net, data[0])}
 
-    def run(net: nn.Module) -> Callable[[], object]:
-        return lambda: [net(x) for x in data]
+    def run(net: nn.Module) -> None:
+        for x in data:
+            net(x)
 
     with torch.no_grad():
-        seconds = _in_turns({name: run(n) for name, n in nets.items()}, rounds)
-    over = {f"fold / {k}": _ratio(seconds["fold"], seconds[k]) for k in ("torch.fx", "not folded")}
-    return {**{k: median(v) for k, v in seconds.items()}, **over}
+        return _in_turns({name: partial(run, n) for name, n in nets.items()}, rounds)
 
 
-def _in_turns(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def _in_turns(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the median seconds of each contender, and the median ratios of the last one to the others."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, run in contenders.items():
@@ -129,8 +120,6 @@ def _in_turns(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[
                 torch.cuda.synchronize()
             if turn:  # the first is there to warm up
                 seconds[name].append(perf_counter() - start)
-    return seconds
-
-
-def _ratio(a: list[float], b: list[float]) -> float:
-    return round(median(x / y for x, y in zip(a, b, strict=True)), 4)
+    *others, ours = contenders
+    over = {f"{ours} / {k}": round(median(map(truediv, seconds[ours], seconds[k])), 4) for k in reversed(others)}
+    return {**{k: median(v) for k, v in seconds.items()}, **over}

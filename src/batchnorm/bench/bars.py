@@ -10,8 +10,6 @@ class Bar(NamedTuple):
 
     >>> Bar("speedup", 1.5, 2.0, True, 3).line()
     'speedup: 2.000, at least 1.5, 3 rows: reached'
-
-    Beyond the paper: a line of a result file.
     """
 
     what: str

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,81 +13,33 @@ from ..models.bn_inception import pooling
 from ..models.bn_inception.blocks import InceptionModule, SeparableConv2d
 from ..train import RECIPES
 from ..train.distributed import Ranks
-from ..train.step import Compile, TrainStep, make_optimizer
+from ..train.step import TrainStep, make_optimizer
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to run the network.
-
-    Beyond the paper: speed.
-    """
+    """One way to run the network: of stock parts, compiled, or as ``batchnorm train`` runs it."""
 
     name: str
     stock: bool = False
     composed_stem: bool = True
-    by_blocks: bool = True
-    joined: bool = True
-    side_by_side: bool = True
-    compile: Compile = "nothing"
-    cast_once: bool = True
 
     def network(self, size: int, device: torch.device) -> nn.Module:
         """Build it, with the same weights as every other."""
         net: nn.Module = replace(RECIPES["bn-x30"], size=size).network(1000)
         for module in net.modules():
             if isinstance(module, SeparableConv2d):
-                module.rearrange, module.by_blocks = self.composed_stem, self.by_blocks
+                module.rearrange, module.by_blocks = self.composed_stem, not self.stock
             elif isinstance(module, InceptionModule):
-                module.rearrange = self.joined
+                module.rearrange = not self.stock
         if self.stock:
             with_stock_parts_(net)
         return net.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
-STOCK = Contender(
-    "stock", stock=True, composed_stem=False, by_blocks=False, joined=False, compile="network", cast_once=False
-)
-STOCK_COMPOSED = replace(STOCK, name="stock, composed stem", composed_stem=True)
-OURS = (
-    Contender("ours"),
-    Contender("ours: stem by pixels", by_blocks=False),
-    Contender("ours: on one stream", side_by_side=False),
-    Contender("ours: modules as drawn", joined=False),
-    Contender("ours: autocast", cast_once=False),
-    Contender("ours: compiled", compile="network"),
-)
-
-
-class Named(Protocol):
-    """Anything with a name."""
-
-    @property
-    def name(self) -> str:
-        """What it is called."""
-
-
-N = TypeVar("N", bound=Named)
-
-
-def chosen(forms: Sequence[N], names: Sequence[str]) -> list[N]:
-    """Return the forms with these names, in their own order; all of them without names.
-
-    Raises:
-        ValueError: if a name is none of theirs.
-
-    >>> [form.name for form in chosen(OURS, ["ours: compiled", "ours"])]
-    ['ours', 'ours: compiled']
-
-    Beyond the paper: speed.
-    """
-    known = [form.name for form in forms]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(
-            f"there is no form named {', '.join(map(repr, unknown))}; there are {', '.join(map(repr, known))}"
-        )
-    return [form for form in forms if not names or form.name in names]
+STOCK = Contender("stock", stock=True, composed_stem=False)
+STOCK_COMPOSED = Contender("stock, composed stem", stock=True)
+OURS = Contender("ours")
 
 
 def with_stock_parts_(net: nn.Module) -> None:
@@ -98,8 +49,6 @@ def with_stock_parts_(net: nn.Module) -> None:
     >>> net = nn.Sequential(BatchNorm2d(4, activation="relu")); with_stock_parts_(net)
     >>> [type(part).__name__ for part in net[0]], type(net[0][0]) is nn.BatchNorm2d
     (['BatchNorm2d', 'ReLU'], True)
-
-    Beyond the paper: what is compared with.
     """
     for parent in list(net.modules()):
         for name, layer in list(parent.named_children()):
@@ -113,44 +62,37 @@ def with_stock_parts_(net: nn.Module) -> None:
                 setattr(parent, name, nn.AvgPool2d(3, 1, 1, count_include_pad=False))
 
 
-class Timed:
-    """A contender ready to take steps on one batch of noise.
+def noise(batch: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return a batch of random images, channels last, and their labels."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(batch, 3, size, size, generator=generator, device=device)
+    labels = torch.randint(0, 1000, (batch,), generator=generator, device=device)
+    return x.contiguous(memory_format=torch.channels_last), labels
 
-    Beyond the paper: speed.
-    """
+
+class Timed:
+    """A contender ready to take steps on one batch of noise."""
 
     def __init__(self, contender: Contender, batch: int, size: int, device: torch.device) -> None:
         self.contender, self.batch = contender, batch
-        recipe = RECIPES["bn-x30"]
         net = contender.network(size, device)
-        generator = torch.Generator(device).manual_seed(0)
-        x = torch.randn(batch, 3, size, size, generator=generator, device=device)
-        self.images = x.contiguous(memory_format=torch.channels_last)
-        self.labels = torch.randint(0, 1000, (batch,), generator=generator, device=device)
+        self.images, self.labels = noise(batch, size, device)
         self.draws = torch.zeros(batch, 1, device=device)
-        augment: Any = _as_is
+        as_they_are: Any = lambda images, draws: images  # noqa: E731
         cuda = device.type == "cuda"
-        compile: Compile = contender.compile if cuda else "nothing"
         self.step = TrainStep(
             net,
-            make_optimizer(net, recipe, device),
-            augment,
+            make_optimizer(net, RECIPES["bn-x30"], device),
+            as_they_are,
             Ranks(device=device),
             bf16=True,
-            compile=compile,
-            cast_once=contender.cast_once,
+            compile="network" if contender.stock and cuda else "nothing",
+            cast_once=not contender.stock,
             graph=cuda,
         )
-        for module in net.modules():
-            if isinstance(module, InceptionModule):
-                module.side_by_side &= contender.side_by_side
-        self.device = device
-        self._first_loss = self._first_step()
-
-    def _first_step(self) -> float:
         self.take(1)
         loss, _, count = self.step.sums.tolist()
-        return float(loss / count)
+        self._first_loss = float(loss / count)
 
     def first_loss(self) -> float:
         """Return the loss of the first step."""
@@ -170,17 +112,6 @@ class Timed:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3 / steps
 
-    def kernels(self, steps: int = 5) -> str:
-        """Return a table of the kernels of a step: microseconds, launches, name."""
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            self.take(steps)
-            torch.cuda.synchronize()
-        events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
-        total = sum(e.self_device_time_total for e in events) / steps
-        lines = [f"{total:9.1f} {sum(e.count for e in events) / steps:7.1f} all"]
-        lines += [f"{e.self_device_time_total / steps:9.1f} {e.count / steps:7.1f} {e.key[:150]}" for e in events]
-        return "\n".join(lines) + "\n"
-
 
 def warmed_up(contender: Contender, batch: int, size: int) -> Timed:
     """Return a contender that is compiled and has taken its first steps on the GPU."""
@@ -189,7 +120,3 @@ def warmed_up(contender: Contender, batch: int, size: int) -> Timed:
     timed.take(20)
     torch.cuda.synchronize()
     return timed
-
-
-def _as_is(images: Tensor, draws: Tensor) -> Tensor:
-    return images

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from ..ops.call import Call
 from ..ops.cuda import launch
 from ..results import check_writable, write_result
 from .gpu_timing import require_gpu
-from .kernel_rows import LayerShape, short_list
+from .kernel_rows import LayerShape, names_of, short_list
 from .kernels import Parameters, Sets
 
 QUESTION = "what bounds the fused kernels: bytes moved, cache hits, occupancy and stalls of single launches"
@@ -47,10 +48,7 @@ READY = "watched: "  # what a line of the watched program starts with
 
 
 class CountedPass(NamedTuple):
-    """Name one pass over one layer, and say how many launches it makes.
-
-    Beyond the paper: speed.
-    """
+    """Name one pass over one layer, and say how many launches it makes."""
 
     layer: tuple[str, int, int, int]
     layout: str
@@ -71,10 +69,6 @@ def counters(out: Path | None = None, least: float = 5.0) -> None:
     Args:
         out: the result file.
         least: megabytes of a layer's input; smaller ones are left out.
-
-    Raises:
-        ValueError: if there is no ncu, or no GPU.
-        JobsFailedError: if ncu fails, with its words.
     """
     at_least(0, least=least)
     if shutil.which("ncu") is None:
@@ -96,13 +90,7 @@ def counters(out: Path | None = None, least: float = 5.0) -> None:
 
 
 def matched(output: str) -> Iterator[dict[str, Any]]:
-    """Give each launch that ncu tells of to the pass that the watched program told of, in order.
-
-    Raises:
-        RuntimeError: if their numbers differ.
-
-    Beyond the paper: speed.
-    """
+    """Give each launch that ncu tells of to the pass that the watched program told of, in order."""
     lines = output.splitlines()
     told = [text.removeprefix(READY) for text in lines if text.startswith(READY)]
     passes = [CountedPass(**{**json.loads(text), "layer": tuple(json.loads(text)["layer"])}) for text in told]
@@ -151,25 +139,24 @@ def _watch(layer: LayerShape, channels_last: bool, residual: bool) -> None:
     found = launch.paths(Call(sets.x[0], p.gamma, p.beta, activation=Activation("relu"), residual=sets.residual[0]))
     paths = dict(zip(("forward", "backward"), found, strict=True))
 
-    def announced(direction: str) -> None:
-        op = "BN+add+ReLU" if residual else "BN+ReLU"
-        key = (layer.network, layer.batch, layer.channels, layer.size)
-        one = CountedPass(key, "NHWC" if channels_last else "NCHW", op, direction, paths[direction], sets.bytes)
+    layout, _, op = names_of(channels_last, torch.bfloat16, residual)
+
+    @contextmanager
+    def counted(direction: str) -> Iterator[None]:
+        one = CountedPass((*layer,), layout, op, direction, paths[direction], sets.bytes)
         print(f"{READY}{json.dumps(one._asdict())}", flush=True)
+        torch.cuda.profiler.start()
+        yield
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
 
     p.ours(sets.x[1], sets.residual[1]).backward(sets.dy[1])  # compiled, and memory allocated
     torch.cuda.synchronize()
-    announced("forward")
-    torch.cuda.profiler.start()
-    y = p.ours(sets.x[0], sets.residual[0])
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
-    announced("backward")
-    torch.cuda.profiler.start()
     inputs = [sets.x[0], p.gamma, p.beta, *([] if sets.residual[0] is None else [sets.residual[0]])]
-    torch.autograd.grad(y, inputs, sets.dy[0])
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
+    with counted("forward"):
+        y = p.ours(sets.x[0], sets.residual[0])
+    with counted("backward"):
+        torch.autograd.grad(y, inputs, sets.dy[0])
 
 
 if __name__ == "__main__":

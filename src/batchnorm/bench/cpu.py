@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor, nn
 
 from .. import layers, ops
 from ..errors import at_least
+from ..processes import torch_threads
 from ..progress import progress
 from ..results import check_writable, write_result
 
@@ -39,10 +40,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table.
-
-    Beyond the paper: a shape that networks have.
-    """
+    """One row of the table."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,8 +48,13 @@ class Case:
     dtype: str = "float32"
 
     def bar(self, activation: str) -> float:
-        """Return what the ratio has to stay below."""
-        return bar_of(self.layout, self.shape, activation)
+        """Return what the ratio has to stay below.
+
+        >>> Case("", (8, 64)).bar("relu"), Case("", (8, 64, 7, 7), LAST).bar("none")
+        (1.0, 1.25)
+        """
+        few = self.layout == LAST and 1 < self.shape[1] < FEW
+        return BARS["few channels"] if few else BARS[activation]
 
     def input(self) -> Tensor:
         """Draw an input that wants a gradient."""
@@ -67,8 +70,6 @@ class CpuRow:
 
     Torch's ReLU comes in two forms, into new memory and in place. ``ratios`` has ours over each; ``ratio``, which has
     to stay below ``bar``, is that over torch's plain calls.
-
-    Beyond the paper: a line of results/cpu.json.
     """
 
     level: Level
@@ -81,22 +82,18 @@ class CpuRow:
     bar: float
 
 
-def _images() -> list[Case]:
-    shapes = {
-        "early images": (32, 64, 56, 56),
-        "middle images": (32, 256, 14, 14),
-        "late images": (64, 512, 7, 7),
-        "colour images": (32, 3, 112, 112),
-        "one channel": (32, 1, 64, 64),
-        "four channels": (32, 4, 56, 56),
-        "seven channels": (32, 7, 56, 56),
-        "volumes": (4, 16, 8, 16, 16),
-    }
-    return [Case(name, shape, layout) for name, shape in shapes.items() for layout in (CONTIGUOUS, LAST)]
-
-
+IN_BOTH_LAYOUTS = {
+    "early images": (32, 64, 56, 56),
+    "middle images": (32, 256, 14, 14),
+    "late images": (64, 512, 7, 7),
+    "colour images": (32, 3, 112, 112),
+    "one channel": (32, 1, 64, 64),
+    "four channels": (32, 4, 56, 56),
+    "seven channels": (32, 7, 56, 56),
+    "volumes": (4, 16, 8, 16, 16),
+}
 CASES = [
-    *_images(),
+    *(Case(name, shape, layout) for name, shape in IN_BOTH_LAYOUTS.items() for layout in (CONTIGUOUS, LAST)),
     Case("small colour images", (32, 3, 32, 32), LAST),
     Case("tiny colour images", (16, 3, 16, 16), LAST),
     Case("small images", (8, 32, 16, 16)),
@@ -129,8 +126,6 @@ def cpu(
         seconds: how long each side runs in a turn, at least one pass.
         levels: "layers" compares ours with those of torch.nn and its ReLU, which count their batches too; "functions"
             compares ops.normalize_batch_ with F.batch_norm and F.relu, which do not.
-
-    Beyond the paper: its transform, on the clock.
     """
     at_least(1, threads=threads, rounds=rounds)
     at_least(0, seconds=seconds)
@@ -138,10 +133,8 @@ def cpu(
         raise ValueError("levels is empty: give layers, functions or both")
     if out is not None:
         check_writable(out)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
     memory = "kept by the process" if keep_freed_memory() else "as the allocator likes"
-    try:
+    with torch_threads(threads):
         plan = [(case, activation, level) for level in levels for case in CASES for activation in ("none", "relu")]
         rows = [measure(*which, rounds, seconds) for which in progress(plan, "cases timed")]
         judged = bars(asdict(row) for row in rows)
@@ -149,8 +142,6 @@ def cpu(
             settings = {"levels": levels, "rounds": rounds, "seconds": seconds, "freed memory": memory}
             told = [{**bar._asdict(), "reached": bar.reached} for bar in judged]
             write_result(out, QUESTION, settings=settings, bars=told, rows=[asdict(row) for row in rows])
-    finally:
-        torch.set_num_threads(before)
     # Without a terminal the width is a guess that would cut numbers off.
     console = Console(width=None if sys.stdout.isatty() else 120)
     for level in levels:
@@ -179,8 +170,6 @@ def measure(case: Case, activation: str, level: Level, rounds: int, seconds: flo
     >>> row = measure(Case("small", (4, 3)), "relu", "functions", rounds=2, seconds=0.0)
     >>> row.torch_ms > 0 and row.ours_ms > 0
     True
-
-    Beyond the paper: one row of the table.
     """
     forms = _torch(case, activation, level)
     sides = [_step(case, forward) for forward in (*forms.values(), _ours(case, activation, level))]
@@ -252,10 +241,7 @@ def _kind(home: object, case: Case) -> type[nn.Module]:
 
 
 class CpuBar(NamedTuple):
-    """One requirement, over the cases it is about.
-
-    Beyond the paper: a line of results/cpu.json.
-    """
+    """One requirement, over the cases it is about."""
 
     level: str
     what: str
@@ -279,20 +265,6 @@ class CpuBar(NamedTuple):
         return f"{start}, to be below {self.below:.3g}, {self.met} of {self.cases} are: {told}"
 
 
-def bar_of(layout: str, shape: Sequence[int], activation: str) -> float:
-    """Return what a case's ratio has to stay below.
-
-    >>> bar_of("contiguous", (8, 64), "relu"), bar_of("channels_last", (8, 64, 7, 7), "none")
-    (1.0, 1.25)
-    >>> bar_of("channels_last", (32, 3, 112, 112), "relu") < 0.34
-    True
-
-    Beyond the paper: speed.
-    """
-    few = layout == "channels_last" and 1 < shape[1] < FEW
-    return BARS["few channels"] if few else BARS[activation]
-
-
 def bars(rows: Iterable[dict[str, Any]]) -> list[CpuBar]:
     """Judge measured rows: ratios to torch's calls, ReLU into new memory. In place is for information.
 
@@ -302,26 +274,20 @@ def bars(rows: Iterable[dict[str, Any]]) -> list[CpuBar]:
     ...     print(bar.line())
     layers: BN+ReLU over two calls, contiguous: worst 0.900 (images float32), to be below 1, 1 of 1 are: reached
     layers: BN+ReLU over BN and ReLU in place: worst 1.100 (images float32), 0 of 1 below 1
-
-    Beyond the paper: speed.
     """
     rows = list(rows)
     found = []
     for level in dict.fromkeys(row["level"] for row in rows):
         here = [row for row in rows if row["level"] == level]
         relu, alone = ([row for row in here if row["activation"] == a] for a in ("relu", "none"))
-        for layout in ("contiguous", "channels_last"):
+        for layout in (CONTIGUOUS, LAST):
             wanted = [row for row in relu if row["case"]["layout"] == layout]
             found.append(_judged(level, f"BN+ReLU over two calls, {layout}", BARS["relu"], wanted))
         found.append(_judged(level, "BN alone over torch's", BARS["none"], alone))
-        few = [row for row in here if _bar(row) == BARS["few channels"]]
+        few = [row for row in here if Case(**row["case"]).bar(row["activation"]) == BARS["few channels"]]
         found.append(_judged(level, f"channels_last with 2 to {FEW - 1} channels", BARS["few channels"], few))
         found.append(_judged(level, "BN+ReLU over BN and ReLU in place", None, relu, "relu in place"))
     return [bar for bar in found if bar is not None]
-
-
-def _bar(row: dict[str, Any]) -> float:
-    return bar_of(row["case"]["layout"], row["case"]["shape"], row["activation"])
 
 
 def _judged(level: str, what: str, below: float | None, rows: list[dict[str, Any]], form: str = "") -> CpuBar | None:
@@ -336,18 +302,16 @@ def _judged(level: str, what: str, below: float | None, rows: list[dict[str, Any
 
 
 def _table(level: Level, rows: list[CpuRow]) -> Table:
-    table = Table(title=f"{QUESTION}: {level}", box=box.SIMPLE_HEAD)
-    for heading in ("case", "shape", "layout", "type", "with"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("torch ms", "ours ms", "ratio", "bar", "in place"):
-        table.add_column(heading, no_wrap=True, justify="right")
+    names = [Column(name, no_wrap=True) for name in ("case", "shape", "layout", "type", "with")]
+    numbers = ("torch ms", "ours ms", "ratio", "bar", "in place")
+    names += [Column(name, no_wrap=True, justify="right") for name in numbers]
+    table = Table(*names, title=f"{QUESTION}: {level}", box=box.SIMPLE_HEAD)
     for row in rows:
-        case = row.case
-        shape = "x".join(map(str, case.shape))
-        mark = "" if row.ratio < row.bar else " !"
-        numbers = (f"{row.torch_ms:.3f}", f"{row.ours_ms:.3f}", f"{row.ratio:.2f}{mark}", f"{row.bar:.2f}")
+        case, shape = row.case, "x".join(map(str, row.case.shape))
+        ratio = f"{row.ratio:.2f}" + ("" if row.ratio < row.bar else " !")
         in_place = f"{row.ratios['relu in place']:.2f}" if row.activation == "relu" else ""
-        table.add_row(case.name, shape, case.layout, case.dtype, row.activation, *numbers, in_place)
+        cells = (f"{row.torch_ms:.3f}", f"{row.ours_ms:.3f}", ratio, f"{row.bar:.2f}", in_place)
+        table.add_row(case.name, shape, case.layout, case.dtype, row.activation, *cells)
     met = sum(row.ratio < row.bar for row in rows)
     table.caption = f"{met} of {len(rows)} ratios below their bar"
     return table

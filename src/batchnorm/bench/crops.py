@@ -6,7 +6,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,61 +25,51 @@ from ..results import check_writable, environment, write_json
 from ..train.distributed import device_of
 
 
-@dataclass(frozen=True)
-class BenchCrops:
+def crops(
+    crops: Count = 144,
+    size: int = 224,
+    width: float = 1.0,
+    images: int = 176,
+    batch_size: int = 256,
+    workers: int = 8,
+    rounds: int = 5,
+    device: str = "auto",
+    out: Path = Path("runs/bench/crops.json"),
+) -> dict[str, Any]:
     """Measure crops per second of multi-crop evaluation against the forward pass of the same network.
-
-    Beyond the paper: speed.
-    """
-
-    crops: Count = 144
-    """crops of each image"""
-    size: int = 224
-    """side of a crop"""
-    width: float = 1.0
-    """factor on the network's filters"""
-    images: int = 176
-    """images of 500 x 375 px and the like, made for this"""
-    batch_size: int = 256
-    """crops that the network takes at a time"""
-    workers: int = 8
-    """processes that decode"""
-    rounds: int = 5
-    """how often each contender runs, in turns"""
-    device: str = "auto"
-    """where the network runs: cpu, cuda, or auto"""
-    out: Path = Path("runs/bench/crops.json")
-    """the result file; the published ones are in results"""
-
-    def __post_init__(self) -> None:
-        above(0, width=self.width)
-        at_least(1, size=self.size, images=self.images, batch_size=self.batch_size, rounds=self.rounds)
-        at_least(0, workers=self.workers)
-        device_of(self.device)
-
-
-def crops(options: BenchCrops) -> dict[str, Any]:
-    """Time the contenders in turns, print crops per second and ratios, write the result file and return it.
 
     "forward" is the folded appendix network on a batch that lies on the device; "crops" starts from decoded squares in
     the host's memory: copying, cutting, mirroring, normalizing, forward, averaging; "files" starts from JPEG files.
 
-    Beyond the paper: speed.
+    Args:
+        crops: crops of each image.
+        size: side of a crop.
+        width: factor on the network's filters.
+        images: images of 500 x 375 px and the like, made for this.
+        batch_size: crops that the network takes at a time.
+        workers: processes that decode.
+        rounds: how often each contender runs, in turns.
+        device: where the network runs: cpu, cuda, or auto.
+        out: the result file; the published ones are in results.
     """
-    check_writable(options.out)
-    device = str(device_of(options.device))
+    options = dict(locals())
+    above(0, width=width)
+    at_least(1, size=size, images=images, batch_size=batch_size, rounds=rounds)
+    at_least(0, workers=workers)
+    device = str(device_of(device))
+    check_writable(out)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         batches = open_squares(
-            photographs(Path(folder), options.images),
-            crops=Crops.of(options.crops, options.size),
-            batch_size=options.batch_size,
-            workers=options.workers,
+            photographs(Path(folder), images),
+            crops=Crops.of(crops, size),
+            batch_size=batch_size,
+            workers=workers,
             device=device,
         )
-        net = _network(options, device)
-        contenders = _contenders(net, batches, list(batches), options.batch_size)
+        net = _network(size, width, device)
+        contenders = _contenders(net, batches, list(batches), batch_size)
         rates: dict[str, list[float]] = {name: [] for name in contenders}
-        for turn in range(options.rounds + 1):
+        for turn in range(rounds + 1):
             for name, contender in contenders.items():
                 rate = _crops_per_second(contender, device)
                 if turn:  # the first warms up
@@ -88,22 +77,19 @@ def crops(options: BenchCrops) -> dict[str, Any]:
     median = {name: statistics.median(values) for name, values in rates.items()}
     result = {
         "what": "crops per second; forward: the network alone, crops: from decoded images, files: from JPEG files",
-        "options": {**asdict(options), "device": device},
+        "options": {**options, "device": device},
         "environment": environment(),
         "crops per second": rates,
         "share of forward": {name: round(median[name] / median["forward"], 3) for name in ("crops", "files")},
     }
-    write_json(options.out, result)
+    write_json(out, result)
     for name, value in median.items():
         print(f"{name:8} {value:10,.0f} crops/s  {value / median['forward']:.2f} of forward")
     return result
 
 
 def photographs(folder: Path, count: int) -> Path:
-    """Write JPEG files of photographs' size and detail into an image folder and return it.
-
-    Beyond the paper: speed.
-    """
+    """Write JPEG files of photographs' size and detail into an image folder and return it."""
     image_module, rng = require("PIL.Image", "train"), np.random.default_rng(0)
     (folder / "val" / "all").mkdir(parents=True)
     for k in range(count):
@@ -120,9 +106,9 @@ def photographs(folder: Path, count: int) -> Path:
     return folder
 
 
-def _network(options: BenchCrops, device: str) -> nn.Module:
-    net = inception(classes=1, size=options.size, width=options.width, seed=0).eval()
-    folded: Any = fold(net, torch.randn(2, 3, options.size, options.size))
+def _network(size: int, width: float, device: str) -> nn.Module:
+    net = inception(classes=1, size=size, width=width, seed=0).eval()
+    folded: Any = fold(net, torch.randn(2, 3, size, size))
     folded = folded.to(device)
     return folded.to(memory_format=torch.channels_last) if device == "cuda" else folded  # type: ignore[no-any-return]
 

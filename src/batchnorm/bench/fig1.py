@@ -10,58 +10,50 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..data import MNIST, mnist
 from ..errors import JobsFailedError, above, at_least
 from ..results import check_writable, environment, write_json
 
-COMMAND = "import sys; from batchnorm.cli import main; sys.exit(main())"
 
-
-@dataclass(frozen=True)
-class BenchFig1:
+def fig1(
+    steps: int = 50_000,
+    rate: float = 0.1,
+    std: float = 0.1,
+    rounds: int = 1,
+    out: Path = Path("runs/bench/fig1.json"),
+) -> None:
     """Time Figure 1's experiment, both networks, against plain eager PyTorch; whole commands, from start to report.
-
-    Beyond the paper: speed.
-    """
-
-    steps: int = 50_000
-    """Updates of each network."""
-    rate: float = 0.1
-    """Learning rate."""
-    std: float = 0.1
-    """Width of the initial Gaussians."""
-    rounds: int = 1
-    """How often each contender runs, in turns; ratios are of medians."""
-    out: Path = Path("runs/bench/fig1.json")
-    """The result file; the published ones are in results."""
-
-    def __post_init__(self) -> None:
-        above(0, rate=self.rate, std=self.std)
-        at_least(1, steps=self.steps, rounds=self.rounds)
-
-
-def fig1(options: BenchFig1) -> dict[str, Any]:
-    """Run the contenders in turns, write the result file and return what is in it.
 
     Both train with autograd and ``torch.optim.SGD``. Eager uses ``torch.nn``'s layer, trains one network after the
     other on torch's default threads, evaluates 50 times and writes nothing. ``reproduce fig1`` uses this library's
     layer on one thread a network, evaluates 71 times, monitors, writes checkpoints, the figure and the report.
 
-    Beyond the paper: speed.
+    Args:
+        steps: updates of each network.
+        rate: learning rate.
+        std: width of the initial Gaussians.
+        rounds: how often each contender runs, in turns; ratios are of medians.
+        out: the result file; the published ones are in results.
     """
-    check_writable(options.out)
+    above(0, rate=rate, std=std)
+    at_least(1, steps=steps, rounds=rounds)
+    check_writable(out)
     contenders: dict[str, Callable[[int], list[float]]] = {
-        "eager": lambda seed: _eager(options, seed),
-        "one process": lambda seed: _reproduce(options, seed, processes=1),
-        "make run": lambda seed: _reproduce(options, seed, processes=2),
+        "eager": partial(_eager, steps, rate, std),
+        "one process": partial(_reproduce, steps, rate, std, 1),
+        "make run": partial(_reproduce, steps, rate, std, 2),
     }
     load = os.getloadavg()[0]  # what else the machine was doing: above 0.5 the times say little
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     accuracies: dict[str, list[list[float]]] = {name: [] for name in contenders}
-    for seed in range(options.rounds):
+    for seed in range(rounds):
         for name, contender in contenders.items():
             began = time.perf_counter()
             accuracies[name].append(contender(seed))
@@ -69,38 +61,85 @@ def fig1(options: BenchFig1) -> dict[str, Any]:
             plain, normalized = accuracies[name][-1]
             print(f"{name}: {seconds[name][-1]:.1f} s, accuracy {plain:.2%} without and {normalized:.2%} with BN")
     median = {name: statistics.median(values) for name, values in seconds.items()}
+    faster = {name: round(median["eager"] / median[name], 2) for name in contenders}
     result = {
         "what": "seconds for both networks, whole commands, and test accuracy without and with BN",
-        "options": {key: value for key, value in asdict(options).items() if key != "out"},
+        "options": {"steps": steps, "rate": rate, "std": std, "rounds": rounds},
         "environment": {**environment(), "load average before": load},
         "seconds": seconds,
         "accuracy": accuracies,
-        "times faster than eager": {name: round(median["eager"] / median[name], 2) for name in contenders},
+        "times faster than eager": faster,
     }
-    write_json(options.out, result)
-    for name, ratio in result["times faster than eager"].items():  # type: ignore[attr-defined]
+    write_json(out, result)
+    for name, ratio in faster.items():
         print(f"{name}: {median[name]:.1f} s, {ratio:.2f} times faster than eager")
-    return result
 
 
-def _eager(options: BenchFig1, seed: int) -> list[float]:
-    values = [options.steps, options.rate, options.std, seed]
-    text = _run([sys.executable, "-m", "batchnorm.bench.eager_fig1", *map(str, values)])
+def _eager(steps: int, rate: float, std: float, seed: int) -> list[float]:
+    text = _run(__spec__.name, steps, rate, std, seed)
     return list(json.loads(text.splitlines()[-1]))
 
 
-def _reproduce(options: BenchFig1, seed: int, processes: int) -> list[float]:
+def _reproduce(steps: int, rate: float, std: float, processes: int, seed: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
-        words = ["reproduce", "fig1", "--steps", options.steps, "--rate", options.rate, "--std", options.std]
-        words += ["--seed", seed, "--processes", processes, "--out", folder]
-        _run([sys.executable, "-c", COMMAND, *map(str, words)])
+        words = ["--steps", steps, "--rate", rate, "--std", std, "--seed", seed]
+        _run("batchnorm", "reproduce", "fig1", *words, "--processes", processes, "--out", folder)
         summaries = [json.loads((Path(folder) / n / "summary.json").read_text()) for n in ("without-bn", "with-bn")]
     # With running averages, as eager has them.
     return [s["accuracy"]["running"] for s in summaries]
 
 
-def _run(command: list[str]) -> str:
+def _run(module: str, *words: object) -> str:
+    command = [sys.executable, "-m", module, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise JobsFailedError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     return done.stdout
+
+
+def build(batch_norm: bool, std: float) -> nn.Sequential:
+    """Build Section 4.1's network as one writes it plainly in eager PyTorch, from ``torch.nn`` alone."""
+    layers: list[nn.Module] = []
+    inputs = 784
+    for _ in range(3):
+        layers.append(nn.Linear(inputs, 100))
+        if batch_norm:
+            layers.append(nn.BatchNorm1d(100))
+        layers.append(nn.Sigmoid())
+        inputs = 100
+    layers.append(nn.Linear(100, 10))
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=std)
+            nn.init.zeros_(layer.bias)
+    return nn.Sequential(*layers)
+
+
+def train(net: nn.Sequential, data: MNIST, steps: int, rate: float) -> float:
+    """Train for so many steps, evaluate every thousandth, and return the last test accuracy."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+    order = torch.randperm(60_000)
+    accuracy = 0.0
+    for step in range(1, steps + 1):
+        start = (step - 1) * 60 % 60_000
+        if start == 0:
+            order = torch.randperm(60_000)
+        rows = order[start : start + 60]
+        loss = F.cross_entropy(net(data.train.images[rows]), data.train.labels[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 1000 == 0 or step == steps:
+            net.eval()
+            with torch.no_grad():
+                correct = net(data.test.images).argmax(1) == data.test.labels
+            accuracy = correct.double().mean().item()
+            net.train()
+    return accuracy
+
+
+if __name__ == "__main__":
+    # Without and with batch normalization, one after the other, on torch's default threads.
+    torch.manual_seed(int(sys.argv[4]))
+    digits, steps, rate, std = mnist(), int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+    print(json.dumps([train(build(batch_norm, std), digits, steps, rate) for batch_norm in (False, True)]))

@@ -10,11 +10,7 @@ from torch import Tensor
 
 
 def require_gpu() -> None:
-    """Refuse to start if there is nothing to measure on.
-
-    Raises:
-        ValueError: if torch finds no CUDA device.
-    """
+    """Refuse to start if there is nothing to measure on."""
     if not torch.cuda.is_available():
         raise ValueError("this benchmark needs a CUDA device, and torch finds none")
 
@@ -25,10 +21,7 @@ def buffers(size: int) -> int:
 
 
 class Stopwatch:
-    """Replay captured calls with the clocks up, and take the median.
-
-    Beyond the paper: how the GPU benchmarks measure.
-    """
+    """Replay captured calls with the clocks up, and take the median."""
 
     def __init__(self, repeats: int = 11) -> None:
         self.repeats = repeats

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..data import open_images
 from ..data.image_sources import ImageSource, open_source
-from ..data.loader import BatchReader, RandomCrop, Request
+from ..data.loader import BatchReader, Request, random_crops
 from ..errors import above, at_least
 from ..extras import require
 from ..results import check_writable, environment, write_json
@@ -84,12 +85,6 @@ def input_rate(
         workers: processes of the second measurement.
         gpu_rate: images per second of the GPU to be fed.
         out: the result file; the published ones are in results.
-
-    Raises:
-        ValueError: if an option cannot be used.
-        RuntimeError: if the two loaders do not give the same pictures.
-
-    Beyond the paper: the input side of training.
     """
     at_least(1, size=size, images=images, rounds=rounds, workers=workers)
     above(0, gpu_rate=gpu_rate)
@@ -101,7 +96,7 @@ def input_rate(
         source = open_source(root, split)
         chosen = np.unique(np.linspace(0, len(source.labels) - 1, images).astype(np.int64))
         requests = [Request(0, chosen[i : i + BATCH]) for i in range(0, len(chosen), BATCH)]
-        reader = BatchReader(source, RandomCrop(seed=0), size)
+        reader = BatchReader(source, partial(random_crops, seed=0), size)
         _check(reader, requests[0])
         plain, ours = [], []
         for _ in range(rounds):

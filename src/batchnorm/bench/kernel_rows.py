@@ -25,10 +25,7 @@ from ..results import environment
 
 
 class LayerShape(NamedTuple):
-    """A network, a batch size and the shape of one layer's input.
-
-    Beyond the paper: what the benchmarks run over.
-    """
+    """A network, a batch size and the shape of one layer's input."""
 
     network: str
     batch: int
@@ -41,30 +38,24 @@ class LayerShape(NamedTuple):
         return self.batch, self.channels, self.size, self.size
 
 
-# Paper: Appendix, Figure 5, with projections of 96 in 4c and 4d.
-_INCEPTION = {
-    112: (64,),
-    56: (64, 192),
-    28: (32, 64, 96, 128, 160),
-    14: (64, 96, 128, 160, 192, 224, 256),
-    7: (128, 160, 192, 224, 320, 352),
+_CHANNELS = {  # by the height of the input
+    # Paper: Appendix, Figure 5, with projections of 96 in 4c and 4d.
+    "inception": {
+        112: (64,),
+        56: (64, 192),
+        28: (32, 64, 96, 128, 160),
+        14: (64, 96, 128, 160, 192, 224, 256),
+        7: (128, 160, 192, 224, 320, 352),
+    },
+    "resnet50": {112: (64,), 56: (64, 128, 256), 28: (128, 256, 512), 14: (256, 512, 1024), 7: (512, 2048)},
 }
-_RESNET50 = {112: (64,), 56: (64, 128, 256), 28: (128, 256, 512), 14: (256, 512, 1024), 7: (512, 2048)}
-
-
-def inception(batch: int) -> list[LayerShape]:
-    """Return the appendix network's layers."""
-    return [LayerShape("inception", batch, c, size) for size, channels in _INCEPTION.items() for c in channels]
-
-
-def resnet50(batch: int) -> list[LayerShape]:
-    """Return ResNet-50's layers."""
-    return [LayerShape("resnet50", batch, c, size) for size, channels in _RESNET50.items() for c in channels]
 
 
 def all_layers() -> list[LayerShape]:
     """Return both networks' layers at a small and a large batch."""
-    return [*inception(32), *inception(256), *resnet50(64), *resnet50(256)]
+    networks = (("inception", 32), ("inception", 256), ("resnet50", 64), ("resnet50", 256))
+    rows = [(name, batch, size, c) for name, batch in networks for size, cs in _CHANNELS[name].items() for c in cs]
+    return [LayerShape(name, batch, c, size) for name, batch, size, c in rows]
 
 
 def short_list() -> list[LayerShape]:
@@ -134,11 +125,7 @@ def key_of(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual:
 
 
 def earlier_rows(path: Path, machine: dict[str, Any], processors: int) -> dict[Key, dict[str, Any]]:
-    """Return the rows of earlier sessions that are of the same kernels.
-
-    Raises:
-        ValueError: if they are of another machine or software.
-    """
+    """Return the rows of earlier sessions that are of the same kernels."""
     if not path.exists():
         return {}
     report = json.loads(path.read_text())

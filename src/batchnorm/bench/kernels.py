@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import at_least
+from ..pictures import picture_beside
 from ..processes import device_turn, workers
 from ..results import check_writable
 from .gpu_timing import Stopwatch, buffers, copy_bandwidth, require_gpu
@@ -38,7 +39,7 @@ from .kernel_rows import (
     provenance,
     short_list,
 )
-from .kernels_report import bars, line, picture, write
+from .kernels_report import bars, draw, line, write
 
 EPS = 1e-5
 # ||ours - expected|| / ||expected|| that a check allows: a few roundings of the type.
@@ -58,9 +59,8 @@ class Parameters:
 
     def ours(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Apply BN, add and ReLU in one call."""
-        return ops.batch_norm_(x, self.gamma, self.beta, self.running, 0.1, EPS, activation="relu", residual=residual)[
-            0
-        ]
+        layer = self.gamma, self.beta, self.running, 0.1, EPS
+        return ops.batch_norm_(x, *layer, activation="relu", residual=residual)[0]
 
     def eager(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Apply torch's batch_norm, add and ReLU."""
@@ -151,12 +151,15 @@ def measure(
     torch._dynamo.reset()
     p = Parameters(layer.channels)
     calls = contenders(p, autotune)
-    compile_all(Sets(layer, channels_last, dtype, residual, 1), calls)
+    one = Sets(layer, channels_last, dtype, residual, 1)
+    for name, call in calls.items():
+        if name != "eager":  # the others compile something
+            call(one.x[0], one.residual[0]).backward(one.dy[0])
+    torch.cuda.synchronize()
+    del one
     torch.cuda.empty_cache()  # for the other processes
-    row: dict[str, Any] = {
-        **layer._asdict(),
-        **dict(zip(("layout", "dtype", "op"), names_of(channels_last, dtype, residual), strict=True)),
-    }
+    names = zip(("layout", "dtype", "op"), names_of(channels_last, dtype, residual), strict=True)
+    row: dict[str, Any] = {**layer._asdict(), **dict(names)}
     with device_turn():
         row |= time_all(bandwidth, Sets(layer, channels_last, dtype, residual), p, calls)
         if channels_last and dtype == torch.bfloat16 and autotune:
@@ -166,14 +169,6 @@ def measure(
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     return row
-
-
-def compile_all(sets: Sets, calls: dict[str, Normalize]) -> None:
-    """Run every contender that compiles something once, forward and backward."""
-    for name, call in calls.items():
-        if name != "eager":
-            call(sets.x[0], sets.residual[0]).backward(sets.dy[0])
-    torch.cuda.synchronize()
 
 
 def time_all(bandwidth: float, sets: Sets, p: Parameters, calls: dict[str, Normalize]) -> dict[str, Any]:
@@ -220,9 +215,6 @@ def kernels(
         seconds: start no layer after so many.
         jobs: compile in so many processes, which measure one at a time; 0: in this one.
         commit: what is measured, if the code is not a git checkout.
-
-    Raises:
-        ValueError: if an option cannot be used, or there is no GPU.
     """
     at_least(0, jobs=jobs, seconds=None if seconds == math.inf else seconds)
     if not dtypes:
@@ -261,6 +253,6 @@ def kernels(
     for bar in bars(rows.values()):
         print(bar.line())
     if rows:
-        picture(out)
+        picture_beside(out, draw)
     if left := len(not_measured()):
         print(f"{left} layers are not measured yet: the same command goes on")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..extras import MissingExtraError, require
+from ..pictures import picture_beside
 from ..results import write_atomically
 from .bars import Bar
 
@@ -31,10 +31,7 @@ STYLES = {
 
 
 class KernelBar(NamedTuple):
-    """One requirement, over the layers it is about.
-
-    Beyond the paper: a line of results/kernels-h200.json.
-    """
+    """One requirement, over the layers it is about."""
 
     layout: str
     op: str
@@ -66,8 +63,6 @@ def bars(rows: Iterable[dict[str, Any]]) -> list[KernelBar]:
     >>> row["us"] = {"batchnorm": [12.0, 18.0], "compile": [30.0, 30.0], "eager": [60.0, 90.0]}
     >>> [(bar.what, round(bar.measured, 2), bar.reached) for bar in bars([row]) if bar.measured is not None][:2]
     [('geometric mean of torch.compile over ours', 2.0, True), ('geometric mean of eager over ours', 5.0, True)]
-
-    Beyond the paper: speed.
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
@@ -148,17 +143,13 @@ def write(report: dict[str, Any], path: Path) -> None:
     write_atomically(path, json.dumps(report, indent=1).encode())
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
-    """Write a picture of one panel per layout and operation; 1 is every byte moved once at copy bandwidth."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def draw(report: dict[str, Any], plt: Any) -> Any:
+    """Draw one panel per layout and operation; 1 is every byte moved once at copy bandwidth."""
     types = [r["dtype"] for r in report["rows"]]
     dtype = "bfloat16" if "bfloat16" in types else types[0]
     panels = sorted({(r["layout"], r["op"]) for r in report["rows"] if r["dtype"] == dtype})
-    figure = Figure(figsize=(5 * len(panels), 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (layout, op) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
+    figure, grid = plt.subplots(1, len(panels), sharey=True, squeeze=False, figsize=(5 * len(panels), 4.2))
+    for axes, (layout, op) in zip(grid[0], panels, strict=True):
         rows = [r for r in report["rows"] if (r["layout"], r["op"], r["dtype"]) == (layout, op, dtype)]
         for name, (color, marker) in STYLES.items():
             points = [(r["megabytes"], sum(r["limit_us"]) / sum(r["us"][name])) for r in rows if name in r["us"]]
@@ -168,21 +159,10 @@ def draw(report: dict[str, Any], path: Path) -> None:
         axes.set(title=f"{op}, {layout}, {dtype}", xlabel="one tensor, MB", ylim=(0, 1.05))
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("share of the one-read limit, forward + backward")
-    figure.axes[-1].legend(loc="upper left")  # cuDNN has channels_last alone, which comes last
+    figure.axes[-1].legend(loc="upper left", frameon=True)  # cuDNN has channels_last alone, which comes last
     figure.suptitle(f"{report['hardware']['device']}, torch {report['hardware']['torch']}")
-    figure.savefig(path, dpi=130)
-
-
-def picture(path: Path) -> None:
-    """Draw the picture beside a result file, or print what is missing for it."""
-    try:
-        require("matplotlib", "report")
-    except MissingExtraError as error:
-        print(f"no picture: {error}, then python -m batchnorm.bench.kernels_report {path}")
-        return
-    draw(json.loads(path.read_text()), path.with_suffix(".png"))
-    print(f"picture: {path.with_suffix('.png')}")
+    return figure
 
 
 if __name__ == "__main__":
-    picture(Path(sys.argv[1]))
+    picture_beside(Path(sys.argv[1]), draw)

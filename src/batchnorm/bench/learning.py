@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from ..data import Augment, ImageBatches, Normalize, open_images
+from ..data.image_sources import open_source
 from ..errors import SEED_MAX, above, at_least, between
 from ..evaluate.accuracy import Accuracy, count_correct
 from ..network_factory import make_network
@@ -35,10 +36,7 @@ CROP_AREA = (0.25, 1.0)  # smaller parts of small images show too little
 
 @dataclass(frozen=True)
 class LearningRecipe:
-    """How each run trains.
-
-    Beyond the paper: a converted network learns the same.
-    """
+    """How each run trains."""
 
     data: Path
     network: str
@@ -52,10 +50,7 @@ class LearningRecipe:
 
 @dataclass(frozen=True)
 class LearningRun:
-    """What one run came to: the loss and the validation accuracy after each epoch.
-
-    Beyond the paper: a line of results/same-learning-h200.json.
-    """
+    """What one run came to: the loss and the validation accuracy after each epoch."""
 
     form: str
     seed: int
@@ -124,8 +119,6 @@ def compare(runs: Iterable[LearningRun]) -> dict[str, Any]:
     ...     return LearningRun(form, 0, accuracy, [], [], 0.0)
     >>> compare([run("stock", 0.50), run("stock", 0.54), run("converted", 0.51), run("converted", 0.55)])["same"]
     True
-
-    Beyond the paper: a converted network learns the same.
     """
     found: dict[str, Any] = {}
     for form in FORMS:
@@ -166,11 +159,6 @@ def learning(
         workers: processes that decode the images of each run, once.
         jobs: runs at the same time, each in a process of its own; 0: one after the other in this process.
         out: the result file; the published one is results/same-learning-h200.json.
-
-    Raises:
-        ValueError: if an option cannot be used.
-
-    Beyond the paper: a converted network learns the same.
     """
     at_least(1, size=size, epochs=epochs)
     at_least(2, batch=batch)
@@ -181,7 +169,8 @@ def learning(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     recipe = LearningRecipe(data, network, size, batch, epochs, rate, device, workers)
-    images = {split: _open_sizes(recipe, split) for split in ("train", "val")}
+    sources = {split: open_source(data, split) for split in ("train", "val")}
+    images = {split: {"images": len(s.labels), "classes": len(s.classes)} for split, s in sources.items()}
     runs: list[LearningRun] = []
     for run in _runs([(form, seed, recipe) for seed in seeds for form in FORMS], jobs):
         print(f"{run.form:<9} seed {run.seed}: {run.accuracy:.2%} after {run.seconds:.0f} s", flush=True)
@@ -195,11 +184,6 @@ def learning(
         f" {found['difference of means']:+.2%}, range over seeds {found['wider range']:.2%}: {verdict}"
     )
     return runs
-
-
-def _open_sizes(recipe: LearningRecipe, split: str) -> dict[str, int]:
-    part = open_images(recipe.data, split, size=recipe.size, batch_size=recipe.batch, train=split == "train")
-    return {"images": part.num_examples, "classes": len(part.classes)}
 
 
 def _runs(jobs: Sequence[tuple[str, int, LearningRecipe]], processes: int) -> Iterator[LearningRun]:

@@ -3,8 +3,8 @@
 ``batchnorm bench memory`` takes whole eager steps (forward, loss, backward, SGD with momentum; bf16 autocast,
 channels_last) of
 
-- stock: ``torch.nn``'s layers as the appendix draws them, also under torch.compile and without normalization;
-- ours: this library's network in training, without and with ``recompute()``, also with its modules as drawn.
+- stock: ``torch.nn``'s layers as the appendix draws them, with and without normalization;
+- ours: this library's network in training, without and with ``recompute()``.
 
 On a GPU the number is the peak of what torch has allocated, parameters and images included; on a CPU, where this is a
 way to look at small sizes, the peak of what the step allocates.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,59 +30,45 @@ from ..ops import recompute
 from ..results import check_writable, write_result
 from ..train import RECIPES
 from ..train.step import make_optimizer
-from .contenders import STOCK, Contender, chosen, with_stock_parts_
+from .contenders import OURS, STOCK, Contender, noise, with_stock_parts_
 from .train import LOSS_TOLERANCE
 
 QUESTION = "peak memory of the appendix network's training step, over stock eager's"
 BARS = {"ours": 0.75, "ours, recompute": 0.58}  # of stock's peak, at most, on a GPU at batch 256
-OURS, DRAWN = Contender("ours"), Contender("ours, as drawn", composed_stem=False, joined=False)
 
 
 @dataclass(frozen=True)
 class StepForm:
-    """One way to take a step.
-
-    Beyond the paper: memory.
-    """
+    """One way to take a step."""
 
     name: str
     contender: Contender
     norm: bool = True
-    compile: bool = False
     recompute: bool = False
 
     def network(self, size: int, device: torch.device) -> nn.Module:
         """Build the network."""
         if self.norm:
-            net = self.contender.network(size, device)
-        else:
-            net = inception(size=size, norm=None)
-            with_stock_parts_(net)
-            for module in net.modules():
-                if isinstance(module, SeparableConv2d | InceptionModule):
-                    module.rearrange = False
-            net.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        return net
+            return self.contender.network(size, device)
+        net = inception(size=size, norm=None)
+        with_stock_parts_(net)
+        for module in net.modules():
+            if isinstance(module, SeparableConv2d | InceptionModule):
+                module.rearrange = False
+        return net.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 FORMS = (
     StepForm("stock", STOCK),
-    StepForm("stock, torch.compile", STOCK, compile=True),
     StepForm("stock, no BN", STOCK, norm=False),
-    StepForm("stock, no BN, torch.compile", STOCK, norm=False, compile=True),
     StepForm("ours", OURS),
     StepForm("ours, recompute", OURS, recompute=True),
-    StepForm("ours, as drawn", DRAWN),
-    StepForm("ours, as drawn, recompute", DRAWN, recompute=True),
 )
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """What was measured for one form: bytes at the peak and after the forward pass, and the peak over stock's.
-
-    Beyond the paper: a line of results/memory-h200.json.
-    """
+    """What was measured for one form: bytes at the peak and after the forward pass, and the peak over stock's."""
 
     name: str
     peak: int
@@ -92,27 +78,20 @@ class PeakMemory:
 
 
 class EagerStep:
-    """A form ready to take steps on one batch of noise.
-
-    Beyond the paper: memory.
-    """
+    """A form ready to take steps on one batch of noise."""
 
     def __init__(self, form: StepForm, batch: int, size: int, device: torch.device) -> None:
         self.form, self.device = form, device
-        net = form.network(size, device)
-        self.optimizer = make_optimizer(net, RECIPES["bn-x30"], device)
-        self.model: Any = torch.compile(net, dynamic=False) if form.compile else net
-        generator = torch.Generator(device).manual_seed(0)
-        x = torch.randn(batch, 3, size, size, generator=generator, device=device)
-        self.images = x.contiguous(memory_format=torch.channels_last)
-        self.labels = torch.randint(0, 1000, (batch,), generator=generator, device=device)
+        self.net = form.network(size, device)
+        self.optimizer = make_optimizer(self.net, RECIPES["bn-x30"], device)
+        self.images, self.labels = noise(batch, size, device)
 
     def forward(self) -> Tensor:
         """Return the loss."""
         self.optimizer.zero_grad(set_to_none=True)
         less = recompute() if self.form.recompute else nullcontext()
         with less, torch.autocast(self.device.type, torch.bfloat16):
-            return F.cross_entropy(self.model(self.images).float(), self.labels)
+            return F.cross_entropy(self.net(self.images).float(), self.labels)
 
     def __call__(self) -> Tensor:
         """Take one step, and return its loss."""
@@ -129,8 +108,6 @@ def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
 
     >>> peak(lambda: torch.ones(1000).neg().neg(), torch.device("cpu"))  # three vectors, never more than two at once
     (8000, 4000)
-
-    Beyond the paper: memory.
     """
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -154,13 +131,10 @@ def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
 
 
 def measure(form: StepForm, batch: int, size: int, device: torch.device) -> PeakMemory:
-    """Build a form, warm it up and take the memory of one forward pass and one step.
-
-    Beyond the paper: memory.
-    """
+    """Build a form, warm it up and take the memory of one forward pass and one step."""
     step = EagerStep(form, batch, size, device)
     loss = float(step())
-    step()  # momentum buffers, compiled code and workspaces are there now
+    step()  # momentum buffers and workspaces are there now
     _, after = peak(step.forward, device)
     highest, _ = peak(step, device)
     return PeakMemory(form.name, highest, after, loss)
@@ -176,30 +150,24 @@ def memory(
         size: their height and width.
         out: write the numbers to this file.
         only: beside stock, only the forms with these names; a wrong name lists them.
-
-    Raises:
-        ValueError: if an option cannot be used, or there is no form of a name.
-        RuntimeError: if two forms with batch normalization do not compute the same loss.
-
-    Beyond the paper: memory.
     """
     at_least(1, batch=batch)
     at_least(32, size=size)
+    names = [form.name for form in FORMS[1:]]
+    if unknown := [name for name in only if name not in names]:
+        raise ValueError(f"there is no form named {unknown[0]!r}; there are {', '.join(map(repr, names))}")
     if out is not None:
         check_writable(out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = batch or (256 if device.type == "cuda" else 8)
     rows: list[PeakMemory] = []
-    for form in (FORMS[0], *chosen(FORMS[1:], only)):
-        if form.compile and device.type == "cpu":
-            continue
+    for form in (FORMS[0], *(form for form in FORMS[1:] if not only or form.name in only)):
         row = measure(form, batch, size, device)
-        rows.append(PeakMemory(row.name, row.peak, row.after_forward, row.loss, row.peak / (rows or [row])[0].peak))
+        rows.append(replace(row, over_stock=row.peak / (rows or [row])[0].peak))
         if form.norm and not abs(row.loss - rows[0].loss) <= LOSS_TOLERANCE * abs(rows[0].loss):
             raise RuntimeError(f"{row.name} computes another loss than stock: {row.loss} instead of {rows[0].loss}")
         gc.collect()
         if device.type == "cuda":
-            torch.compiler.reset()
             torch.cuda.empty_cache()
     judged = [row for row in rows if row.name in BARS and (device.type, batch) == ("cuda", 256)]
     print(report(rows, judged), flush=True)
@@ -214,9 +182,8 @@ def report(rows: Sequence[PeakMemory], judged: Sequence[PeakMemory] = ()) -> str
     width = max(len(row.name) for row in rows)
     lines = [f"{'':<{width}} {'peak MB':>9} {'after forward':>14} {'x stock':>8}"]
     for row in rows:
-        lines.append(
-            f"{row.name:<{width}} {row.peak / 1e6:9,.1f} {row.after_forward / 1e6:14,.1f} {row.over_stock:8.3f}"
-        )
+        megabytes = f"{row.peak / 1e6:9,.1f} {row.after_forward / 1e6:14,.1f}"
+        lines.append(f"{row.name:<{width}} {megabytes} {row.over_stock:8.3f}")
     for row in judged:
         verdict = "reached" if row.over_stock <= BARS[row.name] else "NOT reached"
         lines.append(f"{row.name}: at most {BARS[row.name]} of stock: {verdict}")

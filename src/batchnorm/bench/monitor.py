@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from operator import truediv
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,30 +19,16 @@ from ..monitor import Monitor
 from ..results import check_writable, environment, write_json
 
 
-@dataclass(frozen=True)
-class BenchMonitor:
+def monitor(steps: int = 500, rounds: int = 15, out: Path = Path("runs/bench/monitor.json")) -> None:
     """Time an eager training loop of Section 4.1's network with and without a monitor, in turns.
 
-    Beyond the paper: the monitor's price.
+    Args:
+        steps: updates in a turn: five records at the default every=100.
+        rounds: turns of each contender; the ratio is the median of the turns' ratios.
+        out: the result file; the published ones are in results.
     """
-
-    steps: int = 500
-    """Updates in a turn: five records at the default every=100."""
-    rounds: int = 15
-    """Turns of each contender; the ratio is the median of the turns' ratios."""
-    out: Path = Path("runs/bench/monitor.json")
-    """The result file; the published ones are in results."""
-
-    def __post_init__(self) -> None:
-        at_least(1, steps=self.steps, rounds=self.rounds)
-
-
-def monitor(options: BenchMonitor) -> dict[str, Any]:
-    """Run the contenders in turns, write the result file and return what is in it.
-
-    Beyond the paper: the monitor's price.
-    """
-    check_writable(options.out)
+    at_least(1, steps=steps, rounds=rounds)
+    check_writable(out)
     data = mnist()
     net = perceptron(seed=0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -60,28 +45,25 @@ def monitor(options: BenchMonitor) -> dict[str, Any]:
     load = os.getloadavg()[0]
     seconds: dict[str, list[float]] = {"no monitor": [], "on the batch": [], "on a probe of 250": []}
     train(torch.randint(60_000, (100, 60)))
-    for _ in range(options.rounds):
-        rows = torch.randint(60_000, (options.steps, 60))
+    for _ in range(rounds):
+        rows = torch.randint(60_000, (steps, 60))
         seconds["no monitor"].append(train(rows))
         with Monitor(net):
             seconds["on the batch"].append(train(rows))
         with Monitor(net, probe=data.test.images[:250]):
             seconds["on a probe of 250"].append(train(rows))
     median = {name: statistics.median(values) for name, values in seconds.items()}
+    # Within a round: the machine's own speed changes from one to the next.
+    ratios = {name: map(truediv, values, seconds["no monitor"]) for name, values in seconds.items()}
+    added = {name: round(statistics.median(values) - 1, 4) for name, values in ratios.items()}
     result = {
         "what": "seconds a training step, and what the monitor adds to it",
-        "options": {key: value for key, value in asdict(options).items() if key != "out"},
+        "options": {"steps": steps, "rounds": rounds},
         "environment": {**environment(), "load average before": load},
         "seconds": seconds,
         "median": median,
-        # Within a round: the machine's own speed changes from one to the next.
-        "added": {name: round(_ratio(values, seconds["no monitor"]) - 1, 4) for name, values in seconds.items()},
+        "added": added,
     }
-    write_json(options.out, result)
+    write_json(out, result)
     for name, value in median.items():
-        print(f"{name}: {1e6 * value:.0f} us a step, {result['added'][name]:+.1%}")  # type: ignore[index]
-    return result
-
-
-def _ratio(values: list[float], to: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(values, to, strict=True))
+        print(f"{name}: {1e6 * value:.0f} us a step, {added[name]:+.1%}")

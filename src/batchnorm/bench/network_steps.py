@@ -7,7 +7,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,6 +24,7 @@ from ..surgery import convert
 
 Mode = Literal["eager", "graph", "compiled", "backend"]
 Row = dict[str, Any]
+TURN = "turn"  # yielded by what must not be disturbed from then on
 COMPILING: tuple[Mode, ...] = ("compiled", "backend")
 # Relative. At first the losses differ by rounding in bfloat16; training amplifies that, and compiled networks draw
 # dropout masks of their own.
@@ -38,10 +39,7 @@ NARROW = 0.01  # stop at a 95% interval of the median +-1%
 
 @dataclass(frozen=True)
 class Settings:
-    """What is the same for all rows.
-
-    Beyond the paper: speed.
-    """
+    """What is the same for all rows."""
 
     device: str
     size: int
@@ -102,10 +100,7 @@ def convert_pair(name: str, settings: Settings) -> Pair:
 
 
 class Step:
-    """Training steps on one batch: forward, loss, backward, SGD with momentum.
-
-    Beyond the paper: speed.
-    """
+    """Training steps on one batch: forward, loss, backward, SGD with momentum."""
 
     def __init__(self, net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
@@ -131,10 +126,7 @@ class Step:
 
 
 class GraphedStep:
-    """A step that has warmed up, captured whole as one CUDA graph.
-
-    Beyond the paper: speed.
-    """
+    """A step that has warmed up, captured whole as one CUDA graph."""
 
     def __init__(self, step: Step) -> None:
         self.graph = torch.cuda.CUDAGraph()
@@ -217,8 +209,6 @@ def loss_problem(stock: Sequence[float], ours: Sequence[float], compiled: bool =
 
     >>> loss_problem([6.9, 6.8], [6.91, 6.75]), loss_problem([6.9, 6.8], [6.9, math.nan])
     (None, 'the loss of step 2 is nan and stock computes 6.8: not timed')
-
-    Beyond the paper: a fast wrong answer is not fast.
     """
     for k, (a, b) in enumerate(zip(stock, ours, strict=True), 1):
         if not abs(a - b) <= (FIRST_TOLERANCE if k == 1 and not compiled else LOSS_TOLERANCE) * abs(a):
@@ -234,8 +224,6 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
     >>> median_interval([5, 1, 2, 4, 3, 6])
     (3.5, 1, 6)
-
-    Beyond the paper: speed.
     """
     ordered, n = sorted(values), len(values)
     k, below = 0, 1.0  # P(Binomial < k + 1), times 2^n
@@ -281,12 +269,12 @@ def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: flo
                 return rounds
 
 
-def measure(pair: Pair, unit: Measurement, settings: Settings, turn: Callable[[], None]) -> list[Row]:
-    """Measure a unit, at half the batch size as often as memory runs out."""
+def measure(pair: Pair, unit: Measurement, settings: Settings) -> Generator[str, None, list[Row]]:
+    """Measure a unit, at half the batch size as often as memory runs out; yield ``TURN`` before it is timed."""
     examples = unit.batch
     while True:
         try:
-            rows = _measure(pair, unit.modes, examples, settings, turn)
+            rows = yield from _measure(pair, unit.modes, examples, settings)
             return [{"batch": unit.batch, "examples": examples, **row} for row in rows]
         except torch.OutOfMemoryError:
             if examples < 4:
@@ -305,9 +293,7 @@ def failed(unit: Measurement, why: str) -> list[Row]:
     return [{"batch": unit.batch, "mode": mode, "failed": why} for mode in unit.modes]
 
 
-def _measure(
-    pair: Pair, modes: tuple[Mode, ...], examples: int, settings: Settings, turn: Callable[[], None]
-) -> list[Row]:
+def _measure(pair: Pair, modes: tuple[Mode, ...], examples: int, settings: Settings) -> Generator[str, None, list[Row]]:
     generator = torch.Generator().manual_seed(settings.seed)
     images = torch.randn(examples, *pair.example.shape[1:], generator=generator).to(pair.example)
     if settings.on_gpu and images.dim() == 4:
@@ -332,7 +318,7 @@ def _measure(
         else:
             forms[mode] = form
     if forms:
-        turn()
+        yield TURN
         steps = [stock.step, *(form.step for form in forms.values())]
         rounds = time_rounds(steps, settings.device, settings.seconds)
         rows += [_row(pair, mode, i, stock, form, rounds) for i, (mode, form) in enumerate(forms.items(), 1)]
@@ -359,10 +345,8 @@ def _row(pair: Pair, mode: Mode, i: int, stock: Prepared, form: Prepared, rounds
     }
 
 
-def results_of(
-    job: NetworkJob, settings: Settings, turn: Callable[[], None]
-) -> Iterator[tuple[Measurement, list[Row]]]:
-    """Yield the rows of each unit of a job; ``turn`` waits until the machine is free for timing."""
+def results_of(job: NetworkJob, settings: Settings) -> Iterator[tuple[Measurement, list[Row]] | str]:
+    """Yield each unit of a job and its rows, and ``TURN`` whenever the machine must be free for timing from then on."""
     if settings.cudnn_benchmark:
         torch.backends.cudnn.benchmark = True
     try:
@@ -373,9 +357,9 @@ def results_of(
         return
     for unit in job.units:
         if unit.modes[0] not in COMPILING:
-            turn()  # their first steps are timed too
+            yield TURN  # their first steps are timed too
         try:
-            yield unit, measure(pair, unit, settings, turn)
+            yield unit, (yield from measure(pair, unit, settings))
         except Exception as error:  # of the stock network's too
             yield unit, failed(unit, f"stock: {_first_line(error)}")
 

@@ -11,31 +11,29 @@ losses differ is not timed. Rows that the result file holds already, of the same
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import platform
-import signal
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import above, at_least
-from ..extras import MissingExtraError, require
+from ..pictures import picture_beside
+from ..processes import Remote
 from ..results import check_writable, environment, read_json, write_result
 from .bars import Bar
-from .network_steps import COMPILING, Measurement, Mode, NetworkJob, Row, Settings, failed, results_of
+from .network_steps import COMPILING, TURN, Measurement, Mode, NetworkJob, Row, Settings, failed, results_of
 
 QUESTION = "speedup of a converted network's training step over the stock network's"
 NETWORKS = (
@@ -50,7 +48,6 @@ NETWORKS = (
 )
 SOURCE = Path(__file__).parents[1]
 MEASURED = ("ops", "layers", "graph", "surgery", "network_call.py", "network_copy.py")  # the code that rows depend on
-BROKEN = 3  # exit status of a process that can no longer use the GPU
 Key = tuple[str, Mode, int]
 Report = dict[Key, Row]
 Layout = tuple[Sequence[int], Sequence[tuple[Mode, ...]]]  # batch sizes, and modes that are measured together
@@ -64,8 +61,6 @@ def bars(rows: Iterable[Row], device: str) -> list[Bar]:
     ...     print(bar.line())
     time over stock's, geometric mean: 0.800, at most 0.9, 1 rows: reached
     time over stock's, worst: 0.800, at most 1, 1 rows: reached
-
-    Beyond the paper: speed.
     """
     good = [row for row in rows if "failed" not in row]
     if device == "cpu":
@@ -146,11 +141,7 @@ def machine(settings: Settings) -> dict[str, Any]:
 
 
 def earlier_rows(path: Path, here: dict[str, Any]) -> Report:
-    """Return the rows of a result file that are of the same code.
-
-    Raises:
-        ValueError: if they are of another machine or software.
-    """
+    """Return the rows of a result file that are of the same code."""
     if not path.exists():
         return {}
     report = read_json(path)
@@ -181,48 +172,43 @@ def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int],
     return jobs
 
 
-class Worker:
-    """A process that prepares a job, then waits for its turn to time it."""
+class _Measuring:
+    """A job in a process of its own, one step of :func:`results_of` at a time."""
 
     def __init__(self, job: NetworkJob, settings: Settings) -> None:
-        self.job, self.left, self.ready = job, list(job.units), False
-        context = get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, job, settings), daemon=True)
-        self.process.start()
-        theirs.close()
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # others compile beside this process
+        self.results, self.settings = results_of(job, settings), settings
+        self.has_turn = self.failed = False
 
-    def signal(self, name: str) -> None:
-        """Stop or continue the process, if the system can."""
-        if hasattr(signal, name) and self.process.pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self.process.pid, getattr(signal, name))
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
-
-
-def _work(pipe: Connection, job: NetworkJob, settings: Settings) -> None:
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # others compile beside this process
-    asked = False
-
-    def turn() -> None:
-        nonlocal asked
-        if not asked:
-            pipe.send(None)
-            pipe.recv()
-            asked = True
-
-    for unit, rows in results_of(job, settings, turn):
-        pipe.send((unit, rows))
-        if settings.on_gpu and any("failed" in row for row in rows):
+    def next(self) -> tuple[Measurement, list[Row]] | str:
+        """Return the next unit and its rows, ``TURN`` before the first one is timed, or "" at the end."""
+        if self.failed and self.settings.on_gpu:
             try:
                 torch.cuda.synchronize()
-            except RuntimeError:  # after an illegal access nothing works in this process any more
-                os._exit(BROKEN)
+            except RuntimeError as error:  # after an illegal access nothing works in this process any more
+                raise BrokenDeviceError(str(error)) from error
+        for found in self.results:
+            if isinstance(found, tuple):
+                self.failed = any("failed" in row for row in found[1])
+                return found
+            if not self.has_turn:
+                self.has_turn = True
+                return TURN
+        return ""
+
+
+class BrokenDeviceError(RuntimeError):
+    """Report that a process can no longer use the GPU."""
+
+
+@dataclass
+class _Worker:
+    """A process, the units that it has not measured yet, and whether it waits for its turn to time them."""
+
+    job: NetworkJob
+    remote: Remote
+    left: list[Measurement]
+    waits: bool = False
 
 
 def in_turns(
@@ -232,57 +218,60 @@ def in_turns(
 
     A job whose process dies goes on in a new one, behind the unit that killed it.
     """
-    waiting = list(jobs)
-    workers: list[Worker] = []
-    timing: Worker | None = None
+    waiting, workers = list(jobs), list[_Worker]()
+    timing: _Worker | None = None
     try:
         while waiting or workers:
             if timing is None:
                 while waiting and len(workers) < processes:
-                    workers.append(Worker(waiting.pop(0), settings))
-                timing = next((worker for worker in workers if worker.ready), None)
+                    job = waiting.pop(0)
+                    workers.append(_Worker(job, Remote(_Measuring, job, settings), list(job.units)))
+                timing = next((worker for worker in workers if worker.waits), None)
                 if timing is not None:
                     for worker in workers:
-                        worker.signal("SIGSTOP" if worker is not timing else "SIGCONT")
-                    timing.pipe.send(None)
-            found = wait([worker.pipe for worker in workers], max(0.0, min(end - time.monotonic(), 1e6)))
+                        worker.remote.signal("SIGSTOP" if worker is not timing else "SIGCONT")
+                    timing.remote.start("next")
+            found = wait([worker.remote.pipe for worker in workers], max(0.0, min(end - time.monotonic(), 1e6)))
             if not found:
                 return
-            for worker in [worker for worker in workers if worker.pipe in found]:
+            for worker in [worker for worker in workers if worker.remote.pipe in found]:
+                result: Any = ""
                 try:
-                    message = worker.pipe.recv()
-                except (EOFError, ConnectionError):
+                    result = worker.remote.result()  # None once the object is built
+                except BrokenDeviceError:
+                    pass
+                except Exception as error:
+                    if worker.left:
+                        yield worker.job.network, failed(worker.left.pop(0), str(error).partition("\n")[0])
+                if isinstance(result, tuple):
+                    worker.left.remove(result[0])
+                    yield worker.job.network, result[1]
+                if result == TURN:
+                    worker.waits = True
+                elif result != "":
+                    worker.remote.start("next")
+                else:
                     workers.remove(worker)
+                    worker.remote.close()
                     if worker is timing:
                         timing = None
                         for other in workers:
-                            other.signal("SIGCONT")
-                    worker.process.join()
-                    status = worker.process.exitcode
-                    worker.close()
-                    if worker.left and status != BROKEN:
-                        yield worker.job.network, failed(worker.left.pop(0), f"its process died (status {status})")
+                            other.remote.signal("SIGCONT")
                     if worker.left:
                         waiting.insert(0, NetworkJob(worker.job.network, tuple(worker.left)))
-                    continue
-                if message is None:
-                    worker.ready = True
-                else:
-                    unit, rows = message
-                    worker.left.remove(unit)
-                    yield worker.job.network, rows
     finally:
         for worker in workers:
-            worker.close()
+            worker.remote.close(0)
 
 
 def here(jobs: Sequence[NetworkJob], settings: Settings, end: float) -> Iterator[tuple[str, list[Row]]]:
     """Yield rows of jobs measured in this process, one after the other."""
     for job in jobs:
-        for _, rows in results_of(job, settings, lambda: None):
-            yield job.network, rows
-            if time.monotonic() > end:
-                return
+        for found in results_of(job, settings):
+            if isinstance(found, tuple):
+                yield job.network, found[1]
+                if time.monotonic() > end:
+                    return
 
 
 def networks(
@@ -311,16 +300,11 @@ def networks(
         jobs: on a GPU, build and compile in so many processes, which time one at a time.
         cudnn_benchmark: let cuDNN choose its algorithms by trial, which takes long.
         out: the result file, with a picture beside it; the published ones are in results.
-
-    Raises:
-        ValueError: if an option cannot be used, or the file is of another machine.
-
-    Beyond the paper: speed.
     """
     end = time.monotonic() + 60 * minutes
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    modes = modes or _default_modes(device)
+    modes = modes or (("eager", "graph", *COMPILING) if device == "cuda" else ("eager",))
     batches = batches or ((256, 32) if device == "cuda" else (8,))
     _check(networks, modes, device, batches=batches, size=size, jobs=jobs)
     above(0, seconds_per_row=seconds_per_row, minutes=None if minutes == math.inf else minutes)
@@ -337,21 +321,16 @@ def networks(
             row = {"network": network, **row, **origin, "code": digest(row["mode"])}
             rows[_key(row)] = row
             print(line(row), flush=True)
-        _write(out, rows, settings, machine_here)
+        judged = [{**bar._asdict(), "reached": bar.reached} for bar in bars(rows.values(), device)]
+        content = {"machine": machine_here, "settings": asdict(settings), "bars": judged, "rows": [*rows.values()]}
+        write_result(out, QUESTION, **content)
     for bar in bars(rows.values(), device):
         print(bar.line())
     if any("failed" not in row for row in rows.values()):
-        picture(out)
+        picture_beside(out, draw)
     if left := _count(plan(networks, modes, batches, rows)):
         print(f"{left} rows are not measured yet: the same command goes on")
     return list(rows.values())
-
-
-def _default_modes(device: str) -> tuple[Mode, ...]:
-    if device != "cuda":
-        return ("eager",)
-    backend: tuple[Mode, ...] = ("backend",) if find_spec("batchnorm.dynamo") else ()
-    return ("eager", "graph", "compiled", *backend)
 
 
 def _check(networks: Sequence[str], modes: Sequence[Mode], device: str, **numbers: Any) -> None:
@@ -376,11 +355,6 @@ def _count(jobs: Sequence[NetworkJob]) -> int:
     return sum(len(unit.modes) for job in jobs for unit in job.units)
 
 
-def _write(path: Path, rows: Report, settings: Settings, machine_here: dict[str, Any]) -> None:
-    judged = [{**bar._asdict(), "reached": bar.reached} for bar in bars(rows.values(), settings.device)]
-    write_result(path, QUESTION, machine=machine_here, settings=asdict(settings), bars=judged, rows=[*rows.values()])
-
-
 def line(row: Row) -> str:
     """Return a row as one line of text."""
     start = f"{row['network']:<30} {row['mode']:<8} batch {row['batch']:>3}"
@@ -397,29 +371,14 @@ def line(row: Row) -> str:
     )
 
 
-def picture(path: Path) -> None:
-    """Draw the speedups of a result file beside it, or say what is missing for that."""
-    try:
-        require("matplotlib", "report")
-    except MissingExtraError as error:
-        print(f"no picture: {error}, then run the same command again")
-        return
-    draw(json.loads(path.read_text()), path.with_suffix(".png"))
-    print(f"picture: {path.with_suffix('.png')}")
-
-
-def draw(report: dict[str, Any], path: Path) -> None:
-    """Write a picture with one panel a mode and one bar a network and batch size, with 95% intervals."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def draw(report: dict[str, Any], plt: Any) -> Any:
+    """Draw one panel a mode and one bar a network and batch size, with 95% intervals."""
     rows = [row for row in report["rows"] if "failed" not in row]
     modes, names, batches = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mode", "network", "batch"))
     batches.sort(reverse=True)
     height = 0.8 / len(batches)
-    figure = Figure(figsize=(3.4 * len(modes) + 2, 0.55 * len(names) + 1.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
+    size = (3.4 * len(modes) + 2, 0.55 * len(names) + 1.8)
+    figure, (panels,) = plt.subplots(1, len(modes), sharey=True, squeeze=False, figsize=size)
     for axes, mode in zip(panels, modes, strict=True):
         for k, batch in enumerate(batches):
             shown = [row for row in rows if (row["mode"], row["batch"]) == (mode, batch)]
@@ -435,7 +394,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(batches), fontsize=8)
     told = report["machine"]
     figure.suptitle(f"{told['device']}, torch {told['torch']}, {told['steps']}: training steps", fontsize=10)
-    figure.savefig(path, dpi=130)
+    return figure
 
 
 MODE_NAMES = {

@@ -5,7 +5,7 @@ replayed as one CUDA graph) of
 
 - stock: ``torch.nn``'s layers as the appendix draws them, torch.compile, fused SGD;
 - stock, composed stem: the same with the stem's two convolutions as one;
-- ours: this library's network in the forms that ``batchnorm train`` can run it in.
+- ours: this library's network as ``batchnorm train`` runs it.
 
 Each contender has a process of its own, so that all compile side by side; then they are timed in turns. A ratio is the
 median over the rounds of ratios within a round. Before that, their losses on the same weights and images must agree.
@@ -22,7 +22,7 @@ from pathlib import Path
 from ..errors import at_least
 from ..processes import Remote
 from ..results import check_writable, write_result
-from .contenders import OURS, STOCK, STOCK_COMPOSED, chosen, warmed_up
+from .contenders import OURS, STOCK, STOCK_COMPOSED, warmed_up
 from .gpu_timing import require_gpu
 
 QUESTION = "images per second of the appendix network's training step, ours over stock parts"
@@ -32,10 +32,7 @@ LOSS_TOLERANCE = 0.02  # relative, at bfloat16
 
 @dataclass(frozen=True)
 class StepTime:
-    """What was measured for one contender at one batch size; ``over_stock`` is a median of ratios within rounds.
-
-    Beyond the paper: a line of results/train.json.
-    """
+    """What was measured for one contender at one batch size; ``over_stock`` is a median of ratios within rounds."""
 
     name: str
     batch: int
@@ -46,10 +43,7 @@ class StepTime:
 
 
 def measure(ready: Mapping[str, Remote], batch: int, rounds: int) -> list[StepTime]:
-    """Time contenders in turns; the first is stock, the second stock with a composed stem.
-
-    Beyond the paper: speed.
-    """
+    """Time contenders in turns; the first is stock, the second stock with a composed stem."""
     steps = max(5, 2000 // batch)
     table = [[contender.call("seconds", steps) for contender in ready.values()] for _ in range(rounds)]
     found = []
@@ -61,13 +55,7 @@ def measure(ready: Mapping[str, Remote], batch: int, rounds: int) -> list[StepTi
 
 
 def check_same_function(losses: dict[str, float]) -> None:
-    """Refuse to time networks whose losses differ from that of the first.
-
-    Raises:
-        RuntimeError: with the losses.
-
-    Beyond the paper: a fast wrong answer is not fast.
-    """
+    """Refuse to time networks whose losses differ from that of the first."""
     expected = next(iter(losses.values()))
     if any(not abs(loss - expected) <= LOSS_TOLERANCE * abs(expected) for loss in losses.values()):
         raise RuntimeError(f"the contenders do not compute the same loss, so nothing is timed: {losses}")
@@ -78,8 +66,6 @@ def train(
     size: int = 224,
     rounds: int = 15,
     out: Path | None = None,
-    only: Sequence[str] = (),
-    kernels: Path | None = None,
 ) -> None:
     """Time the appendix network's training step on this GPU, against stock parts.
 
@@ -88,22 +74,15 @@ def train(
         size: height and width of the images.
         rounds: how often each contender is timed, in turns.
         out: write the numbers to this file.
-        only: of our forms, only those with these names; a wrong name lists them.
-        kernels: write where each contender's time goes, kernel by kernel, to files in this folder.
-
-    Raises:
-        ValueError: if an option cannot be used, or there is no GPU or no form of a name.
-
-    Beyond the paper: speed.
     """
     at_least(1, batches=tuple(batches), rounds=rounds)
     at_least(32, size=size)
     require_gpu()
     if out is not None:
         check_writable(out)
-    contenders = (STOCK, STOCK_COMPOSED, *chosen(OURS, only))
+    contenders = (STOCK, STOCK_COMPOSED, OURS)
     # Their processes share the cores: the compiler's own pool in every one of them would be too many.
-    compiling = sum(contender.compile != "nothing" for contender in contenders) * len(batches)
+    compiling = sum(contender.stock for contender in contenders) * len(batches)
     threads = max(1, (os.cpu_count() or 1) // compiling)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     by_batch = {b: {c.name: Remote(warmed_up, c, b, size) for c in contenders} for b in batches}
@@ -115,8 +94,6 @@ def train(
         for batch, ready in by_batch.items():
             rows += measure(ready, batch, rounds)
             print(report(rows, batch), flush=True)
-            if kernels is not None:
-                _write_kernels(kernels, ready, batch)
             if out is not None:  # after each size, so that an interrupted run leaves what it has
                 write_result(out, QUESTION, size=size, rounds=rounds, rows=[asdict(row) for row in rows])
     finally:
@@ -132,26 +109,16 @@ def _first_loss(name: str, batch: int, contender: Remote) -> float:
         raise RuntimeError(f"{name}, batch {batch}: {error!r}") from error
 
 
-def _write_kernels(folder: Path, ready: Mapping[str, Remote], batch: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, contender in ready.items():
-        stem = name.replace(": ", "-").replace(", ", "-").replace(" ", "-")
-        (folder / f"{stem}-{batch}.txt").write_text(contender.call("kernels"))
-
-
 def report(rows: Sequence[StepTime], batch: int) -> str:
-    """Return the table of one batch size and whether the best of ours is fast enough."""
+    """Return the table of one batch size and whether ours is fast enough."""
     here = [row for row in rows if row.batch == batch]
     width = max(len(row.name) for row in here)
     lines = [f"batch {batch:<{width - 6}} {'ms/step':>9} {'images/s':>9} {'x stock':>8} {'x composed':>10}"]
     for row in here:
-        numbers = (
-            f"{row.milliseconds:9.2f} {row.images_per_second:9,.0f} {row.over_stock:8.2f} {row.over_composed:10.2f}"
-        )
-        lines.append(f"{row.name:<{width}} {numbers}")
-    best = max(here[2:], key=lambda row: row.over_stock, default=None)
-    if best is not None and batch in BARS:
-        passed = best.over_stock >= BARS[batch] and best.over_composed > 1
-        verdict = "reached" if passed else "NOT reached"
-        lines.append(f"best: {best.name}; at least {BARS[batch]} times stock and faster than composed: {verdict}")
+        speed = f"{row.milliseconds:9.2f} {row.images_per_second:9,.0f}"
+        lines.append(f"{row.name:<{width}} {speed} {row.over_stock:8.2f} {row.over_composed:10.2f}")
+    if batch in BARS:
+        ours = here[-1]
+        verdict = "reached" if ours.over_stock >= BARS[batch] and ours.over_composed > 1 else "NOT reached"
+        lines.append(f"ours: at least {BARS[batch]} times stock and faster than composed: {verdict}")
     return "\n".join(lines)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 Photometric = Literal["none", "reduced", "full"]
+Colour = tuple[float, float, float]
 
 # Not in the paper: means and deviations of ImageNet's training images, as commonly used.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -48,10 +49,7 @@ class Normalize(nn.Module):
     shift: Tensor
 
     def __init__(
-        self,
-        mean: tuple[float, float, float] = IMAGENET_MEAN,
-        std: tuple[float, float, float] = IMAGENET_STD,
-        dtype: torch.dtype = torch.float32,
+        self, mean: Colour = IMAGENET_MEAN, std: Colour = IMAGENET_STD, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
         self.dtype = dtype
@@ -101,8 +99,8 @@ class Augment(Normalize):
         photometric: Photometric = "full",
         *,
         flip: bool = True,
-        mean: tuple[float, float, float] = IMAGENET_MEAN,
-        std: tuple[float, float, float] = IMAGENET_STD,
+        mean: Colour = IMAGENET_MEAN,
+        std: Colour = IMAGENET_STD,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(mean, std, dtype)
@@ -164,11 +162,9 @@ class Distortions:
     >>> maps = distortions(torch.full((1, 7), 0.5), torch.zeros(1, 3))  # factors of 1, no noise
     >>> (maps[0, 0] * 255).round().int().tolist()  # red is 4 x / 255 - 2
     [4, 0, 0, 0, 0, 0, -170]
-
-    Paper: Sec. 4.2.1, "Reduce the photometric distortions"
     """
 
-    def __init__(self, strength: Strength, mean: tuple[float, float, float], std: tuple[float, float, float]) -> None:
+    def __init__(self, strength: Strength, mean: Colour, std: Colour) -> None:
         self.strength = strength
         eye, grey = torch.eye(3).double(), torch.tensor(GREY).double().expand(3, 3)
         components = torch.tensor(COLOUR_COMPONENTS).double()

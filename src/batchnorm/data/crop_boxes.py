@@ -40,8 +40,6 @@ def random_box(draws: Sequence[float], width: int, height: int, area: tuple[floa
 
     >>> random_box([0.5] * DRAWS, 100, 100)
     Box(left=14, top=14, right=87, bottom=87)
-
-    Beyond the paper: GoogLeNet's sampling.
     """
     (low, high), (narrow, wide) = area, CROP_ASPECT
     for k in range(0, DRAWS, 4):
@@ -64,8 +62,6 @@ def centre_box(width: int, height: int, size: int) -> Box:
 
     >>> centre_box(512, 256, 224), centre_box(64, 64, 64)
     (Box(left=144, top=16, right=368, bottom=240), Box(left=0, top=0, right=64, bottom=64))
-
-    Beyond the paper: the usual single crop.
     """
     short = min(width, height)
     side = max(round(short * CENTRE_SHARE), min(short, size))

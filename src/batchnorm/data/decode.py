@@ -42,8 +42,6 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
 
     Raises:
         CorruptImageError: with the decoder's reason.
-
-    Beyond the paper: the input pipeline.
     """
     size = out.shape[0]
     try:
@@ -59,15 +57,7 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
 def crop_image(image: Image | Tensor, choose: Choose, out: Tensor) -> None:
     """Write one crop of a decoded image, resized, to ``out``: the same pixels as :func:`decode_crop` at full size.
 
-    Args:
-        image: a Pillow image, or uint8 of shape (3, height, width).
-        choose: returns the crop's box for the image's width and height.
-        out: uint8 of shape (size, size, 3).
-
-    Raises:
-        CorruptImageError: if Pillow cannot decode the image.
-
-    Beyond the paper: the input pipeline.
+    A tensor is uint8 of shape (3, height, width).
     """
     if isinstance(image, Tensor):
         height, width = image.shape[1:]

@@ -22,7 +22,7 @@ from ..results import sync
 from .crop_boxes import CENTRE_SHARE, Box
 from .decode import decode_crop
 from .image_sources import ImageSource, open_source, sample_examples
-from .loader import BatchReader, CorruptFile, Crop, Prefetcher, Request, WholeImage
+from .loader import BatchReader, CorruptFile, Crop, Prefetcher, Request, whole_images
 
 CHUNK = 256
 
@@ -51,7 +51,7 @@ class DeviceCache:
         labels = torch.empty(n, dtype=torch.int64, device=device)
         row_of, sizes = np.full(n, -1), np.zeros((n, 2), dtype=np.int64)
         corrupt: list[CorruptFile] = []
-        load = Prefetcher(BatchReader(source, WholeImage(), side), workers, device)
+        load = Prefetcher(BatchReader(source, whole_images, side), workers, device)
         row = 0
         for part in load(Request(0, np.arange(i, min(i + CHUNK, n))) for i in range(0, n, CHUNK)):
             rows = slice(row, row + len(part.images))
@@ -84,8 +84,6 @@ def open_decoded(
     The data are the same if the classes, the labels, and the names, sizes and modification times of the image files
     or shards are. Files of other data are left alone. The file only saves time: if it cannot be read it is written
     again, and if it cannot be written there is a warning.
-
-    Beyond the paper: the input pipeline.
     """
     error = require("safetensors", "train").SafetensorError
     data, where = data.expanduser(), torch.device(device)
@@ -105,10 +103,7 @@ def open_decoded(
 
 
 def discard_decoded(folder: Path) -> None:
-    """Remove what :func:`open_decoded` left in a folder, and the folder itself if nothing else is in it.
-
-    Beyond the paper: the input pipeline.
-    """
+    """Remove what :func:`open_decoded` left in a folder, and the folder itself if nothing else is in it."""
     for path in folder.glob("*-*px-*.safetensors"):
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -125,8 +120,6 @@ def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
         images: uint8 of shape (n, height, width, 3).
         boxes: left, top, right, bottom of each, in pixels.
         size: the side of the result, (n, size, size, 3).
-
-    Beyond the paper: the input pipeline.
     """
     left, top, right, bottom = boxes.unbind(1)
     rows = _triangle_filter(top, bottom, images.shape[1], size)

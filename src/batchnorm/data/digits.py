@@ -11,20 +11,14 @@ from torch import Tensor
 
 
 class Digits(NamedTuple):
-    """Hold images of shape (N, 784) with values 0 and 1, and labels 0 to 9.
-
-    Paper: Sec. 4.1
-    """
+    """Hold images of shape (N, 784) with values 0 and 1, and labels 0 to 9."""
 
     images: Tensor
     labels: Tensor
 
 
 class MNIST(NamedTuple):
-    """Hold the training and the test set.
-
-    Paper: Sec. 4.1
-    """
+    """Hold the training and the test set."""
 
     train: Digits
     test: Digits

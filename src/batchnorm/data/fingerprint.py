@@ -14,15 +14,10 @@ from .image_sources import ImageSource, open_source, sample_examples
 def check_same_data(data: dict[str, dict[str, Any]]) -> None:
     """Check that results are of the same images.
 
-    Raises:
-        ValueError: naming two that are not.
-
     >>> check_same_data({"a": {"train": 3}, "b": {"train": 4}})
     Traceback (most recent call last):
         ...
     ValueError: a and b are of different data (train 3 and 4); keep them in folders of their own
-
-    Beyond the paper: results are not mixed.
     """
     (first, expected), *rest = data.items() if data else [("", {})]
     for name, found in rest:
@@ -35,13 +30,7 @@ def check_same_data(data: dict[str, dict[str, Any]]) -> None:
 
 
 def describe_data(path: Path, splits: Sequence[str] = ("train", "val")) -> dict[str, Any]:
-    """Count the images and classes, and identify the set by a hash of its labels and a sample of its images.
-
-    Raises:
-        FileNotFoundError: if there is none.
-
-    Beyond the paper: results are not mixed.
-    """
+    """Count the images and classes, and identify the set by a hash of its labels and a sample of its images."""
     sources = {split: open_source(path, split) for split in splits}
     digest = hashlib.sha256()
     for source in sources.values():

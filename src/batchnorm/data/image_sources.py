@@ -45,10 +45,7 @@ class ImageSource(Protocol):
 
 @dataclass(frozen=True)
 class FolderSource:
-    """Read the images of one split of an image folder, SPLIT/CLASS/*.jpg; the whole split is one shard.
-
-    Beyond the paper: torchvision's layout.
-    """
+    """Read the images of one split of an image folder, SPLIT/CLASS/*.jpg; the whole split is one shard."""
 
     root: Path
     classes: tuple[str, ...]
@@ -88,10 +85,7 @@ class FolderSource:
 
 @dataclass(frozen=True)
 class PartSource:
-    """Read some examples of another source.
-
-    Beyond the paper: a validation set split off the training set.
-    """
+    """Read some examples of another source."""
 
     whole: ImageSource
     examples: NDArray[np.int64]
@@ -157,8 +151,6 @@ def training_splits(path: str | Path, validate: float) -> tuple[str, str]:
     Raises:
         ValueError: if it has one, and a share is given.
         FileNotFoundError: if it has none, and no share is given.
-
-    Beyond the paper: a validation set split off the training set.
     """
     if validate and has_split(path, "val"):
         raise ValueError(f"{path} has a validation set, val: leave out --validate, or move that elsewhere")
@@ -185,11 +177,6 @@ def open_source(path: str | Path, split: str) -> ImageSource:
     """Open one split of an image folder or of a folder of tar shards, whichever ``path`` is.
 
     The split ``train[:0.1]`` is a tenth of ``train``, of each class alike, and ``train[0.1:]`` is the rest.
-
-    Raises:
-        FileNotFoundError: if it is neither.
-
-    Beyond the paper: the two layouts in common use.
     """
     root = Path(path).expanduser()
     if not root.is_dir():
@@ -213,13 +200,7 @@ def open_source(path: str | Path, split: str) -> ImageSource:
 
 
 def check_complete(source: ImageSource, path: str | Path, split: str) -> None:
-    """Check that every class has images in a split, opened from ``path``.
-
-    Raises:
-        ValueError: naming classes that have none.
-
-    Beyond the paper: errors over fewer classes would not compare.
-    """
+    """Check that every class has images in a split, opened from ``path``."""
     examples = np.bincount(source.labels, minlength=len(source.classes))
     empty = [name for name, n in zip(source.classes, examples.tolist(), strict=True) if not n]
     if empty:
@@ -235,10 +216,7 @@ def sample_examples(source: ImageSource, count: int) -> list[int]:
 
 
 def small_images_note(source: ImageSource, size: int) -> str | None:
-    """Say that images are smaller than the network's input, if most of a sample are.
-
-    Beyond the paper: a --size that was forgotten.
-    """
+    """Say that images are smaller than the network's input, if most of a sample are."""
     sides = []
     for example in sample_examples(source, 32):
         try:

@@ -26,10 +26,7 @@ MAX_ANNOTATION = 2**20  # bytes of one image's bounding boxes
 
 @dataclass(frozen=True)
 class OfficialTar:
-    """Read one of ImageNet's tar files in place, without unpacking it.
-
-    Beyond the paper: the data set's distribution.
-    """
+    """Read one of ImageNet's tar files in place, without unpacking it."""
 
     path: Path
     classes: tuple[str, ...]
@@ -57,8 +54,6 @@ def open_official(folder: Path) -> dict[str, OfficialTar]:
     Raises:
         FileNotFoundError: if nothing says which classes the validation images are.
         ValueError: if a file is not what it should be.
-
-    Beyond the paper: the data set's distribution.
     """
     path = folder / TRAIN_TAR
     rows = list(_training_images(path))

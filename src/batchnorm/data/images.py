@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from .crop_boxes import CROP_AREA
 from .device_cache import DeviceCache, open_decoded
 from .image_sources import ImageSource, open_source
-from .loader import BatchReader, CentreCrop, CorruptFile, Crop, Prefetcher, RandomCrop, Request
+from .loader import BatchReader, CorruptFile, Crop, Prefetcher, Request, centre_crops, random_crops
 from .order import Order, Shuffle
 
 
@@ -28,13 +29,7 @@ class ImageBatches:
     """
 
     def __init__(
-        self,
-        source: ImageSource,
-        order: Order,
-        crop: Crop,
-        size: int,
-        load: Prefetcher | DeviceCache,
-        max_corrupt: int,
+        self, source: ImageSource, order: Order, crop: Crop, size: int, load: Prefetcher | DeviceCache, max_corrupt: int
     ) -> None:
         self.order = order
         self.size = size
@@ -66,7 +61,7 @@ class ImageBatches:
     def centred(self, batch_size: int) -> ImageBatches:
         """Return the same examples as evaluation sees them: as stored, each as its centre square."""
         order = replace(self.order, train=False, batch_size=batch_size)
-        crop, load = CentreCrop(self.size), self._load
+        crop, load = partial(centre_crops, size=self.size), self._load
         if isinstance(load, Prefetcher):
             load = Prefetcher(BatchReader(self._source, crop, self.size), load.workers, load.device)
         return ImageBatches(self._source, order, crop, self.size, load, self.max_corrupt)
@@ -185,7 +180,7 @@ def open_images(
     where = torch.device(device)
     source = open_source(path, split)
     order = Order(source.shard_sizes, batch_size, train, shuffle, seed, rank, world_size)
-    crop: Crop = RandomCrop(seed, crop_area) if train else CentreCrop(size)
+    crop: Crop = partial(random_crops, seed=seed, area=crop_area) if train else partial(centre_crops, size=size)
     load: Prefetcher | DeviceCache
     if cache == "device" and decoded is not None:
         load = open_decoded(Path(path).expanduser(), split, size, folder=decoded, workers=workers, device=where)

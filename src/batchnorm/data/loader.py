@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -51,43 +51,24 @@ class Decoded(NamedTuple):
     corrupt: list[CorruptFile]
 
 
-class Crop(Protocol):
-    """Return, for each example of a request, the function from its width and height to its box."""
-
-    def __call__(self, request: Request) -> Sequence[Choose]:
-        """Return one function for each example."""
+# For each example of a request, the function from its width and height to its box.
+Crop = Callable[[Request], Sequence[Choose]]
 
 
-@dataclass(frozen=True)
-class RandomCrop:
-    """Cut out a random rectangle that depends only on the seed, the epoch and the example."""
-
-    seed: int
-    area: tuple[float, float] = CROP_AREA
-
-    def __call__(self, request: Request) -> Sequence[Choose]:
-        """Return one function for each example."""
-        draws = uniforms(seed_at(self.seed, request.epoch, 0), request.examples, DRAWS).tolist()
-        return [partial(random_box, row, area=self.area) for row in draws]
+def random_crops(request: Request, *, seed: int, area: tuple[float, float] = CROP_AREA) -> Sequence[Choose]:
+    """Cut out random rectangles that depend only on the seed, the epoch and the example."""
+    draws = uniforms(seed_at(seed, request.epoch, 0), request.examples, DRAWS).tolist()
+    return [partial(random_box, row, area=area) for row in draws]
 
 
-@dataclass(frozen=True)
-class CentreCrop:
-    """Cut out the centre square."""
-
-    size: int
-
-    def __call__(self, request: Request) -> Sequence[Choose]:
-        """Return one function for each example."""
-        return [partial(centre_box, size=self.size)] * len(request.examples)
+def centre_crops(request: Request, *, size: int) -> Sequence[Choose]:
+    """Cut out the centre squares."""
+    return [partial(centre_box, size=size)] * len(request.examples)
 
 
-class WholeImage:
-    """Keep the whole image."""
-
-    def __call__(self, request: Request) -> Sequence[Choose]:
-        """Return one function for each example."""
-        return [partial(Box, 0, 0)] * len(request.examples)
+def whole_images(request: Request) -> Sequence[Choose]:
+    """Keep the whole images."""
+    return [partial(Box, 0, 0)] * len(request.examples)
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,9 @@ class Order:
 
     def rows(self, step: int) -> slice:
         """Return which of the step's examples are this rank's."""
-        return _part(self.step_size(step), self.rank, self.world_size)
+        each, extra = divmod(self.step_size(step), self.world_size)
+        start = self.rank * each + min(self.rank, extra)
+        return slice(start, start + each + (self.rank < extra))
 
     def batch(self, permuted: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         """Return this rank's examples of a step, out of :meth:`examples` of its epoch."""
@@ -110,12 +112,6 @@ class Order:
             middle = n - (self.batch_size + tail) // 2
         edges = (*(s * self.batch_size for s in range(step, min(step + 2, last))), middle, n)
         return (edges[0], edges[1])
-
-
-def _part(size: int, rank: int, world_size: int) -> slice:
-    each, extra = divmod(size, world_size)
-    start = rank * each + min(rank, extra)
-    return slice(start, start + each + (rank < extra))
 
 
 class BalancedBatches(Sampler[list[int]]):

@@ -62,8 +62,6 @@ def shard(
         FileNotFoundError: if ``folder`` has no images.
         ValueError: if ``out`` exists, ``per_shard`` or ``short_side`` is not positive, or a class cannot be named in
             ``classes.txt``.
-
-    Beyond the paper: WebDataset's layout.
     """
     if out.exists():
         raise ValueError(f"{out} exists already: remove it or choose another folder")
@@ -168,8 +166,6 @@ def shrink(data: bytes, suffix: str, short_side: int) -> tuple[bytes, str]:
     >>> smaller, suffix = shrink(file.getvalue(), ".png", 100)
     >>> Image.open(io.BytesIO(smaller)).size, suffix
     ((200, 100), '.jpg')
-
-    Beyond the paper: the input pipeline.
     """
     pillow = require("PIL.Image", "train")
     try:

@@ -24,8 +24,6 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
 
     Raises:
         ValueError: if it is not a tar file, or is cut off, damaged or continued.
-
-    Beyond the paper: WebDataset's layout.
     """
     stop = file.seek(0, os.SEEK_END) if length is None else start + length
     file.seek(start)

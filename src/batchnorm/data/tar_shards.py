@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +30,6 @@ class TarSource:
     """Read the images of one split of tar shards: ``SPLIT-*.tar`` with ``key.jpg|jpeg|webp|png`` and ``key.cls``.
 
     Class names are the lines of ``classes.txt`` beside the shards, or the labels themselves if there is none.
-
-    Beyond the paper: WebDataset's layout.
     """
 
     root: Path
@@ -76,27 +74,15 @@ class TarSource:
 
 
 def classes_text(classes: Sequence[str]) -> bytes:
-    """Return what ``classes.txt`` holds: a name a line.
-
-    Raises:
-        ValueError: if a name has a line break, which would move all names after it to other labels.
-
-    Beyond the paper: WebDataset's layout.
-    """
+    """Return what ``classes.txt`` holds: a name a line."""
     for name in classes:
-        if "\n" in name or "\r" in name:
+        if "\n" in name or "\r" in name:  # it would move all names after it to other labels
             raise ValueError(f"the class {name!r} has a line break in its name: rename its folder")
     return "".join(f"{name}\n" for name in classes).encode(errors="surrogateescape")
 
 
 def read_classes(path: Path) -> tuple[str, ...]:
-    """Return the names in a ``classes.txt``, one a line.
-
-    Raises:
-        ValueError: if it names more classes than there can be.
-
-    Beyond the paper: WebDataset's layout.
-    """
+    """Return the names in a ``classes.txt``, one a line."""
     classes = tuple(path.read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n").split("\n"))
     if len(classes) > MAX_CLASSES:
         raise ValueError(f"{path} names {len(classes):,} classes: there can be {MAX_CLASSES:,}")
@@ -157,7 +143,8 @@ class ShardIndex:
         with contextlib.suppress(Exception), zipfile.ZipFile(path) as file:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
                 return None  # not written here; a small file could unpack to any size
-            index = cls(**{field.name: _array(file, field.name) for field in fields(cls)})
+            files = {field.name: io.BytesIO(file.read(f"{field.name}.npy")) for field in fields(cls)}
+            index = cls(**{name: np.load(content, allow_pickle=False) for name, content in files.items()})
             return index if index._is_consistent() else None
         return None
 
@@ -200,17 +187,11 @@ class ShardIndex:
         write_atomically(path, content.getvalue())
 
 
-def _array(file: zipfile.ZipFile, name: str) -> Any:
-    return np.load(io.BytesIO(file.read(f"{name}.npy")), allow_pickle=False)
-
-
 def scan(shard: Path) -> Iterator[ShardImage]:
     """Yield the examples of a shard in stored order, from its headers and labels.
 
     Raises:
         ValueError: if it is no whole tar file, or an example lacks its image or its label.
-
-    Beyond the paper: WebDataset's layout.
     """
     images: dict[str, ShardImage] = {}
     labels: dict[str, int] = {}

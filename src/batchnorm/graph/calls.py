@@ -12,10 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(eq=False)
 class Value:
-    """Hold what one tensor contained between two writes.
-
-    Beyond the paper: data flow.
-    """
+    """Hold what one tensor contained between two writes."""
 
     shape: tuple[int, ...]
     producer: TracedCall | None = None
@@ -37,8 +34,6 @@ class TracedCall:
 
     ``path`` names the module or, for a function, the module whose code calls it. ``target`` is what was called: for a
     module, its copy in the network that was run. In ``args`` and ``kwargs`` the tensors are replaced by their values.
-
-    Beyond the paper: data flow.
     """
 
     name: str
@@ -80,10 +75,7 @@ class TracedCall:
 
 
 class Graph:
-    """Hold the calls of one forward pass in order, and answer which calls produce and read what.
-
-    Beyond the paper: data flow.
-    """
+    """Hold the calls of one forward pass in order, and answer which calls produce and read what."""
 
     def __init__(self, calls: list[TracedCall], values: dict[int, Value]) -> None:
         self.calls = calls

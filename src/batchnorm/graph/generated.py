@@ -36,8 +36,6 @@ class Variant:
     """Hold one traced path through a forward: when it applies, and its code.
 
     ``scope`` holds the names that the code uses: ("import", module, name) or ("value", value).
-
-    Beyond the paper: z = g(BN(Wu) + residual) as one call.
     """
 
     conditions: tuple[str, ...]
@@ -58,19 +56,8 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
     if known is not None:
         return known
     given = _Signature(kind.forward)
-    named: tuple[Any, ...] = (
-        Tensor,
-        is_quiet,
-        is_same,
-        is_watched,
-        original_kind,
-        isinstance,
-        type,
-        len,
-        list,
-        tuple,
-        hasattr,
-    )
+    named: tuple[Any, ...] = (Tensor, is_quiet, is_same, is_watched, original_kind)
+    named += (isinstance, type, len, list, tuple, hasattr)
     # With an underscore, also builtins: a parameter of the forward may have any other name.
     scope: dict[str, Any] = {f"_{thing.__name__}": thing for thing in named}
     scope |= {"_original": kind, "_written": kind.forward, **given.defaults}
@@ -97,12 +84,8 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
             return (_new, (kind, _Pickled(variants, _digest(kind, variants)), *reduced[1][1:]), *reduced[2:])
         return reduced
 
-    names = {
-        "forward": _compiled("\n".join(lines), scope, kind)["forward"],
-        "__reduce_ex__": reduce_ex,
-        "_rewritten_from": kind,
-        "_variants": variants,
-    }
+    names = {"forward": _compiled("\n".join(lines), scope, kind)["forward"], "__reduce_ex__": reduce_ex}
+    names |= {"_rewritten_from": kind, "_variants": variants}
     names |= {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     metaclass: Any = type(kind)
     made = _classes[kind, variants] = metaclass(kind.__name__, (kind,), names)
@@ -196,10 +179,7 @@ def _new(kind: type[nn.Module], pickled: _Pickled, *args: Any) -> nn.Module:
 
 def _digest(kind: type[nn.Module], variants: tuple[Variant, ...]) -> str:
     """Return a digest of the code that the variants were traced from."""
-    things = [
-        kind,
-        *(thing for variant in variants for thing in _scope_of(variant).values() if isinstance(thing, type)),
-    ]
+    things = [kind, *(t for variant in variants for t in _scope_of(variant).values() if isinstance(t, type))]
     methods = [f for t in things for k in t.__mro__ for f in vars(k).values() if not k.__module__.startswith("torch.")]
     texts = sorted(_text_of(f.__code__) for f in methods if isinstance(f, FunctionType))
     return sha256("".join(texts).encode()).hexdigest()
@@ -240,9 +220,6 @@ def pattern_of(value: Any) -> Any:
 
     >>> pattern_of([torch.zeros(1), None]) == (list, Tensor, ("value", None))
     True
-
-    Raises:
-        Unwatchable: for a value that cannot be compared before every call.
     """
     if isinstance(value, Tensor):
         return Tensor
@@ -254,11 +231,7 @@ def pattern_of(value: Any) -> Any:
 
 
 def freeze(value: Any) -> Any:
-    """Return a hashable value that is equal for equal contents, to see later whether an attribute has changed.
-
-    Raises:
-        Unwatchable: for a value that may change without anyone seeing it.
-    """
+    """Return a hashable value that is equal for equal contents, to see later whether an attribute has changed."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum):
         if isinstance(value, float) and isnan(value):
             raise Unwatchable("nan")

@@ -17,10 +17,7 @@ OPAQUE = (Tensor, type, ModuleType, str, bytes, int, float, complex)
 
 
 class Holder(NamedTuple):
-    """Hold a module that refers to another: as the child ``key``, or by an attribute, closure or list (None).
-
-    Beyond the paper: data flow.
-    """
+    """Hold a module that refers to another: as the child ``key``, or by an attribute, closure or list (None)."""
 
     module: nn.Module
     key: str | None
@@ -33,8 +30,6 @@ def holders(net: nn.Module) -> dict[nn.Module, list[Holder]]:
     >>> net.favourites = [net[1]]
     >>> [holder.key for holder in holders(net)[net[1]]]
     ['1', None]
-
-    Beyond the paper: data flow.
     """
     found: dict[nn.Module, list[Holder]] = defaultdict(list)
     for parent in net.modules():
@@ -89,8 +84,6 @@ def runs_in_order(module: nn.Module) -> bool:
 
     >>> runs_in_order(nn.Sequential()), runs_in_order(nn.ModuleList())
     (True, False)
-
-    Beyond the paper: data flow.
     """
     if not isinstance(module, nn.Sequential) or "forward" in vars(module):
         return False

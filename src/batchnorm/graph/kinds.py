@@ -81,10 +81,8 @@ def is_in_place(module: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Say whether hooks see, or may change, what goes in or comes out of the module."""
-    return any(
-        getattr(module, name)
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    )
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
 
 
 def is_quiet(module: nn.Module) -> bool:

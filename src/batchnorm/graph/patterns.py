@@ -36,10 +36,7 @@ NEW |= {torch.conv1d, torch.conv2d, torch.conv3d, torch.batch_norm, F.batch_norm
 
 
 class Fusion(NamedTuple):
-    """Hold what one call of a batch normalization takes in.
-
-    Beyond the paper: z = g(BN(Wu) + residual) as one call.
-    """
+    """Hold what one call of a batch normalization takes in."""
 
     path: str
     """The layer's, below the module whose forward was traced."""
@@ -124,8 +121,6 @@ class Matcher:
         is_norm: whether a node is a batch normalization that can take in what follows it; its first argument is x.
         fits: whether a batch normalization can take in a residual. The default leaves that to the fused call.
         depth: how deep in opened children a batch normalization is called; the least deep of two summands is fused.
-
-    Beyond the paper: z = g(BN(Wu) + residual) as one call.
     """
 
     def __init__(
@@ -223,7 +218,7 @@ class Matcher:
     def _lead_back(self, node: Any) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
         """Walk back from a summand past identities to the batch normalization that alone makes it."""
         passed: list[fx.Node] = []
-        while isinstance(node, fx.Node) and len(node.users) == 1 and _uses(node) == 1:
+        while isinstance(node, fx.Node) and [_uses_of(user, node) for user in node.users] == [1]:
             if self._is_norm(node):
                 return node, tuple(passed)
             passed.append(node)
@@ -314,11 +309,8 @@ class Matcher:
         if node.op != "call_function" or (node.target in NEW and not node.kwargs):
             return False
         name = getattr(node.target, "__name__", "_")
-        known = (getattr(node.target, "__module__", None) or "torch").split(".")[0] in (
-            "torch",
-            "_operator",
-            "builtins",
-        )
+        home = (getattr(node.target, "__module__", None) or "torch").split(".")[0]
+        known = home in ("torch", "_operator", "builtins")
         in_place = bool(node.kwargs.get("inplace")) or any(a is True for a in node.args) or "out" in node.kwargs
         known = known and not isinstance(node.target, OperatorBase | OpOverloadPacket)
         return not known or node.target in IN_PLACE or name.endswith("_") or name == "setitem" or in_place
@@ -367,10 +359,6 @@ def _only_user(node: Any) -> fx.Node | None:
     return users[0] if len(users) == 1 and users[0].op != "output" and _uses_of(users[0], node) == 1 else None
 
 
-def _uses(node: fx.Node) -> int:
-    return sum(_uses_of(user, node) for user in node.users)
-
-
 def _uses_of(user: fx.Node, node: Any) -> int:
     """Return how often a node is an argument of another; nested ones count."""
     seen: list[fx.Node] = []
@@ -386,9 +374,7 @@ def _uses_of(user: fx.Node, node: Any) -> int:
 def _makes_a_new_tensor(module: nn.Module) -> bool:
     if runs_in_order(module):
         return len(module) > 0 and _makes_a_new_tensor(list(module.children())[-1])  # type: ignore[arg-type]
-    if isinstance(module, TorchBatchNorm):
-        return True
-    return is_affine(module)
+    return isinstance(module, TorchBatchNorm) or is_affine(module)
 
 
 def may_write_its_input(module: nn.Module) -> bool:

@@ -15,16 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from .. import network_call
 from ..network_copy import isolated, private_copy
 from ..ops.activation import from_module
-from .generated import (
-    Unwatchable,
-    Variant,
-    by_name,
-    freeze,
-    generated_class,
-    is_rewritten,
-    original_kind,
-    pattern_of,
-)
+from .generated import Unwatchable, Variant, by_name, freeze, generated_class, is_rewritten, original_kind, pattern_of
 from .kinds import has_hooks
 from .patterns import Fusion, Match, Matcher, fuse_modules_, may_write_its_input
 from .symbolic import Spies, Traced, Untraceable, trace_forward
@@ -47,8 +38,6 @@ def rewrite_(net: nn.Module, calls: dict[bool, dict[str, Any]], is_norm: IsNorm)
         calls: by mode (training or not), what :func:`arguments_in` found.
         is_norm: whether a module is a batch normalization that takes ``residual=`` and ``activation=`` now. It is
             asked again before every call, so it must be a function that can be imported.
-
-    Beyond the paper: z = g(BN(Wu) + residual) as one call.
     """
     found: dict[str, dict[bool, Variant]] = {}
     done: dict[str, Rewritten] = {}
@@ -114,16 +103,6 @@ def restore_wrong_(net: nn.Module, check: Callable[[], Any]) -> dict[str, str]:
     return wrong
 
 
-def fusions_in(net: nn.Module) -> dict[str, list[Fusion]]:
-    """Return what the rewritten modules of a network fuse, by the path of the batch normalization."""
-    found: dict[str, list[Fusion]] = {}
-    for path, module in net.named_modules():
-        for variant in vars(type(module)).get("_variants", ()):
-            for fusion in variant.fusions:
-                found.setdefault(f"{path}.{fusion.path}".lstrip("."), []).append(fusion)
-    return found
-
-
 def arguments_in(
     net: nn.Module, example: Any, forward: network_call.Forward | None, *, training: bool
 ) -> dict[str, dict[str, Any] | str]:
@@ -180,7 +159,8 @@ class _Worker:
             raise Untraceable(patterns)
         opened = {p for p in self.ending if not path or p.startswith(f"{path}.")}
         while True:
-            traced = self._trace(path, patterns, opened)
+            with torch.enable_grad():
+                traced = self._trace(path, patterns, opened)
             depth = lambda node, traced=traced: len(traced.stacks[node.name])  # noqa: E731
             matcher = Matcher(module, traced.graph, partial(self._is_norm, module), depth=depth)
             matches = matcher.matches()
@@ -194,7 +174,9 @@ class _Worker:
             opened = needed
         if not matches:
             return None
-        self._check_surroundings(path, patterns, opened, str(traced.graph))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            if str(self._trace(path, patterns, opened).graph) != str(traced.graph):
+                raise Untraceable("its code depends on the gradient mode or on autocast")
         builder = _Builder(module, self.twin.get_submodule(path), traced)
         builder.expect_arguments(patterns)
         builder.expect_reads()
@@ -208,16 +190,8 @@ class _Worker:
         return self.is_norm(module.get_submodule(str(node.target)))
 
     def _trace(self, path: str, patterns: dict[str, Any], opened: set[str]) -> Traced:
-        with torch.enable_grad():
-            children = [self.twin.get_submodule(p) for p in opened]
-            return trace_forward(self.twin.get_submodule(path), self.spies, patterns, children)
-
-    def _check_surroundings(self, path: str, patterns: dict[str, Any], opened: set[str], expected: str) -> None:
         children = [self.twin.get_submodule(p) for p in opened]
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            graph = trace_forward(self.twin.get_submodule(path), self.spies, patterns, children).graph
-        if str(graph) != expected:
-            raise Untraceable("its code depends on the gradient mode or on autocast")
+        return trace_forward(self.twin.get_submodule(path), self.spies, patterns, children)
 
 
 def _crossed(module: nn.Module, matcher: Matcher, traced: Traced, match: Match) -> Iterator[str]:
@@ -294,8 +268,9 @@ class _Builder:
         if value is None or value is True or value is False:
             self._expect(f"{text} is {value}")
         else:
-            freeze(value)
-            self._expect(f"_is_same({text}, {self._constant(freeze(value))})")
+            name = f"_c{len(self.scope)}"
+            self.scope[name] = ("value", freeze(value))
+            self._expect(f"_is_same({text}, {name})")
 
     def expect_match(self, match: Match, is_norm: IsNorm) -> None:
         self._expect(f"{self._name(is_norm)}({_spell(str(match.norm.target))})")
@@ -308,11 +283,6 @@ class _Builder:
 
     def _expect(self, condition: str) -> None:
         self.conditions[condition] = None
-
-    def _constant(self, value: Any) -> str:
-        name = f"_c{len(self.scope)}"
-        self.scope[name] = ("value", value)
-        return name
 
     def _name(self, thing: Any) -> str:
         name = f"_n_{thing.__name__}"

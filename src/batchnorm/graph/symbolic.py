@@ -101,34 +101,27 @@ def problem_with(kind: type) -> str:
     return ""
 
 
-def kind_of(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class, beneath the one that records reads."""
-    kind = type(module)
-    return vars(kind).get("_spied", kind)  # type: ignore[no-any-return]
-
-
 def trace_forward(
     module: nn.Module, spies: Spies, arguments: dict[str, Any], opened: Collection[nn.Module] = ()
 ) -> Traced:
-    """Trace a module's forward, given the patterns of its arguments; children in ``opened`` are traced through.
-
-    Raises:
-        Untraceable: if the graph would not be what the code computes.
-    """
+    """Trace a module's forward, given the patterns of its arguments; children in ``opened`` are traced through."""
     for problem in (spies.problems[m] for m in module.modules() if m in spies.problems):
         raise Untraceable(problem)
     before = {m: _containers_of(m) for m in (module, *opened)}
     generators = _generators()
     spies.reads.clear()
     tracer = _Tracer(opened)
-    type(module)._entry = _entry(kind_of(module).forward, arguments)  # type: ignore[attr-defined]
+    kind: Any = type(module)
+    beneath = vars(kind).get("_spied", kind)  # the class without the recording of reads
+    kind._entry = _entry(beneath.forward, arguments)
     try:
         with _Outsiders(), warnings.catch_warnings(action="ignore"):
             graph = tracer.trace(module)
     except Untraceable:
         raise
     except Exception as error:
-        raise Untraceable(f"torch.fx cannot trace it ({_first_line(error)})") from error
+        first, *_ = (str(error).strip() or type(error).__name__).splitlines()
+        raise Untraceable(f"torch.fx cannot trace it ({first})") from error
     if generators != _generators():
         raise Untraceable("its code draws random numbers")
     if any(_containers_of(m) != held for m, held in before.items()):
@@ -350,14 +343,9 @@ def _refuse_contexts() -> None:
 
 def _modes() -> tuple[Any, ...]:
     """Return what may be switched around a call and leaves no mark in a graph."""
-    devices = ("cpu", "cuda")
+    autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
     saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
-        saving,
-    )
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, saving
 
 
 def _generators() -> tuple[Any, ...]:
@@ -368,7 +356,3 @@ def _generators() -> tuple[Any, ...]:
 
 def _containers_of(module: nn.Module) -> dict[str, Any]:
     return {name: _ids(value) for name, value in vars(module).items() if isinstance(value, list | dict)}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

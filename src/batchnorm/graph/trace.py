@@ -45,8 +45,6 @@ def trace(
     >>> linear, relu = trace(net, torch.zeros(1, 2)).calls
     >>> linear.outputs[0].sole_consumer is relu
     True
-
-    Beyond the paper: what Alg. 2, l. 4 ("each layer with input x") needs to know of a network.
     """
     twin = private_copy(net)
     originals: dict[nn.Module, nn.Module] = dict(zip(twin.modules(), net.modules(), strict=True))

@@ -28,10 +28,7 @@ LARGEST_FILE = 1_900_000_000
 
 @dataclass(frozen=True)
 class Exported:
-    """Hold what :func:`export` wrote and how far the file's outputs are from the network's.
-
-    Beyond the paper: an account of an exported network.
-    """
+    """Hold what :func:`export` wrote and how far the file's outputs are from the network's."""
 
     path: Path
     relative_error: float

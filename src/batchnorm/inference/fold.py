@@ -213,10 +213,7 @@ def _verify(
 def _substitutes(
     net: nn.Module, graph: Graph, plan: FoldPlan, fused: dict[nn.Module, nn.Module]
 ) -> dict[nn.Module, nn.Module]:
-    """Return what replaces each batch normalization and each activation that goes into one.
-
-    Paper: Alg. 2, l. 11
-    """
+    """Return what replaces each batch normalization and each activation that goes into one."""
     new: dict[nn.Module, nn.Module] = {}
     for layer in plan.gone:
         activation = _activation_of(layer)
@@ -247,8 +244,8 @@ def _makers(net: nn.Module, plan: FoldPlan, substitutes: dict[nn.Module, nn.Modu
         # Unwrap the affine layer that insert() wrapped if nothing else is left in the container.
         empty = container.norm in plan.gone and _activation_of(container.norm).name == "identity"
         if empty and container.affine in makers and not has_hooks(container):
-            makers[container] = partial(_same_as, container.affine)
-    return makers | {old: partial(_given, new) for old, new in substitutes.items()}
+            makers[container] = lambda memo, affine=container.affine: memo[id(affine)]  # type: ignore[misc]
+    return makers | {old: lambda memo, new=new: new for old, new in substitutes.items()}
 
 
 def _folded_affine(module: nn.Module, plan: FoldPlan, memo: Memo) -> nn.Module:
@@ -267,14 +264,6 @@ def _folded_affine(module: nn.Module, plan: FoldPlan, memo: Memo) -> nn.Module:
     affine.weight = nn.Parameter(weights.weight.to(like), requires_grad=trained)
     affine.bias = nn.Parameter(weights.bias.to(like), requires_grad=trained)
     return affine
-
-
-def _given(new: nn.Module, memo: Memo) -> nn.Module:
-    return new
-
-
-def _same_as(module: nn.Module, memo: Memo) -> nn.Module:
-    return memo[id(module)]  # type: ignore[no-any-return]
 
 
 def _sites(

@@ -68,7 +68,7 @@ def reason_to_keep(module: nn.Module, graph: Graph) -> str:
         return f"{type(module).__name__} {OWN_FORWARD}"
     if module.running_mean is None or module.running_var is None:
         return BY_MINI_BATCH
-    if not map_of(module).is_finite:
+    if not all(bool(v.isfinite().all()) for v in map_of(module)):
         return "its statistics or parameters are not finite numbers"
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         for reader in graph.readers_of(tensor):
@@ -117,7 +117,9 @@ def _fold_up(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
     found = map_of(layer)
     for module, index in sources.items():
         target: dict[nn.Module, Map] = plan.remaining if module in plan.remaining else plan.after  # type: ignore[assignment]
-        selected = Map(*(v.reshape(_features(module, v)) for v in found.select(index)))
+        selected = found.select(index)
+        if not isinstance(module, Affine):
+            selected = Map(*(v.reshape(_feature_shape(module)) for v in selected))
         target[module] = target[module].then(selected) if module in target else selected
     plan.gone[layer] = list(sources)
 
@@ -221,10 +223,6 @@ def _check_borders(module: nn.Module, before: Map) -> None:
         padded = padding == "same" and prod(module.kernel_size) > 1 if isinstance(padding, str) else any(padding)
         if padded:
             raise Refusal(f"the {name} after it pads with zeros, which the layer would have shifted")
-
-
-def _features(module: nn.Module, v: Tensor) -> tuple[int, ...]:
-    return tuple(v.shape) if isinstance(module, Affine) else _feature_shape(module)
 
 
 # Calls that only move elements may lie between a batch normalization and the affine layer beside it. Replaying them on

@@ -63,11 +63,7 @@ NOTHING_TRACED = TracedForwards(set(), [], {})
 
 
 def as_graph_module(net: nn.Module) -> fx.GraphModule:
-    """Trace a whole network in evaluation mode and turn its functional calls into modules, a separate one for each.
-
-    Raises:
-        ValueError: if torch.fx cannot trace the network.
-    """
+    """Trace a whole network in evaluation mode and turn its functional calls into modules, a separate one for each."""
     try:
         if "forward" in vars(net):
             raise ValueError("its forward is patched")

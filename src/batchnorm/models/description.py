@@ -27,10 +27,7 @@ GOOGLENET = (
 
 
 class LayerCost(NamedTuple):
-    """Hold one layer that has parameters or changes the map: its path, output shape and cost for one image.
-
-    Beyond the paper: accounting.
-    """
+    """Hold one layer that has parameters or changes the map: its path, output shape and cost for one image."""
 
     name: str
     kind: str
@@ -105,10 +102,7 @@ def _depth(net: nn.Module) -> int:
 
 
 class Claim(NamedTuple):
-    """Hold a statement of the paper and the number computed here.
-
-    Paper: Appendix; Sec. 4.2
-    """
+    """Hold a statement of the paper and the number computed here."""
 
     statement: str
     computed: str
@@ -144,8 +138,6 @@ def googlenet() -> tuple[int, int, int]:
 
     >>> googlenet()
     (22, 6998552, 1582671872)
-
-    Beyond the paper: what its appendix compares with.
     """
     convs = [(3, 64, 7, 112), (64, 64, 1, 56), (64, 192, 3, 56)]  # inputs, outputs, kernel, map
     channels = 192

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -11,14 +11,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..extras import require
-from .records import Percentiles, Record
+from .records import Record
 
 
 class Sink(Protocol):
-    """Take records as they come.
-
-    Beyond the paper: storing a run.
-    """
+    """Take records as they come."""
 
     def write(self, record: Record) -> None:
         """Write one record."""
@@ -138,19 +135,15 @@ def as_json(record: Record) -> dict[str, Any]:
     """Return the record as JSON values."""
     line: dict[str, Any] = {"step": record.step}
     if record.percentiles:
-        line["percentiles"] = {name: _table(p) for name, p in record.percentiles.items()}
-    if record.gradient_change:
-        line["gradient_change"] = {name: _rounded(c._asdict()) for name, c in record.gradient_change.items()}
+        line["percentiles"] = {
+            name: {symbol: _numbers(values) for symbol, values in (("z", z), ("x", x)) if symbol == "z" or x is not z}
+            for name, (z, x) in record.percentiles.items()
+        }
+    for name, change in record.gradient_change.items():
+        rounded = {key: float(f"{value:.5g}") for key, value in change._asdict().items()}
+        line.setdefault("gradient_change", {})[name] = rounded
     return line
-
-
-def _table(p: Percentiles) -> dict[str, Any]:
-    return {"z": _numbers(p.z)} if p.x is p.z else {"z": _numbers(p.z), "x": _numbers(p.x)}
 
 
 def _numbers(values: Tensor) -> list[list[float]]:
     return [[float(f"{v:.5g}") for v in row] for row in values.tolist()]
-
-
-def _rounded(values: Mapping[str, float]) -> dict[str, float]:
-    return {k: float(f"{v:.5g}") for k, v in values.items()}

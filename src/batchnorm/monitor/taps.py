@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,8 +44,6 @@ class Taps:
     A nonlinearity's z is its input; a batch normalization's z is its output before any fused nonlinearity, computed
     again without it. x is the input of the batch normalization whose output z is, else z. A layer's second call in one
     pass is reported as ``name#2``.
-
-    Beyond the paper: reads any network.
     """
 
     def __init__(self, net: nn.Module, names: Iterable[str], seen: Seen) -> None:
@@ -57,10 +56,11 @@ class Taps:
         for name in self.names:
             module = self.net.get_submodule(name)
             hook = self._normalization if isinstance(module, TorchNorm) else self._nonlinearity
-            self._attach(module.register_forward_pre_hook(_named(name, hook), with_kwargs=True))
+            self._attach(module.register_forward_pre_hook(partial(hook, name), with_kwargs=True))
         for module in self.net.modules():
             if isinstance(module, TorchNorm) and not _fuses(module):
-                self._attach(module.register_forward_hook(self._remember))
+                remember = lambda m, args, output: self._normalized.append((output, args[0]))  # noqa: E731
+                self._attach(module.register_forward_hook(remember))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -70,9 +70,6 @@ class Taps:
 
     def _attach(self, handle: torch.utils.hooks.RemovableHandle) -> None:
         self._handles.callback(handle.remove)
-
-    def _remember(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        self._normalized.append((output, args[0]))
 
     def _nonlinearity(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         z = args[0] if args else next(iter(kwargs.values()), None)
@@ -89,13 +86,6 @@ class Taps:
     def _report(self, name: str, z: Tensor, x: Tensor) -> None:
         self._calls[name] = call = self._calls.get(name, 0) + 1
         self.seen(name if call == 1 else f"{name}#{call}", z, x)
-
-
-def _named(name: str, hook: Callable[..., None]) -> Callable[..., None]:
-    def named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hook(name, module, args, kwargs)
-
-    return named
 
 
 @contextmanager

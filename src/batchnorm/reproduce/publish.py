@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..extras import require
+from ..errors import SEED_MAX, above, at_least, between
+from ..pictures import picture
 from ..processes import map_on_cores
 from ..report.summary import FIGURES
 from ..results import check_writable, environment, write_json
@@ -20,17 +21,26 @@ Found = TypeVar("Found")
 BLUE, ORANGE, GREEN, GREY = "#2a6fc9", "#d9622b", "#14835b", "#8b8a84"
 
 
+# Options of several commands: numbers above 0, and counts.
+POSITIVE = ("rate", "rates", "equal_rate", "std", "stds", "factors", "tail")
+COUNTS = ("steps", "batch_steps", "bias_steps", "marks", "seeds", "examples", "processes")
+
+
 @dataclass(frozen=True)
 class Experiment:
-    """The options that all commands for a claim have; a command has the name of its class.
-
-    Beyond the paper: how results are kept.
-    """
+    """The options that all commands for a claim have; a command has the name of its class."""
 
     processes: int | None = None
     """Processes; by default one per core."""
     out: Path = Path("runs")
     """Folder for the result, a JSON file, and its picture; the published ones are in results."""
+
+    def __post_init__(self) -> None:
+        given = vars(self)
+        above(0, **{name: given[name] for name in POSITIVE if name in given})
+        at_least(1, **{name: given[name] for name in COUNTS if name in given})
+        between(0, SEED_MAX, seed=given.get("seed"))
+        between(1, given.get("steps", 1), points=given.get("points"))
 
     @property
     def name(self) -> str:
@@ -56,17 +66,7 @@ def publish(
 ) -> dict[str, Any]:
     """Write ``name.json`` and ``name.png`` into ``options.out``, print the finding and return what the file holds.
 
-    Args:
-        options: the command's options.
-        claim: what the paper says.
-        findings: what was measured.
-        verdicts: statements that follow from the claim, and whether they hold here.
-        draw: from ``matplotlib.pyplot`` to a figure.
-
-    Raises:
-        MissingExtraError: if matplotlib is not installed.
-
-    Beyond the paper: how results are kept.
+    The verdicts are statements that follow from the claim, and whether they hold here.
     """
     name, out = options.name, options.out
     given = {key: value for key, value in asdict(options).items() if key != "out"}
@@ -101,20 +101,3 @@ def colour(network: bool | str) -> str:
 def label(batch_norm: bool) -> str:
     """Return a network's name in every picture."""
     return "with BN" if batch_norm else "without BN"
-
-
-def picture(draw: Callable[[Any], Any], path: Path) -> None:
-    """Draw with the house style and save."""
-    require("matplotlib", "report").use("agg")
-    plt = require("matplotlib.pyplot", "report")
-    style = {
-        "font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False,
-        "axes.linewidth": 0.6, "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.25, "grid.linewidth": 0.5,
-        "legend.frameon": False, "lines.linewidth": 1.3, "figure.constrained_layout.use": True,
-        "svg.hashsalt": "batchnorm",
-    }  # fmt: skip
-    with plt.rc_context(style):
-        figure = draw(plt)
-        # No date in the file: the same result draws the same bytes.
-        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
-        plt.close(figure)

@@ -22,10 +22,7 @@ Fusions = dict[nn.Module, Fusion]
 
 
 class Count(NamedTuple):
-    """Hold which layers feed an activation, directly or through a sum, and which feed nothing but a sum.
-
-    Beyond the paper: z = g(BN(Wu) + residual) as one call.
-    """
+    """Hold which layers feed an activation, directly or through a sum, and which feed nothing but a sum."""
 
     activation: set[nn.Module]
     sum: set[nn.Module]

@@ -85,8 +85,14 @@ def insert(
     if init == "identity":
         _set_identity(net, norms, batches or [], forward)
     result = copy_with(net, {place.module: partial(_make, place, norm) for place, norm in norms.items()})
-    error = _compare(net, result, example, forward) if init == "identity" else None
-    done = {place.path: Site(place.path, _describe(place, norm)) for place, norm in norms.items()}
+    error = None
+    if init == "identity":
+        advice = "Does its code read the weights or biases of layers outside their calls?"
+        error = verify(net, result, example, forward, what="the network with init='identity'", advice=advice)
+    done = {}
+    for place, norm in norms.items():
+        shared = f", shared by {place.calls} calls" if place.calls > 1 else ""
+        done[place.path] = Site(place.path, f"inserted {type(norm).__name__}({norm.num_features}){shared}")
     listed = tuple(done.get(site.path, site) for site in sites)
     return attach(result, VerbReport("insert", listed, error, () if len(graphs) > 1 else (NO_TRAINING,)))
 
@@ -130,10 +136,7 @@ def _norm(place: Place, per_activation: bool) -> BatchNorm:
 
 
 def _set_identity(
-    net: nn.Module,
-    norms: dict[Place, BatchNorm],
-    batches: Iterable[Any],
-    forward: network_call.Forward | None,
+    net: nn.Module, norms: dict[Place, BatchNorm], batches: Iterable[Any], forward: network_call.Forward | None
 ) -> None:
     """Set gamma = sqrt(Var[x] + eps) and beta = E[x], and the running statistics to those of x without its bias.
 
@@ -181,13 +184,3 @@ def _make(place: Place, norm: BatchNorm, memo: Memo) -> nn.Module:
     container = Normalized(module, norm, features_last=place.features_last)
     container.training = module.training
     return container
-
-
-def _describe(place: Place, norm: BatchNorm) -> str:
-    shared = f", shared by {place.calls} calls" if place.calls > 1 else ""
-    return f"inserted {type(norm).__name__}({norm.num_features}){shared}"
-
-
-def _compare(old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None) -> float:
-    advice = "Does its code read the weights or biases of layers outside their calls?"
-    return verify(old, new, example, forward, what="the network with init='identity'", advice=advice)

@@ -9,34 +9,23 @@ from torch import Tensor, nn
 
 from .. import network_call
 from ..graph.kinds import despite_global_hooks
+from ..network_call import Forward
 from ..network_copy import isolated, outputs, private_copy, relative_error
 from ..verify import AMPLIFICATION, EXACT, TINY, verify
 
 Gradients = dict[str, Tensor]
 
 
-def compare_outputs(
-    old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None, modes: int
-) -> float:
-    """Return the relative error of the outputs, the larger of evaluation and, with two modes, training.
-
-    Raises:
-        ValueError: if it is more than rounding can cause.
-    """
+def compare_outputs(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, modes: int) -> float:
+    """Return the relative error of the outputs, the larger of evaluation and, with two modes, training."""
     return max(
         verify(old, new, example, forward, what="the exchanged network", training=training, same_weights=True)
         for training in (False, True)[:modes]
     )
 
 
-def verify_conversion(
-    old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None, modes: int
-) -> float:
-    """Compare outputs, gradients and outputs under autocast, in each mode, and return the outputs' relative error.
-
-    Raises:
-        ValueError: if they differ by more than rounding explains.
-    """
+def verify_conversion(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, modes: int) -> float:
+    """Compare outputs, gradients and outputs under autocast, in each mode, and return the outputs' relative error."""
     with despite_global_hooks():
         error = compare_outputs(old, new, example, forward, modes)
         for training in (False, True)[:modes]:
@@ -45,14 +34,8 @@ def verify_conversion(
     return error
 
 
-def _compare_gradients(
-    old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None, training: bool
-) -> None:
-    """Compare the gradients of all parameters in float64, for a sum of the outputs with random weights.
-
-    Raises:
-        ValueError: if they differ by more than rounding explains.
-    """
+def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, training: bool) -> None:
+    """Compare the gradients of all parameters in float64, for a sum of the outputs with random weights."""
     try:
         was = _gradients(old, example, forward, training)
     except Exception:
@@ -70,9 +53,7 @@ def _compare_gradients(
         raise ValueError(f"the gradient of '{name}' differs by {error:.2e} (relative)")
 
 
-def _gradients(
-    net: nn.Module, example: Any, forward: network_call.Forward | None, training: bool, change: float = 0.0
-) -> Gradients:
+def _gradients(net: nn.Module, example: Any, forward: Forward | None, training: bool, change: float = 0.0) -> Gradients:
     twin = private_copy(net).double().train(training)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
@@ -100,14 +81,8 @@ def _worst(new: Gradients, old: Gradients) -> tuple[str, float]:
     return name, errors[name]
 
 
-def _compare_autocast(
-    old: nn.Module, new: nn.Module, example: Any, forward: network_call.Forward | None, training: bool
-) -> None:
-    """Compare outputs under bf16 autocast: types and shapes, and how far autocast moves them.
-
-    Raises:
-        ValueError: if types or shapes differ, or autocast moves the new network's outputs much further.
-    """
+def _compare_autocast(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, training: bool) -> None:
+    """Compare outputs under bf16 autocast: types and shapes, and how far autocast moves them."""
     try:
         was = _autocast(old, example, forward, training)
     except Exception:
@@ -122,8 +97,6 @@ def _compare_autocast(
         raise ValueError(f"autocast changes its outputs by {moves:.2e} (relative), and the original's by {moved:.2e}")
 
 
-def _autocast(
-    net: nn.Module, example: Any, forward: network_call.Forward | None, training: bool, enabled: bool = True
-) -> Any:
+def _autocast(net: nn.Module, example: Any, forward: Forward | None, training: bool, enabled: bool = True) -> Any:
     with torch.autocast(network_call.device_of(net).type, torch.bfloat16, enabled=enabled):
         return outputs(net, example, forward, training=training)

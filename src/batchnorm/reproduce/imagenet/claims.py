@@ -32,10 +32,7 @@ TRAINS, ERRORS = 10, 4
 
 
 class Verdict(NamedTuple):
-    """A claim, the paper's number for it, the verdict, and what was found.
-
-    Paper: Sec. 4.2.2
-    """
+    """A claim, the paper's number for it, the verdict, and what was found."""
 
     claim: str
     paper: str
@@ -79,8 +76,6 @@ def decide(holds: Iterable[bool]) -> str:
 
     >>> decide([True, True]), decide([False, False]), decide([True, False]), decide([])
     ('confirmed', 'refuted', 'not resolved', 'not yet run')
-
-    Beyond the paper: more than one seed.
     """
     seen = set(holds)
     if not seen:
@@ -193,10 +188,7 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
 
 
 def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
-    """Return the lowest and the highest rate at which a network comes to half of its best accuracy at any rate.
-
-    Paper: Sec. 3.3
-    """
+    """Return the lowest and the highest rate at which a network comes to half of its best accuracy at any rate."""
     if not runs:
         return None
     ends = {run.run.recipe.rate: run.result["top1"] or 0.0 for run in runs}

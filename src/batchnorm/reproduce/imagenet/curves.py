@@ -21,10 +21,7 @@ STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 @dataclass(frozen=True)
 class Seeds:
-    """The finished runs of one network that differ only in the seed; there may be none.
-
-    Paper: Fig. 3
-    """
+    """The finished runs of one network that differ only in the seed; there may be none."""
 
     runs: tuple[Finished, ...]
 
@@ -53,10 +50,7 @@ class Seeds:
 
 
 def seeds_of(finished: Mapping[str, Finished], group: str, variant: str, **changed: Any) -> Seeds:
-    """Return the runs of a group that derive from a variant and have these fields in their recipe.
-
-    Beyond the paper: more than one seed.
-    """
+    """Return the runs of a group that derive from a variant and have these fields in their recipe."""
     return Seeds(
         tuple(
             one
@@ -69,26 +63,17 @@ def seeds_of(finished: Mapping[str, Finished], group: str, variant: str, **chang
 
 
 def unchanged_seeds_of(finished: Mapping[str, Finished], group: str, variant: str) -> Seeds:
-    """Return the runs of a group in which nothing of a variant but the seed is changed.
-
-    Beyond the paper: more than one seed.
-    """
+    """Return the runs of a group in which nothing of a variant but the seed is changed."""
     return Seeds(tuple(one for one in seeds_of(finished, group, variant).runs if set(one.run.changed) <= {"seed"}))
 
 
 def network_of(finished: Mapping[str, Finished], variant: str) -> Seeds:
-    """Return the runs of Figure 2 of one of the paper's networks as it is.
-
-    Paper: Fig. 2
-    """
+    """Return the runs of Figure 2 of one of the paper's networks as it is."""
     return unchanged_seeds_of(finished, "figures", variant)
 
 
 def unnormalized(finished: Mapping[str, Finished]) -> dict[str, Seeds]:
-    """Return Figure 2's networks without batch normalization by names that say what is changed in them.
-
-    Beyond the paper: baselines at rates of their own, and both initializations.
-    """
+    """Return Figure 2's networks without batch normalization by names that say what is changed in them."""
     networks: dict[str, list[Finished]] = {}
     for one in finished.values():
         recipe = one.run.recipe
@@ -100,10 +85,7 @@ def unnormalized(finished: Mapping[str, Finished]) -> dict[str, Seeds]:
 
 
 def tuned_baseline(finished: Mapping[str, Finished]) -> tuple[str, Seeds] | None:
-    """Return the unnormalized network of Figure 2 with the highest accuracy, and its name.
-
-    Beyond the paper: a baseline at a rate of its own.
-    """
+    """Return the unnormalized network of Figure 2 with the highest accuracy, and its name."""
     networks = {
         k: seeds for k, seeds in unnormalized(finished).items() if seeds.runs[0].run.recipe.activation == "relu"
     }
@@ -119,8 +101,6 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
 
     >>> mean_curve([[(1, 0.25), (2, 0.5)], [(1, 0.75), (3, 0.5)]])
     [(1, 0.5)]
-
-    Paper: Fig. 2
     """
     if not curves:
         return []
@@ -138,8 +118,6 @@ def best(curve: Curve) -> tuple[int, float] | None:
 
     >>> best([(1, 0.5), (2, 0.75), (3, 0.75)])
     (2, 0.75)
-
-    Paper: Fig. 3
     """
     return max(curve, key=lambda point: (point[1], -point[0]), default=None)
 
@@ -162,8 +140,6 @@ def end_slope(curve: Curve) -> float | None:
 
     >>> end_slope([(s, 0.5 + 0.001 * s) for s in range(0, 101, 5)])
     0.025
-
-    Beyond the paper: whether the run is long enough.
     """
     last = [(step, value) for step, value in curve if step >= 0.75 * curve[-1][0]]
     if len(last) < 2:
@@ -173,10 +149,7 @@ def end_slope(curve: Curve) -> float | None:
 
 
 def at(curve: Curve, step: float) -> tuple[int, float] | None:
-    """Return the first point at or after a step.
-
-    Paper: Fig. 2
-    """
+    """Return the first point at or after a step."""
     return next((point for point in curve if point[0] >= step), None)
 
 
@@ -200,8 +173,6 @@ def noise(values: Sequence[float]) -> float | None:
 
     >>> round(noise([0.48, 0.50, 0.52]), 4)
     0.0993
-
-    Beyond the paper: what a difference must exceed.
     """
     n = len(values)
     if n < 2:

@@ -5,24 +5,50 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from ...extras import MissingExtraError
+from ...pictures import picture
 from ...report.page import write_report
 from ...report.runs import Run
 from ...results import write_atomically, write_json
+from ...train.metrics import steps_to
+from ..publish import colour, label
 from .claims import Verdict, verdicts
-from .curves import best, end_slope, network_of, times_fewer, tuned_baseline
-from .fig2_picture import drawn, pictures
-from .fig2_sweeps import ablation, dropout, rates
-from .fig2_tables import PAPER, Section, failures, figure3, markdown, on_the_way, ran
+from .curves import Seeds, best, end_slope, network_of, seeds_of, times_fewer, tuned_baseline, unnormalized
+from .fig2_tables import (
+    PAPER,
+    Section,
+    ablation,
+    dropout,
+    failures,
+    figure3,
+    markdown,
+    on_the_way,
+    ran,
+    rates,
+    show_name,
+)
 from .plan import Group, Plan, read_plan
 from .result_files import Finished, RunFiles, read_all
 from .session import Session
 from .training import Training
 
 TITLE = "Figures 2 and 3: Inception and its batch-normalized variants"
+# Colour and line of each network, its name in the paper.
+LINES = {
+    "inception": ("#8b8a84", "--", "Inception"),
+    "bn-baseline": ("#14835b", ":", "BN-Baseline"),
+    "bn-x5": ("#2a6fc9", "-", "BN-x5"),
+    "bn-x30": ("#d9622b", "-", "BN-x30"),
+    "bn-x5-sigmoid": ("#8a4fb0", "-.", "BN-x5-Sigmoid"),
+}
+# The best unnormalized network, if it is not Inception, and the other unnormalized ones; dots show what lies beneath.
+TUNED = ("#1c1b18", (0, (4, 1, 1, 1)))
+OTHERS = (("#c2428a", "-"), ("#b58a00", "-"), ("#2a6fc9", "-"), ("#14835b", ":"))
 
 
 @dataclass(frozen=True)
@@ -42,16 +68,7 @@ class Fig2(Session):
 
 
 def fig2(options: Fig2) -> Path:
-    """Train what is missing, write the figures, and return the path of the table.
-
-    Raises:
-        FileNotFoundError: if there is no such folder of results, plan or data.
-        ValueError: if a result is of another plan or of other data, or no run may train.
-        JobsFailedError: if a run failed.
-        KeyboardInterrupt: if the runs were stopped before their end.
-
-    Paper: Sec. 4.2.1, 4.2.2; Figs. 2, 3
-    """
+    """Train what is missing, write the figures, and return the path of the table."""
     options.check()
     plan = read_plan("fig2", options.plan)
     waiting = [] if options.data is None else _missing(options, plan)
@@ -72,10 +89,7 @@ def _missing(options: Fig2, plan: Plan) -> list[Training]:
 
 
 def publish(plan: Plan, finished: Mapping[str, Finished], out: Path) -> Path:
-    """Write ``fig2.json``, ``fig2.md``, ``report.html`` and the pictures, print the table and return its path.
-
-    Paper: Figs. 2, 3
-    """
+    """Write ``fig2.json``, ``fig2.md``, ``report.html`` and the pictures, print the table and return its path."""
     parts = sections(plan, finished)
     write_json(out / "fig2.json", summary(plan, finished))
     table = out / "fig2.md"
@@ -95,10 +109,7 @@ def publish(plan: Plan, finished: Mapping[str, Finished], out: Path) -> Path:
 
 
 def summary(plan: Plan, finished: Mapping[str, Finished]) -> dict[str, Any]:
-    """Return what was found, for README's table and for other programs.
-
-    Paper: Figs. 2, 3
-    """
+    """Return what was found, for README's table and for other programs."""
     inception, tuned = network_of(finished, "inception"), tuned_baseline(finished)
     networks: dict[str, Any] = {}
     for variant in PAPER:
@@ -142,10 +153,7 @@ def _as_runs(finished: Mapping[str, Finished]) -> list[Run]:
 
 
 def sections(plan: Plan, finished: Mapping[str, Finished]) -> list[Section]:
-    """Return all tables; those of which nothing is finished are left out.
-
-    Paper: Figs. 2, 3; Sec. 3.3, 3.4, 4.2.1
-    """
+    """Return all tables; those of which nothing is finished are left out."""
     judged = verdicts(plan, finished)
     parts = [
         figure3(finished),
@@ -161,3 +169,114 @@ def sections(plan: Plan, finished: Mapping[str, Finished]) -> list[Section]:
         ),
     ]
     return [part for part in parts if len(part.rows) > 1]
+
+
+def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
+    """Draw what is finished: Figure 2, ``fig2-unnormalized.png``, and ``fig2-rates.png`` once the sweep has begun."""
+    paths = []
+    if any(one.run.group == "figures" for one in finished.values()):
+        paths += [out / "fig2.png", out / "fig2.svg"]
+    for path in paths:
+        picture(partial(_figure2, finished), path)
+    if unnormalized(finished):
+        paths.append(out / "fig2-unnormalized.png")
+        picture(partial(_unnormalized, finished), paths[-1])
+    if any(one.run.group == "rates" for one in finished.values()):
+        paths.append(out / "fig2-rates.png")
+        picture(partial(_rates, finished), paths[-1])
+    return paths
+
+
+def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
+    """Draw all steps, and beside them the first quarter, or less if a network ran for less."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
+    for axis in axes:
+        _curves(axis, finished)
+    target = best(network_of(finished, "inception").curve)
+    if target is not None:
+        axes[0].annotate(f"Inception's best, {target[1]:.1%}", (1, target[1]), (-2, 5), ha="right", fontsize=7,
+                         xycoords=("axes fraction", "data"), textcoords="offset points", color="#6b6a64")  # fmt: skip
+    curves = [c for name in LINES for c in network_of(finished, name).curves if c]
+    if curves:
+        ends = [curve[-1][0] for curve in curves]
+        first = min(*ends, max(ends) / 4)
+        highest = max((value for curve in curves for step, value in curve if step <= first), default=1.0)
+        axes[1].set(xlim=(0, first), ylim=(0, 1.05 * highest))
+    axes[0].set_title("all steps")
+    axes[1].set_title("the first steps")
+    axes[0].set(ylabel="validation accuracy", xlim=(0, None), ylim=(0, None))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
+    return figure
+
+
+def _curves(axis: Any, finished: Mapping[str, Finished]) -> None:
+    """Draw the mean over seeds, each seed as a thin line, and where each network reaches Inception's best."""
+    target = best(network_of(finished, "inception").curve)
+    if target is not None:
+        axis.axhline(target[1], color="#8b8a84", lw=0.5)
+    for name, (network, tint, style) in drawn(finished).items():
+        _line(axis, network, name, tint, style)
+        reached = None if target is None else steps_to(network.curve, target[1])
+        if reached is not None:
+            axis.plot(reached, dict(network.curve)[reached], "o", ms=4, color=tint)
+    _steps_and_percent(axis)
+
+
+def drawn(finished: Mapping[str, Finished]) -> dict[str, tuple[Seeds, str, Any]]:
+    """Return the networks of Figure 2 by name, with colour and line: the paper's, and the best unnormalized one."""
+    found: dict[str, tuple[Seeds, str, Any]] = {
+        name: (network_of(finished, variant), tint, style) for variant, (tint, style, name) in LINES.items()
+    }
+    tuned = tuned_baseline(finished)
+    if tuned is not None and tuned[0] != "inception":
+        found[show_name(tuned[0])] = (tuned[1], *TUNED)
+    return {name: one for name, one in found.items() if one[0].curve}
+
+
+def _unnormalized(finished: Mapping[str, Finished], plt: Any) -> Any:
+    """Draw every network of Figure 2 without batch normalization, those that the paper could not train among them."""
+    figure, axis = plt.subplots(figsize=(5.6, 2.8))
+    tuned, others = tuned_baseline(finished), cycle(OTHERS)
+    known = {tuned[0] if tuned else "": TUNED, "inception": LINES["inception"][:2]}
+    for name, network in unnormalized(finished).items():
+        end = ", diverged" if network.diverged else ""
+        _line(axis, network, f"{show_name(name)}{end}", *(known.get(name) or next(others)))
+    axis.set(ylabel="validation accuracy", xlim=(0, None), ylim=(0, None))
+    _steps_and_percent(axis)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper")
+    return figure
+
+
+def _line(axis: Any, network: Seeds, name: str, tint: str, style: Any) -> None:
+    """Draw the mean over seeds, and each of several seeds as a thin line."""
+    for curve in network.curves if len(network.runs) > 1 else ():
+        axis.plot([step for step, _ in curve], [value for _, value in curve], color=tint, lw=0.5, alpha=0.5)
+    steps, values = [step for step, _ in network.curve], [value for _, value in network.curve]
+    axis.plot(steps, values, color=tint, ls=style, label=name)
+
+
+def _steps_and_percent(axis: Any) -> None:
+    axis.set_xlabel("training steps")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}K" if value else "0")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+
+
+def _rates(finished: Mapping[str, Finished], plt: Any) -> Any:
+    figure, axis = plt.subplots(figsize=(4.4, 2.8))
+    crossed = False
+    for batch_norm, variant in ((False, "inception"), (True, "bn-baseline")):
+        runs = sorted(seeds_of(finished, "rates", variant).runs, key=lambda one: one.run.recipe.rate)
+        points = [(one.run.recipe.rate, one.result["top1"] or 0.0) for one in runs]
+        if points:
+            axis.plot(*zip(*points, strict=True), "o-", ms=3, color=colour(batch_norm), label=label(batch_norm))
+        diverged = [one.run.recipe.rate for one in runs if one.diverged]
+        crossed |= bool(diverged)
+        axis.plot(diverged, [0.0] * len(diverged), "x", color=colour(batch_norm), clip_on=False)
+    rates = sorted({one.run.recipe.rate for one in finished.values() if one.run.group == "rates"})
+    axis.set(xscale="log", xlabel="learning rate (x: diverged)" if crossed else "learning rate")
+    axis.set(ylabel="validation accuracy", ylim=(0, None))
+    axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axis.minorticks_off()
+    axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+    axis.legend()
+    return figure

@@ -1,13 +1,26 @@
-"""Figure 3 and the tables beside it: rows of text, for Markdown and for the page alike."""
+"""Figure 3 and the tables beside it, as rows of text: rates, dropout, the seven modifications, failures, the runs."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...train.metrics import steps_to
-from .curves import LEVEL, Seeds, best, end_slope, network_of, seeds_of, times_fewer, tuned_baseline
+from .claims import rates_that_train
+from .curves import (
+    LEVEL,
+    Seeds,
+    best,
+    end_slope,
+    network_of,
+    noise,
+    seeds_of,
+    times_fewer,
+    tuned_baseline,
+    unchanged_seeds_of,
+)
 from .result_files import Finished
 
 Rows = list[list[str]]
@@ -22,13 +35,20 @@ PAPER = {
 
 # Of the baseline's best accuracy, looked at on the way to it.
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)
+# Section 4.2.1, in its order: the field of the recipe, and what taking it back means.
+MODIFICATIONS = {
+    "rate": "increase learning rate",
+    "dropout": "remove dropout",
+    "weight_decay": "reduce the L2 weight regularization",
+    "decay_epochs": "accelerate the learning rate decay",
+    "local_response": "remove local response normalization",
+    "shuffle": "shuffle training examples more thoroughly",
+    "photometric": "reduce the photometric distortions",
+}
 
 
 class Section(NamedTuple):
-    """A table with a heading and a text above it; the first row is the header.
-
-    Beyond the paper: how results are shown.
-    """
+    """A table with a heading and a text above it; the first row is the header."""
 
     heading: str
     text: str
@@ -46,8 +66,6 @@ def markdown(parts: Sequence[Section]) -> str:
     | a | b |
     |---|---|
     | 1 | 2 |
-
-    Beyond the paper: how results are shown.
     """
     blocks = []
     for part in parts:
@@ -145,10 +163,7 @@ def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
 
 
 def on_the_way(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate steps to shares of the baseline's best accuracy, and how many times fewer than the baseline's.
-
-    Beyond the paper: how much of a ratio is the flat end of the baseline's curve.
-    """
+    """Tabulate steps to shares of the baseline's best accuracy, and how many times fewer than the baseline's."""
     inception = network_of(finished, "inception").curve
     top = best(inception)
     networks = {name: curve for name in PAPER if (curve := network_of(finished, name).curve)}
@@ -159,15 +174,11 @@ def on_the_way(finished: Mapping[str, Finished]) -> Section:
     baseline = [steps_to(inception, target) for target in targets]
     for name, curve in networks.items():
         reached = [steps_to(curve, target) for target in targets]
-        rows.append([name, *map(_steps_and_times, baseline, reached)])
+        cells = zip(baseline, reached, strict=True)
+        rows.append([name, *(show_steps(b) + (f" ({a / b:.1f})" if a and b else "") for a, b in cells)])
     shares = f"{', '.join(f'{share:.0%}' for share in SHARES[:-1])} and all"
     text = f"Steps of the mean over seeds to {shares} of Inception's best, and how many times fewer than Inception's."
     return Section("On the way there", text, rows)
-
-
-def _steps_and_times(baseline: int | None, reached: int | None) -> str:
-    times = f" ({baseline / reached:.1f})" if baseline and reached else ""
-    return f"{show_steps(reached)}{times}"
 
 
 def failures(finished: Mapping[str, Finished]) -> Section:
@@ -192,11 +203,94 @@ def failures(finished: Mapping[str, Finished]) -> Section:
     return Section("The reported failures", "", rows)
 
 
-def ran(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate what ran where and how fast.
+def rates(finished: Mapping[str, Finished]) -> Section:
+    """Tabulate the accuracy at each rate with and without batch normalization, and the step ratio best against best."""
+    without, with_bn = (seeds_of(finished, "rates", name) for name in ("inception", "bn-baseline"))
+    columns = [{one.run.recipe.rate: one for one in seeds.runs} for seeds in (without, with_bn)]
+    rows = [["rate", "without BN", "with BN"]]
+    for rate in sorted({rate for column in columns for rate in column}):
+        rows.append([f"{rate:g}", *(show_accuracy(column.get(rate)) for column in columns)])
+    return Section("Learning rates (Section 3.3)", _rates_text(without, with_bn), rows)
 
-    Beyond the paper: provenance.
-    """
+
+def _rates_text(without: Seeds, with_bn: Seeds) -> str:
+    text = "Accuracy of the folded network at the end of a shorter run, one seed."
+    ranges = [rates_that_train(seeds.runs) for seeds in (without, with_bn)]
+    for found, name in zip(ranges, ("without BN", "with BN"), strict=True):
+        if found is not None:
+            text += f" Half of the best accuracy or more {name}: rates {found[0]:g} to {found[1]:g}."
+    if without and with_bn:
+        tops = [max(seeds.runs, key=lambda one: one.result["top1"] or 0.0) for seeds in (without, with_bn)]
+        times = times_fewer(tops[0].points, tops[1].points)
+        text += (
+            f" Best against best ({tops[0].run.recipe.rate:g} without, {tops[1].run.recipe.rate:g} with BN), the"
+            f" normalized network takes {show_times(times)} times fewer steps to the other's best accuracy."
+        )
+    return text
+
+
+def dropout(finished: Mapping[str, Finished]) -> Section:
+    """Tabulate training and validation accuracy by dropout with and without batch normalization."""
+    columns = [
+        {one.run.recipe.dropout: one for one in seeds_of(finished, "dropout", name).runs}
+        for name in ("inception", "bn-baseline")
+    ]
+    rows = [
+        ["dropout", *(f"{name}: {what}" for name in ("without BN", "with BN") for what in ("training", "validation"))]
+    ]
+    for share in sorted({share for column in columns for share in column}):
+        cells = (show_accuracy(column.get(share), key) for column in columns for key in ("train_top1", "top1"))
+        rows.append([f"{share:.0%}", *cells])
+    text = "Accuracy of the folded network at the end, on the centre squares of both sets, one seed."
+    repeated = _repeated(finished)
+    if repeated is not None:
+        text += (
+            f" The runs at 40% are also in the table of rates, with the same seed: two runs of one recipe differ by up"
+            f" to {100 * repeated:.1f} points, for the order of sums on a GPU is not always the same."
+        )
+    return Section("Dropout (Section 3.4)", text, rows)
+
+
+def _repeated(finished: Mapping[str, Finished]) -> float | None:
+    """Return by how much runs of the same recipe in two groups differ at the end; None if there are none."""
+    ends: dict[object, list[float]] = {}
+    for one in finished.values():
+        if one.run.group in ("rates", "dropout") and one.result["top1"] is not None:
+            ends.setdefault(replace(one.run.recipe, name=""), []).append(one.result["top1"])
+    gaps = [max(values) - min(values) for values in ends.values() if len(values) > 1]
+    return max(gaps, default=None)
+
+
+def ablation(finished: Mapping[str, Finished]) -> Section:
+    """Tabulate BN-x5 with each modification taken back; a difference within the noise of its seeds is not resolved."""
+    seeds = unchanged_seeds_of(finished, "ablation", "bn-x5").final
+    spread = noise(seeds)
+    rows = [["modification", "BN-x5 without it", "the modification gives", ""]]
+    for one in seeds_of(finished, "ablation", "bn-x5").runs:
+        field = next((key for key in one.run.changed if key in MODIFICATIONS), None)
+        if field is not None:
+            rows.append([MODIFICATIONS[field], show_accuracy(one), *_difference(one, seeds, spread)])
+    text = "Accuracy of the folded network at the end."
+    if seeds:
+        text += f" BN-x5 itself: {statistics.fmean(seeds):.2%} over {len(seeds)} seeds"
+        if spread is not None:
+            text += f"; one more run would lie within {100 * spread:.2f} points of it (95%, each of seven comparisons)"
+        text += "."
+    return Section("The seven modifications (Section 4.2.1)", text, rows)
+
+
+def _difference(one: Finished, seeds: Sequence[float], spread: float | None) -> list[str]:
+    if one.diverged:
+        return ["-", "without it the network diverges"]
+    if not seeds or spread is None:
+        return ["-", "not resolved: BN-x5 needs more seeds"]
+    gain = statistics.fmean(seeds) - one.result["top1"]
+    verdict = "not resolved" if abs(gain) <= spread else "helps" if gain > 0 else "harms"
+    return [f"{100 * gain:+.2f} points", verdict]
+
+
+def ran(finished: Mapping[str, Finished]) -> Section:
+    """Tabulate what ran where and how fast."""
     rows = [["run", "steps", "seconds", "steps/s", "on", "torch", "commit"]]
     for name, one in finished.items():
         env = one.environment

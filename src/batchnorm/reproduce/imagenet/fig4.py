@@ -39,16 +39,7 @@ class Fig4(Session):
 
 
 def fig4(options: Fig4) -> Path:
-    """Train and evaluate what is missing, write ``fig4.json`` and ``fig4.md``, and return the path of the table.
-
-    Raises:
-        FileNotFoundError: if there is no such folder of results, plan, data or run.
-        ValueError: if a result is of another plan or of other data, or runs and data do not fit.
-        JobsFailedError: if a member failed.
-        KeyboardInterrupt: if the members were stopped before their end.
-
-    Paper: Sec. 4.2.3; Fig. 4
-    """
+    """Train and evaluate what is missing, write ``fig4.json`` and ``fig4.md``, and return the path of the table."""
     _check(options)
     options.check()
     plan = read_plan("fig4", options.plan)
@@ -100,13 +91,7 @@ def _taken(options: Fig4, plan: Plan) -> list[TakenMember]:
 
 
 def publish(members: Sequence[MemberFiles], out: Path) -> Path:
-    """Write ``fig4.json`` and ``fig4.md`` from the members' files, print the table and return its path.
-
-    Raises:
-        ValueError: if two members were evaluated on different images.
-
-    Paper: Fig. 4
-    """
+    """Write ``fig4.json`` and ``fig4.md`` from the members' files, print the table and return its path."""
     missing = {files.name: why for files in members if (why := files.missing()) is not None}
     told = {files.name: files.read() for files in members if files.result.is_file()}
     found = [files for files in members if files.name not in missing]

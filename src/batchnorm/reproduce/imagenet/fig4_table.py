@@ -14,10 +14,7 @@ from .result_files import CROPS, MemberFiles
 
 
 class ErrorRow(NamedTuple):
-    """One row of Figure 4; None if nothing is stated.
-
-    Paper: Fig. 4
-    """
+    """One row of Figure 4; None if nothing is stated."""
 
     model: str
     resolution: str
@@ -51,10 +48,7 @@ TOP = {"top-1": 1, "top-5": 5}
 
 
 class Gain(NamedTuple):
-    """How much one step of Figure 4 lowers an error, over the same images, with its standard error.
-
-    Paper: Fig. 4
-    """
+    """How much one step of Figure 4 lowers an error, over the same images, with its standard error."""
 
     name: str
     error: str
@@ -76,10 +70,7 @@ class Gain(NamedTuple):
 
 
 class Figure4(NamedTuple):
-    """What the members' files amount to.
-
-    Paper: Fig. 4
-    """
+    """What the members' files amount to."""
 
     rows: tuple[ErrorRow, ...]
     steps: tuple[Gain, ...]
@@ -162,10 +153,7 @@ def _errors(found: Score) -> tuple[float, float]:
 
 
 def alone(results: Mapping[str, Mapping[str, Any]]) -> list[ErrorRow]:
-    """Return the rows of single networks, of their result files.
-
-    Paper: Fig. 4
-    """
+    """Return the rows of single networks, of their result files."""
     return [
         ErrorRow(name, str(result["recipe"]["size"]), crops, "1", one["top1_error"], one["top5_error"])
         for name, result in results.items()
@@ -174,10 +162,7 @@ def alone(results: Mapping[str, Mapping[str, Any]]) -> list[ErrorRow]:
 
 
 def notes(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return notes on images that were enlarged or left out.
-
-    Beyond the paper: images as they come.
-    """
+    """Return notes on images that were enlarged or left out."""
     first = next((one for result in results.values() for one in result["crops"].values()), None)
     if first is None:
         return []
@@ -208,8 +193,6 @@ def markdown(
 
     >>> print(markdown(None, [], "", {"bn-x30-dropout-5": "not yet run"}).splitlines()[-1])
     - bn-x30-dropout-5: not yet run
-
-    Paper: Fig. 4
     """
     lines = ["| model | resolution | crops | models | top-1 error | top-5 error |", "|---|---|---|---|---|---|"]
     lines += [_line(row) for row in PAPER] + [_line(row) for row in CONTEXT]

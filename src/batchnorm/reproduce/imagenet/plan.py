@@ -22,10 +22,7 @@ EVERYWHERE = ("log_every", "checkpoint_every", "evaluate_batch")
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run: a recipe of the paper's, of another length, and what is changed in it.
-
-    Paper: Sec. 4.2
-    """
+    """One run: a recipe of the paper's, of another length, and what is changed in it."""
 
     name: str
     group: str
@@ -39,10 +36,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs in their order, and how they are logged.
-
-    Paper: Sec. 4.2
-    """
+    """The runs in their order, and how they are logged."""
 
     runs: tuple[PlannedRun, ...]
     log_every: int
@@ -50,11 +44,7 @@ class Plan:
     evaluate_batch: int
 
     def chosen(self, groups: Sequence[str], names: Sequence[str]) -> list[PlannedRun]:
-        """Return the runs of these groups and of these names; all if neither is given.
-
-        Raises:
-            ValueError: if a name is not in the plan.
-        """
+        """Return the runs of these groups and of these names; all if neither is given."""
         unknown = [name for name in names if name not in {run.name for run in self.runs}]
         if unknown:
             listed = ", ".join(run.name for run in self.runs)
@@ -72,17 +62,11 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None) -> Plan
         figure: whose groups the plan may have.
         path: the file.
 
-    Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if it is not a plan; it says why.
-
     >>> run = next(run for run in read_plan("fig2").runs if run.variant == "bn-x5")
     >>> round(run.recipe.decay ** (run.recipe.epochs / run.recipe.decay_epochs), 6)  # of the rate is left at the end
     0.003
     >>> len(read_plan("fig4").runs)
     6
-
-    Beyond the paper: declared before the runs.
     """
     file = path or files(__package__).joinpath(f"{figure}.toml")
     where, text = str(file), file.read_bytes()
@@ -155,8 +139,6 @@ def differing(there: Recipe, here: Recipe) -> list[str]:
 
     >>> differing(Recipe(), Recipe(rate=0.1))
     ['rate is 0.0015 and 0.1']
-
-    Beyond the paper: results are not mixed.
     """
     pairs = {field.name: (getattr(there, field.name), getattr(here, field.name)) for field in fields(Recipe)}
     return [f"{name} is {first} and {second}" for name, (first, second) in pairs.items() if first != second]

@@ -33,10 +33,7 @@ COLUMNS = ("step", "val_top1", "val_top5", "train_loss", "train_top1")
 
 
 class Point(NamedTuple):
-    """One validation, and the training batches' means since the one before.
-
-    Paper: Fig. 2
-    """
+    """One validation, and the training batches' means since the one before."""
 
     step: int
     val_top1: float
@@ -47,10 +44,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Finished:
-    """What a run's result file says.
-
-    Paper: Figs. 2, 3
-    """
+    """What a run's result file says."""
 
     run: PlannedRun
     curve: tuple[Point, ...]
@@ -72,10 +66,7 @@ class Finished:
 
 
 class RunFiles(NamedTuple):
-    """A run's result file, and the folder that it is trained in.
-
-    Beyond the paper: resuming.
-    """
+    """A run's result file, and the folder that it is trained in."""
 
     run: PlannedRun
     results: Path
@@ -92,11 +83,7 @@ class RunFiles(NamedTuple):
         return self.out / "runs" / self.run.name
 
     def read(self) -> Finished | None:
-        """Return the run's result; None if it is not finished.
-
-        Raises:
-            ValueError: if the file is of another recipe or plan.
-        """
+        """Return the run's result; None if it is not finished."""
         if not self.result.is_file():
             return None
         content = read_result(self.result, ("recipe", "evaluate_every", *KEYS))
@@ -133,10 +120,7 @@ class RunFiles(NamedTuple):
 
 
 class MemberFiles(NamedTuple):
-    """The files of one member of an ensemble: ``NAME.json`` and ``NAME.npz``.
-
-    Paper: Sec. 4.2.3
-    """
+    """The files of one member of an ensemble: ``NAME.json`` and ``NAME.npz``."""
 
     name: str
     results: Path
@@ -188,13 +172,7 @@ class MemberFiles(NamedTuple):
 
 
 def read_result(path: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """Return what a result file holds.
-
-    Raises:
-        ValueError: naming the file, if it is not a JSON object with these keys.
-
-    Beyond the paper: results are not mixed.
-    """
+    """Return what a result file holds."""
     try:
         content = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
@@ -206,13 +184,7 @@ def read_result(path: Path, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def read_all(plan: Plan, results: Path, out: Path) -> dict[str, Finished]:
-    """Return what is finished, by name, in the plan's order.
-
-    Raises:
-        ValueError: if a file is of another plan, or two are of different data.
-
-    Beyond the paper: results are not mixed.
-    """
+    """Return what is finished, by name, in the plan's order."""
     found = {run.name: RunFiles(run, results, out).read() for run in plan.runs}
     finished = {name: one for name, one in found.items() if one is not None}
     check_same_data({name: one.data for name, one in finished.items()})
@@ -225,8 +197,6 @@ def curve(records: Sequence[dict[str, Any]]) -> list[Point]:
     >>> lines = [{"step": 1, "loss": 2.0, "train_top1": 0.2}, {"step": 2, "loss": 1.0, "train_top1": 0.4}]
     >>> curve([*lines, {"step": 2, "val_top1": 0.3, "val_top5": 0.6}])
     [Point(step=2, val_top1=0.3, val_top5=0.6, train_loss=1.5, train_top1=0.30000000000000004)]
-
-    Paper: Fig. 2
     """
     points, loss, right = [], [], []
     for record in records:
@@ -258,10 +228,7 @@ def _pace(records: Sequence[dict[str, Any]]) -> float | None:
 
 def _readable(content: dict[str, Any]) -> str:
     """Return JSON with one line for each key, and for each row of the curve."""
-    rows = ",\n  ".join(json.dumps(_rounded(row)) for row in content["curve"])
+    rounded = [[round(v, 5) if isinstance(v, float) else v for v in row] for row in content["curve"]]
+    rows = ",\n  ".join(map(json.dumps, rounded))
     keys = [f' "{k}": {json.dumps(v)}' for k, v in content.items() if k != "curve"]
     return "{\n" + ",\n".join([*keys, f' "curve": [\n  {rows}\n ]']) + "\n}\n"
-
-
-def _rounded(row: Sequence[float | None]) -> list[float | None]:
-    return [round(value, 5) if isinstance(value, float) else value for value in row]

@@ -34,10 +34,7 @@ FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 
 @dataclass(frozen=True)
 class Session:
-    """Options of one session of a plan's runs.
-
-    Beyond the paper: resuming.
-    """
+    """Options of one session of a plan's runs."""
 
     data: Path | None = None
     """Folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar; none trains nothing."""
@@ -71,11 +68,7 @@ class Session:
 
     @property
     def images(self) -> Path:
-        """The folder of the images.
-
-        Raises:
-            ValueError: if none was given.
-        """
+        """The folder of the images."""
         if self.data is None:
             raise ValueError("no images to train on: give --data DIR")
         return self.data
@@ -91,13 +84,7 @@ class Session:
         return max(1, (os.cpu_count() or 1) // self.jobs)
 
     def check(self) -> None:
-        """Check what can be known before any work.
-
-        Raises:
-            FileNotFoundError: if there is no such folder of results.
-            MissingExtraError: if a package is missing that training needs.
-            ValueError: if an option cannot be used.
-        """
+        """Check what can be known before any work."""
         at_least(1, jobs=self.jobs)
         at_least(0, workers=self.workers, minutes=self.minutes)
         if self.data is not None:
@@ -109,11 +96,7 @@ class Session:
             )
 
     def open_data(self, plan: Plan) -> tuple[dict[str, Any], dict[str, Finished]]:
-        """Return what :func:`describe_data` says of the images, and the runs that are finished already.
-
-        Raises:
-            ValueError: if a class has no images, or a result is of another plan or of other data.
-        """
+        """Return what :func:`describe_data` says of the images, and the runs that are finished already."""
         finished = read_all(plan, self.result_files, self.out)
         for split in ("train", "val"):
             check_complete(open_source(self.images, split), self.images, split)
@@ -176,8 +159,6 @@ def shared_gpu(processes: int) -> Iterator[bool]:
     """Set the child processes' environment so that they share a GPU; yield whether the sharing service runs.
 
     A service that is already there is left as it is.
-
-    Beyond the paper: one GPU has room for several.
     """
     if processes < 2:
         yield False

@@ -20,21 +20,12 @@ from .session import Session
 
 @dataclass(frozen=True)
 class Training:
-    """Train a run to its end, or resume it, and write its result file.
-
-    Args:
-        files: which run, and where.
-        plan: the run's plan.
-        session: on what data and device.
-        data: what :func:`describe_data` says of the data.
-
-    Paper: Sec. 4.2.2
-    """
+    """Train a run to its end, or resume it, and write its result file."""
 
     files: RunFiles
     plan: Plan
     session: Session
-    data: dict[str, Any]
+    data: dict[str, Any]  # what describe_data says
 
     @property
     def name(self) -> str:
@@ -81,10 +72,7 @@ class Training:
 
 
 class TrainedMember(Training):
-    """Train a member of the plan, or resume it, then evaluate it.
-
-    Paper: Sec. 4.2.3
-    """
+    """Train a member of the plan, or resume it, then evaluate it."""
 
     @property
     def member(self) -> MemberFiles:
@@ -107,25 +95,14 @@ class TrainedMember(Training):
 
 @dataclass(frozen=True)
 class TakenMember:
-    """Evaluate a finished run.
-
-    Args:
-        saved: the run.
-        member: its files.
-        session: on what data and device.
-        data: what :func:`describe_data` says of the data.
-        batch_size: crops that the network takes at a time.
-        folder: for the log.
-
-    Paper: Sec. 4.2.3
-    """
+    """Evaluate a finished run."""
 
     saved: SavedRun
     member: MemberFiles
     session: Session
-    data: dict[str, Any]
-    batch_size: int
-    folder: Path
+    data: dict[str, Any]  # what describe_data says
+    batch_size: int  # crops that the network takes at a time
+    folder: Path  # for the log
     steps: int = 0
 
     @property
@@ -147,13 +124,7 @@ class TakenMember:
 
 
 def evaluate(saved: SavedRun, member: MemberFiles, session: Session, batch_size: int) -> dict[str, Any]:
-    """Evaluate a run's folded network with one crop and with 144, write the probabilities and return the scores.
-
-    Raises:
-        ValueError: if the run and the data do not fit, or the run has not ended.
-
-    Paper: Sec. 4.2.3
-    """
+    """Evaluate a run's folded network with one crop and with 144, write the probabilities and return the scores."""
     runs, found, scores = {member.name: saved}, dict[int, Predictions](), dict[str, Any]()
     with ranks(session.device) as here:
         for crops in CROPS:

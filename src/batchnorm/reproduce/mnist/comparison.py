@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ...errors import above, at_least
+from ...errors import at_least
 from ..publish import Experiment, colour, label, mean, publish, spread
 from .training import Setting, accuracies, held_out
 
@@ -35,83 +37,55 @@ class Comparison(Experiment):
     out: Path = Path("runs/comparison")
 
     def __post_init__(self) -> None:
-        above(0, rates=self.rates, equal_rate=self.equal_rate, std=self.std)
+        super().__post_init__()
         at_least(10, sweep_steps=self.sweep_steps)
-        at_least(1, marks=self.marks, seeds=self.seeds, processes=self.processes)
         if list(self.marks) != sorted(self.marks):
             raise ValueError(f"marks={self.marks}: give step counts in increasing order")
 
 
 def comparison(options: Comparison) -> dict[str, Any]:
-    """Run the sweep and the comparison, and write their result.
-
-    Paper: Sec. 4.1; Fig. 1 a
-    """
-    sweep = _sweep(options)
+    """Run the sweep and the comparison, and write their result."""
+    early = (options.sweep_steps // 10, options.sweep_steps)
+    sweep = _trained(options, product((False, True), options.rates), early, hold_out=True)
     best = {kind: max(options.rates, key=lambda rate: _mean(sweep[kind, rate])[-1]) for kind in (False, True)}
     pairs = {(kind, rate) for kind in (False, True) for rate in (best[kind], options.equal_rate)}
-    full = _trained(options, sorted(pairs))
+    full = _trained(options, sorted(pairs), options.marks, hold_out=False)
     fair = [_row(kind, best[kind], full[kind, best[kind]], options.marks) for kind in (False, True)]
     findings = {
         "chosen on": "5,000 digits held out of the training set, mean over seeds, at the sweep's last step",
-        "sweep": [_row(kind, rate, sweep[kind, rate], _early(options)) for kind, rate in sorted(sweep)],
+        "sweep": [_row(kind, rate, sweep[kind, rate], early) for kind, rate in sorted(sweep)],
         "best rate": {label(kind): rate for kind, rate in best.items()},
         "best against best": fair,
         "equal rate": [
             _row(kind, options.equal_rate, full[kind, options.equal_rate], options.marks) for kind in (False, True)
         ],
     }
-
-    def draw(plt: Any) -> Any:
-        return _draw(plt, options, sweep, findings)
-
     claim = "Batch Normalization helps the network train faster and achieve higher accuracy."
     verdicts = {
         f"at their best rates, the network with BN is more accurate at step {mark:,}": bn > plain
         for mark, plain, bn in zip(options.marks, *(row["mean"] for row in fair), strict=True)
     }
-    return publish(options, claim, findings, verdicts, draw)
+    return publish(options, claim, findings, verdicts, lambda plt: _draw(plt, options.rates, early, sweep, findings))
 
 
 Table = dict[tuple[bool, float], list[list[float]]]
 
 
-def _early(options: Comparison) -> tuple[int, ...]:
-    return (options.sweep_steps // 10, options.sweep_steps)
-
-
-def _sweep(options: Comparison) -> Table:
+def _trained(options: Comparison, pairs: Iterable[tuple[bool, float]], marks: Sequence[int], hold_out: bool) -> Table:
+    """Return the accuracies at the marks, seed by seed, of networks without and with BN at these rates."""
     jobs = [
-        (Setting(kind, options.sweep_steps, rate, options.std, seed=seed), _early(options))
-        for kind in (False, True)
-        for rate in options.rates
-        for seed in range(options.seeds)
-    ]
-    return _by_kind_and_rate(jobs, options.run(_on_held_out, jobs))
-
-
-def _trained(options: Comparison, pairs: Sequence[tuple[bool, float]]) -> Table:
-    jobs = [
-        (Setting(kind, options.marks[-1], rate, options.std, seed=seed), options.marks)
+        (Setting(kind, marks[-1], rate, options.std, seed=seed), marks)
         for kind, rate in pairs
         for seed in range(options.seeds)
     ]
-    return _by_kind_and_rate(jobs, options.run(_on_test, jobs))
-
-
-def _on_held_out(job: tuple[Setting, Sequence[int]]) -> list[float]:
-    return accuracies(*job, data=held_out())
-
-
-def _on_test(job: tuple[Setting, Sequence[int]]) -> list[float]:
-    return accuracies(*job)
-
-
-def _by_kind_and_rate(jobs: Sequence[tuple[Setting, Any]], results: Sequence[list[float]]) -> Table:
     table: Table = {}
-    for (setting, _), result in zip(jobs, results, strict=True):
+    for (setting, _), result in zip(jobs, options.run(partial(_accuracies, hold_out), jobs), strict=True):
         table.setdefault((setting.batch_norm, setting.rate), []).append(result)
     return table
+
+
+def _accuracies(hold_out: bool, job: tuple[Setting, Sequence[int]]) -> list[float]:
+    return accuracies(*job, data=held_out() if hold_out else None)
 
 
 def _mean(runs: Sequence[Sequence[float]]) -> list[float]:
@@ -131,12 +105,12 @@ def _row(kind: bool, rate: float, runs: Sequence[Sequence[float]], marks: Sequen
     }
 
 
-def _draw(plt: Any, options: Comparison, sweep: Table, findings: dict[str, Any]) -> Any:
+def _draw(plt: Any, rates: Sequence[float], early: Sequence[int], sweep: Table, findings: dict[str, Any]) -> Any:
     figure, axes = plt.subplots(1, 4, figsize=(11, 2.6))
-    for axis, mark, k in zip(axes, _early(options), range(2), strict=False):
+    for k, (axis, mark) in enumerate(zip(axes, early, strict=False)):
         for kind in (False, True):
-            rows = [sweep[kind, rate] for rate in options.rates]
-            axis.plot(options.rates, [_mean(r)[k] for r in rows], "o-", ms=3, color=colour(kind), label=label(kind))
+            means = [_mean(sweep[kind, rate])[k] for rate in rates]
+            axis.plot(rates, means, "o-", ms=3, color=colour(kind), label=label(kind))
         axis.set(xscale="log", xlabel="learning rate", title=f"sweep: held-out accuracy at step {mark:,}", ylim=(0, 1))
     axes[0].legend()
     for axis, key in zip(axes[2:], ("best against best", "equal rate"), strict=True):

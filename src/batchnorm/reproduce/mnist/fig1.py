@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import between
 from ...jobs import run_side_by_side, stop_signal
-from ...processes import one_thread
+from ...processes import torch_threads
 from ...progress import Display
 from ...report.figure1 import draw, paper_versus_here, steps_to
 from ...report.page import write_report
@@ -62,13 +62,6 @@ def fig1(options: Fig1) -> Path:
     """Run the experiment of Figure 1 and return the path of its report.
 
     Ctrl-C lets every network stop within 100 steps and save a checkpoint; a second one does not wait.
-
-    Raises:
-        OSError: if a folder cannot be made.
-        ValueError: if a folder holds a run of other options.
-        JobsFailedError: if a network's process failed.
-
-    Paper: Sec. 4.1; Fig. 1
     """
     check_writable(options.out / "result.json")
     if not _train(options):
@@ -94,7 +87,7 @@ def _train(options: Fig1) -> bool:
         run.prepare()
     if options.processes > 1:
         return run_side_by_side(runs, jobs=len(runs))
-    with one_thread(), stop_signal() as stop, Display() as display:
+    with torch_threads(1), stop_signal() as stop, Display() as display:
         for run in runs:
             display.add(run.name, run.steps, "step")
         return all(run.train(stop, partial(display.update, run.name)) for run in runs)

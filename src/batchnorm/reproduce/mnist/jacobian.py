@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...errors import SEED_MAX, above, at_least, between
 from ...layers import BatchNorm1d
 from ..publish import GREY, Experiment, colour, label, publish
 from .training import Setting, digits, order, train_
@@ -36,18 +35,11 @@ class Jacobian(Experiment):
     """Seed of the weights and of the order of the examples."""
     out: Path = Path("runs/jacobian")
 
-    def __post_init__(self) -> None:
-        above(0, rate=self.rate, std=self.std)
-        at_least(1, steps=self.steps, examples=self.examples, processes=self.processes)
-        between(0, SEED_MAX, seed=self.seed)
-
 
 class HiddenLayer(NamedTuple):
     """Hold a hidden layer as y = gamma x_hat + beta of x_hat = (Wu + b - mu) / sd, by population statistics.
 
     A network without batch normalization is the case gamma = sd, beta = mu.
-
-    Paper: Sec. 3.3
     """
 
     weight: Tensor
@@ -59,10 +51,7 @@ class HiddenLayer(NamedTuple):
 
 
 def jacobian(options: Jacobian) -> dict[str, Any]:
-    """Run the experiment and write its result.
-
-    Paper: Sec. 3.3, layer Jacobians
-    """
+    """Run the experiment and write its result."""
     settings = [Setting(kind, options.steps, options.rate, options.std, seed=options.seed) for kind in (False, True)]
     results = options.run(_measure, [(s, options.examples) for s in settings])
     rows = [
@@ -152,10 +141,7 @@ def layer_jacobian(x_hat: Tensor, below: HiddenLayer, above: HiddenLayer) -> Ten
 
 
 def like_random(matrices: Tensor) -> Tensor:
-    """Return Gaussian matrices of the same sizes and Frobenius norms, which have no structure.
-
-    Beyond the paper: the null hypothesis of its conjecture.
-    """
+    """Return Gaussian matrices of the same sizes and Frobenius norms, which have no structure."""
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(matrices.shape, generator=generator, dtype=matrices.dtype)
     given: Tensor = torch.linalg.matrix_norm(matrices, keepdim=True)

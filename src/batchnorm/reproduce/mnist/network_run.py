@@ -22,7 +22,7 @@ from ...jobs import Stopped, StopSignal, stop_signal
 from ...monitor import Monitor
 from ...monitor.sinks import as_json
 from ...population import estimate_
-from ...processes import one_thread
+from ...processes import torch_threads
 from ...results import environment, read_json, write_atomically, write_json
 from ...train.lock import locked
 from ...train.metrics import Metrics
@@ -40,10 +40,7 @@ Show = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class NetworkRun:
-    """The training of one network, which several processes can do side by side: a :class:`batchnorm.jobs.Job`.
-
-    Paper: Sec. 4.1
-    """
+    """The training of one network, which several processes can do side by side: a :class:`batchnorm.jobs.Job`."""
 
     folder: Path
     setting: Setting
@@ -71,7 +68,7 @@ class NetworkRun:
 
     def __call__(self) -> None:
         """Train in a process of its own, with one thread."""
-        with one_thread(), stop_signal() as stop:
+        with torch_threads(1), stop_signal() as stop:
             if not self.train(stop):
                 raise Stopped("stopped before the end")
 
@@ -96,10 +93,6 @@ def run(
         resume: continue from the folder's checkpoint, if there is one.
         stopped: asked at least every 100 steps; if it returns True, the run saves a checkpoint and ends.
         show: called every 100 steps with the step and a text, the loss and the last test accuracy.
-
-    Raises:
-        ValueError: if the folder holds a run of other options, a checkpoint that cannot be read, or is in use by
-            another process.
 
     Paper: Sec. 4.1; Alg. 2
     """
@@ -130,11 +123,6 @@ def check_config(folder: Path, setting: Setting, *, resume: bool) -> dict[str, A
     """Return the configuration of the run in the folder, or {} if it has no checkpoint.
 
     A resumed run may have another number of steps.
-
-    Raises:
-        ValueError: if that run has other options: a new run would overwrite it.
-
-    Beyond the paper: resuming.
     """
     if not (folder / "checkpoint.pt").exists():
         return {}
@@ -218,7 +206,8 @@ class _Watch:
             # The examples that the next step would take.
             rows = order(self.setting, len(self.data.train.images), step, step + 1)[0]
             batch = (self.data.train.images[rows], self.data.train.labels[rows])
-            self.metrics.write(as_json(self.monitor.record_gradient_change(step, _loss, batch, self.setting.rate)))
+            change = self.monitor.record_gradient_change(step, _loss, batch, self.setting.rate)
+            self.metrics.write(as_json(change))
 
 
 def accuracy_steps(steps: int) -> list[int]:
@@ -226,8 +215,6 @@ def accuracy_steps(steps: int) -> list[int]:
 
     >>> accuracy_steps(50_000)[:3], len(accuracy_steps(50_000)), accuracy_steps(50_000)[-1]
     ([100, 200, 300], 71, 50000)
-
-    Paper: Fig. 1 a
     """
     early = {*range(100, 1000, 100), *range(1000, 5000, 250)}
     every = max(steps // 50, 100)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Optimizer
 
 from ...data import Digits
-from ...errors import SEED_MAX, above, at_least, between
+from ...errors import between
 from ..publish import Experiment, colour, label, publish
 from .training import Setting, accuracy, digits, evenly, train_
 
@@ -44,17 +44,12 @@ class Optimizers(Experiment):
     out: Path = Path("runs/optimizers")
 
     def __post_init__(self) -> None:
-        above(0, std=self.std)
-        at_least(1, steps=self.steps, batch_steps=self.batch_steps, processes=self.processes)
+        super().__post_init__()
         between(2, 60_000, batch=self.batch)
-        between(0, SEED_MAX, seed=self.seed)
 
 
 def optimizers(options: Optimizers) -> dict[str, Any]:
-    """Run the experiment and write its result.
-
-    Paper: Sec. 3.1
-    """
+    """Run the experiment and write its result."""
     jobs = []
     for name in OPTIMIZERS:
         full = name == "batch gradient descent"

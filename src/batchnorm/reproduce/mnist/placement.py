@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...errors import above, at_least
 from ...layers import BatchNorm1d
 from ...models import perceptron
 from ..publish import BLUE, GREEN, Experiment, mean, publish, spread
@@ -38,16 +37,9 @@ class Placement(Experiment):
     """Seeds of each run."""
     out: Path = Path("runs/placement")
 
-    def __post_init__(self) -> None:
-        above(0, rate=self.rate, std=self.std)
-        at_least(1, steps=self.steps, seeds=self.seeds, processes=self.processes)
-
 
 def placement(options: Placement) -> dict[str, Any]:
-    """Run the experiment and write its result.
-
-    Paper: Sec. 3.2; Sec. 5
-    """
+    """Run the experiment and write its result."""
     kinds: tuple[Where, ...] = ("before", "after")
     jobs = [
         (where, name, Setting(True, options.steps, options.rate, options.std, seed=seed))
@@ -57,24 +49,14 @@ def placement(options: Placement) -> dict[str, Any]:
     ]
     results = options.run(_train, jobs)
     rows = []
-    for name in NONLINEARITIES:
-        for where in kinds:
-            found = [r for job, r in zip(jobs, results, strict=True) if job[:2] == (where, name)]
-            final = [r["accuracy"] for r in found]
-            rows.append(
-                {
-                    "nonlinearity": name,
-                    "batch normalization": f"{where} it",
-                    "accuracy": final,
-                    "mean": mean(final),
-                    "spread": spread(final),
-                    "shapes": found[0]["shapes"],
-                }
-            )
+    for k in range(0, len(jobs), options.seeds):
+        (where, name, _), found = jobs[k], results[k : k + options.seeds]
+        final = [r["accuracy"] for r in found]
+        row = {"nonlinearity": name, "batch normalization": f"{where} it", "accuracy": final}
+        rows.append({**row, "mean": mean(final), "spread": spread(final), "shapes": found[0]["shapes"]})
     claim = "Wu + b is more likely to have a symmetric, non-sparse distribution, that is 'more Gaussian'."
     note = "means over a layer's units, of 5,000 test digits, seed 0; u is the nonlinearity's output"
-    findings = {"shapes are": note, "runs": rows}
-    return publish(options, claim, findings, _verdicts(rows), lambda plt: _draw(plt, rows))
+    return publish(options, claim, {"shapes are": note, "runs": rows}, _verdicts(rows), lambda plt: _draw(plt, rows))
 
 
 def _verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
@@ -89,10 +71,7 @@ def _verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
 
 
 def build(where: Where, nonlinearity: str, std: float, seed: int) -> nn.Sequential:
-    """Build Section 4.1's network with z = g(BN(Wu)), or with z = BN(g(Wu + b)).
-
-    Paper: Sec. 3.2; Sec. 5
-    """
+    """Build Section 4.1's network with z = g(BN(Wu)), or with z = BN(g(Wu + b))."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for name, layer in perceptron(batch_norm=where == "before", std=std, seed=seed).named_children():
         if isinstance(layer, nn.Sigmoid):
@@ -138,8 +117,6 @@ def shape(v: Tensor) -> dict[str, float]:
     Skewness E[c^3] / s^3 and excess kurtosis E[c^4] / s^4 - 3 with c = v - E[v] are a unit's over examples, as the
     mean of their absolute and plain values over units. Sparsity is Hoyer's, (sqrt(K) - |v|_1 / |v|_2) / (sqrt(K) - 1)
     of an example's K units: 0 if all are equal, 1 if only one is not zero; about 0.2 for a Gaussian.
-
-    Paper: Sec. 3.2; Sec. 5
     """
     c = v - v.mean(0)
     s = c.square().mean(0).sqrt()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import SEED_MAX, above, at_least, between
+from ...errors import between
 from ...monitor.taps import Taps, probing
 from ..publish import Experiment, colour, label, publish
 from .training import Setting, digits, evenly, train_
@@ -38,18 +38,12 @@ class Saturation(Experiment):
     out: Path = Path("runs/saturation")
 
     def __post_init__(self) -> None:
-        above(0, rate=self.rate, stds=self.stds, tail=self.tail)
-        at_least(1, steps=self.steps, processes=self.processes)
-        between(1, self.steps, points=self.points)
+        super().__post_init__()
         between(0, 0.5, tail=self.tail)
-        between(0, SEED_MAX, seed=self.seed)
 
 
 def saturation(options: Saturation) -> dict[str, Any]:
-    """Run the experiment and write its result.
-
-    Paper: Sec. 1, saturated regime
-    """
+    """Run the experiment and write its result."""
     marks = [0, *evenly(options.steps, options.points)]
     settings = [
         Setting(kind, options.steps, options.rate, std, seed=options.seed)
@@ -99,8 +93,8 @@ def saturated(net: nn.Module, batch: Tensor, tail: float) -> dict[str, float]:
 
 def _draw(plt: Any, options: Saturation, rows: Sequence[dict[str, Any]]) -> Any:
     layers = list(rows[0]["saturated"][0])
-    figure, axes = plt.subplots(len(options.stds), len(layers), figsize=(9, 2.2 * len(options.stds)), sharey=True)
-    grid = axes if len(options.stds) > 1 else [axes]
+    shape, size = (len(options.stds), len(layers)), (9, 2.2 * len(options.stds))
+    figure, grid = plt.subplots(*shape, figsize=size, sharey=True, squeeze=False)
     for axes_row, std in zip(grid, options.stds, strict=True):
         for axis, layer in zip(axes_row, layers, strict=True):
             for row in (r for r in rows if r["std"] == std):

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import SEED_MAX, above, at_least, between
 from ...layers import BatchNorm1d
 from ...ops import reference
 from ..publish import Experiment, colour, label, publish
@@ -39,18 +38,9 @@ class Scale(Experiment):
     """Seed of the weights and of the order of the examples."""
     out: Path = Path("runs/scale")
 
-    def __post_init__(self) -> None:
-        above(0, rates=self.rates, factors=self.factors, std=self.std)
-        at_least(1, steps=self.steps, processes=self.processes)
-        between(1, self.steps, points=self.points)
-        between(0, SEED_MAX, seed=self.seed)
-
 
 def scale(options: Scale) -> dict[str, Any]:
-    """Run the experiment and write its result.
-
-    Paper: Sec. 3.3
-    """
+    """Run the experiment and write its result."""
     marks = evenly(options.steps, options.points)
     settings = [
         Setting(kind, options.steps, rate, options.std, seed=options.seed)
@@ -76,8 +66,6 @@ def identity_gaps(u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: f
     |BN(aWu) - BN(Wu)| <= |gamma x_hat| eps |1 - 1/a^2| / (sigma^2 + eps/a^2), element by element; "output" is the
     largest ratio of the two sides, at most 1. "du" and "dW" are relative distances of
     the gradients under one fixed random cotangent.
-
-    Paper: Sec. 3.3
     """
     values = [_forward_and_gradients(u, factor * weight, gamma, beta, eps) for factor in (1.0, a)]
     (one, du, dw), (other, du_a, dw_a) = values

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...data import Digits
-from ...errors import SEED_MAX, above, at_least, between
 from ...layers import BatchNorm1d
 from ...models import perceptron
-from ...processes import map_on_cores
+from ...processes import torch_threads
 from ..publish import BLUE, GREEN, ORANGE, Experiment, publish
 from .training import Setting, digits, evenly, train_
 
@@ -46,17 +44,9 @@ class Section2(Experiment):
     """Seed of the weights and of the order of the examples."""
     out: Path = Path("runs/section2")
 
-    def __post_init__(self) -> None:
-        above(0, rates=self.rates, std=self.std)
-        at_least(1, bias_steps=self.bias_steps, steps=self.steps, processes=self.processes)
-        between(0, SEED_MAX, seed=self.seed)
-
 
 def section2(options: Section2) -> dict[str, Any]:
-    """Run both experiments and write their result.
-
-    Paper: Sec. 2
-    """
+    """Run both experiments and write their result."""
     marks = evenly(options.steps, 20)
     jobs = [
         (variant, Setting(True, options.steps, rate, options.std, seed=options.seed), marks)
@@ -66,24 +56,21 @@ def section2(options: Section2) -> dict[str, Any]:
     runs = options.run(_whole, jobs)
     data = digits().train
     few = Digits(data.images[:1000], data.labels[:1000])
-    ignored, through = map_on_cores(partial(_alone, few, options), [False, True], processes=1)
+    with torch_threads(1):
+        ignored, through = (
+            train_bias(few, options.bias_steps, options.rates[0], options.seed, through=way) for way in (False, True)
+        )
     alone = {"ignored": ignored, "in the gradient": through}
-    claim = (
-        "b will grow indefinitely while the loss remains fixed; the model blows up when the normalization parameters"
-    )
-    claim += " are computed outside the gradient descent step."
-    findings = {"b alone": alone, "whole network": runs}
+    claim = "b will grow indefinitely while the loss remains fixed; the model blows up when the normalization"
+    claim += " parameters are computed outside the gradient descent step."
     norms, losses = ignored["norm of b"], ignored["loss"]
     verdicts = {
         "b grows while the loss stays, if the gradient ignores that E[x] depends on b": norms[-1] > norms[0]
         and max(losses) - min(losses) < 1e-6 * losses[0],
         "b stays, if the gradient does not ignore it": max(through["norm of b"]) < 1e-3 * norms[-1],
     }
+    findings = {"b alone": alone, "whole network": runs}
     return publish(options, claim, findings, verdicts, lambda plt: _draw(plt, options, alone, runs))
-
-
-def _alone(data: Digits, options: Section2, through: bool) -> dict[str, list[float]]:
-    return train_bias(data, options.bias_steps, options.rates[0], options.seed, through=through)
 
 
 def train_bias(data: Digits, steps: int, rate: float, seed: int, *, through: bool) -> dict[str, list[float]]:
@@ -91,8 +78,6 @@ def train_bias(data: Digits, steps: int, rate: float, seed: int, *, through: boo
 
     u is a first layer's Wu over all the data, and x_hat goes through fixed sigmoids and a fixed linear layer to the
     cross-entropy. ``through`` says whether the gradient sees that E depends on b.
-
-    Paper: Sec. 2
     """
     net = perceptron(batch_norm=False, widths=(100,), std=0.1, seed=seed).double()
     u = net.linear1(data.images.double()).detach()  # type: ignore[operator]
@@ -132,10 +117,7 @@ class OutsideTheGradient(nn.Module):
 
 
 def build(variant: str, std: float, seed: int) -> nn.Sequential:
-    """Build Section 4.1's network with a bias b before each normalization, of the given variant.
-
-    Paper: Sec. 2
-    """
+    """Build Section 4.1's network with a bias b before each normalization, of the given variant."""
     plain = perceptron(batch_norm=False, std=std, seed=seed)
     layers: list[nn.Module] = []
     for layer in plain:
@@ -150,24 +132,15 @@ def _whole(job: tuple[str, Setting, Sequence[int]]) -> dict[str, Any]:
     variant, setting, marks = job
     net, data = build(variant, setting.std, setting.seed), digits()
     rows = []
+    hidden = [m for m in net if isinstance(m, nn.Linear)][:-1]
     for step, loss in train_(net, data.train, setting, marks):
-        hidden = [m for m in net if isinstance(m, nn.Linear)][:-1]
-        rows.append(
-            {
-                "step": step,
-                "loss": loss,
-                "norm of b": torch.cat([m.bias for m in hidden]).norm().item(),
-                "norm of W": torch.cat([m.weight.flatten() for m in hidden]).norm().item(),
-                "accuracy": _accuracy(net, data.test),
-            }
-        )
+        b = torch.cat([m.bias for m in hidden]).norm().item()
+        w = torch.cat([m.weight.flatten() for m in hidden]).norm().item()
+        with torch.no_grad():  # with the test set's own statistics, for every variant alike
+            correct = net(data.test.images).argmax(1) == data.test.labels
+        accuracy = correct.double().mean().item()
+        rows.append({"step": step, "loss": loss, "norm of b": b, "norm of W": w, "accuracy": accuracy})
     return {"variant": variant, "rate": setting.rate, "rows": rows}
-
-
-@torch.no_grad()
-def _accuracy(net: nn.Module, test: Digits) -> float:
-    """Return the accuracy with the test set's own statistics, for every variant alike."""
-    return float((net(test.images).argmax(1) == test.labels).double().mean())
 
 
 def _draw(plt: Any, options: Section2, alone: dict[str, Any], runs: Sequence[dict[str, Any]]) -> Any:
@@ -179,11 +152,10 @@ def _draw(plt: Any, options: Section2, alone: dict[str, Any], runs: Sequence[dic
     axes[0].legend()
     for axis, key in zip(axes[2:], ("norm of b", "accuracy"), strict=True):
         for run in runs:
-            dash = "-" if run["rate"] == options.rates[0] else "--"
-            steps = [row["step"] for row in run["rows"]]
-            values = [row[key] for row in run["rows"]]
-            named = {"label": run["variant"]} if dash == "-" else {}
-            axis.plot(steps, values, dash, color=VARIANTS[run["variant"]], **named)
+            first = run["rate"] == options.rates[0]
+            dash, shown = "-" if first else "--", run["variant"] if first else None
+            steps, values = zip(*((row["step"], row[key]) for row in run["rows"]), strict=True)
+            axis.plot(steps, values, dash, color=VARIANTS[run["variant"]], label=shown)
         axis.set(title=f"(b) whole network: {key}", xlabel="steps")
     axes[2].set_yscale("symlog", linthresh=0.01)
     names, handles = axes[3].get_legend_handles_labels()[::-1]

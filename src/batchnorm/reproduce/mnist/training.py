@@ -51,8 +51,6 @@ def order(setting: Setting, examples: int, start: int, stop: int) -> Tensor:
     >>> a, b = (order(Setting(), 6000, *span) for span in ((0, 150), (90, 150)))
     >>> torch.equal(a[90:], b), len(a[:100].unique())
     (True, 6000)
-
-    Paper: Sec. 4.1
     """
     per_epoch = examples // setting.batch_size
     rows = []
@@ -75,15 +73,8 @@ def train_(
 ) -> Iterator[tuple[int, float]]:
     """Train on the mean cross-entropy and yield (step, loss of its batch) at each of the marks, in order.
 
-    Step t means that t updates were made.
-
-    Args:
-        net: the network; it is trained in place.
-        data: the examples, of which :func:`order` takes a batch for each step.
-        setting: the steps, the batch size, the seed and the rate.
-        marks: steps to stop at; those up to ``start`` and those after the last step are skipped.
-        start: steps already taken.
-        optimizer: by default plain stochastic gradient descent at the setting's rate.
+    Step t means that t updates were made; ``start`` of them were made before. Marks up to there and after the last step
+    are skipped. The default optimizer is plain stochastic gradient descent at the setting's rate.
 
     Paper: Sec. 3.1; Sec. 4.1
     """
@@ -111,10 +102,7 @@ def evenly(steps: int, count: int) -> list[int]:
 
 @torch.no_grad()
 def accuracy(net: nn.Module, digits: Digits) -> float:
-    """Return the fraction of correct predictions in evaluation mode; the network's mode is kept.
-
-    Paper: Fig. 1 a
-    """
+    """Return the fraction of correct predictions in evaluation mode; the network's mode is kept."""
     mode = net.training
     net.eval()
     try:
@@ -132,19 +120,13 @@ def digits() -> MNIST:
 
 
 def held_out(count: int = 5000) -> MNIST:
-    """Return the training digits without the last ``count``, and these in place of the test digits.
-
-    Beyond the paper: a rate chosen on the test digits would have an unfair advantage.
-    """
+    """Return the training digits without the last ``count``, and these in place of the test digits."""
     images, labels = digits().train
     return MNIST(Digits(images[:-count], labels[:-count]), Digits(images[-count:], labels[-count:]))
 
 
 def accuracies(setting: Setting, marks: Iterable[int], data: MNIST | None = None) -> list[float]:
-    """Train a network and return its accuracy on ``data.test`` (with running averages) at each mark.
-
-    Paper: Sec. 4.1
-    """
+    """Train a network and return its accuracy on ``data.test`` (with running averages) at each mark."""
     data = data or digits()
     net = setting.network()
     return [accuracy(net, data.test) for _ in train_(net, data.train, setting, marks)]

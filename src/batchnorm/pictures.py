@@ -1,0 +1,42 @@
+"""Pictures of results, in one style."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .extras import MissingExtraError, require
+from .results import read_json
+
+
+def picture(draw: Callable[[Any], Any], path: Path) -> None:
+    """Draw with ``matplotlib.pyplot``, in the house style, and save."""
+    require("matplotlib", "report").use("agg")
+    plt = require("matplotlib.pyplot", "report")
+    style = {
+        "font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False,
+        "axes.linewidth": 0.6, "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.25, "grid.linewidth": 0.5,
+        "legend.frameon": False, "lines.linewidth": 1.3, "figure.constrained_layout.use": True,
+        "svg.hashsalt": "batchnorm",
+    }  # fmt: skip
+    with plt.rc_context(style):
+        figure = draw(plt)
+        # No date in the file: the same result draws the same bytes.
+        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+        plt.close(figure)
+
+
+def picture_beside(path: Path, draw: Callable[[dict[str, Any], Any], Any]) -> None:
+    """Draw the picture beside a result file, or print what is missing for it.
+
+    Args:
+        path: the result file.
+        draw: from what it holds and ``matplotlib.pyplot`` to a figure.
+    """
+    try:
+        picture(partial(draw, read_json(path)), path.with_suffix(".png"))
+        print(f"picture: {path.with_suffix('.png')}")
+    except MissingExtraError as error:
+        print(f"no picture: {error}, then run the same command again")
