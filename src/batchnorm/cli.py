@@ -67,6 +67,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench monitor": ("batchnorm.bench.monitor:monitor", "what a Monitor costs a training loop"),
     "bench counters": ("batchnorm.bench.counters:counters", "what bounds those kernels: hardware counters, by ncu"),
     "bench train": ("batchnorm.bench.train:train", "time the appendix network's training step against stock parts"),
+    "bench host": ("batchnorm.bench.host:host", "time the host's part of eager layers against torch.nn"),
     "bench networks": (
         "batchnorm.bench.networks:networks",
         "time training steps of real networks against the same networks converted",

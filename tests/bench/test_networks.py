@@ -276,3 +276,26 @@ def test_processes_prepare_side_by_side_and_a_death_fails_one_unit_only():
         ("test_networks:tiny", 2, None),
         ("test_networks:tiny", 4, None),
     ]
+
+
+USES = ("evaluation", "nchw", "float32", "bf16-weights", "checkpoint", "accumulate", "ddp", "fsdp2")
+
+
+@pytest.mark.dist
+def test_networks_are_used_in_every_way_that_users_do():
+    def build():
+        torch.manual_seed(0)
+        stage = nn.Sequential(shapes.BasicBlock(8, 8), shapes.BasicBlock(8, 8))
+        return nn.Sequential(nn.Conv2d(3, 8, 3), stage, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+
+    images, labels = torch.randn(8, 3, 9, 9), torch.arange(8) % 5
+    try:
+        for mode in USES:
+            forms = (build(), bn.convert(build(), images))
+            stock, ours = (network_steps.Step(net, mode, images, labels) for net in forms)
+            losses = [[float(step()) for _ in range(3)] for step in (stock, ours)]
+            assert loss_problem(*losses) is None, (mode, losses)
+            assert len(set(losses[0])) == (1 if mode == "evaluation" else 3)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

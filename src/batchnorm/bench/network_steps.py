@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,7 +23,10 @@ from ..network_factory import make_network
 from ..ops.cuda import extension
 from ..surgery import convert
 
-Mode = Literal["eager", "graph", "compiled", "backend"]
+Mode = Literal[
+    "eager", "graph", "compiled", "backend",
+    "evaluation", "nchw", "float32", "fp16", "bf16-weights", "checkpoint", "accumulate", "ddp", "fsdp2",
+]  # fmt: skip
 Row = dict[str, Any]
 TURN = "turn"  # yielded by what must not be disturbed from then on
 COMPILING: tuple[Mode, ...] = ("compiled", "backend")
@@ -100,29 +104,72 @@ def convert_pair(name: str, settings: Settings) -> Pair:
 
 
 class Step:
-    """Training steps on one batch: forward, loss, backward, SGD with momentum."""
+    """Training steps on one batch: forward, loss, backward, SGD with momentum; or forward alone, to evaluate."""
 
     def __init__(self, net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> None:
-        self.images, self.labels = images, labels
+        self.model, images = _as_used(net, mode, images)
+        self.evaluates = mode == "evaluation"
+        parts = 2 if mode == "accumulate" else 1
+        self.parts = list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
+        device, kind = images.device.type, torch.float16 if mode == "fp16" else torch.bfloat16
+        narrow = device == "cuda" and mode not in ("float32", "bf16-weights")
+        self.autocast = torch.autocast(device, kind, enabled=narrow)
+        self.scaler = torch.amp.GradScaler(device, enabled=mode == "fp16")
         self.optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9)
-        self.model: Any = net
-        if mode == "compiled":
-            self.model = torch.compile(net)
-        elif mode == "backend":
-            # The function, not its name: the name is known only if the package is installed.
-            self.model = torch.compile(net, backend=import_module("batchnorm.dynamo").compile_graph)
 
     def __call__(self) -> Tensor:
         """Take one step and return its loss."""
+        if self.evaluates:
+            with torch.no_grad():
+                return sum(self._loss(*part) for part in self.parts)  # type: ignore[return-value]
         self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self.images.device.type, torch.bfloat16, enabled=self.images.is_cuda):
-            first, *others = (
-                F.cross_entropy(t.float(), self.labels) for t in network_call.tensors_in(self.model(self.images))
-            )
-        loss: Tensor = first + AUXILIARY * sum(others) if others else first
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
+        losses = []
+        for part in self.parts:
+            loss = self._loss(*part)
+            loss = loss / len(self.parts) if len(self.parts) > 1 else loss
+            self.scaler.scale(loss).backward()
+            losses.append(loss.detach())
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        with self.autocast:
+            outputs = network_call.tensors_in(self.model(images))
+            first, *others = (F.cross_entropy(t.float(), labels) for t in outputs)
+        return first + AUXILIARY * sum(others) if others else first
+
+
+def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
+    """Return a network as a mode uses it, and the images that it takes then."""
+    match mode:
+        case "compiled":
+            return torch.compile(net), images
+        case "backend":
+            # The function, not its name: the name is known only if the package is installed.
+            return torch.compile(net, backend=import_module("batchnorm.dynamo").compile_graph), images
+        case "evaluation":
+            return net.eval(), images
+        case "nchw":
+            return net.to(memory_format=torch.contiguous_format), images.contiguous()  # type: ignore[call-overload]
+        case "bf16-weights":
+            return net.bfloat16(), images.bfloat16()
+        case "checkpoint":
+            from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+            for stage in net.children():
+                for name, block in list(stage.named_children()) if isinstance(stage, nn.Sequential) else ():
+                    setattr(stage, name, checkpoint_wrapper(block))
+        case "ddp" | "fsdp2":
+            from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+            if not torch.distributed.is_initialized():
+                kind = "nccl" if images.is_cuda else "gloo"
+                torch.distributed.init_process_group(kind, store=HashStore(), rank=0, world_size=1)
+            if mode == "ddp":
+                return nn.parallel.DistributedDataParallel(net), images
+            torch.distributed.fsdp.fully_shard(net)
+    return net, images
 
 
 class GraphedStep:

@@ -291,7 +291,9 @@ def networks(
     Args:
         networks: torchvision/NAME, timm/NAME, or MODULE:FUNCTION, which returns a classifier, or one and an example.
         modes: eager, graph (the whole step as one CUDA graph), compiled (both by torch.compile) and backend (the stock
-            network by torch.compile with this library's backend); by default all on a GPU, and eager on a CPU.
+            network by torch.compile with this library's backend): these four by default on a GPU, and eager on a CPU.
+            The others are eager too: evaluation, nchw, float32, fp16 (with a GradScaler), bf16-weights, checkpoint
+            (the blocks of each stage), accumulate (two halves of a batch), ddp and fsdp2 (of one process).
         batches: batch sizes, by default 256 and 32 on a GPU and 8 on a CPU; halved while memory runs out.
         size: height and width of the images, unless the function returns an example.
         device: cpu, cuda, or auto.

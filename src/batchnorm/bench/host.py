@@ -1,0 +1,115 @@
+"""How long does one eager layer keep the host busy, against ``torch.nn``'s modules?
+
+``batchnorm bench host`` calls layers on tensors so small that the GPU waits for the host: forward and backward pass,
+gradients cleared in between, and evaluation without gradients. If a network is bound by the host, as most are at small
+batch sizes, these are the times that count. Ours and torch's calls take turns; a ratio is the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import at_least
+from ..layers import BatchNorm2d
+from ..ops.cuda import extension
+from ..results import check_writable, write_result
+from .bars import Bar
+from .gpu_timing import require_gpu
+
+QUESTION = "host time of one eager layer's training call, ours over torch.nn's"
+SHAPES = ((32, 64, 14, 14), (32, 512, 7, 7), (32, 256, 28, 28))
+CALLS = 200
+Step = Callable[[], Any]
+
+
+def steps(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[Step, Step]]:
+    """Return calls of torch's layers and of ours that compute the same, by what they compute."""
+
+    def draw() -> Tensor:
+        return torch.randn(shape, device="cuda").to(dtype, memory_format=torch.channels_last)
+
+    x, residual, dy, relu = draw().requires_grad_(), draw().requires_grad_(), draw(), nn.ReLU(inplace=True)
+    stock = nn.BatchNorm2d(shape[1], device="cuda")
+    plain = BatchNorm2d(shape[1], device="cuda")
+    fused = BatchNorm2d(shape[1], device="cuda", activation="relu")
+    leaves = [x, residual, *stock.parameters(), *plain.parameters(), *fused.parameters()]
+
+    def train(forward: Callable[[], Tensor]) -> Step:
+        def step() -> None:
+            forward().backward(dy)
+            for leaf in leaves:
+                leaf.grad = None
+
+        return step
+
+    def evaluate(*modules: nn.Module) -> Step:
+        copies = [copy.deepcopy(module).eval() for module in modules]
+
+        @torch.no_grad()
+        def step() -> None:
+            y = x
+            for module in copies:
+                y = module(y)
+
+        return step
+
+    return {
+        "BN": (train(lambda: stock(x)), train(lambda: plain(x))),
+        "BN+ReLU": (train(lambda: relu(stock(x))), train(lambda: fused(x))),
+        "BN+add+ReLU": (train(lambda: relu(stock(x) + residual)), train(lambda: fused(x, residual))),
+        "BN+ReLU, evaluation": (evaluate(stock, relu), evaluate(fused)),
+    }
+
+
+def microseconds(step: Step) -> float:
+    """Return what the host takes for one call."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(CALLS):
+        step()
+    return (time.perf_counter() - began) / CALLS * 1e6
+
+
+def host(rounds: int = 11, out: Path = Path("runs/bench/host.json")) -> list[dict[str, Any]]:
+    """Time the host's part of eager layers against ``torch.nn``'s.
+
+    Args:
+        rounds: how often each pair is timed.
+        out: the result file.
+
+    Raises:
+        ValueError: if there is no CUDA device.
+    """
+    at_least(1, rounds=rounds)
+    require_gpu()
+    check_writable(out)
+    rows: list[dict[str, Any]] = []
+    for shape in SHAPES:
+        for dtype in (torch.bfloat16, torch.float32):
+            for name, (torchs, ours) in steps(shape, dtype).items():
+                for step in (torchs, ours):
+                    for _ in range(3):
+                        step()
+                extension.wait()  # compiled in the background, since the first call
+                for step in (torchs, ours):
+                    microseconds(step)
+                found = [(microseconds(torchs), microseconds(ours)) for _ in range(rounds)]
+                times = [statistics.median(pair[i] for pair in found) for i in (0, 1)]
+                ratio = statistics.median(b / a for a, b in found)
+                kind = str(dtype).removeprefix("torch.")
+                row = {"call": name, "shape": shape, "dtype": kind, "torch_us": times[0], "ours_us": times[1]}
+                rows.append({**row, "ratio": ratio, "rounds": rounds})
+                print(f"{name:<20} {kind:<9} {shape}: {times[0]:6.1f} to {times[1]:6.1f} us, {ratio:.2f}", flush=True)
+    bar = Bar("host time over torch.nn's, worst", 1.0, max(row["ratio"] for row in rows), False, len(rows))
+    print(bar.line())
+    bars = [{**bar._asdict(), "reached": bar.reached}]
+    write_result(out, QUESTION, extension=extension.unavailable or "in use", bars=bars, rows=rows)
+    return rows
