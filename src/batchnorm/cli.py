@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from difflib import get_close_matches
@@ -10,10 +11,11 @@ from importlib import import_module
 from importlib.metadata import version
 from inspect import getdoc
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from .arguments import call_with
-from .errors import JobsFailedError, sentence
+from .errors import JobsFailedError, UserCodeError, sentence
 from .extras import MissingExtraError, check_installed
 
 # word(s) -> (module:function, what it does). Modules are imported only when their word is used.
@@ -120,6 +122,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as stopped:
         print(str(stopped) or "stopped", file=sys.stderr)
         return 130
+    except UserCodeError as error:
+        _print_users_part(error.__cause__)
+        print(f"batchnorm {command}: {error}; nothing was written", file=sys.stderr)
+        return 2
     except (MissingExtraError, OSError, ValueError) as error:
         # What a user can put right gets one sentence; anything else keeps its traceback.
         print(f"batchnorm {command}: {sentence(error)}", file=sys.stderr)
@@ -138,6 +144,20 @@ def _call(function: Callable[..., object], command: str, words: list[str]) -> No
     made = call_with(words, given, f"batchnorm {command}", _description(given))
     if settings is not None:
         function(made)
+
+
+def _print_users_part(error: BaseException | None) -> None:
+    """Print a traceback without the frames of this library and of Python's import machinery."""
+    if error is None:  # it came from another process
+        return
+    package = str(Path(__file__).parent)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((package, "<frozen importlib"))
+    ]
+    lines = traceback.format_list(frames) + traceback.format_exception_only(error)
+    print("Traceback (most recent call last):\n" + "".join(lines), end="", file=sys.stderr)
 
 
 def _description(given: object) -> str:

@@ -30,6 +30,7 @@ def fold(
     weights: Path | None = None,
     input: tuple[int, ...] = (),
     fixed_batch: bool = False,
+    trust: bool = False,
 ) -> None:
     """Fold a network's batch normalization into its weights and write it as ONNX or torch.export, checked.
 
@@ -49,6 +50,7 @@ def fold(
         input: the shape of an example batch, such as 1 3 224 224; not needed for a run, or if the function returns an
             example batch.
         fixed_batch: write a network for the example's batch size only.
+        trust: if the run is of a network of your own, call the function that its recipe.json names.
     """
     if output.suffix == ".onnx":
         check_installed("onnx", "onnxscript", "onnxruntime")
@@ -63,7 +65,7 @@ def fold(
     if is_run:
         if weights is not None or input:
             raise ValueError(f"{network} is a run, with weights and an image size: leave out --weights and --input")
-        run = load(network)
+        run = load(network, trust=trust)
         net, example, metadata = run.trained, example_images(run.preprocessing.size), _metadata(run)
     else:
         net, example = make_network(network)

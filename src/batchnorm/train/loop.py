@@ -91,7 +91,7 @@ class _Training:
         self.augment = Augment(recipe.photometric, dtype=dtype).to(here.device)
         self.normalize = Normalize(dtype=dtype).to(here.device)
         self.monitor: Monitor | None = None
-        state = resume_(self.folder, self.net, self.optimizer, here)
+        state = resume_(self.folder, self.net, self.optimizer, here, self.total_steps)
         self.step, self.evaluated = state.step, state.evaluated
         self.first, self.began = state.step, 0.0
         # Compiling, capturing and casting ahead are tried on the paper's networks; others may compute on the host.
@@ -147,7 +147,7 @@ class _Training:
             epoch, start = divmod(self.step, len(self.batches))
             for k, (images, labels) in enumerate(self.batches.epoch(epoch, start), start):
                 self._train_on(images, labels, k)
-                if self.step % self.options.log_every == 0 and not self._log():
+                if (self.step % self.options.log_every == 0 or self._evaluation_due()) and not self._log():
                     return True
                 self._monitor_if_due()
                 if self._stop_requested():
@@ -206,10 +206,13 @@ class _Training:
         if self.logger is not None:
             self.logger.log_monitor(record)
 
-    def _evaluate_if_due(self) -> None:
+    def _evaluation_due(self) -> bool:
         every = self.options.evaluate_every or len(self.batches)
-        due = self.step > 0 and (self.step % every == 0 or self.step == self.total_steps)
-        if not due or self.evaluated == self.step:
+        at = self.step > 0 and (self.step % every == 0 or self.step == self.total_steps)
+        return at and self.evaluated != self.step
+
+    def _evaluate_if_due(self) -> None:
+        if not self._evaluation_due():
             return
         accuracy = self._accuracy(self.net, self.validation)
         self.evaluated = self.step
