@@ -25,6 +25,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "fold the BN of a run or any network into its weights and write ONNX or torch.export",
     ),
     "train": ("batchnorm.train.train_command:train", "train the paper's network, or your own, on images of your own"),
+    "compare": (
+        "batchnorm.reproduce.compare:compare",
+        "train your network without and with batch normalization, each at its best rate",
+    ),
     "evaluate": (
         "batchnorm.train.evaluate_command:evaluate",
         "top-1 and top-5 error of runs: 1, 10 or 144 crops, ensembles",
@@ -86,6 +90,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 # its function.
 NEEDS: dict[str, tuple[str, ...]] = {
     "train": ("PIL", "safetensors"),
+    "compare": ("PIL", "safetensors"),
     "evaluate": ("PIL", "safetensors"),
     "predict": ("PIL", "safetensors"),
     "reproduce fig1": ("matplotlib",),

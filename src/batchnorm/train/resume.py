@@ -121,8 +121,8 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
         print(f"going on from step {found.step:,}{note}", flush=True)
     elif here.main and (folder / "result.json").exists():
         print(
-            f"this run is finished, and is only scored again: to train it longer, give more --epochs (or --max-steps); to start"
-            f" over, choose another --out or remove {folder}",
+            "this run is finished, and is only scored again: to train it longer, give more --epochs (or --max-steps);"
+            f" to start over, choose another --out or remove {folder}",
             flush=True,
         )
     mine = sums[here.rank] if same else sums.sum(0) / here.world_size

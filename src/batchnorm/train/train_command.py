@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..arguments import OmitArgPrefixes, arg
-from ..data.image_sources import check_complete, open_source, small_images_note, training_splits
+from ..data.image_sources import ImageSource, check_complete, open_source, small_images_note, training_splits
 from ..errors import between
 from ..extras import check_installed
 from ..jobs import Stopped
@@ -104,11 +104,7 @@ def train(
     if options.tensorboard:
         check_installed("tensorboard")
     silent = os.environ.get("RANK", "0") != "0"  # only one of torchrun's processes prints
-    splits = training_splits(options.data, chosen.validate)
-    sources = {split: open_source(options.data, split) for split in splits}
-    for split, source in sources.items():
-        check_complete(source, options.data, split)
-    note = small_images_note(sources[splits[0]], chosen.size)
+    note = small_images_note(check_data(options.data, chosen), chosen.size)
     if note is not None and not silent:
         print(note)
     try:
@@ -119,6 +115,19 @@ def train(
     Console(quiet=silent).print(_summary(result, options.folder(chosen)), markup=False)
     if result.diverged:
         raise SystemExit(1)
+
+
+def check_data(data: Path, recipe: Recipe) -> ImageSource:
+    """Check that every class has images to train on and to validate with, and return those to train on.
+
+    Raises:
+        FileNotFoundError: if there are no such images.
+        ValueError: naming the classes without images.
+    """
+    sources = {split: open_source(data, split) for split in training_splits(data, recipe.validate)}
+    for split, source in sources.items():
+        check_complete(source, data, split)
+    return next(iter(sources.values()))
 
 
 def describe(
