@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from .arguments import call_with
-from .errors import JobsFailedError, UserCodeError, sentence
+from .errors import JobsFailedError, sentence
 from .extras import MissingExtraError, check_installed
+from .network_factory import UserCodeError
 
 # word(s) -> (module:function, what it does). Modules are imported only when their word is used.
 COMMANDS: dict[str, tuple[str, str]] = {

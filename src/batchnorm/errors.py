@@ -12,13 +12,6 @@ class JobsFailedError(RuntimeError):
     """Report which of several jobs failed; the message has the ends of their logs."""
 
 
-class UserCodeError(ValueError):
-    """Report an exception in code of the user's, which is the cause.
-
-    Beyond the paper: the command line.
-    """
-
-
 def sentence(error: Exception) -> str:
     """Return an error's message; for an OSError, the path and the reason.
 

@@ -15,12 +15,17 @@ from typing import Any
 
 from torch import nn
 
-from .errors import UserCodeError
-
 # Both words are reserved. The slash is how "bench networks" writes them.
 _LIBRARY = re.compile(r"(torchvision|timm)[:/]([\w.-]+)")
 # Without it they warn, and draw their weights slowly.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")
+
+
+class UserCodeError(ValueError):
+    """Report an exception in code of the user's, which is the cause.
+
+    Beyond the paper: the command line.
+    """
 
 
 def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]:
