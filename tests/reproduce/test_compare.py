@@ -99,8 +99,8 @@ def test_the_intervals():
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ("--rate 0.1", "compare sets rate itself: leave out --rate (see --rates and --seeds)"),
-        ("--normalize insert", "compare sets normalize itself"),
+        ("--rate 0.1", "leave out --rate"),
+        ("--normalize insert", "leave out --normalize"),
         ("--seeds 1", "seeds=1: must be 2 or more"),
         ("--size 2", "own.py:plain cannot take images of 3x2x2: "),
     ],

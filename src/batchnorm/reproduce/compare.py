@@ -76,9 +76,9 @@ def compare(
     at_least(2, seeds=seeds)
     at_least(1, jobs=jobs)
     at_least(0, minutes=minutes)
-    for name in ("rate", "seed", "normalize"):
+    for name, option in (("rate", "rate"), ("seed", "seed"), ("normalize", "normalize"), ("start", "from")):
         if getattr(overrides, name) is not None:
-            raise ValueError(f"compare sets {name} itself: leave out --{name} (see --rates and --seeds)")
+            raise ValueError(f"compare trains from the start, with --rates and --seeds: leave out --{option}")
     if not overrides.factory:
         raise ValueError("nothing to compare: give a network of your own, --network FILE.py:FUNCTION")
     chosen = resolve(RECIPES[recipe], overrides)

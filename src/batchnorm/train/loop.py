@@ -25,6 +25,7 @@ from .metrics import Logger, Result, hardware, write_result
 from .options import Options
 from .recipe import Recipe
 from .resume import RunState, claim_folder, resume_, save_state
+from .state_dicts import start_from_
 from .step import TrainStep, make_optimizer
 
 # Steps between agreements of the ranks on a stop: often enough for a scheduler's grace period, and cheap.
@@ -74,6 +75,8 @@ class _Training:
         cuda = here.device.type == "cuda"
         self.bf16 = cuda if options.precision == "auto" else options.precision == "bf16"
         self.net = recipe.network(len(self.batches.classes))
+        resumed = any((self.folder / "checkpoints").glob("step-*"))
+        started = start_from_(self.net, recipe.start, len(self.batches.classes)) if recipe.start and not resumed else ""
         if recipe.factory:  # a network that cannot be folded must not fail after days of training
             folded_network(self.net.eval(), recipe.size)
         self.net.train().to(here.device)
@@ -81,7 +84,7 @@ class _Training:
         # folder that looks like a run and then refuses the right one.
         if here.main:
             claim_folder(self.folder, recipe, describe_data(options.data, splits))
-            print(self._plan(), flush=True)
+            print(self._plan(), *filter(None, [started]), sep="\n", flush=True)
         here.wait()
         if cuda:
             self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

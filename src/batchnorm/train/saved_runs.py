@@ -71,9 +71,7 @@ class SavedRun(NamedTuple):
         Raises:
             ValueError: as :meth:`load`.
         """
-        saved = checkpoint.load_latest(self.folder / "final")
-        if saved is None:
-            raise ValueError(f"{self.folder} has no final network: {self._why()}")
+        saved = self.final()
         trained, network = saved.state.get("classes"), saved.state.get("network", {})
         if not _is_names(trained) or not isinstance(network, dict):
             raise ValueError(f"{self.folder / 'final'} does not say which classes and network it is of")
@@ -89,6 +87,17 @@ class SavedRun(NamedTuple):
         _load_weights(net, saved.model, self.folder, len(trained), self.recipe.factory)
         self._check_recipe(network)
         return net.eval(), tuple(trained)
+
+    def final(self) -> checkpoint.Checkpoint:
+        """Return the final network's weights and classes, without building the network.
+
+        Raises:
+            ValueError: if the run has not ended or has diverged, or its files are damaged.
+        """
+        saved = checkpoint.load_latest(self.folder / "final")
+        if saved is None:
+            raise ValueError(f"{self.folder} has no final network: {self._why()}")
+        return saved
 
     def _check_recipe(self, trained: Mapping[str, Any]) -> None:
         """Check what the weights do not show, such as the activation."""

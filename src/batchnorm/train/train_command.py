@@ -53,9 +53,14 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _field(name: str, kind: Any) -> tuple[str, Any, None]:
+def _field(name: str, kind: Any) -> tuple[str, Any, Any]:
+    if name == "freeze_statistics":  # no recipe sets it, so it can be a flag
+        return name, kind, False
     if name == "factory":
         shown = arg(name="network", metavar="FILE.py:FUNCTION", help_behavior_hint="(default: the paper's)")
+        return name, Annotated[Optional[kind], shown], None  # noqa: UP045
+    if name == "start":
+        shown = arg(name="from", metavar="RUN|FILE", help_behavior_hint="(default: new weights)")
         return name, Annotated[Optional[kind], shown], None  # noqa: UP045
     hint = "(default: the recipe's)" if name in ("name", "seed") else _defaults(name)
     return name, Annotated[Optional[kind], arg(metavar=_metavar(kind), help_behavior_hint=hint)], None  # noqa: UP045
