@@ -3,12 +3,15 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from training import assert_same_outcome, small, train_small
+from training import assert_same_outcome, environment, small, start, train_small
 
 import batchnorm as bn
 from batchnorm.cli import main
@@ -30,6 +33,12 @@ def build(classes):
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, stride=2, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2), nn.Conv2d(6, 8, 3),
         nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes),
+    )
+
+
+def steady(classes):
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, classes)
     )
 
 
@@ -89,6 +98,36 @@ def test_a_resumed_run_is_the_same_and_is_evaluated_as_it_was(data, source, tmp_
     assert (tmp_path / "whole" / "monitor.jsonl").read_text().count("\n") == 2
     net = open_run(tmp_path / "whole", trust=True).load(["class0", "class1", "class2"])
     assert not any(isinstance(layer, _BatchNorm) for layer in net.modules())
+
+
+def test_a_killed_run_goes_on(data, source, tmp_path):
+    recipe = small(factory=f"{source}:build", normalize="insert", rate=0.05)
+    train_small(data, tmp_path / "whole", recipe)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    process = start(data, tmp_path / "killed", recipe)
+    while process.is_alive() and not (metrics.exists() and metrics.read_text().count("\n") >= 4):
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    train_small(data, tmp_path / "killed", recipe)
+    assert_same_outcome(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.dist
+def test_two_ranks_learn_what_one_process_learns(data, source, tmp_path):
+    recipe = small(factory=f"{source}:steady", normalize="insert", statistics="sync", rate=0.05, epochs=1)
+    alone = train_small(data, tmp_path / "one", recipe, evaluate_every=0)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "batchnorm"]
+    fields = "--normalize insert --statistics sync --rate 0.05 --epochs 1 --size 32 --batch-size 8 --name bn-x5"
+    options = f"--out {tmp_path / 'two'} --device cpu --workers 0 --log-every 1 --estimate-batches 3"
+    words = ["train", "--network", recipe.factory, "--data", str(data), *fields.split(), *options.split()]
+    done = subprocess.run([*launcher, *words], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "on 2 x cpu" in done.stdout
+    result = json.loads((tmp_path / "two" / "result.json").read_text())
+    assert (result["steps"], result["hardware"]["ranks"]) == (alone.steps, 2)
+    one, two = (open_run(tmp_path / name, trust=True).trained()[0] for name in ("one", "two"))
+    torch.testing.assert_close(list(two.parameters()), list(one.parameters()), rtol=1e-3, atol=1e-4)
 
 
 def test_a_run_is_loaded_predicts_and_is_folded(data, source, files, tmp_path):
