@@ -83,6 +83,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "batchnorm.bench.learning:learning",
         "train a network as it is and converted, and compare their accuracies",
     ),
+    "bench fine-tuning": (
+        "batchnorm.bench.fine_tuning:fine_tuning",
+        "fine-tune with small batches, with batch and with frozen statistics, and compare",
+    ),
     "bench memory": ("batchnorm.bench.memory:memory", "peak memory of that training step against stock parts"),
     "bench input": ("batchnorm.bench.input:input_rate", "images per second and core against a plain loader"),
     "bench crops": ("batchnorm.bench.crops:crops", "crops per second against the bare forward pass"),
@@ -106,6 +110,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "bench fig1": ("matplotlib",),
     "bench input": ("PIL",),
     "bench learning": ("PIL",),
+    "bench fine-tuning": ("PIL", "safetensors"),
     "bench crops": ("PIL",),
 }
 

@@ -159,6 +159,15 @@ def test_a_run_calls_the_function_that_it_names_only_if_trusted(data, source, fi
     assert main(["predict", str(tmp_path / "theirs"), str(files[0]), "--device", "cpu", "--trust"]) == 0
 
 
+def test_a_run_whose_last_step_explodes_has_diverged(words, source, tmp_path, capsys):
+    words[2] = f"{source}:steady"
+    with pytest.raises(SystemExit, match="1"):
+        main([*words, "--rate", "3e38", "--max-steps", "1"])
+    assert "diverged by step 1" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["diverged"]
+    assert not (tmp_path / "run" / "final").exists()
+
+
 def test_the_changes(source):
     def kinds(change):
         net = small(factory=f"{source}:build", normalize=change).network(3)

@@ -17,9 +17,10 @@ from ..data.image_sources import training_splits
 from ..evaluate import Accuracy, count_correct
 from ..jobs import Stopped, StopSignal, stop_signal
 from ..monitor import Monitor
+from ..network_copy import outputs
 from . import checkpoint
 from .distributed import Ranks, ranks
-from .final_network import folded_network, population_network
+from .final_network import example_images, folded_network, population_network
 from .lock import locked
 from .metrics import Logger, Result, hardware, write_result
 from .options import Options
@@ -249,8 +250,8 @@ class _Training:
     def _conclude(self, diverged: bool) -> Result:
         """Finish Algorithm 2, save the final network and write the result."""
         accuracy = on_training = None
-        if not diverged:
-            net = self._inference_network()
+        net = None if diverged else self._inference_network()
+        if net is not None:
             accuracy = self._accuracy(net, self.validation)
             if self.options.score_training:
                 on_training = self._accuracy(net, self.batches.centred(self.options.evaluate_batch))
@@ -260,7 +261,7 @@ class _Training:
             self.step,
             self.batches.num_examples,
             len(self.batches.classes),
-            diverged,
+            net is None,
             top1=None if accuracy is None else accuracy.top1,
             top5=None if accuracy is None else accuracy.top5,
             train_top1=None if on_training is None else on_training.top1,
@@ -276,12 +277,15 @@ class _Training:
         self.ranks.wait()
         return result
 
-    def _inference_network(self) -> nn.Module:
+    def _inference_network(self) -> nn.Module | None:
+        """Save the final network and return it folded; None if the last steps made its outputs infinite or NaN."""
         epoch = -(-self.step // len(self.batches))
         count, seed = self.options.estimate_batches, self.recipe.seed
         final = population_network(
             self.net, self.batches, self.augment, epoch=epoch, seed=seed, count=count, bf16=self.bf16
         )
+        if not outputs(final, example_images(self.recipe.size)).isfinite().all():
+            return None
         if self.ranks.main:
             state = {"classes": list(self.batches.classes), "network": self.recipe.network_fields}
             checkpoint.save(self.folder / "final", self.step, final.state_dict(), state)

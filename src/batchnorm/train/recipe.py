@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from ..errors import SEED_MAX, above, at_least, between
 from ..layers import BatchNorm, Sync, freeze_
 from ..models import inception as inception_network
+from ..network_factory import is_of_library
 from .own_network import Change, own_network
 
 PAPERS_FIELDS = (
@@ -179,6 +180,15 @@ class Recipe:
         Paper: Sec. 4.2.1, "learning rate was decayed exponentially"
         """
         return self.rate * self.decay ** math.floor(step / (self.decay_epochs * steps_per_epoch))
+
+    @property
+    def needs_trust(self) -> bool:
+        """Whether building the network calls a function of the user's, which could do anything.
+
+        >>> Recipe(factory="mynet.py:build").needs_trust, Recipe(factory="timm:resnet50").needs_trust
+        (True, False)
+        """
+        return bool(self.factory) and not is_of_library(self.factory)
 
     @property
     def network_fields(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ..data.image_sources import has_split, training_splits
 from ..evaluate import Crops, SquareBatches, open_squares
 from ..evaluate.crops import Count
-from ..network_factory import is_of_library
 from ..results import read_json
 from . import checkpoint
 from .distributed import Ranks
@@ -77,11 +76,10 @@ class SavedRun(NamedTuple):
             raise ValueError(f"{self.folder / 'final'} does not say which classes and network it is of")
         if classes is not None:
             check_classes(self.folder, trained, classes)
-        factory = self.recipe.factory
-        if factory and not is_of_library(factory) and not self.trust:
+        if self.recipe.needs_trust and not self.trust:
             raise ValueError(
-                f"loading {self.folder} calls {factory}, which its recipe.json names and which could do anything: if"
-                " you trust it, say --trust (in Python: trust=True)"
+                f"loading {self.folder} calls {self.recipe.factory}, which its recipe.json names and which could do"
+                " anything: if you trust it, say --trust (in Python: trust=True)"
             )
         net = self.recipe.network(len(trained))
         _load_weights(net, saved.model, self.folder, len(trained), self.recipe.factory)

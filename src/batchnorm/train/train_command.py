@@ -116,8 +116,11 @@ def train(
         result = train_recipe(chosen, options)
     except Stopped as stopped:
         raise KeyboardInterrupt(str(stopped)) from stopped
-    # File names are not markup.
-    Console(quiet=silent).print(_summary(result, options.folder(chosen)), markup=False)
+    if not silent:
+        folder, trust = options.folder(chosen), " --trust" if chosen.needs_trust else ""
+        print(_summary(result, folder))
+        if not result.diverged:
+            print(f"next: batchnorm predict {folder} IMAGE...{trust}\n      batchnorm fold {folder} -o net.onnx{trust}")
     if result.diverged:
         raise SystemExit(1)
 
