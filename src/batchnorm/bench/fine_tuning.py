@@ -44,11 +44,11 @@ class FineTuning:
     """Folder with train/CLASS/*.jpg and val/CLASS/*.jpg."""
     classes: int = 20
     """How many of its classes to use: the first half to train on, the others to fine-tune on."""
-    images: int = 30
+    images: int = 20
     """Training images of each class to fine-tune on."""
     batches: tuple[int, ...] = (2, 4, 32)
     """Batch sizes of the fine-tuning."""
-    rates: tuple[float, ...] = (0.001, 0.003, 0.01)
+    rates: tuple[float, ...] = (0.0003, 0.001, 0.003, 0.01, 0.03)
     """Rates of the fine-tuning; the best mean over seeds counts, for each batch size and kind of statistics."""
     seeds: int = 3
     """Seeds of each fine-tuning."""
