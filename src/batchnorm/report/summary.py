@@ -361,8 +361,8 @@ def _fine_tuning(r: Result) -> str:
         rows.append([str(batch), kind, *bold])
     half = options["classes"] // 2
     return (
-        f"Validation accuracy in percent, mean and standard deviation over {options['seeds']} seeds, of a network of four"
-        f" convolutions at {options['size']} px. It was trained on {half} classes ({r['first']:.1%}) and fine-tuned on"
+        "Validation accuracy in percent, mean and standard deviation over the seeds, of a network of four convolutions"
+        f" at {options['size']} px. It was trained on {half} classes ({r['first']:.1%}) and fine-tuned on"
         f" {options['images']} images of each of {half} others for {options['epochs']:g} epochs"
         f" ([numbers](../results/fine-tuning.json), {_where(r)}).\n\n{_table(rows)}"
     )

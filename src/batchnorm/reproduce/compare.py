@@ -332,7 +332,8 @@ def _steps(times: float | None, top: tuple[int, float] | None) -> str:
         return "Without it, no seed was validated before one diverged."
     if times is None:
         return f"With it, the mean over seeds never reaches {top[1]:.1%}, the best without it."
-    return f"With it, the mean over seeds reaches {top[1]:.1%}, the best without it, in {times:.1f} times fewer steps."
+    how = f"in {times:.1f} times fewer steps" if times > 1 else "but not in fewer steps"
+    return f"With it, the mean over seeds reaches {top[1]:.1%}, the best without it, {how}."
 
 
 def _edges(networks: Mapping[tuple[bool, float], Seeds], *chosen: Seeds) -> str:
