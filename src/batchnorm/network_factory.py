@@ -22,10 +22,7 @@ _INIT_WEIGHTS = ("googlenet", "inception_v3")
 
 
 class UserCodeError(ValueError):
-    """Report an exception in code of the user's, which is the cause.
-
-    Beyond the paper: the command line.
-    """
+    """Report an exception in code of the user's, which is the cause."""
 
 
 def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]:
@@ -69,8 +66,6 @@ def is_of_library(name: str) -> bool:
 
     >>> is_of_library("timm:resnet50"), is_of_library("mynet.py:build")
     (True, False)
-
-    Beyond the paper: other names call a function that could do anything.
     """
     return _LIBRARY.fullmatch(name) is not None
 

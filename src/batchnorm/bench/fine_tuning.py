@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import statistics
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,43 +33,6 @@ SETTINGS: dict[str, Any] = {"cache": "device", "workers": 0, "device": "cpu", "e
 NAMES = {False: "batch statistics", True: "frozen statistics"}
 
 
-@dataclass(frozen=True)
-class FineTuning:
-    """Fine-tune a network with small batches, with the statistics of each batch and with frozen ones.
-
-    Beyond the paper: fine-tuning.
-    """
-
-    data: Path
-    """Folder with train/CLASS/*.jpg and val/CLASS/*.jpg."""
-    classes: int = 20
-    """How many of its classes to use: the first half to train on, the others to fine-tune on."""
-    images: int = 20
-    """Training images of each class to fine-tune on."""
-    batches: tuple[int, ...] = (2, 4, 32)
-    """Batch sizes of the fine-tuning."""
-    rates: tuple[float, ...] = (0.0003, 0.001, 0.003, 0.01, 0.03)
-    """Rates of the fine-tuning; the best mean over seeds counts, for each batch size and kind of statistics."""
-    seeds: int = 3
-    """Seeds of each fine-tuning."""
-    size: int = 32
-    """Height and width of the images."""
-    first_epochs: float = 10.0
-    """Length of the first training, at batch 64."""
-    epochs: float = 4.0
-    """Length of each fine-tuning."""
-    processes: int | None = None
-    """Processes; by default one per core."""
-    out: Path = Path("runs/bench/fine-tuning.json")
-    """The result file; the published one is results/fine-tuning.json."""
-
-    def __post_init__(self) -> None:
-        at_least(4, classes=self.classes)
-        at_least(2, batches=self.batches, seeds=self.seeds)
-        at_least(1, images=self.images, size=self.size, processes=self.processes)
-        above(0, rates=self.rates, first_epochs=self.first_epochs, epochs=self.epochs)
-
-
 def build(classes: int) -> nn.Module:
     """Return the network: four convolutions with batch normalization."""
     layers: list[nn.Module] = []
@@ -78,31 +41,59 @@ def build(classes: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, classes))
 
 
-def fine_tuning(options: FineTuning) -> list[dict[str, Any]]:
-    """Train, fine-tune, print the table, write the result file and return its rows.
+def fine_tuning(
+    data: Path,
+    classes: int = 20,
+    images: int = 20,
+    batches: tuple[int, ...] = (2, 4, 32),
+    rates: tuple[float, ...] = (0.0003, 0.001, 0.003, 0.01, 0.03),
+    seeds: int = 3,
+    size: int = 32,
+    first_epochs: float = 10.0,
+    epochs: float = 4.0,
+    processes: int | None = None,
+    out: Path = Path("runs/bench/fine-tuning.json"),
+) -> list[dict[str, Any]]:
+    """Fine-tune a network with small batches, with the statistics of each batch and with frozen ones.
 
-    Raises:
-        ValueError: if the data has too few classes.
-
-    Beyond the paper: fine-tuning.
+    Args:
+        data: folder with train/CLASS/*.jpg and val/CLASS/*.jpg.
+        classes: how many of its classes to use: the first half to train on, the others to fine-tune on.
+        images: training images of each class to fine-tune on.
+        batches: batch sizes of the fine-tuning.
+        rates: of the fine-tuning; the best mean over seeds counts, for each batch size and kind of statistics.
+        seeds: of each fine-tuning.
+        size: height and width of the images.
+        first_epochs: length of the first training, at batch 64.
+        epochs: length of each fine-tuning.
+        processes: by default one per core.
+        out: the result file; the published one is results/fine-tuning.json.
     """
-    check_writable(options.out)
+    told = {
+        "classes": classes, "images": images, "batches": batches, "rates": rates, "seeds": seeds, "size": size,
+        "first_epochs": first_epochs, "epochs": epochs,
+    }  # fmt: skip
+    at_least(4, classes=classes)
+    at_least(2, batches=batches, seeds=seeds)
+    at_least(1, images=images, size=size, processes=processes)
+    above(0, rates=rates, first_epochs=first_epochs, epochs=epochs)
+    check_writable(out)
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        first, others = _divide(options, folder)
+        first, others = _divide(data, classes, images, folder)
         recipe = replace(
             RECIPES["bn-x5"],
             factory=f"{__name__}:build",
             normalize="convert",
-            size=options.size,
+            size=size,
             decay_epochs=1.0,
             decay=0.75,
         )
-        before = replace(recipe, name="first", rate=0.1, batch_size=64, epochs=options.first_epochs)
+        before = replace(recipe, name="first", rate=0.1, batch_size=64, epochs=first_epochs)
         start = _train((before, Options(first, folder / "first", **SETTINGS)))
-        print(f"first training: {start.top1:.1%} of {options.classes // 2} classes", flush=True)
-        cells = list(product(options.batches, (False, True), options.rates))
-        again = replace(recipe, start=str(folder / "first"), epochs=options.epochs)
+        print(f"first training: {start.top1:.1%} of {classes // 2} classes", flush=True)
+        cells = list(product(batches, (False, True), rates))
+        again = replace(recipe, start=str(folder / "first"), epochs=epochs)
         jobs = [
             (
                 replace(
@@ -111,27 +102,26 @@ def fine_tuning(options: FineTuning) -> list[dict[str, Any]]:
                 Options(others, folder / f"{k}-{seed}", **SETTINGS),
             )
             for k, (batch, freeze, rate) in enumerate(cells)
-            for seed in range(options.seeds)
+            for seed in range(seeds)
         ]
-        results = map_on_cores(_train, jobs, options.processes)
+        results = map_on_cores(_train, jobs, processes)
     tried = [
         {
             "batch": batch,
             "statistics": NAMES[freeze],
             "rate": rate,
-            **_means(results[k * options.seeds :][: options.seeds]),
+            **_means(results[k * seeds :][:seeds]),
         }
         for k, (batch, freeze, rate) in enumerate(cells)
     ]
     rows = [
         max((one for one in tried if (one["batch"], one["statistics"]) == cell), key=lambda one: float(one["mean"]))
-        for cell in product(options.batches, NAMES.values())
+        for cell in product(batches, NAMES.values())
     ]
-    told = {key: value for key, value in asdict(options).items() if key not in ("data", "out", "processes")}
-    write_result(options.out, QUESTION, options=told, first=start.top1, rows=rows, tried=tried)
+    write_result(out, QUESTION, options=told, first=start.top1, rows=rows, tried=tried)
     for row in rows:
         print(f"batch {row['batch']}, {row['statistics']}: {row['mean']:.1%} at rate {row['rate']:g}")
-    print(f"result: {options.out}")
+    print(f"result: {out}")
     return rows
 
 
@@ -151,18 +141,18 @@ def _means(results: list[Result]) -> dict[str, Any]:
     }
 
 
-def _divide(options: FineTuning, folder: Path) -> tuple[Path, Path]:
+def _divide(data: Path, classes: int, images: int, folder: Path) -> tuple[Path, Path]:
     """Make two image folders of links: one half of the classes, and a few training images of each of the others."""
-    names = FolderSource.open(options.data, "train").classes[: options.classes]
-    if len(names) < options.classes:
-        raise ValueError(f"{options.data} has {len(names)} classes, and classes={options.classes}: give fewer")
-    half = options.classes // 2
-    parts = {"first-images": (names[:half], None), "other-images": (names[half:], options.images)}
-    for part, (classes, limit) in parts.items():
-        for split, name in product(("train", "val"), classes):
+    names = FolderSource.open(data, "train").classes[:classes]
+    if len(names) < classes:
+        raise ValueError(f"{data} has {len(names)} classes, and classes={classes}: give fewer")
+    half = classes // 2
+    parts = {"first-images": (names[:half], None), "other-images": (names[half:], images)}
+    for part, (chosen, limit) in parts.items():
+        for split, name in product(("train", "val"), chosen):
             target = folder / part / split / name
             target.mkdir(parents=True)
-            files = sorted((options.data / split / name).iterdir())
+            files = sorted((data / split / name).iterdir())
             for file in files[:limit] if split == "train" else files:
                 (target / file.name).symlink_to(file.resolve())
     first, others = (folder / part for part in parts)

@@ -136,10 +136,7 @@ def _changes(recipe: Recipe, classes: int) -> dict[bool, Change]:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """One training of the comparison, in a folder of its own.
-
-    Beyond the paper: resuming.
-    """
+    """One training of the comparison, in a folder of its own."""
 
     recipe: Recipe
     options: Options
@@ -219,8 +216,6 @@ def interval(values: Sequence[float], images: int) -> tuple[float, float]:
 
     >>> [round(edge, 3) for edge in interval([0.48, 0.50, 0.52], 10_000)]
     [0.449, 0.551]
-
-    Beyond the paper: more than one seed.
     """
     mean, half = statistics.fmean(values), _half_width([values], images)
     return max(mean - half, 0.0), min(mean + half, 1.0)
@@ -231,8 +226,6 @@ def difference(before: Sequence[float], after: Sequence[float], images: int) -> 
 
     >>> [round(value, 3) for value in difference([0.5, 0.5, 0.5], [0.75, 0.75, 0.75], 100)]
     [0.25, 0.12, 0.38]
-
-    Beyond the paper: whether chance alone explains a difference.
     """
     gap, half = statistics.fmean(after) - statistics.fmean(before), _half_width([before, after], images)
     return gap, gap - half, gap + half
@@ -256,8 +249,6 @@ def verdict(gap: float, low: float, high: float) -> str:
 
     >>> verdict(0.02, -0.01, 0.05)
     'inconclusive: the difference is +2.0 points, and its 95% interval, -1.0 to +5.0, contains 0'
-
-    Beyond the paper: a difference that could be chance is not a finding.
     """
     told = f"the difference is {100 * gap:+.1f} points"
     ends = f"{100 * low:+.1f} to {100 * high:+.1f}"

@@ -21,8 +21,6 @@ def read_state_dict(path: Path) -> dict[str, Any]:
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: naming the file, if it holds no state dict.
-
-    Beyond the paper: weights from elsewhere.
     """
     try:
         if path.suffix == ".safetensors":
@@ -58,8 +56,6 @@ def start_from_(net: nn.Module, source: str, classes: int) -> str:
     Raises:
         FileNotFoundError: if there is no such run or file.
         ValueError: if anything but the last layer does not fit.
-
-    Beyond the paper: fine-tuning.
     """
     path = Path(source).expanduser()
     state = dict(open_run(path).final().model) if path.is_dir() else read_state_dict(path)
@@ -90,8 +86,6 @@ def difference(expected: Mapping[str, Any], state: Mapping[str, Any]) -> str:
 
     >>> difference({"weight": torch.zeros(2), "bias": torch.zeros(2)}, {"weight": torch.zeros(3)})
     '1 entry not in the file (bias); 1 entry of another shape (weight)'
-
-    Beyond the paper: weights from elsewhere.
     """
     kinds = {
         "not in the file": [k for k in expected if k not in state],
