@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from difflib import get_close_matches
@@ -10,11 +11,13 @@ from importlib import import_module
 from importlib.metadata import version
 from inspect import getdoc
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from .arguments import call_with
 from .errors import JobsFailedError, sentence
 from .extras import MissingExtraError, check_installed
+from .network_factory import UserCodeError
 
 # word(s) -> (module:function, what it does). Modules are imported only when their word is used.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -23,6 +26,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "fold the BN of a run or any network into its weights and write ONNX or torch.export",
     ),
     "train": ("batchnorm.train.train_command:train", "train the paper's network, or your own, on images of your own"),
+    "compare": (
+        "batchnorm.reproduce.compare:compare",
+        "train your network without and with batch normalization, each at its best rate",
+    ),
     "evaluate": (
         "batchnorm.train.evaluate_command:evaluate",
         "top-1 and top-5 error of runs: 1, 10 or 144 crops, ensembles",
@@ -76,6 +83,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "batchnorm.bench.learning:learning",
         "train a network as it is and converted, and compare their accuracies",
     ),
+    "bench fine-tuning": (
+        "batchnorm.bench.fine_tuning:fine_tuning",
+        "fine-tune with small batches, with batch and with frozen statistics, and compare",
+    ),
     "bench memory": ("batchnorm.bench.memory:memory", "peak memory of that training step against stock parts"),
     "bench input": ("batchnorm.bench.input:input_rate", "images per second and core against a plain loader"),
     "bench crops": ("batchnorm.bench.crops:crops", "crops per second against the bare forward pass"),
@@ -84,6 +95,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 # its function.
 NEEDS: dict[str, tuple[str, ...]] = {
     "train": ("PIL", "safetensors"),
+    "compare": ("PIL", "safetensors"),
     "evaluate": ("PIL", "safetensors"),
     "predict": ("PIL", "safetensors"),
     "reproduce fig1": ("matplotlib",),
@@ -98,6 +110,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "bench fig1": ("matplotlib",),
     "bench input": ("PIL",),
     "bench learning": ("PIL",),
+    "bench fine-tuning": ("PIL", "safetensors"),
     "bench crops": ("PIL",),
 }
 
@@ -120,6 +133,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as stopped:
         print(str(stopped) or "stopped", file=sys.stderr)
         return 130
+    except UserCodeError as error:
+        _print_users_part(error.__cause__)
+        print(f"batchnorm {command}: {error}; nothing was written", file=sys.stderr)
+        return 2
     except (MissingExtraError, OSError, ValueError) as error:
         # What a user can put right gets one sentence; anything else keeps its traceback.
         print(f"batchnorm {command}: {sentence(error)}", file=sys.stderr)
@@ -138,6 +155,20 @@ def _call(function: Callable[..., object], command: str, words: list[str]) -> No
     made = call_with(words, given, f"batchnorm {command}", _description(given))
     if settings is not None:
         function(made)
+
+
+def _print_users_part(error: BaseException | None) -> None:
+    """Print a traceback without the frames of this library and of Python's import machinery."""
+    if error is None:  # it came from another process
+        return
+    package = str(Path(__file__).parent)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((package, "<frozen importlib"))
+    ]
+    lines = traceback.format_list(frames) + traceback.format_exception_only(error)
+    print("Traceback (most recent call last):\n" + "".join(lines), end="", file=sys.stderr)
 
 
 def _description(given: object) -> str:

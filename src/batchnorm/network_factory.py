@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,10 @@ _LIBRARY = re.compile(r"(torchvision|timm)[:/]([\w.-]+)")
 _INIT_WEIGHTS = ("googlenet", "inception_v3")
 
 
+class UserCodeError(ValueError):
+    """Report an exception in code of the user's, which is the cause."""
+
+
 def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]:
     """Return the network that a name stands for, and the example batch if its function returns one too.
 
@@ -31,6 +35,7 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
 
     Raises:
         ValueError: if the name leads to no function, or the function returns no network.
+        UserCodeError: if the function raises an exception.
 
     >>> make_network("torch.nn:Identity")
     (Identity(), None)
@@ -49,47 +54,40 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
         if library is not None:
             made = _from_library(library[1], library[2], classes)
         else:
-            try:
-                module = import_module(source) if file is None else _import_file(file)
-            except (ImportError, SyntaxError) as error:
-                raise ValueError(f"cannot make a network from {name}: {error}") from error
-            found = getattr(module, function, None)
-            if found is None:
-                raise ValueError(f"cannot make a network from {name}: {source} has no function {function}")
-            try:
-                made = found(**_arguments(name, found, classes))
-            except ImportError as error:
-                raise ValueError(f"cannot make a network from {name}: {error}") from error
+            made = _call(name, source, function, classes)
     net, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(net, nn.Module):
         raise ValueError(f"{name} returned {type(net).__name__}, not a torch.nn.Module")
     return net, example
 
 
-def check_outside(name: str, folder: Path) -> None:
-    """Check that the code that a name leads to is not in a folder, without running it."""
-    module, _, _ = name.rpartition(":")
-    if _LIBRARY.fullmatch(name) is not None:
-        return
-    with _importing_from(Path.cwd()):
-        for path in [Path(module)] if module.endswith(".py") else _files_of(module):
-            if path.resolve().is_relative_to(folder.resolve()):
-                raise ValueError(
-                    f"{folder} names {name} as its network, which is code in that folder and could do anything: if you"
-                    " trust it, move it elsewhere and correct recipe.json"
-                )
+def is_of_library(name: str) -> bool:
+    """Say whether a name is that of a network of torchvision or timm.
+
+    >>> is_of_library("timm:resnet50"), is_of_library("mynet.py:build")
+    (True, False)
+    """
+    return _LIBRARY.fullmatch(name) is not None
 
 
-def _files_of(module: str) -> Iterator[Path]:
-    """Yield the files that importing a module runs, outer packages first: to find an inner one runs those."""
-    parts = module.split(".")
-    for k in range(len(parts)):
-        try:
-            spec = find_spec(".".join(parts[: k + 1]))
-        except (ImportError, ValueError):  # not a package, or a module without a file
-            return
-        if spec is not None and spec.has_location and spec.origin is not None:
-            yield Path(spec.origin)
+def _call(name: str, source: str, function: str, classes: int | None) -> Any:
+    """Import and call the user's function."""
+    try:
+        module = _import_file(Path(source)) if source.endswith(".py") else import_module(source)
+    except (ImportError, SyntaxError) as error:
+        raise ValueError(f"cannot make a network from {name}: {error}") from error
+    except Exception as error:
+        raise UserCodeError(f"importing {source} raised {type(error).__name__}, so {name} was not called") from error
+    found = getattr(module, function, None)
+    if found is None:
+        raise ValueError(f"cannot make a network from {name}: {source} has no function {function}")
+    given = _arguments(name, found, classes)
+    try:
+        return found(**given)
+    except ImportError as error:
+        raise ValueError(f"cannot make a network from {name}: {error}") from error
+    except Exception as error:
+        raise UserCodeError(f"{name} raised {type(error).__name__}") from error
 
 
 def _from_library(library: str, name: str, classes: int | None) -> nn.Module:

@@ -47,6 +47,22 @@ def test_what_a_run_leaves(reference):
     small().network(3).load_state_dict(final.model)
 
 
+def test_a_short_run_logs_its_loss_before_each_validation(data, tmp_path):
+    train_small(data, tmp_path, small(epochs=1.5), log_every=100, evaluate_every=0)
+    lines = read(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == [4, 6]
+    assert [line["step"] for line in lines if "val_top1" in line] == [4, 6, 6]
+
+
+def test_a_finished_run_says_so(data, reference, tmp_path, capsys):
+    run = shutil.copytree(reference, tmp_path / "run")
+    train_small(data, run)
+    said = capsys.readouterr().out
+    assert "going on" not in said
+    assert "this run is finished, and is only scored again: to train it longer, give more --epochs" in said
+    assert_same_outcome(run, reference)
+
+
 @pytest.mark.slow
 def test_it_learns(data, tmp_path):
     result = train_small(data, tmp_path, small(width=0.1, rate=0.02, epochs=12), evaluate_every=0, checkpoint_every=99)

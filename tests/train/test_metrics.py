@@ -1,7 +1,9 @@
+import re
+
 import pytest
 from full_disk import no_room
 
-from batchnorm.train.metrics import Metrics, read
+from batchnorm.train.metrics import Logger, Metrics, read
 
 
 def test_a_full_disk_is_told_with_the_file(tmp_path):
@@ -37,3 +39,15 @@ def test_a_position_outside_of_the_file(tmp_path, position):
     with pytest.raises(ValueError, match="lines are missing"):
         Metrics(path, position)
     assert path.read_text() == '{"step": 1}\n'
+
+
+def test_validations_stay_on_a_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    logger = Logger(tmp_path, (0, 0), 10)
+    logger.log({"step": 4, "loss": 1.5})
+    logger.log({"step": 5, "val_top1": 0.25, "val_top5": 0.5})
+    logger.close()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    lines = [line.rstrip() for line in re.split(r"[\r\n]", plain)]
+    assert "step 5  val_top1 0.2500  val_top5 0.5000" in lines
+    assert "step 4  loss 1.5000" not in lines

@@ -1,13 +1,17 @@
 """Networks of a user's own: trained, resumed and evaluated as the paper's are."""
 
 import json
+import re
 import shutil
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from training import assert_same_outcome, small, train_small
+from training import assert_same_outcome, environment, small, start, train_small
 
 import batchnorm as bn
 from batchnorm.cli import main
@@ -29,6 +33,12 @@ def build(classes):
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, stride=2, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2), nn.Conv2d(6, 8, 3),
         nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes),
+    )
+
+
+def steady(classes):
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, classes)
     )
 
 
@@ -83,35 +93,79 @@ def test_a_resumed_run_is_the_same_and_is_evaluated_as_it_was(data, source, tmp_
     for steps in (5, 12):
         train_small(data, tmp_path / "parts", recipe, max_steps=steps, monitor_every=5)
     assert_same_outcome(tmp_path / "whole", tmp_path / "parts")
-    report = evaluate((tmp_path / "parts",), data=data, device="cpu", workers=0)
+    report = evaluate((tmp_path / "parts",), data=data, device="cpu", workers=0, trust=True)
     assert 1 - report.score.top1_error == pytest.approx(result.top1)
     assert (tmp_path / "whole" / "monitor.jsonl").read_text().count("\n") == 2
-    net = open_run(tmp_path / "whole").load(["class0", "class1", "class2"])
+    net = open_run(tmp_path / "whole", trust=True).load(["class0", "class1", "class2"])
     assert not any(isinstance(layer, _BatchNorm) for layer in net.modules())
+
+
+def test_a_killed_run_goes_on(data, source, tmp_path):
+    recipe = small(factory=f"{source}:build", normalize="insert", rate=0.05)
+    train_small(data, tmp_path / "whole", recipe)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    process = start(data, tmp_path / "killed", recipe)
+    while process.is_alive() and not (metrics.exists() and metrics.read_text().count("\n") >= 4):
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    train_small(data, tmp_path / "killed", recipe)
+    assert_same_outcome(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.dist
+def test_two_ranks_learn_what_one_process_learns(data, source, tmp_path):
+    recipe = small(factory=f"{source}:steady", normalize="insert", statistics="sync", rate=0.05, epochs=1)
+    alone = train_small(data, tmp_path / "one", recipe, evaluate_every=0)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "batchnorm"]
+    fields = "--normalize insert --statistics sync --rate 0.05 --epochs 1 --size 32 --batch-size 8 --name bn-x5"
+    options = f"--out {tmp_path / 'two'} --device cpu --workers 0 --log-every 1 --estimate-batches 3"
+    words = ["train", "--network", recipe.factory, "--data", str(data), *fields.split(), *options.split()]
+    done = subprocess.run([*launcher, *words], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "on 2 x cpu" in done.stdout
+    result = json.loads((tmp_path / "two" / "result.json").read_text())
+    assert (result["steps"], result["hardware"]["ranks"]) == (alone.steps, 2)
+    one, two = (open_run(tmp_path / name, trust=True).trained()[0] for name in ("one", "two"))
+    torch.testing.assert_close(list(two.parameters()), list(one.parameters()), rtol=1e-3, atol=1e-4)
 
 
 def test_a_run_is_loaded_predicts_and_is_folded(data, source, files, tmp_path):
     train_small(data, tmp_path / "run", small(factory=f"{source}:build", rate=0.05))
-    run = bn.load(tmp_path / "run")
+    run = bn.load(tmp_path / "run", trust=True)
     said = run.predict(files).probabilities
     with torch.no_grad():
         torch.testing.assert_close(said, run.trained(run.preprocessing(files)).softmax(1))
-    assert main(["fold", str(tmp_path / "run"), "-o", str(tmp_path / "net.pt2")]) == 0
+    assert main(["fold", str(tmp_path / "run"), "-o", str(tmp_path / "net.pt2"), "--trust"]) == 0
 
 
-@pytest.mark.parametrize("name", ["own.py", "theirs.own", "theirs.package.own"])
-def test_code_in_a_run_is_not_run(data, source, tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    train_small(data, tmp_path / "theirs", small(factory=f"{source}:plain", epochs=0.25))
-    trap = "raise AssertionError('this ran')"
-    (tmp_path / "theirs" / "own.py").write_text(trap)
-    (tmp_path / "theirs" / "package").mkdir()
-    (tmp_path / "theirs" / "package" / "__init__.py").write_text(trap)
-    fields = json.loads((tmp_path / "theirs" / "recipe.json").read_text())
-    where = f"theirs/{name}" if name.endswith(".py") else name
-    (tmp_path / "theirs" / "recipe.json").write_text(json.dumps({**fields, "factory": f"{where}:plain"}))
-    with pytest.raises(ValueError, match=r"theirs names .*:plain as its network, which is code in that folder"):
+def test_a_run_calls_the_function_that_it_names_only_if_trusted(data, source, files, tmp_path, refusal, capsys):
+    recipe = small(factory=f"{source}:plain", epochs=0.25)
+    train_small(data, tmp_path / "theirs", recipe)
+    (tmp_path / "trap.py").write_text("raise AssertionError('this ran')")
+    path = tmp_path / "theirs" / "recipe.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "factory": f"{tmp_path}/trap.py:build"}))
+    says = rf"loading .*theirs calls {tmp_path}/trap\.py:build, which its recipe\.json names .* say --trust"
+    with pytest.raises(ValueError, match=says):
         bn.load(tmp_path / "theirs")
+    capsys.readouterr()
+    for words in (
+        ["predict", tmp_path / "theirs", files[0]],
+        ["fold", tmp_path / "theirs", "-o", tmp_path / "net.pt2"],
+        ["evaluate", tmp_path / "theirs", "--data", data, "--device", "cpu", "--workers", 0],
+    ):
+        assert re.search(says, refusal(*words))
+    path.write_text(recipe.to_json())
+    assert main(["predict", str(tmp_path / "theirs"), str(files[0]), "--device", "cpu", "--trust"]) == 0
+
+
+def test_a_run_whose_last_step_explodes_has_diverged(words, source, tmp_path, capsys):
+    words[2] = f"{source}:steady"
+    with pytest.raises(SystemExit, match="1"):
+        main([*words, "--rate", "3e38", "--max-steps", "1"])
+    assert "diverged by step 1" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["diverged"]
+    assert not (tmp_path / "run" / "final").exists()
 
 
 def test_the_changes(source):
@@ -164,7 +218,7 @@ def test_the_command_says_what_it_will_do_and_records_it(words, data, tmp_path, 
     assert (data_there["train[0.2:]"], data_there["train[:0.2]"]) == (24, 6)
     assert main([*words, "--normalize", "insert", "--validate", "0.3"]) == 2
     assert "validate is 0.2 there, 0.3 here" in capsys.readouterr().err
-    report = evaluate((tmp_path / "run",), data=tmp_path / "images", device="cpu", workers=0)
+    report = evaluate((tmp_path / "run",), data=tmp_path / "images", device="cpu", workers=0, trust=True)
     assert report.score.examples == 6
     assert 1 - report.score.top1_error == pytest.approx(
         json.loads((tmp_path / "run" / "result.json").read_text())["top1"]
@@ -192,6 +246,23 @@ def test_what_a_user_can_put_right_gets_one_sentence(words, source, tmp_path, ca
     assert says in error
     assert error.count("\n") == 1
     assert not (tmp_path / "run" / "recipe.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [("failing", "{0}:failing raised IndexError"), ("build", "importing {0} raised ZeroDivisionError")],
+)
+def test_an_exception_in_the_users_code_keeps_its_traceback(words, source, tmp_path, capsys, function, says):
+    broken = tmp_path / "broken.py"
+    broken.write_text("def failing():\n    return [][1]\n" + ("1 / 0\n" if function == "build" else ""))
+    words[2] = f"{broken}:{function}"
+    assert main(words) == 2
+    *trace, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"batchnorm train: {says.format(broken)}")
+    assert last.endswith("; nothing was written")
+    assert trace[0] == "Traceback (most recent call last):"
+    assert [line.split(", line")[0] for line in trace if "File" in line] == [f'  File "{broken}"']
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_class_without_images(words, data, tmp_path, capsys):

@@ -25,12 +25,23 @@ def test_predict_prints_the_top_classes_and_writes_all(run, finished, data, file
     torch.testing.assert_close(written[:12], found.probabilities, rtol=1e-5, atol=1e-7)
 
 
-def test_predict_refuses_what_is_no_image(finished, tmp_path, files, refusal):
+def test_files_that_cannot_be_read_are_named_at_the_end(finished, tmp_path, files, capsys):
     (tmp_path / "text.png").write_text("no image")
     output = tmp_path / "out.csv"
-    says = refusal("predict", finished, files[0], tmp_path / "text.png", "--csv", output)
-    assert says.startswith(f"batchnorm predict: {tmp_path}/text.png is not an image that can be read")
+    words = ["predict", finished, tmp_path / "text.png", *files[:2], "--batch-size", 1, "--csv", output]
+    assert main([*map(str, words), "--device", "cpu"]) == 1
+    out, err = capsys.readouterr()
+    assert [line.partition(": ")[0] for line in out.splitlines()] == [*map(str, files[:2]), "probabilities"]
+    first, second = err.splitlines()
+    assert first == "batchnorm predict: 1 of 3 images could not be read:"
+    assert second.startswith(f"  {tmp_path}/text.png is not an image that can be read")
+    assert [row[0] for row in csv.reader(output.read_text().splitlines())] == ["image", *map(str, files[:2])]
+    output.unlink()
+    assert main(["predict", str(finished), str(tmp_path / "text.png"), "--csv", str(output), "--device", "cpu"]) == 1
     assert not output.exists()
+
+
+def test_predict_refuses_what_is_no_image(finished, tmp_path, files, refusal):
     assert f"{finished} has no images (.jpg, " in refusal("predict", finished, finished)
     assert "no.png does not exist" in refusal("predict", finished, tmp_path / "no.png")
     assert "give at least one image" in refusal("predict", finished)

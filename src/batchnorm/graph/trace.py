@@ -56,7 +56,7 @@ def trace(
         recorder = _Recorder(twin, refuse)
         recorder.watch(twin)
         with recorder, _Resurface():  # type: ignore[no-untyped-call]
-            out = network_call.call(twin, example, forward)
+            out = _call(twin, example, forward)
     del example
     recorder.mark_escaped(out)
     for call in recorder.calls:
@@ -74,6 +74,17 @@ def trace_modes(net: nn.Module, example: Any, forward: network_call.Forward | No
     except Exception:
         # One value per feature, SyncBatchNorm without a GPU, missing targets: training cannot run on this example.
         return [evaluation]
+
+
+def _call(net: nn.Module, example: Any, forward: network_call.Forward | None) -> Any:
+    try:
+        return network_call.call(net, example, forward)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:
+            raise
+        shapes = ", ".join(str(tuple(t.shape)) for t in network_call.tensors_in(example))
+        why = str(error).partition("\n")[0]
+        raise RuntimeError(f"the network cannot take an example of shape {shapes}: {why}") from error
 
 
 def _held(net: nn.Module) -> list[Tensor]:

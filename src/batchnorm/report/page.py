@@ -203,7 +203,13 @@ def _run_data(run: Run) -> dict[str, Any]:
         }
     return {
         "name": run.name,
-        "curves": {key: _curve(curve) for key, curve in run.curves.items()},
+        "curves": {
+            key: {
+                **_curve(curve),
+                **{edge: _curve(values)["values"] for edge, values in run.bands.get(key, {}).items()},
+            }
+            for key, curve in run.curves.items()
+        },
         "percentiles": _percentile_data(run),
         "shift": shift,
     }

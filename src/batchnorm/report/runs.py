@@ -37,6 +37,8 @@ class Run:
     curves: dict[str, Curve]
     percentiles: list[Record] = field(repr=False)
     gradient_changes: list[Record] = field(repr=False)
+    bands: dict[str, dict[Literal["low", "high"], Curve]] = field(default_factory=dict, repr=False)
+    """the edges of a band around a curve, at the curve's steps"""
 
     @property
     def steps(self) -> int:

@@ -343,7 +343,29 @@ def pages(root: Path) -> dict[Path, str]:
     for name in ("fig2", "fig4"):
         table = results / name / f"{name}.md"
         contents[f"docs/{name}.md"] = _beneath(table.read_text()) if table.exists() else "Not yet run."
+    tuned = results / "fine-tuning.json"
+    contents["docs/fine-tuning.md"] = _fine_tuning(json.loads(tuned.read_text())) if tuned.exists() else "Not yet run."
     return {root / page: _between_markers((root / page).read_text(), text) for page, text in contents.items()}
+
+
+def _fine_tuning(r: Result) -> str:
+    """Tabulate accuracies by batch size, kind of statistics and rate, the best rate of each row in bold."""
+    options, best = r["options"], {(row["batch"], row["statistics"]): row["rate"] for row in r["rows"]}
+    rows = [["batch", "statistics", *(f"rate {rate:g}" for rate in options["rates"])]]
+    for batch, kind in best:
+        row = [one for one in r["tried"] if (one["batch"], one["statistics"]) == (batch, kind)]
+        cells = [f"{100 * one['mean']:.1f} ± {100 * one['spread']:.1f}" for one in row]
+        bold = [
+            f"**{cell}**" if one["rate"] == best[batch, kind] else cell for one, cell in zip(row, cells, strict=True)
+        ]
+        rows.append([str(batch), kind, *bold])
+    half = options["classes"] // 2
+    return (
+        "Validation accuracy in percent, mean and standard deviation over the seeds, of a network of four convolutions"
+        f" at {options['size']} px. It was trained on {half} classes ({r['first']:.1%}) and fine-tuned on"
+        f" {options['images']} images of each of {half} others for {options['epochs']:g} epochs"
+        f" ([numbers](../results/fine-tuning.json), {_where(r)}).\n\n{_table(rows)}"
+    )
 
 
 def _beneath(text: str) -> str:

@@ -72,6 +72,7 @@ class Ranks:
             if isinstance(m, TorchBatchNorm)
             and not isinstance(m, nn.SyncBatchNorm)
             and getattr(m, "statistics", None) is None
+            and not getattr(m, "frozen_statistics", False)  # a mean of equal numbers can differ in the last bit
         ]
         running = [b for m in layers for b in (m.running_mean, m.running_var) if b is not None]
         if not running:

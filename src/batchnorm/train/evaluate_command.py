@@ -25,6 +25,7 @@ def evaluate(
     batch_size: int = 256,
     workers: int = WORKERS,
     out: Path | None = None,
+    trust: bool = False,
 ) -> EnsembleReport:
     """Print the top-1 and top-5 error of finished runs and of the mean of their class probabilities.
 
@@ -39,6 +40,7 @@ def evaluate(
         batch_size: crops that a network takes at a time.
         workers: processes that decode images, for each rank.
         out: JSON file for the result.
+        trust: call the functions that runs of networks of your own name in their recipe.json.
 
     Raises:
         FileNotFoundError: if a run or the data is not found.
@@ -49,7 +51,7 @@ def evaluate(
     at_least(0, workers=workers)
     if out is not None:
         check_writable(out)
-    opened = open_runs(runs)
+    opened = open_runs(runs, trust=trust)
     with ranks(device) as here:
         batches = open_for(opened, data, crops, split, here, batch_size, workers)
         report = evaluate_networks(loaders(opened, batches), batches, batch_size=batch_size)

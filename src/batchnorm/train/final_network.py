@@ -20,7 +20,7 @@ def population_network(
 ) -> nn.Module:
     """Return a copy of the network whose running averages are replaced by population statistics.
 
-    A network without batch normalization is only copied. Every rank calls this.
+    A network without batch normalization, or with frozen statistics, is only copied. Every rank calls this.
 
     Args:
         net: the trained network.
@@ -34,7 +34,7 @@ def population_network(
     Paper: Alg. 2, l. 7-10
     """
     final = copy.deepcopy(net)
-    if _keeps_statistics(final):
+    if any(_keeps_statistics(m) and not getattr(m, "frozen_statistics", False) for m in final.modules()):
         device = next(final.parameters()).device
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             estimate_(final.train(), _prepared(batches, augment, epoch, seed, count))
@@ -52,7 +52,7 @@ def folded_network(net: nn.Module, size: int) -> nn.Module:
 
     Paper: Alg. 2, l. 11
     """
-    if not _keeps_statistics(net):
+    if not any(map(_keeps_statistics, net.modules())):
         return net
     device = next(net.parameters()).device
     folded = fold(copy.deepcopy(net).cpu(), example_images(size)).to(device)
@@ -64,8 +64,8 @@ def example_images(size: int) -> Tensor:
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
 
 
-def _keeps_statistics(net: nn.Module) -> bool:
-    return any(isinstance(m, TorchBatchNorm) and m.running_mean is not None for m in net.modules())
+def _keeps_statistics(module: nn.Module) -> bool:
+    return isinstance(module, TorchBatchNorm) and module.running_mean is not None
 
 
 def _prepared(batches: ImageBatches, augment: Augment, epoch: int, seed: int, count: int) -> Iterator[Tensor]:

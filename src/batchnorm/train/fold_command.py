@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from ..arguments import Positional, arg
 from ..data.crop_boxes import CENTRE_SHARE
-from ..extras import MissingExtraError, check_installed, require
+from ..extras import check_installed
 from ..inference import export
 from ..network_copy import outputs
 from ..network_factory import make_network
 from .final_network import example_images
+from .state_dicts import difference, read_state_dict
 from .trained_run import TrainedRun, load
 
 
@@ -30,6 +29,7 @@ def fold(
     weights: Path | None = None,
     input: tuple[int, ...] = (),
     fixed_batch: bool = False,
+    trust: bool = False,
 ) -> None:
     """Fold a network's batch normalization into its weights and write it as ONNX or torch.export, checked.
 
@@ -49,6 +49,7 @@ def fold(
         input: the shape of an example batch, such as 1 3 224 224; not needed for a run, or if the function returns an
             example batch.
         fixed_batch: write a network for the example's batch size only.
+        trust: if the run is of a network of your own, call the function that its recipe.json names.
     """
     if output.suffix == ".onnx":
         check_installed("onnx", "onnxscript", "onnxruntime")
@@ -63,12 +64,17 @@ def fold(
     if is_run:
         if weights is not None or input:
             raise ValueError(f"{network} is a run, with weights and an image size: leave out --weights and --input")
-        run = load(network)
+        run = load(network, trust=trust)
         net, example, metadata = run.trained, example_images(run.preprocessing.size), _metadata(run)
     else:
         net, example = make_network(network)
         if weights is not None:
-            _load_(net, network, weights)
+            state = read_state_dict(weights)
+            try:
+                net.load_state_dict(state)
+            except RuntimeError as error:
+                problem = difference(net.state_dict(), state) or error
+                raise ValueError(f"{weights} does not fit {network}: {problem}") from error
         if input:
             example = _example(net, input)
     if example is None:
@@ -99,46 +105,3 @@ def _example(net: nn.Module, shape: tuple[int, ...]) -> Tensor:
         why = str(error).partition("\n")[0]
         raise ValueError(f"the network cannot be called on --input {' '.join(map(str, shape))}: {why}") from error
     return example
-
-
-def _load_(net: nn.Module, factory: str, path: Path) -> None:
-    try:
-        state = _read(path)
-    except (FileNotFoundError, MissingExtraError):
-        raise
-    except UnpicklingError as error:
-        raise ValueError(
-            f"{path} holds more than tensors, or is no file of torch.save: save net.state_dict()"
-        ) from error
-    except Exception as error:  # each format has errors of its own
-        raise ValueError(f"{path} cannot be read as a state dict: {str(error).splitlines()[0]}") from error
-    if not isinstance(state, Mapping):
-        raise ValueError(f"{path} holds a {type(state).__name__}, not a state dict: save net.state_dict()")
-    try:
-        net.load_state_dict(state)
-    except RuntimeError as error:
-        raise ValueError(f"{path} does not fit {factory}: {_difference(net, state) or error}") from error
-
-
-def _read(path: Path) -> Any:
-    if path.suffix == ".safetensors":
-        return require("safetensors.torch", "export").load_file(path)
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _difference(net: nn.Module, state: Mapping[str, Any]) -> str:
-    """Describe how a state dict differs from the network's, with the names of the first few entries."""
-    expected = net.state_dict()
-    kinds = {
-        "not in the file": [k for k in expected if k not in state],
-        "not in the network": [k for k in state if k not in expected],
-        "of another shape": [
-            k for k, v in expected.items() if k in state and getattr(state[k], "shape", None) != v.shape
-        ],
-    }
-    return "; ".join(
-        f"{len(found)} {'entry' if len(found) == 1 else 'entries'} {kind}"
-        f" ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''})"
-        for kind, found in kinds.items()
-        if found
-    )

@@ -17,14 +17,16 @@ from ..data.image_sources import training_splits
 from ..evaluate import Accuracy, count_correct
 from ..jobs import Stopped, StopSignal, stop_signal
 from ..monitor import Monitor
+from ..network_copy import outputs
 from . import checkpoint
 from .distributed import Ranks, ranks
-from .final_network import folded_network, population_network
+from .final_network import example_images, folded_network, population_network
 from .lock import locked
 from .metrics import Logger, Result, hardware, write_result
 from .options import Options
 from .recipe import Recipe
 from .resume import RunState, claim_folder, resume_, save_state
+from .state_dicts import start_from_
 from .step import TrainStep, make_optimizer
 
 # Steps between agreements of the ranks on a stop: often enough for a scheduler's grace period, and cheap.
@@ -74,6 +76,8 @@ class _Training:
         cuda = here.device.type == "cuda"
         self.bf16 = cuda if options.precision == "auto" else options.precision == "bf16"
         self.net = recipe.network(len(self.batches.classes))
+        resumed = any((self.folder / "checkpoints").glob("step-*"))
+        started = start_from_(self.net, recipe.start, len(self.batches.classes)) if recipe.start and not resumed else ""
         if recipe.factory:  # a network that cannot be folded must not fail after days of training
             folded_network(self.net.eval(), recipe.size)
         self.net.train().to(here.device)
@@ -81,7 +85,7 @@ class _Training:
         # folder that looks like a run and then refuses the right one.
         if here.main:
             claim_folder(self.folder, recipe, describe_data(options.data, splits))
-            print(self._plan(), flush=True)
+            print(self._plan(), *filter(None, [started]), sep="\n", flush=True)
         here.wait()
         if cuda:
             self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -91,7 +95,7 @@ class _Training:
         self.augment = Augment(recipe.photometric, dtype=dtype).to(here.device)
         self.normalize = Normalize(dtype=dtype).to(here.device)
         self.monitor: Monitor | None = None
-        state = resume_(self.folder, self.net, self.optimizer, here)
+        state = resume_(self.folder, self.net, self.optimizer, here, self.total_steps)
         self.step, self.evaluated = state.step, state.evaluated
         self.first, self.began = state.step, 0.0
         # Compiling, capturing and casting ahead are tried on the paper's networks; others may compute on the host.
@@ -147,7 +151,7 @@ class _Training:
             epoch, start = divmod(self.step, len(self.batches))
             for k, (images, labels) in enumerate(self.batches.epoch(epoch, start), start):
                 self._train_on(images, labels, k)
-                if self.step % self.options.log_every == 0 and not self._log():
+                if (self.step % self.options.log_every == 0 or self._evaluation_due()) and not self._log():
                     return True
                 self._monitor_if_due()
                 if self._stop_requested():
@@ -206,10 +210,13 @@ class _Training:
         if self.logger is not None:
             self.logger.log_monitor(record)
 
-    def _evaluate_if_due(self) -> None:
+    def _evaluation_due(self) -> bool:
         every = self.options.evaluate_every or len(self.batches)
-        due = self.step > 0 and (self.step % every == 0 or self.step == self.total_steps)
-        if not due or self.evaluated == self.step:
+        at = self.step > 0 and (self.step % every == 0 or self.step == self.total_steps)
+        return at and self.evaluated != self.step
+
+    def _evaluate_if_due(self) -> None:
+        if not self._evaluation_due():
             return
         accuracy = self._accuracy(self.net, self.validation)
         self.evaluated = self.step
@@ -243,8 +250,8 @@ class _Training:
     def _conclude(self, diverged: bool) -> Result:
         """Finish Algorithm 2, save the final network and write the result."""
         accuracy = on_training = None
-        if not diverged:
-            net = self._inference_network()
+        net = None if diverged else self._inference_network()
+        if net is not None:
             accuracy = self._accuracy(net, self.validation)
             if self.options.score_training:
                 on_training = self._accuracy(net, self.batches.centred(self.options.evaluate_batch))
@@ -254,7 +261,7 @@ class _Training:
             self.step,
             self.batches.num_examples,
             len(self.batches.classes),
-            diverged,
+            net is None,
             top1=None if accuracy is None else accuracy.top1,
             top5=None if accuracy is None else accuracy.top5,
             train_top1=None if on_training is None else on_training.top1,
@@ -270,12 +277,15 @@ class _Training:
         self.ranks.wait()
         return result
 
-    def _inference_network(self) -> nn.Module:
+    def _inference_network(self) -> nn.Module | None:
+        """Save the final network and return it folded; None if the last steps made its outputs infinite or NaN."""
         epoch = -(-self.step // len(self.batches))
         count, seed = self.options.estimate_batches, self.recipe.seed
         final = population_network(
             self.net, self.batches, self.augment, epoch=epoch, seed=seed, count=count, bf16=self.bf16
         )
+        if not outputs(final, example_images(self.recipe.size)).isfinite().all():
+            return None
         if self.ranks.main:
             state = {"classes": list(self.batches.classes), "network": self.recipe.network_fields}
             checkpoint.save(self.folder / "final", self.step, final.state_dict(), state)

@@ -75,7 +75,7 @@ class Metrics:
 
 
 class Logger:
-    """Write a run's records to its folder and show them: a bar on a terminal, a line each elsewhere.
+    """Write a run's records to its folder and show them: a line each; on a terminal a bar, and lines for validations.
 
     Only rank 0 has one.
 
@@ -109,10 +109,9 @@ class Logger:
         """Write a record to metrics.jsonl, and to TensorBoard if asked for, and show it."""
         self.metrics.write({**record, "seconds": round(time.perf_counter() - self.started, 3)})
         self._text = "  ".join(_shown(key, value) for key, value in record.items())
-        if self.display.bars is None:
+        if self.display.bars is None or "val_top1" in record:
             self.display.say(self._text)
-        else:
-            self.advance(record["step"])
+        self.advance(record["step"])
         if self.board is not None:
             for key, value in record.items():
                 if isinstance(value, float):

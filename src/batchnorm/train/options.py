@@ -39,7 +39,7 @@ class Options:
     decoded: Path | None = None
     """with cache device, folder to keep the decoded images in, for the next run on the same data"""
     log_every: int = 100
-    """steps between lines of metrics.jsonl"""
+    """steps between lines of metrics.jsonl; there is also one before each validation"""
     evaluate_every: int = 0
     """steps between validations; 0 is once an epoch"""
     checkpoint_every: int = 5000

@@ -7,12 +7,16 @@ import io
 from pathlib import Path
 from typing import Annotated
 
+import torch
+from torch import Tensor
+
 from ..arguments import arg
 from ..data.decode import IMAGE_SUFFIXES
-from ..errors import at_least
+from ..errors import JobsFailedError, at_least, sentence
+from ..progress import progress
 from ..results import check_writable, write_atomically
 from .distributed import device_of
-from .trained_run import Prediction, load
+from .trained_run import TrainedRun, load
 
 
 def predict(
@@ -23,10 +27,12 @@ def predict(
     csv: Path | None = None,
     device: str = "auto",
     batch_size: int = 64,
-) -> Prediction:
+    trust: bool = False,
+) -> None:
     """Print the most probable classes of images, by the folded network of a finished run.
 
-    Images are cropped and normalized as in the run's validation.
+    Images are cropped and normalized as in the run's validation. Files that cannot be read are named and skipped; the
+    exit status is 1 then.
 
     Example: batchnorm predict runs/mine photo.jpg more-photos --top 3 --csv predictions.csv
 
@@ -37,10 +43,12 @@ def predict(
         csv: file for the probabilities of all classes, a row for each image.
         device: cpu, cuda, or auto.
         batch_size: images that the network takes at a time.
+        trust: if the run is of a network of your own, call the function that its recipe.json names.
 
     Raises:
         FileNotFoundError: if the run or an image is not found.
-        ValueError: if the run has not ended or an image cannot be decoded.
+        ValueError: if the run has not ended.
+        JobsFailedError: if images cannot be read, after the others are printed and written.
 
     Beyond the paper: using a trained network.
     """
@@ -51,17 +59,35 @@ def predict(
     if csv is not None:
         check_writable(csv)
     files = [file for image in images for file in _files(image)]
-    trained = load(run, device=where)
-    found = trained.predict(files, batch_size=batch_size)
+    trained = load(run, device=where, trust=trust)
+    readable, probabilities, unreadable = _predict(trained, files, batch_size)
     # Stable, so that of equal classes the first comes first, as in validation.
-    values, order = found.probabilities.sort(dim=1, descending=True, stable=True)
-    for file, row, classes in zip(files, values.tolist(), order.tolist(), strict=True):
+    values, order = probabilities.sort(dim=1, descending=True, stable=True)
+    for file, row, classes in zip(readable, values.tolist(), order.tolist(), strict=True):
         best = zip(row[:top], classes[:top], strict=True)
         print(f"{file}: {', '.join(f'{trained.classes[k]} {100 * p:.1f}%' for p, k in best)}")
-    if csv is not None:
-        _write(csv, trained.classes, files, found)
+    if csv is not None and readable:
+        _write(csv, trained.classes, readable, probabilities)
         print(f"probabilities: {csv}")
-    return found
+    if unreadable:
+        listed = "\n  ".join(unreadable)
+        raise JobsFailedError(f"{len(unreadable)} of {len(files)} images could not be read:\n  {listed}")
+
+
+def _predict(trained: TrainedRun, files: list[Path], batch_size: int) -> tuple[list[Path], Tensor, list[str]]:
+    """Return the files that can be read, their probabilities, and sentences about the others."""
+    readable, parts, unreadable = list[Path](), list[Tensor](), list[str]()
+    for start in progress(range(0, len(files), batch_size), f"batches of {batch_size} images"):
+        crops: list[Tensor] = []
+        for file in files[start : start + batch_size]:
+            try:
+                crops += trained.preprocessing.crops(file)
+            except (OSError, ValueError) as error:
+                unreadable.append(sentence(error))
+            else:
+                readable.append(file)
+        parts.append(trained.predict(crops, batch_size=batch_size).probabilities)
+    return readable, torch.cat(parts), unreadable
 
 
 def _files(image: Path) -> list[Path]:
@@ -76,10 +102,10 @@ def _files(image: Path) -> list[Path]:
     return files
 
 
-def _write(path: Path, classes: tuple[str, ...], files: list[Path], found: Prediction) -> None:
+def _write(path: Path, classes: tuple[str, ...], files: list[Path], probabilities: Tensor) -> None:
     text = io.StringIO()
     rows = csv_format.writer(text, lineterminator="\n")
     rows.writerow(["image", *classes])
-    for file, row in zip(files, found.probabilities.tolist(), strict=True):
+    for file, row in zip(files, probabilities.tolist(), strict=True):
         rows.writerow([file, *(f"{p:.9g}" for p in row)])  # nine digits tell any two float32 apart
     write_atomically(path, text.getvalue().encode())

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from ..errors import SEED_MAX, above, at_least, between
-from ..layers import BatchNorm, Sync
+from ..layers import BatchNorm, Sync, freeze_
 from ..models import inception as inception_network
+from ..network_factory import is_of_library
 from .own_network import Change, own_network
 
 PAPERS_FIELDS = (
@@ -46,6 +47,12 @@ class Recipe:
     torchvision:NAME or timm:NAME"""
     normalize: Change = "as-is"
     """first insert batch normalization into that network, convert it to this library's layers, or remove it"""
+
+    start: str = ""  # on the command line --from, which is no name in Python
+    """begin with the weights of a finished run, or of a state dict in a .safetensors or .pt file; a last layer for
+    another number of classes starts anew"""
+    freeze_statistics: bool = False
+    """normalize by the statistics of --from in training too, and leave them as they are"""
 
     batch_norm: bool = False
     """normalize before each nonlinearity"""
@@ -117,6 +124,8 @@ class Recipe:
         between(0, SEED_MAX, seed=self.seed)
         if self.factory == "" and self.normalize not in (None, "as-is"):  # fields of overrides may be None
             raise ValueError(f"normalize={self.normalize} changes a network of your own: give --network too")
+        if self.freeze_statistics and self.start == "":
+            raise ValueError("freeze_statistics keeps the statistics of a trained network: give --from too")
 
     def network(self, classes: int) -> nn.Module:
         """Build the recipe's network with its initial weights.
@@ -128,12 +137,16 @@ class Recipe:
             net = own_network(self.factory, self.normalize, classes=classes, size=self.size, seed=self.seed)
         else:
             net = self._papers_network(classes)
-        if self.statistics == "sync":
+        sync = self.statistics == "sync"
+        if sync or self.freeze_statistics:
             for name, layer in net.named_modules():
                 if isinstance(layer, BatchNorm):
-                    layer.statistics = Sync()
-                elif isinstance(layer, TorchBatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
-                    raise ValueError(f"statistics=sync: {name} is a layer of torch.nn; add --normalize convert")
+                    layer.statistics = Sync() if sync else layer.statistics
+                elif isinstance(layer, TorchBatchNorm) and not (sync and isinstance(layer, nn.SyncBatchNorm)):
+                    field = "statistics=sync" if sync else "freeze_statistics"
+                    raise ValueError(f"{field}: {name} is a layer of torch.nn; add --normalize convert")
+        if self.freeze_statistics:
+            freeze_(net, affine=False)
         return net
 
     def _papers_network(self, classes: int) -> nn.Module:
@@ -167,6 +180,15 @@ class Recipe:
         Paper: Sec. 4.2.1, "learning rate was decayed exponentially"
         """
         return self.rate * self.decay ** math.floor(step / (self.decay_epochs * steps_per_epoch))
+
+    @property
+    def needs_trust(self) -> bool:
+        """Whether building the network calls a function of the user's, which could do anything.
+
+        >>> Recipe(factory="mynet.py:build").needs_trust, Recipe(factory="timm:resnet50").needs_trust
+        (True, False)
+        """
+        return bool(self.factory) and not is_of_library(self.factory)
 
     @property
     def network_fields(self) -> dict[str, Any]:

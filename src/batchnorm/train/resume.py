@@ -88,7 +88,7 @@ def save_state(folder: Path, state: RunState, net: nn.Module, optimizer: torch.o
     here.wait()
 
 
-def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here: Ranks) -> RunState:
+def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here: Ranks, total_steps: int) -> RunState:
     """Load the newest good checkpoint into the network and its optimizer; return how far the run was.
 
     Without a checkpoint nothing changes, and the run starts at step 0.
@@ -116,8 +116,14 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the checkpoint in {folder} does not fit the network: {error!r}") from error
     same = len(sums) == here.world_size and threads == torch.get_num_threads()
-    if here.main:
+    if here.main and found.step < total_steps:
         note = "" if same else "; the number of ranks or threads differs, so the last bits will"
         print(f"going on from step {found.step:,}{note}", flush=True)
+    elif here.main and (folder / "result.json").exists():
+        print(
+            "this run is finished, and is only scored again: to train it longer, give more --epochs (or --max-steps);"
+            f" to start over, choose another --out or remove {folder}",
+            flush=True,
+        )
     mine = sums[here.rank] if same else sums.sum(0) / here.world_size
     return RunState(found.step, evaluated, (metrics, monitor), mine)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ..data.image_sources import has_split, training_splits
 from ..evaluate import Crops, SquareBatches, open_squares
 from ..evaluate.crops import Count
-from ..network_factory import check_outside
 from ..results import read_json
 from . import checkpoint
 from .distributed import Ranks
@@ -29,6 +28,8 @@ class SavedRun(NamedTuple):
 
     folder: Path
     recipe: Recipe
+    trust: bool = False
+    """call the function that the recipe names"""
 
     @property
     def name(self) -> str:
@@ -48,7 +49,7 @@ class SavedRun(NamedTuple):
 
         Raises:
             ValueError: if the run has not ended or has diverged, its files are damaged, its weights do not fit its
-                recipe, or its classes are not the data's.
+                recipe, its classes are not the data's, or its network is made by a function that is not trusted.
         """
         return folded_network(self.trained(classes)[0], self.recipe.size)
 
@@ -69,20 +70,32 @@ class SavedRun(NamedTuple):
         Raises:
             ValueError: as :meth:`load`.
         """
-        saved = checkpoint.load_latest(self.folder / "final")
-        if saved is None:
-            raise ValueError(f"{self.folder} has no final network: {self._why()}")
+        saved = self.final()
         trained, network = saved.state.get("classes"), saved.state.get("network", {})
         if not _is_names(trained) or not isinstance(network, dict):
             raise ValueError(f"{self.folder / 'final'} does not say which classes and network it is of")
         if classes is not None:
             check_classes(self.folder, trained, classes)
-        if self.recipe.factory:
-            check_outside(self.recipe.factory, self.folder)
+        if self.recipe.needs_trust and not self.trust:
+            raise ValueError(
+                f"loading {self.folder} calls {self.recipe.factory}, which its recipe.json names and which could do"
+                " anything: if you trust it, say --trust (in Python: trust=True)"
+            )
         net = self.recipe.network(len(trained))
         _load_weights(net, saved.model, self.folder, len(trained), self.recipe.factory)
         self._check_recipe(network)
         return net.eval(), tuple(trained)
+
+    def final(self) -> checkpoint.Checkpoint:
+        """Return the final network's weights and classes, without building the network.
+
+        Raises:
+            ValueError: if the run has not ended or has diverged, or its files are damaged.
+        """
+        saved = checkpoint.load_latest(self.folder / "final")
+        if saved is None:
+            raise ValueError(f"{self.folder} has no final network: {self._why()}")
+        return saved
 
     def _check_recipe(self, trained: Mapping[str, Any]) -> None:
         """Check what the weights do not show, such as the activation."""
@@ -101,8 +114,12 @@ class SavedRun(NamedTuple):
         return "its training has not ended; start its command again and it goes on"
 
 
-def open_run(folder: Path) -> SavedRun:
+def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
     """Open the folder of a run of ``batchnorm train``.
+
+    Args:
+        folder: of the run.
+        trust: call the function that its recipe names, if it is a run of your own network.
 
     Raises:
         FileNotFoundError: if it is not one.
@@ -117,7 +134,7 @@ def open_run(folder: Path) -> SavedRun:
         else:
             found = f"it holds: {', '.join(sorted(entry.name for entry in folder.iterdir())[:8]) or 'nothing'}"
         raise FileNotFoundError(f"{folder} is not the folder of a run, with recipe.json and final/; {found}")
-    return SavedRun(folder, Recipe.read(path))
+    return SavedRun(folder, Recipe.read(path), trust)
 
 
 def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) -> None:
@@ -178,8 +195,8 @@ def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path, classe
     net.load_state_dict(model)
 
 
-def open_runs(folders: Sequence[Path]) -> dict[str, SavedRun]:
-    """Open runs whose predictions can be averaged, under unique names.
+def open_runs(folders: Sequence[Path], *, trust: bool = False) -> dict[str, SavedRun]:
+    """Open runs whose predictions can be averaged, under unique names; ``trust`` as for :func:`open_run`.
 
     Raises:
         ValueError: without runs, or if they take images of different sizes.
@@ -188,7 +205,7 @@ def open_runs(folders: Sequence[Path]) -> dict[str, SavedRun]:
     """
     if not folders:
         raise ValueError("give at least one run: a folder that batchnorm train has left")
-    opened = [open_run(folder) for folder in folders]
+    opened = [open_run(folder, trust=trust) for folder in folders]
     sizes = {run.recipe.size: run.folder for run in opened}
     if len(sizes) > 1:
         (a, first), (b, second), *_ = sizes.items()

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..arguments import OmitArgPrefixes, arg
-from ..data.image_sources import check_complete, open_source, small_images_note, training_splits
+from ..data.image_sources import ImageSource, check_complete, open_source, small_images_note, training_splits
 from ..errors import between
 from ..extras import check_installed
 from ..jobs import Stopped
@@ -53,9 +53,14 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _field(name: str, kind: Any) -> tuple[str, Any, None]:
+def _field(name: str, kind: Any) -> tuple[str, Any, Any]:
+    if name == "freeze_statistics":  # no recipe sets it, so it can be a flag
+        return name, kind, False
     if name == "factory":
         shown = arg(name="network", metavar="FILE.py:FUNCTION", help_behavior_hint="(default: the paper's)")
+        return name, Annotated[Optional[kind], shown], None  # noqa: UP045
+    if name == "start":
+        shown = arg(name="from", metavar="RUN|FILE", help_behavior_hint="(default: new weights)")
         return name, Annotated[Optional[kind], shown], None  # noqa: UP045
     hint = "(default: the recipe's)" if name in ("name", "seed") else _defaults(name)
     return name, Annotated[Optional[kind], arg(metavar=_metavar(kind), help_behavior_hint=hint)], None  # noqa: UP045
@@ -104,21 +109,33 @@ def train(
     if options.tensorboard:
         check_installed("tensorboard")
     silent = os.environ.get("RANK", "0") != "0"  # only one of torchrun's processes prints
-    splits = training_splits(options.data, chosen.validate)
-    sources = {split: open_source(options.data, split) for split in splits}
-    for split, source in sources.items():
-        check_complete(source, options.data, split)
-    note = small_images_note(sources[splits[0]], chosen.size)
+    note = small_images_note(check_data(options.data, chosen), chosen.size)
     if note is not None and not silent:
         print(note)
     try:
         result = train_recipe(chosen, options)
     except Stopped as stopped:
         raise KeyboardInterrupt(str(stopped)) from stopped
-    # File names are not markup.
-    Console(quiet=silent).print(_summary(result, options.folder(chosen)), markup=False)
+    if not silent:
+        folder, trust = options.folder(chosen), " --trust" if chosen.needs_trust else ""
+        print(_summary(result, folder))
+        if not result.diverged:
+            print(f"next: batchnorm predict {folder} IMAGE...{trust}\n      batchnorm fold {folder} -o net.onnx{trust}")
     if result.diverged:
         raise SystemExit(1)
+
+
+def check_data(data: Path, recipe: Recipe) -> ImageSource:
+    """Check that every class has images to train on and to validate with, and return those to train on.
+
+    Raises:
+        FileNotFoundError: if there are no such images.
+        ValueError: naming the classes without images.
+    """
+    sources = {split: open_source(data, split) for split in training_splits(data, recipe.validate)}
+    for split, source in sources.items():
+        check_complete(source, data, split)
+    return next(iter(sources.values()))
 
 
 def describe(

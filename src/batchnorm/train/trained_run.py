@@ -164,12 +164,13 @@ class TrainedRun:
         return Prediction(probabilities, tuple(self.classes[k] for k in probabilities.argmax(1).tolist()))
 
 
-def load(run: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> TrainedRun:
+def load(run: str | os.PathLike[str], *, device: torch.device | str = "cpu", trust: bool = False) -> TrainedRun:
     """Load a finished run of ``batchnorm train``: its network, classes, recipe, preprocessing and metrics.
 
     The weights are read from safetensors and the rest with ``weights_only=True``, so that a file from elsewhere cannot
-    run code; both are checked against the SHA-256 in their manifest. A run of your own network calls the function that
-    its recipe.json names, which must be importable or in a file, outside the run's folder: no code in the folder runs.
+    run code; both are checked against the SHA-256 in their manifest. To load a run of a network of your own, the
+    function that made it is called again: recipe.json names it, so this needs ``trust=True``. Networks of the paper,
+    torchvision and timm need no trust.
 
         run = bn.load("runs/mine")
         run.predict(["cat.jpg", "dog.jpg"]).classes
@@ -177,15 +178,16 @@ def load(run: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> 
     Args:
         run: the run's folder.
         device: where its networks are.
+        trust: call the function that recipe.json names. Only do this with runs from someone you trust.
 
     Raises:
         FileNotFoundError: if it is not the folder of a run.
-        ValueError: if the run has not ended or has diverged, its files are damaged, or its weights do not fit its
-            recipe or classes.
+        ValueError: if the run has not ended or has diverged, its files are damaged, its weights do not fit its recipe
+            or classes, or it needs trust.
 
     Beyond the paper: using a trained network.
     """
-    return TrainedRun(open_run(Path(run).expanduser()), torch.device(device))
+    return TrainedRun(open_run(Path(run).expanduser(), trust=trust), torch.device(device))
 
 
 def _is_rgb(image: Tensor) -> bool:

@@ -56,7 +56,7 @@ function curves() {
   if (innerWidth < 620) legend(box);
   const series = data.runs.map((run, k) => ({ name: run.name, colour: colour(k), ...curveOf(run.curves, key) }));
   const from = Number(el("from").value);
-  const highest = Math.max(from, ...series.flatMap((one) => [...one.values].filter(Number.isFinite)));
+  const highest = Math.max(from, ...series.flatMap((one) => [...one.values, ...(one.high || [])].filter(Number.isFinite)));
   const range = accuracy ? [from, Math.min(1, Math.ceil(10.5 * highest) / 10)] : null;
   chart(panel(box), { series, yLabel: title(key), yRange: range, format: accuracy ? percent : number, height: 320 });
 }

@@ -1,0 +1,335 @@
+"""``batchnorm compare``: a network of your own without and with batch normalization, each at its best rate."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+
+from ..arguments import OmitArgPrefixes, arg
+from ..data.fingerprint import describe_data
+from ..data.image_sources import training_splits
+from ..errors import above, at_least
+from ..jobs import run_side_by_side
+from ..report.page import write_report
+from ..report.runs import Run
+from ..results import check_writable, environment, read_json, write_result
+from ..train import RECIPES, Options, Recipe, train
+from ..train.distributed import device_of
+from ..train.final_network import folded_network
+from ..train.metrics import curve, read
+from ..train.own_network import Change
+from ..train.recipe import PAPERS_FIELDS
+from ..train.resume import claim_folder
+from ..train.train_command import Overrides, RecipeName, check_data, resolve
+from .imagenet.curves import STUDENT, best, mean_curve, times_fewer
+from .imagenet.fig2_tables import Section, markdown
+from .imagenet.session import shared_gpu
+from .publish import label
+
+QUESTION = "validation accuracy of a network without and with batch normalization, each at its best rate"
+VARIED = ("name", "normalize", "rate", "seed")
+RULE = (
+    "Each network is taken at the rate with its highest mean validation accuracy over the seeds; a run that diverged"
+    " counts as 0%. The verdict is inconclusive if the 95% interval of the difference of means contains 0. Intervals"
+    " combine the spread of the seeds (Student's t) with the chance of which images are in the validation set."
+)
+
+
+def compare(
+    options: Annotated[Options, OmitArgPrefixes, arg(name="run")],
+    recipe: RecipeName = "bn-x5",
+    overrides: Annotated[Overrides, OmitArgPrefixes] = Overrides(),  # noqa: B008 - frozen
+    rates: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1),
+    seeds: int = 3,
+    jobs: int = 1,
+    minutes: float | None = None,
+) -> None:
+    """Train your network without and with batch normalization at several rates, and compare best against best.
+
+    batchnorm compare --network mynet.py:build --data images --size 64 --epochs 20 --validate 0.1. A network that has
+    batch normalization is compared with itself without it; into any other, batch normalization is inserted.
+
+    Every training is a run in a folder of its own below --out, by default runs/compare-NAME, where report.html and
+    compare.json are written at the end. Start the same command again after an interruption to go on; with more
+    --rates or --seeds, only what is missing is trained.
+
+    Args:
+        options: data, folder, device, how often to report.
+        recipe: schedule and augmentation, as for train.
+        overrides: fields of the recipe to change.
+        rates: learning rates to try.
+        seeds: trainings of each network at each rate.
+        jobs: trainings side by side.
+        minutes: save and stop after so long.
+
+    Paper: Fig. 2, for a network of your own
+    """
+    above(0, rates=rates)
+    at_least(2, seeds=seeds)
+    at_least(1, jobs=jobs)
+    at_least(0, minutes=minutes)
+    for name, option in (("rate", "rate"), ("seed", "seed"), ("normalize", "normalize"), ("start", "from")):
+        if getattr(overrides, name) is not None:
+            raise ValueError(f"compare trains from the start, with --rates and --seeds: leave out --{option}")
+    if not overrides.factory:
+        raise ValueError("nothing to compare: give a network of your own, --network FILE.py:FUNCTION")
+    chosen = resolve(RECIPES[recipe], overrides)
+    out = options.out or Path("runs") / f"compare-{chosen.name}"
+    on_gpu = device_of(options.device).type == "cuda"
+    classes = len(check_data(options.data, chosen).classes)
+    changes = _changes(chosen, classes)
+    splits = training_splits(options.data, chosen.validate)
+    data = describe_data(options.data, splits)
+    check_writable(out / "compare.json")
+    images = data[splits[1]]
+    planned = round(chosen.epochs * -(-data[splits[0]] // chosen.batch_size))
+    steps = planned if options.max_steps is None else min(planned, options.max_steps)
+
+    def job(batch_norm: bool, rate: float, seed: int) -> TrainingJob:
+        name = f"{label(batch_norm).replace(' ', '-').lower()}-rate-{rate:g}-seed-{seed}"
+        one = replace(chosen, name=name, normalize=changes[batch_norm], rate=rate, seed=seed)
+        return TrainingJob(one, replace(options, out=out / name), steps, jobs)
+
+    networks = {
+        (kind, rate): Seeds(kind, rate, [job(kind, rate, seed) for seed in range(seeds)], images)
+        for rate in rates
+        for kind in changes
+    }
+    trainings = [job for network in networks.values() for job in network.jobs]
+    for one in trainings:
+        if (one.folder / "recipe.json").exists():  # if it is of other settings, say so before anything is trained
+            claim_folder(one.folder, one.recipe, data)
+    waiting = [one for one in trainings if not one.finished()]
+    print(
+        f"{chosen.factory} without batch normalization ({changes[False]}) and with it ({changes[True]}), on"
+        f" {data[splits[0]]:,} images of {classes:,} classes, validated on {images:,}: {len(trainings)}"
+        f" trainings of {steps:,} steps, {len(waiting)} of them to do, in {out}",
+        flush=True,
+    )
+    with shared_gpu(min(jobs, len(waiting)) if on_gpu else 1):
+        complete = run_side_by_side(waiting, jobs=jobs, minutes=minutes)
+    if not complete:
+        raise KeyboardInterrupt("stopped; the same command goes on from here")
+    publish(networks, out, network=chosen.factory, changes={label(k): v for k, v in changes.items()}, data=data)
+
+
+def _changes(recipe: Recipe, classes: int) -> dict[bool, Change]:
+    """Return what is done to the network to have it without and with batch normalization; try both.
+
+    Raises:
+        ValueError: if one of them cannot be made, trained or folded.
+    """
+    has = any(isinstance(m, TorchBatchNorm) for m in recipe.network(classes).modules())
+    changes: dict[bool, Change] = {False: "remove", True: "as-is"} if has else {False: "as-is", True: "insert"}
+    for change in changes.values():
+        folded_network(replace(recipe, normalize=change).network(classes).eval(), recipe.size)
+    return changes
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """One training of the comparison, in a folder of its own."""
+
+    recipe: Recipe
+    options: Options
+    steps: int
+    neighbours: int
+    """trainings that share the cores with it, itself included"""
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.recipe.name
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self.options.folder(self.recipe)
+
+    def finished(self) -> bool:
+        """Return whether it has come to its end."""
+        path = self.folder / "result.json"
+        result = read_json(path) if path.is_file() else {"diverged": False, "steps": None}
+        return bool(result["diverged"] or result["steps"] == self.steps)
+
+    def __call__(self) -> None:
+        """Train, or resume."""
+        torch.set_num_threads(max(1, torch.get_num_threads() // self.neighbours))
+        train(self.recipe, self.options)
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """The finished trainings of one network at one rate, which differ in the seed.
+
+    Paper: Fig. 2
+    """
+
+    batch_norm: bool
+    rate: float
+    jobs: Sequence[TrainingJob]
+    images: int
+    """of the validation set"""
+
+    @cached_property
+    def accuracies(self) -> list[float]:
+        """Each seed's validation accuracy at the end, folded; 0 if it diverged."""
+        return [read_json(job.folder / "result.json")["top1"] or 0.0 for job in self.jobs]
+
+    @property
+    def mean(self) -> float:
+        """Their mean."""
+        return statistics.fmean(self.accuracies)
+
+    @cached_property
+    def run(self) -> Run:
+        """The mean over seeds for the page, with its 95% interval as a band."""
+        curves = [dict(curve(read(job.folder / "metrics.jsonl"))) for job in self.jobs]
+        middle = mean_curve([list(one.items()) for one in curves])
+        edges = [(step, interval([one[step] for one in curves], self.images)) for step, _ in middle]
+        name = f"{label(self.batch_norm)}, rate {self.rate:g}"
+        config = {
+            **_fields(self.jobs[0].recipe),
+            "name": name,
+            "seed": f"{len(self.jobs)} seeds",
+            "environment": environment(),
+        }
+        low, high = ([(step, edge[k]) for step, edge in edges] for k in (0, 1))
+        end = {"accuracy": {"folded": self.mean}}
+        return Run(name, config, end, {"val_top1": middle}, [], [], {"val_top1": {"low": low, "high": high}})
+
+
+def _fields(recipe: Recipe) -> dict[str, Any]:
+    return {key: value for key, value in asdict(recipe).items() if key not in PAPERS_FIELDS}
+
+
+def interval(values: Sequence[float], images: int) -> tuple[float, float]:
+    """Return the 95% interval of a mean accuracy over seeds, measured on so many images.
+
+    >>> [round(edge, 3) for edge in interval([0.48, 0.50, 0.52], 10_000)]
+    [0.449, 0.551]
+    """
+    mean, half = statistics.fmean(values), _half_width([values], images)
+    return max(mean - half, 0.0), min(mean + half, 1.0)
+
+
+def difference(before: Sequence[float], after: Sequence[float], images: int) -> tuple[float, float, float]:
+    """Return the difference of two mean accuracies and the ends of its 95% interval.
+
+    >>> [round(value, 3) for value in difference([0.5, 0.5, 0.5], [0.75, 0.75, 0.75], 100)]
+    [0.25, 0.12, 0.38]
+    """
+    gap, half = statistics.fmean(after) - statistics.fmean(before), _half_width([before, after], images)
+    return gap, gap - half, gap + half
+
+
+def _half_width(groups: Sequence[Sequence[float]], images: int) -> float:
+    """Combine Welch's t interval over the seeds with the normal interval of a share of independent images."""
+    means = [statistics.fmean(values) for values in groups]
+    of_images = 1.96 * math.sqrt(sum(p * (1 - p) for p in means) / images)
+    parts = [(statistics.variance(values) / len(values), len(values) - 1) for values in groups]
+    total = sum(part for part, _ in parts)
+    if not total:
+        return of_images
+    freedom = total**2 / sum(part**2 / n for part, n in parts)
+    student = STUDENT[min(int(freedom + 1e-9), len(STUDENT)) - 1]
+    return math.hypot(student * math.sqrt(total), of_images)
+
+
+def verdict(gap: float, low: float, high: float) -> str:
+    """Say in one sentence what the interval of the difference shows.
+
+    >>> verdict(0.02, -0.01, 0.05)
+    'inconclusive: the difference is +2.0 points, and its 95% interval, -1.0 to +5.0, contains 0'
+    """
+    told = f"the difference is {100 * gap:+.1f} points"
+    ends = f"{100 * low:+.1f} to {100 * high:+.1f}"
+    if low <= 0 <= high:
+        return f"inconclusive: {told}, and its 95% interval, {ends}, contains 0"
+    return f"batch normalization {'helps' if gap > 0 else 'hurts'}: {told} (95% interval {ends})"
+
+
+def publish(networks: Mapping[tuple[bool, float], Seeds], out: Path, **told: Any) -> None:
+    """Compare best against best, write compare.json and report.html, and print the finding.
+
+    Args:
+        networks: by whether they have batch normalization, and rate.
+        out: folder for the files.
+        told: what else compare.json says.
+
+    Paper: Figs. 2, 3
+    """
+    plain, normalized = (
+        max((seeds for (kind, _), seeds in networks.items() if kind == wanted), key=lambda seeds: seeds.mean)
+        for wanted in (False, True)
+    )
+    gap = difference(plain.accuracies, normalized.accuracies, plain.images)
+    found, top = verdict(*gap), best(plain.run.accuracy)
+    times = times_fewer(plain.run.accuracy, normalized.run.accuracy)
+    parts = [
+        Section("Verdict", f"{found[0].upper()}{found[1:]}. {_steps(times, top)} {RULE}", _best(plain, normalized)),
+        Section("Every rate", _edges(networks, plain, normalized), _rates(networks)),
+    ]
+    shared = {key: value for key, value in _fields(plain.jobs[0].recipe).items() if key not in VARIED}
+    write_result(
+        out / "compare.json",
+        QUESTION,
+        **told,
+        recipe=shared,
+        seeds=[job.recipe.seed for job in plain.jobs],
+        rates=[
+            {"network": label(kind), "rate": rate, "mean": seeds.mean, "accuracies": seeds.accuracies}
+            for (kind, rate), seeds in networks.items()
+        ],
+        best_rates={"without BN": plain.rate, "with BN": normalized.rate},
+        difference=dict(zip(("mean", "low", "high"), gap, strict=True)),
+        times_fewer_steps=times,
+        verdict=found,
+        rule=RULE,
+    )
+    title = f"{told['network']}: {found.partition(':')[0]}"
+    page = write_report([plain.run, normalized.run], out / "report.html", title=title, sections=parts)
+    print(markdown(parts), f"result: {out / 'compare.json'}\npage: {page}", sep="\n\n")
+
+
+def _best(*networks: Seeds) -> list[list[str]]:
+    rows = [["network", "accuracy", "95% interval", "seeds"]]
+    for seeds in networks:
+        low, high = interval(seeds.accuracies, seeds.images)
+        rows.append([seeds.run.name, f"{seeds.mean:.1%}", f"{low:.1%} to {high:.1%}", _listed(seeds.accuracies)])
+    return rows
+
+
+def _rates(networks: Mapping[tuple[bool, float], Seeds]) -> list[list[str]]:
+    cells = {key: f"{seeds.mean:.1%} ({_listed(seeds.accuracies)})" for key, seeds in networks.items()}
+    rates = dict.fromkeys(rate for _, rate in networks)
+    return [["rate", label(False), label(True)], *([f"{r:g}", cells[False, r], cells[True, r]] for r in rates)]
+
+
+def _listed(accuracies: Sequence[float]) -> str:
+    return ", ".join(f"{accuracy:.1%}" for accuracy in accuracies)
+
+
+def _steps(times: float | None, top: tuple[int, float] | None) -> str:
+    if top is None:
+        return "Without it, no seed was validated before one diverged."
+    if times is None:
+        return f"With it, the mean over seeds never reaches {top[1]:.1%}, the best without it."
+    how = f"in {times:.1f} times fewer steps" if times > 1 else "but not in fewer steps"
+    return f"With it, the mean over seeds reaches {top[1]:.1%}, the best without it, {how}."
+
+
+def _edges(networks: Mapping[tuple[bool, float], Seeds], *chosen: Seeds) -> str:
+    """Explain the table of rates; say if a better rate may lie outside the sweep."""
+    rates = sorted({rate for _, rate in networks})
+    edges = [seeds.run.name for seeds in chosen if seeds.rate in (rates[0], rates[-1])]
+    note = f" The best rate is at an end of the sweep ({'; '.join(edges)}): extend --rates." if edges else ""
+    return f"Mean validation accuracy at the end, and that of each seed.{note}"

@@ -1,0 +1,102 @@
+"""Weights from elsewhere: read a state dict, compare it with a network, start a training from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+from ..extras import MissingExtraError, require
+from .saved_runs import open_run
+
+
+def read_state_dict(path: Path) -> dict[str, Any]:
+    """Read a state dict from a .safetensors file, or from one of torch.save with ``weights_only=True``.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: naming the file, if it holds no state dict.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            state = require("safetensors.torch", "export").load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except (FileNotFoundError, MissingExtraError):
+        raise
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds more than tensors, or is no file of torch.save: save net.state_dict()"
+        ) from error
+    except Exception as error:  # each format has errors of its own
+        raise ValueError(f"{path} cannot be read as a state dict: {str(error).splitlines()[0]}") from error
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{path} holds a {type(state).__name__}, not a state dict: save net.state_dict()")
+    return dict(state)
+
+
+def start_from_(net: nn.Module, source: str, classes: int) -> str:
+    """Load the weights of a finished run, or of a file with a state dict, into a network that is to be trained.
+
+    A last layer for another number of classes keeps its new weights. No code of the run is called.
+
+    Args:
+        net: the network.
+        source: the folder of the run, or the file.
+        classes: how many the new data has.
+
+    Returns:
+        A sentence that says what was loaded.
+
+    Raises:
+        FileNotFoundError: if there is no such run or file.
+        ValueError: if anything but the last layer does not fit.
+    """
+    path = Path(source).expanduser()
+    state = dict(open_run(path).final().model) if path.is_dir() else read_state_dict(path)
+    consume_prefix_in_state_dict_if_present(state, "module.")  # of DistributedDataParallel
+    # Whether layers are frozen is for this training to say; old checkpoints lack the counters.
+    state = {name: value for name, value in state.items() if name.rpartition(".")[2] != "frozen"}
+    optional = ("frozen", "num_batches_tracked")
+    expected = {k: v for k, v in net.state_dict().items() if k in state or k.rpartition(".")[2] not in optional}
+    new = [name for name, value in expected.items() if _is_for_other_classes(value, state.get(name), classes)]
+    problems = difference({**expected, **{name: state[name] for name in new}}, state)
+    if problems:
+        raise ValueError(f"{source} does not fit the network: {problems}")
+    net.load_state_dict({name: value for name, value in state.items() if name not in new}, strict=False)
+    told = f"starts from {source}: {len(state) - len(new)} of {len(expected)} tensors loaded"
+    if not new:
+        return told
+    return f"{told}; {', '.join(new)} start anew, for {classes} classes instead of {len(state[new[0]])}"
+
+
+def _is_for_other_classes(mine: Tensor, theirs: Any, classes: int) -> bool:
+    if not isinstance(theirs, Tensor) or not 0 < mine.dim() == theirs.dim():
+        return False
+    return mine.shape[1:] == theirs.shape[1:] and len(mine) == classes != len(theirs)
+
+
+def difference(expected: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    """Describe how a state dict differs from the network's, with the names of the first few entries.
+
+    >>> difference({"weight": torch.zeros(2), "bias": torch.zeros(2)}, {"weight": torch.zeros(3)})
+    '1 entry not in the file (bias); 1 entry of another shape (weight)'
+    """
+    kinds = {
+        "not in the file": [k for k in expected if k not in state],
+        "not in the network": [k for k in state if k not in expected],
+        "of another shape": [
+            k for k, v in expected.items() if k in state and getattr(state[k], "shape", None) != v.shape
+        ],
+    }
+    return "; ".join(
+        f"{len(found)} {'entry' if len(found) == 1 else 'entries'} {kind}"
+        f" ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''})"
+        for kind, found in kinds.items()
+        if found
+    )

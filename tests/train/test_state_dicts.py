@@ -1,0 +1,129 @@
+"""Fine-tuning: a training that starts from weights of elsewhere."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from training import OPTIONS, assert_same_outcome, small, train_small
+
+import batchnorm as bn
+from batchnorm.cli import main
+from batchnorm.train.checkpoint import load_latest
+from batchnorm.train.state_dicts import start_from_
+
+SOURCE = """
+from torch import nn
+
+def build(classes):
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, stride=2), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(6, classes),
+    )
+"""
+STATISTICS = ("1.running_mean", "1.running_var")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    path = tmp_path_factory.mktemp("source") / "own.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pretrained(data, source, tmp_path_factory):
+    """The folder of a run on three classes."""
+    folder = tmp_path_factory.mktemp("runs") / "pretrained"
+    train_small(data, folder, small(factory=f"{source}:build", rate=0.05))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_classes(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two") / "images"
+    return shutil.copytree(data, folder, ignore=shutil.ignore_patterns("class2"))
+
+
+def network(source, **fields):
+    return small(factory=f"{source}:build", **fields).network(3)
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_a_run_on_other_classes_goes_on_from_a_run(source, pretrained, two_classes, tmp_path, capsys, freeze):
+    kept = shutil.copytree(pretrained, tmp_path / "kept")
+    fields = {"normalize": "convert", "start": str(kept), "freeze_statistics": freeze}
+    recipe = small(factory=f"{source}:build", epochs=2, **fields)
+    train_small(two_classes, tmp_path / "whole", recipe)
+    said = capsys.readouterr().out.splitlines()[1]
+    assert said == (
+        f"starts from {kept}: 7 of 9 tensors loaded; 5.weight, 5.bias start anew, for 2 classes instead of 3"
+    )
+    train_small(two_classes, tmp_path / "parts", recipe, max_steps=5)
+    shutil.rmtree(kept)  # a run that has begun does not need it
+    train_small(two_classes, tmp_path / "parts", recipe)
+    assert_same_outcome(tmp_path / "whole", tmp_path / "parts")
+    before, after = (load_latest(folder / "final").model for folder in (pretrained, tmp_path / "whole"))
+    assert all(torch.equal(before[name], after[name]) == freeze for name in STATISTICS)
+    assert not torch.equal(before["1.weight"], after["1.weight"])  # gamma trains
+    run = bn.load(tmp_path / "whole", trust=True)
+    assert run.trained[1].frozen_statistics == freeze
+    assert run.classes == ("class0", "class1")
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in run.network.modules())
+
+
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+def test_a_state_dict_of_a_file(source, tmp_path, ending):
+    state = {f"module.{name}": value for name, value in network(source, seed=1).state_dict().items()}
+    path = tmp_path / f"weights.{ending}"
+    save_file(state, path) if ending == "safetensors" else torch.save(state, path)
+    net = network(source, seed=2)
+    assert start_from_(net, str(path), 3) == f"starts from {path}: 9 of 9 tensors loaded"
+    torch.testing.assert_close({f"module.{k}": v for k, v in net.state_dict().items()}, state, rtol=0, atol=0)
+
+
+def test_the_statistics_of_a_frozen_source_move_again(source, tmp_path):
+    frozen = network(source, normalize="convert")
+    bn.freeze_(frozen)
+    torch.save(frozen.state_dict(), tmp_path / "frozen.pt")
+    net = network(source, normalize="convert")
+    start_from_(net, str(tmp_path / "frozen.pt"), 3)
+    assert not net[1].frozen_statistics
+    assert net[1].weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("--from {folder}/other.pt", "other.pt does not fit the network: 8 entries not in the file (0.weight, "),
+        ("--from {folder}/wide.pt", "1 entry of another shape (0.weight)"),
+        ("--from {folder}/absent.pt", "absent.pt: no such file or directory"),
+        ("--from {folder}", "is not the folder of a run, with recipe.json and final/; it holds: "),
+        ("--from {folder}/unfinished", "unfinished has no final network: its training has not ended"),
+        ("--freeze-statistics", "freeze_statistics keeps the statistics of a trained network: give --from too"),
+        ("--from {pretrained} --freeze-statistics", "1 is a layer of torch.nn; add --normalize convert"),
+        ("--from {pretrained} --freeze-statistics --normalize remove", "nothing to freeze: the network has no"),
+    ],
+)
+def test_what_cannot_be_the_start(source, data, pretrained, tmp_path, capsys, more, says):
+    folder = tmp_path / "files"
+    shutil.copytree(pretrained, folder / "unfinished", ignore=shutil.ignore_patterns("final"))
+    torch.save({"fc": torch.zeros(1)}, folder / "other.pt")
+    torch.save({**network(source).state_dict(), "0.weight": torch.zeros(5, 3, 3, 3)}, folder / "wide.pt")
+    words = ["train", "--network", f"{source}:build", "--data", str(data), "--out", str(tmp_path / "run")]
+    words += ["--size", "32", "--batch-size", "8", "--epochs", "1", "--device", "cpu", "--workers", "0"]
+    assert main([*words, *more.format(folder=folder, pretrained=pretrained).split()]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_was_finetuned_records_it(source, data, pretrained, tmp_path):
+    recipe = small(factory=f"{source}:build", start=str(pretrained), epochs=0.25)
+    train_small(data, tmp_path, recipe, **{**OPTIONS, "evaluate_every": 0})
+    assert json.loads((tmp_path / "recipe.json").read_text())["start"] == str(pretrained)
+    with pytest.raises(ValueError, match=r"start is .*pretrained there,  here"):
+        train_small(data, tmp_path, small(factory=f"{source}:build", epochs=0.25))
