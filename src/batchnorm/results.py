@@ -125,8 +125,8 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def check_writable(path: Path) -> None:
-    """Check that a file can be written, before the work whose result it will hold; make its folder if missing.
+def check_writable(path: Path | None) -> None:
+    """Check that a file, if any, can be written, before the work whose result it will hold; make its folder if missing.
 
     Raises:
         OSError: naming the file, or the part of its path that cannot be used.
@@ -136,6 +136,8 @@ def check_writable(path: Path) -> None:
         ...
     IsADirectoryError: [Errno 21] Is a directory: '.'
     """
+    if path is None:
+        return
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)

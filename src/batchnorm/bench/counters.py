@@ -74,8 +74,7 @@ def counters(out: Path | None = None, least: float = 5.0) -> None:
     if shutil.which("ncu") is None:
         raise ValueError("ncu is not on the path: install NVIDIA Nsight Compute, which reads the counters")
     require_gpu()
-    if out is not None:
-        check_writable(out)
+    check_writable(out)
     command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
     command += ["--profile-from-start", "off", "--metrics", ",".join(METRICS)]
     watched = [sys.executable, "-m", __spec__.name, str(least)]

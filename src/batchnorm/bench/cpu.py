@@ -131,8 +131,7 @@ def cpu(
     at_least(0, seconds=seconds)
     if not levels:
         raise ValueError("levels is empty: give layers, functions or both")
-    if out is not None:
-        check_writable(out)
+    check_writable(out)
     memory = "kept by the process" if keep_freed_memory() else "as the allocator likes"
     with torch_threads(threads):
         plan = [(case, activation, level) for level in levels for case in CASES for activation in ("none", "relu")]

@@ -28,6 +28,7 @@ from ..evaluate.accuracy import Accuracy, count_correct
 from ..network_factory import make_network
 from ..results import check_writable, write_result
 from ..surgery import convert
+from ..train.distributed import device_of
 
 QUESTION = "validation accuracy of a network trained as it is and converted"
 FORMS = ("stock", "converted")
@@ -166,9 +167,7 @@ def learning(
     above(0, rate=rate)
     between(0, SEED_MAX, seeds=seeds)
     check_writable(out)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    recipe = LearningRecipe(data, network, size, batch, epochs, rate, device, workers)
+    recipe = LearningRecipe(data, network, size, batch, epochs, rate, device_of(device).type, workers)
     sources = {split: open_source(data, split) for split in ("train", "val")}
     images = {split: {"images": len(s.labels), "classes": len(s.classes)} for split, s in sources.items()}
     runs: list[LearningRun] = []

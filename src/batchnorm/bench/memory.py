@@ -156,8 +156,7 @@ def memory(
     names = [form.name for form in FORMS[1:]]
     if unknown := [name for name in only if name not in names]:
         raise ValueError(f"there is no form named {unknown[0]!r}; there are {', '.join(map(repr, names))}")
-    if out is not None:
-        check_writable(out)
+    check_writable(out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = batch or (256 if device.type == "cuda" else 8)
     rows: list[PeakMemory] = []

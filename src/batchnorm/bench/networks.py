@@ -32,6 +32,7 @@ from ..errors import above, at_least
 from ..pictures import picture_beside
 from ..processes import Remote
 from ..results import check_writable, environment, read_json, write_result
+from ..train.distributed import device_of
 from .bars import Bar
 from .network_steps import COMPILING, TURN, Measurement, Mode, NetworkJob, Row, Settings, failed, results_of
 
@@ -304,8 +305,7 @@ def networks(
         out: the result file, with a picture beside it; the published ones are in results.
     """
     end = time.monotonic() + 60 * minutes
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(device).type
     modes = modes or (("eager", "graph", *COMPILING) if device == "cuda" else ("eager",))
     batches = batches or ((256, 32) if device == "cuda" else (8,))
     _check(networks, modes, device, batches=batches, size=size, jobs=jobs)
@@ -336,10 +336,6 @@ def networks(
 
 
 def _check(networks: Sequence[str], modes: Sequence[Mode], device: str, **numbers: Any) -> None:
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r}: must be cpu, cuda or auto")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda', and torch finds no CUDA device")
     if device == "cpu" and "graph" in modes:
         raise ValueError("mode graph needs a CUDA device")
     if not networks:

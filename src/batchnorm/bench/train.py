@@ -78,8 +78,7 @@ def train(
     at_least(1, batches=tuple(batches), rounds=rounds)
     at_least(32, size=size)
     require_gpu()
-    if out is not None:
-        check_writable(out)
+    check_writable(out)
     contenders = (STOCK, STOCK_COMPOSED, OURS)
     # Their processes share the cores: the compiler's own pool in every one of them would be too many.
     compiling = sum(contender.stock for contender in contenders) * len(batches)

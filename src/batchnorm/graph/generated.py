@@ -11,13 +11,13 @@ import importlib
 import itertools
 import linecache
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from hashlib import sha256
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
 from math import isnan
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -61,21 +61,21 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
     # With an underscore, also builtins: a parameter of the forward may have any other name.
     scope: dict[str, Any] = {f"_{thing.__name__}": thing for thing in named}
     scope |= {"_original": kind, "_written": kind.forward, **given.defaults}
-    lines = [f"def forward(self{given.declared}):"]
+    lines = [f"def forward{given.declared}:"]
     for i, variant in enumerate(variants):
-        scope[f"_run{i}"] = _compiled(variant.source, _scope_of(variant), kind)["run"]
+        scope[f"_run{i}"] = _compiled(variant.source, scope_of(variant.scope), kind)["run"]
         text = [
-            f"def holds(self{given.declared}):",
+            f"def holds{given.declared}:",
             "    try:",
             "        _children = self._modules",
             "        return (",
         ]
         text += [f"            {'and ' * (j > 0)}{c}" for j, c in enumerate(CONDITIONS + variant.conditions)]
         text += ["        )", "    except (AttributeError, LookupError):", "        return False", ""]
-        scope[f"_holds{i}"] = _compiled("\n".join(text), {**scope, **_scope_of(variant)}, kind)["holds"]
+        scope[f"_holds{i}"] = _compiled("\n".join(text), {**scope, **scope_of(variant.scope)}, kind)["holds"]
         arguments = "".join(f", {a}" for a in variant.arguments)
-        lines += [f"    if _holds{i}(self{given.passed}):", f"        return _run{i}(self{arguments})"]
-    lines += [f"    return _original.forward(self{given.passed})", ""]
+        lines += [f"    if _holds{i}({given.passed}):", f"        return _run{i}(self{arguments})"]
+    lines += [f"    return _original.forward({given.passed})", ""]
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         """Pickle and copy as the original class does, the generated class by what it is made from."""
@@ -111,38 +111,31 @@ def is_same(value: Any, frozen: Any) -> bool:
         return False
 
 
+class _Name(str):
+    """A name that stands for a default in the text of a signature."""
+
+    __repr__ = str.__str__
+
+
 class _Signature:
     """Spell a forward's parameters, as they are declared and as they are passed on."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        self.defaults: dict[str, Any] = {}
-        declared: list[str] = []
-        passed: list[str] = []
         (first, *parameters) = signature(forward).parameters.values()
-        before = first.kind
-        named = False
+        self.defaults = {f"_default_{p.name}": p.default for p in parameters if p.default is not Parameter.empty}
+        declared = [first.replace(name="self", annotation=Parameter.empty)]
+        self.passed = "self"
         for p in parameters:
-            if before is Parameter.POSITIONAL_ONLY and p.kind is not Parameter.POSITIONAL_ONLY:
-                declared.append("/")
-            before = p.kind
+            default = Parameter.empty if p.default is Parameter.empty else _Name(f"_default_{p.name}")
+            declared.append(p.replace(annotation=Parameter.empty, default=default))
             star = "*" * (p.kind is Parameter.VAR_POSITIONAL) + "**" * (p.kind is Parameter.VAR_KEYWORD)
-            if p.kind is Parameter.KEYWORD_ONLY and not named:
-                declared.append("*")
-            named = named or p.kind in (Parameter.VAR_POSITIONAL, Parameter.KEYWORD_ONLY)
-            text = f"{star}{p.name}"
-            if p.default is not Parameter.empty:
-                self.defaults[f"_default_{p.name}"] = p.default
-                text += f"=_default_{p.name}"
-            declared.append(text)
-            passed.append(f"{p.name}={p.name}" if p.kind is Parameter.KEYWORD_ONLY else f"{star}{p.name}")
-        if before is Parameter.POSITIONAL_ONLY and parameters:
-            declared.append("/")
-        self.declared = "".join(f", {text}" for text in declared)
-        self.passed = "".join(f", {text}" for text in passed)
+            self.passed += f", {p.name}={p.name}" if p.kind is Parameter.KEYWORD_ONLY else f", {star}{p.name}"
+        self.declared = str(Signature(declared))
 
 
-def _scope_of(variant: Variant) -> dict[str, Any]:
-    return {name: _import(*held[1:]) if held[0] == "import" else held[1] for name, held in variant.scope}
+def scope_of(names: Iterable[tuple[str, tuple[Any, ...]]]) -> dict[str, Any]:
+    """Return what names stand for that :func:`by_name` spelled."""
+    return {name: _import(*held[1:]) if held[0] == "import" else held[1] for name, held in names}
 
 
 def _compiled(source: str, scope: dict[str, Any], kind: type) -> dict[str, Any]:
@@ -179,7 +172,7 @@ def _new(kind: type[nn.Module], pickled: _Pickled, *args: Any) -> nn.Module:
 
 def _digest(kind: type[nn.Module], variants: tuple[Variant, ...]) -> str:
     """Return a digest of the code that the variants were traced from."""
-    things = [kind, *(t for variant in variants for t in _scope_of(variant).values() if isinstance(t, type))]
+    things = [kind, *(t for variant in variants for t in scope_of(variant.scope).values() if isinstance(t, type))]
     methods = [f for t in things for k in t.__mro__ for f in vars(k).values() if not k.__module__.startswith("torch.")]
     texts = sorted(_text_of(f.__code__) for f in methods if isinstance(f, FunctionType))
     return sha256("".join(texts).encode()).hexdigest()

@@ -12,9 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib import import_module
 from inspect import Parameter, signature
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import network_call
+from ..graph.generated import by_name, scope_of
 from ..graph.kinds import is_affine, keeps_torch_forward
 from ..layers import BatchNorm
 from ..network_copy import private_copy
@@ -244,21 +243,15 @@ def _adopt(module: nn.Module, graph: fx.Graph, before: set[str]) -> None:
         if isinstance(vars(module).get(name), Tensor):  # a constant that torch.fx found
             module.register_buffer(name, vars(module).pop(name), persistent=False)
     code = graph.python_code("self")
-    names = tuple((k, _Import(v.__name__) if isinstance(v, ModuleType) else v) for k, v in code.globals.items())
+    names = tuple((name, by_name("value", thing)) for name, thing in code.globals.items())
     kind = type(module)
     base = nn.Module if norm else getattr(kind, "_traced_from", kind)
     module.__class__ = _traced_class(base, kind.__name__, code.src, names)
 
 
-class _Import(NamedTuple):
-    """Name a Python module, which cannot be pickled itself."""
-
-    name: str
-
-
 @lru_cache(maxsize=1024)
 def _traced_class(base: type[nn.Module], name: str, source: str, names: tuple[tuple[str, Any], ...]) -> Any:
-    scope = {k: import_module(v.name) if isinstance(v, _Import) else v for k, v in names}
+    scope = scope_of(names)
     exec(compile(source, f"<traced forward of {name}>", "exec"), scope)  # code that torch.fx wrote
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
