@@ -101,6 +101,7 @@ def test_the_intervals():
     [
         ("--rate 0.1", "leave out --rate"),
         ("--normalize insert", "leave out --normalize"),
+        ("--graph True", "--graph True captures CUDA graphs, and this run is on the CPU"),
         ("--seeds 1", "seeds=1: must be 2 or more"),
         ("--size 2", "own.py:plain cannot take images of 3x2x2: "),
     ],

@@ -28,7 +28,7 @@ from ..train.metrics import curve, read
 from ..train.own_network import Change
 from ..train.recipe import PAPERS_FIELDS
 from ..train.resume import claim_folder
-from ..train.train_command import Overrides, RecipeName, check_data, resolve
+from ..train.train_command import Overrides, RecipeName, check_before_training, resolve
 from .imagenet.curves import STUDENT, best, mean_curve, times_fewer
 from .imagenet.fig2_tables import Section, markdown
 from .imagenet.session import shared_gpu
@@ -84,7 +84,9 @@ def compare(
     chosen = resolve(RECIPES[recipe], overrides)
     out = options.out or Path("runs") / f"compare-{chosen.name}"
     on_gpu = device_of(options.device).type == "cuda"
-    classes = len(check_data(options.data, chosen).classes)
+    classes, note = check_before_training(chosen, options)
+    if note is not None:
+        print(note)
     changes = _changes(chosen, classes)
     splits = training_splits(options.data, chosen.validate)
     data = describe_data(options.data, splits)

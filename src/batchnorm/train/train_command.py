@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..arguments import OmitArgPrefixes, arg
-from ..data.image_sources import ImageSource, check_complete, open_source, small_images_note, training_splits
+from ..data.image_sources import check_complete, open_source, small_images_note, training_splits
 from ..errors import between
 from ..extras import check_installed
 from ..jobs import Stopped
@@ -104,12 +104,8 @@ def train(
     chosen = resolve(RECIPES[recipe or "bn-x5"], overrides)
     if not chosen.name:
         raise ValueError("name is empty: a run has one, and its folder is called so")
-    if options.graph and device_of(options.device).type != "cuda":
-        raise ValueError("--graph True captures CUDA graphs, and this run is on the CPU: leave it out")
-    if options.tensorboard:
-        check_installed("tensorboard")
     silent = os.environ.get("RANK", "0") != "0"  # only one of torchrun's processes prints
-    note = small_images_note(check_data(options.data, chosen), chosen.size)
+    _, note = check_before_training(chosen, options)
     if note is not None and not silent:
         print(note)
     try:
@@ -125,17 +121,17 @@ def train(
         raise SystemExit(1)
 
 
-def check_data(data: Path, recipe: Recipe) -> ImageSource:
-    """Check that every class has images to train on and to validate with, and return those to train on.
-
-    Raises:
-        FileNotFoundError: if there are no such images.
-        ValueError: naming the classes without images.
-    """
-    sources = {split: open_source(data, split) for split in training_splits(data, recipe.validate)}
+def check_before_training(recipe: Recipe, options: Options) -> tuple[int, str | None]:
+    """Check the device, the packages and that every class has images; return the number of classes and a note."""
+    if options.graph and device_of(options.device).type != "cuda":
+        raise ValueError("--graph True captures CUDA graphs, and this run is on the CPU: leave it out")
+    if options.tensorboard:
+        check_installed("tensorboard")
+    sources = {split: open_source(options.data, split) for split in training_splits(options.data, recipe.validate)}
     for split, source in sources.items():
-        check_complete(source, data, split)
-    return next(iter(sources.values()))
+        check_complete(source, options.data, split)
+    images = next(iter(sources.values()))
+    return len(images.classes), small_images_note(images, recipe.size)
 
 
 def describe(
