@@ -135,23 +135,15 @@ def workers(processes: int, *, threads: int | None = None, device_turns: bool = 
     if not processes:
         yield _one_by_one
         return
-    # Each worker compiles by itself: a compiler pool in every one of them would be too many processes.
-    before = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS")
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     lock = SPAWN.Lock() if device_turns else None
     pool = [Remote(_Caller, lock, threads) for _ in range(processes)]
     try:
         for worker in pool:
             worker.result()
-
         yield partial(_run, pool)
     finally:
         for worker in pool:
             worker.close()
-        if before is None:
-            del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
-        else:
-            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = before
 
 
 def _run(pool: Sequence[Remote], work: Work, jobs: Sequence[tuple[Any, ...]], seconds: float) -> Iterator[Outcome]:
@@ -195,6 +187,8 @@ class _Caller:
     """What a worker holds: it calls functions."""
 
     def __init__(self, lock: AbstractContextManager[Any] | None, threads: int | None) -> None:
+        # Each worker compiles by itself: a compiler pool in every one of them would be too many processes.
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         if threads is not None:
             torch.set_num_threads(threads)
         if lock is not None:

@@ -218,14 +218,10 @@ class _Recorder(TorchFunctionMode):
         call.outputs = list(
             dict.fromkeys([*(self.values.get(id(t)) or self._bind(t, call) for t in results), *call.outputs])
         )
-        if call.passes:
+        if results or written or call.name in READS:
             self.calls.append(call)
             for value in call.inputs:
-                value.handed_on.append(call)
-        elif results or written or call.name in READS:
-            self.calls.append(call)
-            for value in call.inputs:
-                value.consumers.append(call)
+                (value.handed_on if call.passes else value.consumers).append(call)
 
 
 def _without_tensors(item: Any) -> Any:

@@ -160,7 +160,17 @@ def _fold(
             if not read or read[0] in kept:
                 raise
             kept[read[0]] = f"the network's code reads its attribute '{error.name}'"
-    difference = _verify(net, result, example, tolerance, traced, forward)
+    difference = verify(
+        net,
+        result,
+        example,
+        forward,
+        what="the folded network",
+        advice="The network's code may read modules in a way that was not observed; keep such layers out of the fold by"
+        " giving them a forward hook",
+        make=lambda net, batch: fold_with_report(net, batch, inf, traced, forward)[0],
+        tolerance=tolerance,
+    )
     sites = [*_sites(source, plan, fused, kept, forwards), *_functions_left(after, kept, forwards)]
     reads = [
         f"Python code reads values ({call}): other inputs may take another path" for call in graph.functions(*READS)
@@ -187,27 +197,6 @@ def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> 
                 error.obj = net.get_submodule(names[error.obj])
             raise
         raise
-
-
-def _verify(
-    old: nn.Module,
-    new: nn.Module,
-    example: Any,
-    tolerance: float | None,
-    traced: bool | None,
-    forward: network_call.Forward | None,
-) -> float:
-    return verify(
-        old,
-        new,
-        example,
-        forward,
-        what="the folded network",
-        advice="The network's code may read modules in a way that was not observed; keep such layers out of the fold by"
-        " giving them a forward hook",
-        make=lambda net, batch: fold_with_report(net, batch, inf, traced, forward)[0],
-        tolerance=tolerance,
-    )
 
 
 def _substitutes(
