@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import network_call
-from ..network_factory import make_network
+from ..network_factory import UserCodeError, make_network
 from ..ops.cuda import extension
 from ..surgery import convert
 
@@ -411,5 +411,7 @@ def results_of(job: NetworkJob, settings: Settings) -> Iterator[tuple[Measuremen
             yield unit, failed(unit, f"stock: {_first_line(error)}")
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, UserCodeError):
+        error = error.__cause__ or error
     return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
