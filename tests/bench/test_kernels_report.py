@@ -8,9 +8,9 @@ from batchnorm.bench.kernels_report import KernelBar, bars
 FILE = Path(__file__).parents[2] / "results" / "kernels-h200.json"
 
 
-def row(megabytes, ours, compiled, eager, limit, op="BN+ReLU", dtype="bfloat16"):
+def row(megabytes, ours, compiled, eager, limit, op="BN+ReLU", dtype="bfloat16", layout="NCHW"):
     return {
-        "layout": "NHWC",
+        "layout": layout,
         "op": op,
         "dtype": dtype,
         "megabytes": megabytes,
@@ -39,6 +39,18 @@ def test_each_bar_by_hand():
 def test_a_residual_is_one_tensor_more_either_way():
     *_, streamed = bars([row(100.0, [40.0, 60.0], [1.0, 1.0], [1.0, 1.0], [30.0, 40.0], op="BN+add+ReLU")])
     assert streamed.measured == pytest.approx(max(40 / 30 * 3 / 4, 60 / 40 * 4 / 6))
+
+
+def test_bars_that_the_bytes_forbid_are_not_set():
+    times = ([1.0, 1.0], [2.0, 2.0], [3.0, 3.0], [1.0, 1.0])
+    found = {
+        (op, layout): [bar.what for bar in bars([row(100.0, *times, op=op, layout=layout)])]
+        for op in ("BN+ReLU", "BN+add+ReLU")
+        for layout in ("NCHW", "NHWC")
+    }
+    compiled, eager = "geometric mean of torch.compile over ours", "geometric mean of eager over ours"
+    assert {key for key, what in found.items() if compiled in what} == {("BN+ReLU", "NCHW"), ("BN+ReLU", "NHWC")}
+    assert {key for key, what in found.items() if eager in what} == {("BN+ReLU", "NCHW"), ("BN+add+ReLU", "NCHW")}
 
 
 def test_what_was_not_measured_is_neither_reached_nor_missed():

@@ -27,9 +27,10 @@ def test_contenders_compute_the_same_loss():
 
 
 def test_the_table_says_whether_the_bar_is_reached():
-    rows = [StepTime(name, 32, 1.0, 2.0, ratio, ratio) for name, ratio in (("stock", 1.0), ("s", 1.2), ("ours", 1.6))]
-    assert "reached" in report(rows, 32)
-    assert "NOT reached" in report([*rows[:2], StepTime("ours", 32, 1.0, 2.0, 1.4, 1.2)], 32)
+    stock = [StepTime("stock", 32, 6.0, 5333.0, 1.0, 0.9), StepTime("composed", 32, 5.4, 5926.0, 1.1, 1.0)]
+    fast, slow = (StepTime("ours", 32, 1.0, speed, 2.2, ratio) for speed, ratio in ((11_000.0, 2.0), (10_000.0, 1.9)))
+    assert report([*stock, fast], 32).count(": reached") == 2
+    assert report([*stock, slow], 32).count(": MISSED") == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")

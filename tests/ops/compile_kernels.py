@@ -7,17 +7,19 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from batchnorm.models.bn_inception.triton import bias, pool
+from batchnorm.models.bn_inception.triton import bias, pixel_blocks, pool
 from batchnorm.ops.cuda.triton import inference
 from batchnorm.ops.cuda.triton.backward import backward
 from batchnorm.ops.cuda.triton.forward import forward
+from batchnorm.ops.cuda.triton.layers import backward_layers, forward_layers
 
 NUMBERS = (
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane", "width"),
-    *("dy_stride", "count", "H", "W", "out_H", "out_W", "tiles", "inner"),
+    *("dy_stride", "count", "H", "W", "out_H", "out_W", "tiles", "inner", "room", "first"),
+    *("rows", "columns", "before", "x_n", "x_c", "x_h", "x_w"),
 )
 POINTERS = {"bits": "u8", "where": "u8", "batches": "i64", "skipped": "i64", "words": "i32"}
-TYPED = ("x", "y", "residual", "dy", "dx", "dresidual")  # the rest is float32
+TYPED = ("x", "y", "residual", "dy", "dx", "dresidual", "plus", "blocks")  # the rest is float32
 ALONE = {"T": 2, "PHASE": 3, "ALONE": True, "LAST": False, "TREE": False, "TICKET": False}
 MET = {"T": 4, "PHASE": 3, "ALONE": False, "LAST": False, "TREE": False, "TICKET": True}
 MANY = {"T": 4, "PHASE": 3, "ALONE": False, "LAST": True, "TREE": True, "TICKET": True}
@@ -29,15 +31,16 @@ LAST, FIRST = (True, 64, 32, 16, False), (False, 256, 8, 8, True)
 def build(kernel, form, way, dtype, act, absent, pointers=POINTERS):
     constants = {**way, "FORM": form, "ACT": act, "CUMULATIVE": act == 2, "STAGES": 3, "ON_DEVICE": True}
     signature, fixed, attributes = {}, {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in constants or name in absent:
-            signature[name], fixed[(i,)] = "constexpr", constants.get(name)
+    for i, numbered in enumerate(kernel.arg_names):
+        name = numbered.rstrip("0123")  # a layer's, of a launch for several
+        if name in constants or name in absent or numbered in absent:
+            signature[numbered], fixed[(i,)] = "constexpr", constants.get(name)
         elif name in (*NUMBERS, "magic", "shift"):
-            signature[name] = "i32"
+            signature[numbered] = "i32"
         elif name in ("eps", "momentum", "slope"):
-            signature[name] = "fp32"
+            signature[numbered] = "fp32"
         else:
-            signature[name] = "*" + pointers.get(name, dtype if name in TYPED else "fp32")
+            signature[numbered] = "*" + pointers.get(name, dtype if name in TYPED else "fp32")
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
     assert triton_compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["cubin"]
@@ -53,9 +56,15 @@ def main():
         absent = () if act > 2 else hidden if kernel is backward else ("running_mean", "running_var", "beta")
         build(kernel, LAST, MET, "fp32", act, (*absent, "bits") if act > 2 else absent)
         count += 1
+    fourth = ("x3", "y3", "gamma3", "beta3", "running_mean3", "running_var3", "batches3", "skipped3", "dx3", "dy3")
+    for kernel, way in itertools.product((forward_layers, backward_layers), (ALONE, MET, MANY, SUMS, REST)):
+        build(kernel, LAST, way, "bf16", 1, fourth)
+        count += 1
     for kernel in (pool.max_forward, pool.max_backward_1, pool.max_backward_2, pool.average):
         build(kernel, LAST, {"P": 16, "V": 64, "A": 16, "STRIDE": 2, "BACKWARD": True}, "bf16", 1, ())
         count += 1
+    build(pixel_blocks.to_blocks, LAST, {"INPUTS": 3, "CHANNELS": 16, "P": 128, "V": 16}, "bf16", 1, (), {"x": "fp32"})
+    count += 1
     for kernel in (bias.forward, bias.backward):
         for sigmoid in (False, True):
             build(kernel, LAST, {"P": 16, "V": 64, "A": 16, "SIGMOID": sigmoid}, "bf16", 1, ())
@@ -63,6 +72,8 @@ def main():
     for absent in ((), ("residual", "gamma", "beta")):
         build(inference.normalize, LAST, {"BLOCK": 2048}, "bf16", 1, absent)
         count += 1
+    build(inference.normalize_rows, LAST, {"P": 32, "V": 64, "A": 16}, "bf16", 1, ())
+    count += 1
     again = ("bits", "gamma", "beta", "running_mean", "running_var", "batches", "skipped")
     for form, absent in ((LAST, again), (FIRST, (*again, "residual"))):
         build(forward, form, REST, "bf16", 1, absent, pointers={})  # launch.normalize

@@ -3,7 +3,7 @@ import subprocess
 import pytest
 from emulate import compiler
 
-from batchnorm.ops.cuda import driver, resident
+from batchnorm.ops.cuda import driver, grouped, resident
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +18,7 @@ def emulation(shared_folder):
 @pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.triton), pytest.param("cuda", marks=pytest.mark.gpu)])
 def resident_device(request, emulation, monkeypatch):
     """Where resident.cu runs: emulated on the CPU, or on a device where there is one."""
-    caches = (resident._kernel, resident.prepared)  # a test may put something else in their place
+    caches = (resident._kernel, resident.prepared, grouped._prepared)  # a test may put something else in their place
 
     def forget():
         for cache in caches:

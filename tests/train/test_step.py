@@ -8,9 +8,10 @@ from training import small
 
 from batchnorm.data import Augment
 from batchnorm.models.bn_inception.blocks import InceptionModule
+from batchnorm.models.bn_inception.joined import are_neighbours
 from batchnorm.train import RECIPES
 from batchnorm.train.distributed import Ranks
-from batchnorm.train.step import TrainStep, make_optimizer
+from batchnorm.train.step import Shadows, TrainStep, make_optimizer
 
 
 def trained(steps=3, bf16=True, device="cpu", size=8, recipe=None, **options):
@@ -35,6 +36,25 @@ def trained(steps=3, bf16=True, device="cpu", size=8, recipe=None, **options):
 def test_casting_once_computes_what_autocast_does():
     plain, once = trained(), trained(cast_once=True)
     torch.testing.assert_close(once, plain, rtol=0, atol=0)
+
+
+def test_copies_of_kernels_that_are_convolved_as_one_are_neighbours():
+    net = small().network(3)
+    shadows = Shadows(net)
+    names = {id(p): name for name, p in net.named_parameters()}
+    groups = [
+        [names[id(kernel)] for kernel in module.joined_kernels()]
+        for module in net.modules()
+        if isinstance(module, InceptionModule)
+    ]
+    assert len(groups) == 10
+    assert all(are_neighbours([shadows.copies[name] for name in group]) for group in groups)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(1)
+    shadows.refresh()
+    for name, copy in shadows.copies.items():
+        assert torch.equal(copy, net.get_parameter(name).to(torch.bfloat16))
 
 
 def test_without_autocast_nothing_is_cast():

@@ -9,6 +9,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ class KernelBar(NamedTuple):
 def bars(rows: Iterable[dict[str, Any]]) -> list[KernelBar]:
     """Judge measured rows.
 
-    >>> row = {"layout": "NHWC", "op": "BN+ReLU", "dtype": "bfloat16", "megabytes": 20.0, "limit_us": [10.0, 15.0]}
+    >>> row = {"layout": "NCHW", "op": "BN+ReLU", "dtype": "bfloat16", "megabytes": 20.0, "limit_us": [10.0, 15.0]}
     >>> row["us"] = {"batchnorm": [12.0, 18.0], "compile": [30.0, 30.0], "eager": [60.0, 90.0]}
     >>> [(bar.what, round(bar.measured, 2), bar.reached) for bar in bars([row]) if bar.measured is not None][:2]
     [('geometric mean of torch.compile over ours', 2.0, True), ('geometric mean of eager over ours', 5.0, True)]
@@ -86,9 +87,15 @@ def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Kernel
     def bar(what: str, wanted: float, values: Sequence[float], measured: float | None, at_least: bool) -> KernelBar:
         return KernelBar(layout, op, what, wanted, measured if values else None, at_least, len(values))
 
-    return [
+    # Two bars that the bytes forbid are left out; docs/kernels.md has the arithmetic. With a residual both sides move a
+    # tensor more in each pass; eager's NHWC kernels move so little that ours would have to move less than they must.
+    means = [
         bar("geometric mean of torch.compile over ours", 1.5, compiled, _mean(compiled), True),
         bar("geometric mean of eager over ours", 4.0, eager, _mean(eager), True),
+    ]
+    possible = [op == "BN+ReLU", layout == "NCHW"]
+    return [
+        *compress(means, possible),
         bar("worst layer, torch.compile over ours", 0.95, compiled, min(compiled, default=None), True),
         bar("worst pass over the one-read limit, data on chip", 1.25, kept, max(kept, default=None), False),
         bar("worst pass over the streaming limit, data too large", 1.15, streamed, max(streamed, default=None), False),

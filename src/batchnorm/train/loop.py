@@ -54,6 +54,7 @@ def train(recipe: Recipe, options: Options) -> Result:
 
     Paper: Sec. 4.2.2; Alg. 2 at the end
     """
+    # Batches have one shape, so cuDNN's trials of its algorithms at the first pay for all that follow.
     tuned = torch.backends.cudnn.flags(enabled=True, benchmark=True)
     with (
         ranks(options.device) as here,

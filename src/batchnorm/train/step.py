@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..data import Augment
 from ..layers import param_groups
 from ..models.bn_inception.blocks import InceptionModule, SeparableConv2d
+from ..models.bn_inception.joined import WeightGradients, as_neighbours
 from .distributed import Ranks
 from .recipe import Recipe
 
@@ -55,28 +56,47 @@ class Shadows:
     Autocast casts each one when it is used, and each gradient in the backward pass: two launches per layer. The
     separable stem keeps its precision, because its composed kernel is computed in it.
 
+    Args:
+        net: the network.
+        aside: on a GPU, compute the kernels' gradients on a stream of their own.
+
     Beyond the paper: speed; autocast computes the same.
     """
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, aside: bool = False) -> None:
         self.net = net
+        self.weight_gradients = WeightGradients() if aside else None
         kept = {id(p) for m in net.modules() if isinstance(m, SeparableConv2d) for p in m.parameters()}
         trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
         chosen = {name: p for name, p in trained.items() if p.dim() in (2, 4) and id(p) not in kept}
         self.masters: list[Tensor] = list(chosen.values())
-        self.copies = {name: p.detach().to(torch.bfloat16).requires_grad_() for name, p in chosen.items()}
+        self.copies = {name: p.detach().to(torch.bfloat16) for name, p in chosen.items()}
+        self._join(net, {id(p): name for name, p in chosen.items()})
+        for copy in self.copies.values():
+            copy.requires_grad_()
         self.trained = list(trained.values())
         self.used = [self.copies.get(name, p) for name, p in trained.items()]
 
+    def _join(self, net: nn.Module, names: dict[int, str]) -> None:
+        """Put the kernels that a module convolves with as one next to each other, so that it need not copy them."""
+        for module in net.modules():
+            kernels = module.joined_kernels() if isinstance(module, InceptionModule) else []
+            joined = [names.get(id(kernel), "") for kernel in kernels]
+            if joined and all(joined):
+                self.copies.update(zip(joined, as_neighbours(kernels, torch.bfloat16), strict=True))
+
     def run(self, x: Tensor) -> Tensor:
         """Call the network."""
-        y: Tensor = torch.func.functional_call(self.net, self.copies, x)
+        with self.weight_gradients or nullcontext():
+            y: Tensor = torch.func.functional_call(self.net, self.copies, x)
         return y
 
     def backward(self, loss: Tensor) -> None:
         """Give the parameters the gradients of their copies, in the parameters' precision."""
         # Not loss.backward(), which copies gradients that are views of others, as those of joined kernels are.
         grads = torch.autograd.grad(loss, self.used)
+        if self.weight_gradients is not None:
+            self.weight_gradients.wait()
         to, of = [], []
         for parameter, grad in zip(self.trained, grads, strict=True):
             grad = _with_strides_of(parameter, grad)
@@ -118,7 +138,8 @@ class TrainStep:
         compile: what torch.compile compiles: the whole "network", or "nothing".
         cast_once: with ``bf16`` and in one process, cast all kernels and matrices together after each update instead
             of one by one in each forward and backward pass: the same numbers from two launches instead of hundreds.
-        graph: capture the whole step as a CUDA graph; branches of a network that is not compiled then run in parallel.
+        graph: capture the whole step as a CUDA graph. Branches of a network that is not compiled then run in parallel;
+            with ``cast_once`` so do the gradients of its kernels.
         batch: this rank's examples of a full batch. Smaller batches at the end of an epoch run without graph and
             compilation: neither a second graph nor another minute of compilation is worth it.
 
@@ -139,7 +160,8 @@ class TrainStep:
         batch: int | None = None,
     ) -> None:
         self.net, self.optimizer, self.augment, self.ranks, self.bf16 = net, optimizer, augment, ranks, bf16
-        self.shadows = Shadows(net) if cast_once and bf16 and ranks.world_size == 1 else None
+        aside = graph and compile == "nothing"
+        self.shadows = Shadows(net, aside) if cast_once and bf16 and ranks.world_size == 1 else None
         self.plain: Any = net if self.shadows is None else self.shadows.run
         self.model, self.batch = self.plain, batch
         if compile == "network":

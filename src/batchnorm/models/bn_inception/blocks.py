@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
+from itertools import accumulate
 from typing import Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -17,9 +18,21 @@ import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...graph.kinds import has_hooks
+from ...graph.kinds import has_hooks, is_quiet, is_watched
+from ...layers import BatchNorm2d
 from .bias import bias_act
 from .channels_last import takes
+from .joined import (
+    Concatenation,
+    Part,
+    can_join,
+    convolve,
+    is_aside,
+    join_kernels,
+    max_pool_beside,
+    normalize_together,
+)
+from .pixel_blocks import pixel_blocks
 from .pooling import AvgPool2d, MaxPool2d
 
 _NONLINEARITIES: dict[type[nn.Module], Literal["relu", "sigmoid"]] = {nn.ReLU: "relu", nn.Sigmoid: "sigmoid"}
@@ -68,14 +81,24 @@ class Unit(nn.Sequential):
     """
 
     conv: nn.Conv2d
+    bn: BatchNorm2d  # unless biases take its place
     rearrange: bool | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve, normalize, apply the nonlinearity."""
         if not self._is_plain() or not _rearranged(self, x):
+            if is_aside() and _is_dense(self[0]):
+                return self.finish(self.convolve(x))
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
         # torch's own method, which respects dilation, groups and padding modes that were changed.
         return self.finish(self.conv._conv_forward(x, self.conv.weight, None))
+
+    def convolve(self, x: Tensor) -> Tensor:
+        """Convolve."""
+        conv = self[0]
+        if not _is_dense(conv):
+            return cast(Tensor, conv(x))
+        return convolve(x, cast(Tensor, conv.weight), conv.stride, conv.padding)
 
     def finish(self, product: Tensor) -> Tensor:
         """Apply what follows the convolution, starting with its bias if it has one."""
@@ -102,6 +125,13 @@ class Unit(nn.Sequential):
         conv, last = self
         known = type(conv) is nn.Conv2d and conv.bias is not None and type(last) in _NONLINEARITIES
         return known and not (has_hooks(conv) or has_hooks(last))
+
+
+def _is_dense(conv: nn.Module) -> bool:
+    """Return whether a convolution is torch's, without bias, groups, dilation or hooks, padded by zeros."""
+    if type(conv) is not nn.Conv2d or conv.bias is not None or not is_quiet(conv) or is_watched():
+        return False
+    return conv.groups == 1 and conv.dilation == (1, 1) and conv.padding_mode == "zeros" and conv.padding != "same"
 
 
 # (inputs, outputs, kernel, stride, height of the output map, row) -> unit
@@ -161,26 +191,22 @@ def _convolve_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # A zero tap, before or after the others, makes the kernel even and lets it start at a block's first pixel.
     front = kernel // 2 % 2
     taps, before = (kernel + 1) // 2, (kernel // 2 + front) // 2
-    x = F.pad(x, (0, x.shape[-1] % 2, 0, x.shape[-2] % 2)) if x.shape[-1] % 2 or x.shape[-2] % 2 else x
-    rows, columns = x.shape[-2] // 2, x.shape[-1] // 2
-    # In memory: rows, columns, then a block's pixels and channels, rounded up to a multiple that matrix units take.
-    channels = -(-4 * inputs // 8) * 8
-    blocks = x.new_zeros(len(x), rows + taps - 1, columns + taps - 1, channels)
-    inside = blocks[:, before : before + rows, before : before + columns, : 4 * inputs].unflatten(3, (2, 2, inputs))
-    inside.copy_(x.permute(0, 2, 3, 1).unflatten(2, (columns, 2)).unflatten(1, (rows, 2)).transpose(2, 3))
+    blocks = pixel_blocks(x, before, taps)
     weight = (
         F.pad(weight, (front, 1 - front) * 2).unflatten(3, (taps, 2)).unflatten(2, (taps, 2)).permute(0, 2, 4, 3, 5, 1)
     )
-    weight = F.pad(weight.flatten(3), (0, channels - 4 * inputs))
-    return F.conv2d(blocks.permute(0, 3, 1, 2), weight.permute(0, 3, 1, 2), bias)
+    weight = F.pad(weight.flatten(3), (0, blocks.shape[1] - 4 * inputs))
+    return F.conv2d(blocks, weight.permute(0, 3, 1, 2), bias)
 
 
 class InceptionModule(nn.Module):
     """Concatenate a 1x1, a 3x3, a double 3x3 and a pooling branch over the same input.
 
     ``rearrange`` computes the 1x1 convolutions that read the module's input as one, with their weights side by side,
-    and averages after the projection, on its fewer channels, instead of before: avg(Wx) = W avg(x). ``side_by_side``
-    then runs the double 3x3 branch beside the others, on a second stream of the GPU.
+    and averages after the projection, on its fewer channels, instead of before: avg(Wx) = W avg(x). On a GPU it also
+    normalizes several branches in one launch, and every branch writes its channels of the output: nothing is copied.
+    Evaluation without gradients does the same there.
+    ``side_by_side`` then runs convolutions of two branches at the same time, on a second stream of the GPU.
 
     Args:
         inputs: input channels.
@@ -219,10 +245,15 @@ class InceptionModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the concatenated branches."""
-        if _rearranged(self, x):
+        rearranged = _rearranged(self, x)
+        if rearranged or _is_evaluated(self, x):
             heads = self._heads()
-            if all(head.joins() for head in heads.values()):
-                return self._joined(x, heads)
+            unheard = all(is_quiet(branch) for branch in (self.three, self.double33, self.pool))
+            if unheard and all(head.joins() for head in heads.values()):
+                if self._is_fused(x, heads):
+                    return self._fused(x, heads)
+                if rearranged:
+                    return self._joined(x, heads)
         branches = [branch for branch in (self.one, self.three, self.double33, self.pool) if branch is not None]
         return torch.cat([branch(x) for branch in branches], 1)
 
@@ -233,9 +264,14 @@ class InceptionModule(nn.Module):
             heads["project"] = self.pool[1]
         return {name: cast(Unit, head) for name, head in heads.items() if head is not None}
 
+    def joined_kernels(self) -> list[Tensor]:
+        """Return the kernels of the convolutions that are computed as one, in their order; none if they are not."""
+        heads = self._heads().values()
+        return [head.conv.weight for head in heads] if all(head.joins() for head in heads) else []
+
     def _joined(self, x: Tensor, units: dict[str, Unit]) -> Tensor:
         convolutions = [unit.conv for unit in units.values()]
-        wide = F.conv2d(x, torch.cat([conv.weight for conv in convolutions]))
+        wide = F.conv2d(x, join_kernels([conv.weight for conv in convolutions]))
         parts = dict(zip(units, wide.split([conv.out_channels for conv in convolutions], 1), strict=True))
 
         def deep() -> Tensor:
@@ -251,6 +287,63 @@ class InceptionModule(nn.Module):
 
         double, (first, pooled) = both(deep, others) if self.side_by_side else (deep(), others())
         return torch.cat([*first, double, pooled], 1)
+
+    def _is_fused(self, x: Tensor, units: dict[str, Unit]) -> bool:
+        """Return whether the normalizations of all branches are ours, unheard, and can be joined."""
+        used = [*units.values(), *self._ends(), *list(self.pool)[1:]]
+        if not all(isinstance(unit, Unit) and len(unit) == 2 and isinstance(unit[1], BatchNorm2d) for unit in used):
+            return False
+        layers = [cast(BatchNorm2d, cast(Unit, unit)[1]) for unit in used]
+        if type(self.pool[0]) not in (AvgPool2d, MaxPool2d) or is_watched():
+            return False
+        autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype
+        several = x.numel() > x.shape[1] * int(self._ends()[0].conv.stride[0]) ** 2  # values of a channel in the output
+        return several and not autocast and all(map(is_quiet, (*used, *layers, self.pool[0]))) and can_join(layers, x)
+
+    def _ends(self) -> tuple[Unit, Unit]:
+        """Return the last units of the 3x3 and of the double 3x3 branch."""
+        return cast(Unit, self.three[1]), cast(Unit, self.double33[2])
+
+    def _fused(self, x: Tensor, units: dict[str, Unit]) -> Tensor:
+        """Return the concatenated branches, written by the kernels that compute them; see ``joined.py``."""
+        three, double = self._ends()
+        _, *project = self.pool
+        stride = int(three.conv.stride[0])
+        channels = {name: unit.conv.out_channels for name, unit in units.items() if name == "one"}
+        channels |= {"three": three.conv.out_channels, "double": double.conv.out_channels}
+        channels["project"] = cast(Unit, project[0]).conv.out_channels if project else x.shape[1]
+        y = Concatenation(x, list(channels.values()), tuple(-(-n // stride) for n in x.shape[2:]))
+        to = dict(zip(channels, y.parts, strict=True))
+        passed = not self.projects_first
+        if passed:
+            x, pooled = max_pool_beside(x, stride, None if project else to["project"])
+        kernel = join_kernels([unit.conv.weight for unit in units.values()])
+        sources = [convolve(x, kernel, (1, 1), (0, 0))]
+        # What the reducing convolutions feed is no part of the output.
+        places = {"one": to.get("one"), "project": to["project"]}
+        starts = accumulate((unit.conv.out_channels for unit in units.values()), initial=0)
+        heads = [
+            Part(unit.bn, 0, start, places.get(name), averaged=name == "project")
+            for (name, unit), start in zip(units.items(), starts, strict=False)
+        ]
+        if project and passed:
+            unit = cast(Unit, project[0])
+            sources.append(unit.convolve(pooled))
+            heads.append(Part(unit.bn, 1, 0, to["project"]))
+        done = dict(zip([*units, "project"], normalize_together(heads, *sources), strict=False))
+        if not project:
+            done["project"] = pooled
+
+        def run_three() -> Tensor:
+            return three.convolve(done["three"])
+
+        def run_double() -> Tensor:
+            return double.convolve(self.double33[1](done["double"]))
+
+        ends = both(run_three, run_double) if self.side_by_side else (run_three(), run_double())
+        parts = [Part(three.bn, 0, 0, to["three"]), Part(double.bn, 1, 0, to["double"])]
+        done["three"], done["double"] = normalize_together(parts, *ends)
+        return y.join([done[name] for name in channels])
 
 
 def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
@@ -276,3 +369,10 @@ def _rearranged(module: Unit | SeparableConv2d | InceptionModule, x: Tensor | to
     if isinstance(x, torch.fx.Proxy):  # torch.fx records the network as drawn
         return False
     return module.training and x.is_cuda if module.rearrange is None else module.rearrange
+
+
+def _is_evaluated(module: InceptionModule, x: Tensor | torch.fx.Proxy) -> bool:
+    """Return whether the module runs on a GPU in evaluation, without gradients."""
+    if isinstance(x, torch.fx.Proxy) or module.rearrange is not None:
+        return False
+    return x.is_cuda and not module.training and not torch.is_grad_enabled()

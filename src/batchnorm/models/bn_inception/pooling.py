@@ -71,16 +71,21 @@ def average_pool(x: Tensor) -> Tensor:
 
 
 def _max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    y, where = _fake_max_pool(x, stride)
+    max_pool_into(x, y, where, stride)
+    return y, where
+
+
+def max_pool_into(x: Tensor, y: Tensor, where: Tensor, stride: int) -> None:
+    """Write maxima to ``y``, which may be channels of a larger tensor, and their places, 0 to 8, to ``where``."""
     from .triton.pool import max_forward
 
-    row = row_stride(x)
-    y, where = _fake_max_pool(x, stride)
+    row, y_row = row_stride(x), row_stride(y)
     (n, c, h, w), (oh, ow) = x.shape, y.shape[2:]
-    t = ChannelTiles(x, (row, c), n * oh * ow)
-    numbers = (n * oh * ow, c // t.align, h, w, oh, ow, row // t.align, c // t.align)
+    t = ChannelTiles(x, (row, y_row), n * oh * ow)
+    numbers = (n * oh * ow, c // t.align, h, w, oh, ow, row // t.align, y_row // t.align)
     with torch.cuda.device_of(x):  # Triton launches on the current one
         max_forward[(t.programs,)](x, y, where, *numbers, stride, *t.constants)
-    return y, where
 
 
 def _fake_max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
@@ -90,19 +95,27 @@ def _fake_max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 
 
 def _max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, width: int) -> Tensor:
+    return max_pool_gradient(dy, where, stride, height, width)
+
+
+def max_pool_gradient(
+    dy: Tensor, where: Tensor, stride: int, height: int, width: int, plus: Tensor | None = None
+) -> Tensor:
+    """Return the gradient of the maxima's input, added to ``plus``, which is another of dx's shape; no second one."""
     from .triton.pool import max_backward_1, max_backward_2
 
     dy, row = readable(dy)
     where = where.contiguous(memory_format=torch.channels_last)  # hooks such as save_on_cpu's may lose the layout
     dx = _fake_max_pool_backward(dy, where, stride, height, width)
+    plus = None if plus is None else plus.contiguous(memory_format=torch.channels_last)
     n, c, oh, ow = dy.shape
     t = ChannelTiles(dy, (row, c), n * oh * ow)
     count, channels = n * oh * ow, c // t.align
     if stride == 1:
-        max_backward_1[(t.programs,)](dy, where, dx, count, channels, oh, ow, row // t.align, *t.constants)
+        max_backward_1[(t.programs,)](dy, where, dx, plus, count, channels, oh, ow, row // t.align, *t.constants)
     else:
         sizes = (height, width, oh, ow)
-        max_backward_2[(t.programs,)](dy, where, dx, count, channels, *sizes, row // t.align, *t.constants)
+        max_backward_2[(t.programs,)](dy, where, dx, plus, count, channels, *sizes, row // t.align, *t.constants)
     return dx
 
 
@@ -111,15 +124,22 @@ def _fake_max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int,
 
 
 def _average_pool(x: Tensor, backward: bool) -> Tensor:
+    x, _ = readable(x)
+    y = _fake_average_pool(x, backward)
+    average_into(x, y, backward)
+    return y
+
+
+def average_into(x: Tensor, y: Tensor, backward: bool) -> None:
+    """Write averages to ``y``; x and y may be channels of larger tensors."""
     from .triton.pool import average
 
-    x, row = readable(x)
-    y = _fake_average_pool(x, backward)
+    row, y_row = row_stride(x), row_stride(y)
     n, c, h, w = x.shape
-    t = ChannelTiles(x, (row, c), n * h * w)
-    with torch.cuda.device_of(x):
-        average[(t.programs,)](x, y, n * h * w, c // t.align, h, w, row // t.align, backward, *t.constants)
-    return y
+    t = ChannelTiles(x, (row, y_row), n * h * w)
+    numbers = (n * h * w, c // t.align, h, w, row // t.align, y_row // t.align)
+    with torch.cuda.device_of(x):  # Triton launches on the current one
+        average[(t.programs,)](x, y, *numbers, backward, *t.constants)
 
 
 def _fake_average_pool(x: Tensor, backward: bool) -> Tensor:
@@ -132,8 +152,15 @@ def _keep_max(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
     ctx.save_for_backward(output[1])
 
 
+def max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, width: int) -> Tensor:
+    """Return the gradient of the maxima's input; it can be differentiated again."""
+    dx: Tensor = torch.ops.batchnorm.max_pool_backward(dy, where, stride, height, width)
+    return dx
+
+
 def _max_gradient(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor, None]:
-    return torch.ops.batchnorm.max_pool_backward(dy, *ctx.saved_tensors, ctx.stride, *ctx.size), None
+    (where,) = ctx.saved_tensors
+    return max_pool_backward(dy, where, ctx.stride, *ctx.size), None
 
 
 def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

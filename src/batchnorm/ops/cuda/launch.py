@@ -254,6 +254,13 @@ def _launches(g: Geometry, p: Tiling, backward: bool, device: torch.device) -> t
         from .triton.backward import backward as kernel
     else:
         from .triton.forward import forward as kernel
+    return launches_of(kernel, lambda p: numbers(g, p), g, p, device)
+
+
+def launches_of(
+    kernel: Any, numbers: Callable[[Tiling], tuple[int, ...]], g: Geometry, p: Tiling, device: torch.device
+) -> tuple[TritonLaunch, ...]:
+    """Return the launches of a kernel by a plan: one, or two phases one after the other."""
     on_device = device.type == "cuda"
 
     def launch(
@@ -262,7 +269,7 @@ def _launches(g: Geometry, p: Tiling, backward: bool, device: torch.device) -> t
         form = (g.nhwc, p.R, p.V, p.align, g.wide)
         constants = (form, p.T, phase, alone, last, tree, ticket, p.stages, on_device)
         options = {"num_warps": p.warps, "maxnreg": registers or None}
-        return TritonLaunch(kernel, p.slices * p.parts, numbers(g, p), constants, options, device)
+        return TritonLaunch(kernel, p.slices * p.parts, numbers(p), constants, options, device)
 
     # Interpreted programs run one after the other: none may wait for the next.
     if p.alone or (on_device and p.path != "stream"):

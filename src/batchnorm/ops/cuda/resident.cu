@@ -13,8 +13,9 @@
 //
 // Compiled for one case at a time: KIND (0 bfloat16, 1 float16, 2 float32), LAST (channels last?), PLANE (locations of a
 // channel in one example, where WOVEN, else 0), ACT (IDENTITY, RELU, ...: resident.py defines them), RESIDUAL (is one
-// added?), ADDED (is all of it kept too?), THREADS, SV, K (vectors a thread keeps of each tensor) and EACH (programs on a
-// multiprocessor).
+// added?), ADDED (is all of it kept too?), THREADS, SV, K (vectors a thread keeps of each tensor), EACH (programs on a
+// multiprocessor) and LAYERS (how many layers the launch is for, channels last and with the same rows; 0: one, given by
+// arguments of its own).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -210,6 +211,53 @@ struct Shape {
     int width;  // vectors of a channel in one example
     u32 magic, shift;
     int passing;  // the tensor is larger than the cache
+};
+
+// What one layer has of a launch. Its slices follow those of the layers before it; `shape.slices` counts its own.
+struct Layer {
+#ifdef FORWARD
+    const char* x;
+    char* y;
+    const float *gamma, *beta;
+    float *mean, *var;
+    i64 *batches, *skipped;
+    float *stats, *partial;
+#else
+    const char* x;
+    char* dx;
+    const char* dy;
+    const float* stats;
+    float *dgamma, *dbeta, *partial;
+#endif
+    u32* words;
+    Shape shape;
+};
+
+struct Layers {
+    Layer at[LAYERS ? LAYERS : 1];
+
+    // The slices of all layers.
+    __device__ __forceinline__ int slices() const {
+        int n = 0;
+#pragma unroll
+        for (int k = 0; k < (LAYERS ? LAYERS : 1); ++k) n += at[k].shape.slices;
+        return n;
+    }
+
+    // Find a slice's layer, and number the slice within it.
+    __device__ __forceinline__ int find(int& slice) const {
+        int found = 0, first = 0, end = 0;
+#pragma unroll
+        for (int k = 0; k + 1 < LAYERS; ++k) {
+            end += at[k].shape.slices;
+            if (slice >= end) {
+                found = k + 1;
+                first = end;
+            }
+        }
+        slice -= first;
+        return found;
+    }
 };
 
 // What will be read again soon stays in the cache; what is larger than it must not push out what is read again here.
@@ -603,39 +651,55 @@ __device__ __forceinline__ void mean_of_samples(const Vec& v, const Walk& walk, 
     __syncthreads();
 }
 
+#if LAYERS
+extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward_layers(
+    const __grid_constant__ Layers layers, float momentum, int cumulative, float eps, float slope) {
+    const char* residual = 0;
+    unsigned char* bits = 0;
+#else
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
     const char* x, char* y, const char* residual, unsigned char* bits, const float* gamma, const float* beta,
-    float* stats, float* partial, u32* words, Running running, Shape s, float eps, float slope) {
+    float* stats, float* partial, u32* words, Running given, Shape s, float eps, float slope) {
+    const Layers layers = {{{x, y, gamma, beta, given.mean, given.var, given.batches, given.skipped, stats, partial, words, s}}};
+    const float momentum = given.momentum;
+    const int cumulative = given.cumulative;
+#endif
     __align__(16) __shared__ float scratch[SCRATCH];
     __shared__ float shared_base[W], shared_scale[W], shared_offset[W];
     const u64 policy = evict_first();
-    const int groups = gridDim.x / s.parts;
+    const int parts = layers.at[0].shape.parts, slices = layers.slices(), groups = gridDim.x / parts;
     // Neighbouring programs have the same rows of neighbouring slices: together they read long runs of memory.
     const int group = blockIdx.x % groups, part = blockIdx.x / groups;
-    float* before = partial;
-    partial += 2 * s.C;
 
-    int slice = group;
-    Walk walk(s, slice, part);
+    int all_slice = group, slice = group;
+    int layer = layers.find(slice);
+    Walk walk(layers.at[layer].shape, slice, part);
     int streamed = max(walk.n - K, 0);
-    Vec samples = sample(x, s, walk);
-    auto copy_batch = [&](const Walk& walk, int streamed, int j) {
+    Vec samples = sample(layers.at[layer].x, layers.at[layer].shape, walk);
+    auto copy_batch = [&](const Layer& l, const Walk& walk, int streamed, int j) {
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
             int k = j * BATCH + b, i = streamed + k;
-            if (k < K && i < walk.n) copy_async(slot_of(0, k), x + walk.of_x(s, i), policy);
+            if (k < K && i < walk.n) copy_async(slot_of(0, k), l.x + walk.of_x(l.shape, i), policy);
         }
         commit();
     };
     // After x, so that the statistics do not wait for it.
-    auto copy_added = [&](const Walk& walk) {
+    auto copy_added = [&](const Layer& l, const Walk& walk) {
 #pragma unroll 1
-        for (int k = 0; k < walk.n; ++k) copy_async(slot_of(1, k), residual + walk.of_y(s, k), policy);
+        for (int k = 0; k < walk.n; ++k) copy_async(slot_of(1, k), residual + walk.of_y(l.shape, k), policy);
         commit();
     };
 #pragma unroll
-    for (int j = 0; j < AHEAD; ++j) copy_batch(walk, streamed, j);
-    for (bool first = true; slice < s.slices; slice += groups, first = false) {
+    for (int j = 0; j < AHEAD; ++j) copy_batch(layers.at[layer], walk, streamed, j);
+    for (bool first = true; all_slice < slices; all_slice += groups, first = false) {
+        const Layer& l = layers.at[layer];
+        const Shape& s = l.shape;
+        const char* x = l.x;
+        char* y = l.y;
+        float *stats = l.stats, *before = l.partial, *partial = l.partial + 2 * s.C;
+        u32* words = l.words;
+        const Running running = {l.mean, l.var, l.batches, l.skipped, momentum, cumulative};
         const float count = (float)((i64)s.units * EACH_UNIT);
         const int channel = slice * W + threadIdx.x;  // of the first W threads
         const bool here = threadIdx.x < W && channel < s.C;
@@ -645,8 +709,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         float g = 1, b = 0;
         Move averages = {};
         if (here) {
-            if (gamma) g = gamma[channel];
-            if (beta) b = beta[channel];
+            if (l.gamma) g = l.gamma[channel];
+            if (l.beta) b = l.beta[channel];
             if (part == 0) averages.prepare(running, channel);
         }
         mean_of_samples(samples, walk, scratch, shared_base);
@@ -681,9 +745,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             arrived<(BATCHES > J ? BATCHES - 1 - J : 0) + ADDED>();                      \
         } else {                                                                         \
             if (ADDED && J + AHEAD == BATCHES)                                           \
-                copy_added(walk);                                                        \
+                copy_added(l, walk);                                                     \
             else                                                                         \
-                copy_batch(walk, streamed, J + AHEAD);                                   \
+                copy_batch(l, walk, streamed, J + AHEAD);                                \
             arrived<AHEAD>();                                                            \
         }                                                                                \
         _Pragma("unroll") for (int b = 0; b < BATCH; ++b) {                              \
@@ -739,10 +803,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             scales[k] = shared_scale[c];
             offsets[k] = shared_offset[c];
         }
-        Walk next(s, slice + groups, part);
-        if (slice + groups >= s.slices) next.n = 0;
+        slice = all_slice + groups;
+        layer = layers.find(slice);
+        const Layer& after = layers.at[layer];
+        Walk next(after.shape, slice, part);
+        if (all_slice + groups >= slices) next.n = 0;
         const int next_streamed = max(next.n - K, 0);
-        if (slice + groups < s.slices) samples = sample(x, s, next);
+        if (all_slice + groups < slices) samples = sample(after.x, after.shape, next);
         auto normalize = [&](const Vec& v, const Vec& r, int i) {
             float f[V], g[V];
             widen(v, f);
@@ -787,9 +854,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
 #pragma unroll
             for (int b = 0; b < BATCH; ++b)
                 if (j * BATCH + b < kept) normalize(load_slot(slot_of(0, j * BATCH + b)), r[b], streamed + j * BATCH + b);
-            copy_batch(next, next_streamed, j);
+            copy_batch(after, next, next_streamed, j);
         }
-        if (ADDED) copy_added(next);
+        if (ADDED) copy_added(after, next);
         if (running.mean && count > 1 && part == 0 && threadIdx.x < MOVERS * 32)
             averages.finish(running, words + 1, before, s.C, all, s.slices * MOVERS);
         walk = next;
@@ -802,35 +869,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
 
 // If a residual was added, bits say where the derivative is 1.
 #define SIGNS (RESIDUAL && ACT != IDENTITY)
+#if LAYERS
+extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward_layers(
+    const __grid_constant__ Layers layers, float slope) {
+    const unsigned char* bits = 0;
+    char* dresidual = 0;
+#else
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
     const char* dy, const char* x, const unsigned char* bits, const float* stats, char* dx, char* dresidual,
     float* dgamma, float* dbeta, float* partial, u32* words, Shape s, float slope) {
+    const Layers layers = {{{x, dx, dy, stats, dgamma, dbeta, partial, words, s}}};
+#endif
     __align__(16) __shared__ float scratch[SCRATCH];
     __shared__ float shared_k2[W], shared_k0[W];
     const u64 policy = evict_first();
-    const int groups = gridDim.x / s.parts;
+    const int parts = layers.at[0].shape.parts, slices = layers.slices(), groups = gridDim.x / parts;
     const int group = blockIdx.x % groups, part = blockIdx.x / groups;
 
-    int slice = group;
-    Walk walk(s, slice, part);
+    int all_slice = group, slice = group;
+    int layer = layers.find(slice);
+    Walk walk(layers.at[layer].shape, slice, part);
     int streamed = max(walk.n - K, 0);
     u32 signs[K];  // of what is kept
-    auto copy_one = [&](const Walk& walk, int streamed, int k) {
+    auto copy_one = [&](const Layer& l, const Walk& walk, int streamed, int k) {
         int i = streamed + k;
         if (k < K && i < walk.n) {
-            copy_async(slot_of(0, k), x + walk.of_x(s, i), policy);
-            copy_async(slot_of(1, k), dy + walk.of_dy(s, i), policy);
-            if (SIGNS) signs[k] = load_bits(bits + walk.of_bits(s, i));
+            copy_async(slot_of(0, k), l.x + walk.of_x(l.shape, i), policy);
+            copy_async(slot_of(1, k), l.dy + walk.of_dy(l.shape, i), policy);
+            if (SIGNS) signs[k] = load_bits(bits + walk.of_bits(l.shape, i));
         }
     };
-    auto copy_batch = [&](const Walk& walk, int streamed, int j) {
+    auto copy_batch = [&](const Layer& l, const Walk& walk, int streamed, int j) {
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) copy_one(walk, streamed, j * BATCH + b);
+        for (int b = 0; b < BATCH; ++b) copy_one(l, walk, streamed, j * BATCH + b);
         commit();
     };
 #pragma unroll
-    for (int j = 0; j < AHEAD; ++j) copy_batch(walk, streamed, j);
-    for (bool first = true; slice < s.slices; slice += groups, first = false) {
+    for (int j = 0; j < AHEAD; ++j) copy_batch(layers.at[layer], walk, streamed, j);
+    for (bool first = true; all_slice < slices; all_slice += groups, first = false) {
+        const Layer& l = layers.at[layer];
+        const Shape& s = l.shape;
+        const char *x = l.x, *dy = l.dy;
+        char* dx = l.dx;
+        const float* stats = l.stats;
+        float* partial = l.partial;
+        u32* words = l.words;
         const float count = (float)((i64)s.units * EACH_UNIT);
         const int channel = slice * W + threadIdx.x;
         const bool here = threadIdx.x < W && channel < s.C;
@@ -895,7 +978,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
         if (!first) {                                                                                        \
             arrived<(BATCHES > J ? BATCHES - 1 - J : 0)>();                                                  \
         } else {                                                                                             \
-            copy_batch(walk, streamed, J + AHEAD);                                                           \
+            copy_batch(l, walk, streamed, J + AHEAD);                                                        \
             arrived<AHEAD>();                                                                                \
         }                                                                                                    \
         _Pragma("unroll") for (int b = 0; b < BATCH; ++b) {                                                  \
@@ -920,8 +1003,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
             shared_k2[threadIdx.x] = k2;
             shared_k0[threadIdx.x] = factor * (sum1 / count) - low * k2;
             if (part == 0) {
-                dgamma[channel] = dg;
-                dbeta[channel] = sum1;
+                l.dgamma[channel] = dg;
+                l.dbeta[channel] = sum1;
             }
         }
         __syncthreads();
@@ -953,8 +1036,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
             for (int u = 0; u < UNROLL; ++u) write(v[u], g[u], above[u], i - 1 - u);
         }
         for (; i > 0; --i) write(load(x + walk.of_x(s, i - 1)), load(dy + walk.of_dy(s, i - 1)), signs_at(i - 1), i - 1);
-        Walk next(s, slice + groups, part);
-        if (slice + groups >= s.slices) next.n = 0;
+        slice = all_slice + groups;
+        layer = layers.find(slice);
+        const Layer& after = layers.at[layer];
+        Walk next(after.shape, slice, part);
+        if (all_slice + groups >= slices) next.n = 0;
         const int next_streamed = max(next.n - K, 0);
 #pragma unroll
         for (int j = 0; j < BATCHES; ++j) {
@@ -963,7 +1049,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
                 int k = j * BATCH + b;
                 if (k < K && k < kept)
                     write(load_slot(slot_of(0, k)), load_slot(slot_of(1, k)), SIGNS ? signs[k] : 0, streamed + k);
-                copy_one(next, next_streamed, k);
+                copy_one(after, next, next_streamed, k);
             }
             commit();
         }

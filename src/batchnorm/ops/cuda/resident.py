@@ -179,22 +179,69 @@ def _of_rows(
     g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
 ) -> Residence | None:
     """Choose for a channels-last tensor."""
+    return _of_layers(g, (g.channels,), itemsize, backward, residual, processors, tensors)
+
+
+def choose_layers(
+    g: Geometry, channels: tuple[int, ...], strides: tuple[int, ...], itemsize: int, backward: bool, processors: int
+) -> Residence | None:
+    """Choose for layers with so many channels each, which ``g`` has together; None where other kernels are faster."""
+    v = WIDTH // itemsize
+    if any(n % v for n in (*channels, *strides)):
+        return None
+    if len(channels) > 1:
+        if backward and (found := _in_rounds(g, channels, itemsize, processors)) is not None:
+            return found
+        if not backward and megabytes_of(g, itemsize) < 7:
+            return None
+    return _of_layers(g, channels, itemsize, backward, False, processors, 2 if backward else 1)
+
+
+def _in_rounds(g: Geometry, channels: tuple[int, ...], itemsize: int, processors: int) -> Residence | None:
+    """Plan a backward pass over as many slices at a time as fit on chip; None if the last round would be short."""
+    lanes, threads = 4, 512
+    slices = sum(up(c * itemsize, lanes * WIDTH) for c in channels)
+    kept = make(g, itemsize, 2, processors, threads, 1, lanes, 1).kept
+    parts = up(g.rows, threads // lanes * kept)
+    groups = processors // parts
+    if not 2 <= groups < slices or slices / (up(slices, groups) * groups) < 0.9:
+        return None
+    if all(c * itemsize % (8 * WIDTH) == 0 for c in channels):
+        return None  # wide slices are full, and faster though some of them is read again
+    r = make(g, itemsize, 2, processors, threads, 1, lanes, processors // groups)
+    return r._replace(slices=slices, groups=groups)
+
+
+def _of_layers(
+    g: Geometry,
+    channels: tuple[int, ...],
+    itemsize: int,
+    backward: bool,
+    residual: bool,
+    processors: int,
+    tensors: int,
+) -> Residence | None:
+    """Choose for one or more channels-last tensors, which ``g`` describes together."""
     megabytes, plain = megabytes_of(g, itemsize), not backward and not residual
     least = (1 if residual else 3) if backward else (3 if residual else 6)
     if megabytes < least or megabytes > (250 if plain else 200):
         return None
     # Wide rows use all of memory's bursts, of narrow ones fewer programs meet; few threads should have nothing to do.
     narrow = megabytes < (30 if plain else 10 if backward and residual else 16)
-    vectors = g.channels * itemsize // WIDTH
-    if megabytes > 50 and vectors % 8 and not plain:
+    vectors = [c * itemsize // WIDTH for c in channels]
+    if megabytes > 50 and any(n % 8 for n in vectors) and not plain:
         return None
     widths = (4, 2) if narrow else (8, 4, 2)
-    lanes = next((n for n in widths if vectors / (up(vectors, n) * n) > 0.85), 8 if vectors > 4 and not narrow else 4)
+    slices_of = {n: sum(up(own, n) for own in vectors) for n in (8, 4, 2)}
+    wide = 8 if sum(vectors) > 4 and not narrow else 4
+    full = 0.85 if len(channels) == 1 else 0.9
+    lanes = next((n for n in widths if sum(vectors) / (slices_of[n] * n) > full), wide)
     threads, each = (512, 1) if not (plain and narrow) else (384, 2) if megabytes < 10 else (256, 2)
-    slices = up(vectors, lanes)
+    slices = slices_of[lanes]
     if slices > processors:
         return None
-    return make(g, itemsize, tensors, processors, threads, each, lanes, processors * each // slices)
+    r = make(g, itemsize, tensors, processors, threads, each, lanes, processors * each // slices)
+    return r._replace(slices=slices, groups=min(slices, processors * each // r.parts))
 
 
 def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
@@ -269,16 +316,31 @@ def _shape(g: Geometry, itemsize: int, r: Residence, dy_stride: int) -> _Shape:
 
 @cache
 def _kernel(
-    name: str, kind: int, nhwc: bool, activation: int, residual: bool, code: tuple[int, ...], device: torch.device
+    name: str,
+    kind: int,
+    nhwc: bool,
+    activation: int,
+    residual: bool,
+    code: tuple[int, ...],
+    device: torch.device,
+    layers: int = 0,
 ) -> driver.Kernel:
     threads, each, lanes, plane, kept, added = code
+    backward = name.startswith("backward")
     definitions = {
         "KIND": kind, "LAST": int(nhwc), "ACT": activation, "RESIDUAL": int(residual), "ADDED": added,
-        "THREADS": threads, "EACH": each, "SV": lanes, "PLANE": plane, "K": kept, name.upper(): 1,
-        **{known.upper(): i for i, known in enumerate(NAMES)},
+        "THREADS": threads, "EACH": each, "SV": lanes, "PLANE": plane, "K": kept, "LAYERS": layers,
+        "BACKWARD" if backward else "FORWARD": 1, **{known.upper(): i for i, known in enumerate(NAMES)},
     }  # fmt: skip
-    shared = kept * threads * WIDTH * (2 if name == "backward" or added else 1)
+    shared = kept * threads * WIDTH * (2 if backward or added else 1)
     return driver.load("resident.cu", name, tuple(definitions.items()), threads, shared, device)
+
+
+def layers_kernel(
+    name: str, dtype: torch.dtype, activation: int, r: Residence, layers: int, device: torch.device
+) -> driver.Kernel:
+    """Return the kernel "forward_layers" or "backward_layers" for so many layers."""
+    return _kernel(name, KINDS[dtype], True, activation, False, r.code, device, layers)
 
 
 @cache

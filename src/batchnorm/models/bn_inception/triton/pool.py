@@ -49,14 +49,16 @@ def max_forward(
     C = C * A
     image, row, column, pixel, exists, channel = pixels_of(count, C, out_H, out_W, P, V)
     best = tl.full([P, V], float("-inf"), tl.float32)
-    place = tl.full([P, V], NONE, tl.int32)
+    # Whatever is greater comes later than the first place that is inside the image.
+    first = tl.where(row == 0, 3, 0) + tl.where(column == 0, 1, 0)
+    place = tl.zeros([P, V], tl.int32) + first[:, None]
     for k in tl.static_range(9):
         h = row * STRIDE + (k // 3 - 1)
         w = column * STRIDE + (k % 3 - 1)
         here = inside(h, w, exists, H, W)[:, None] & (channel < C)[None, :]
         at = offsets(image, h, w, H, W, x_stride * A, channel)
         value = tl.load(x + at, mask=here, other=float("-inf")).to(tl.float32)
-        take = here & ((place == NONE) | (value > best) | (value != value))
+        take = (value > best) | (value != value)
         best = tl.where(take, value, best)
         place = tl.where(take, k, place)
     here = exists[:, None] & (channel < C)[None, :]
@@ -76,35 +78,37 @@ def load_window(dy, where, image, row, column, exists, channel, C, H, W, stride)
 
 @triton.jit(do_not_specialize=[*_SIZES, "dy_stride"])
 def max_backward_1(
-    dy, where, dx, count, C, H, W, dy_stride,
+    dy, where, dx, plus, count, C, H, W, dy_stride,
     P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Gather at each pixel from the nine windows around it; stride 1."""
+    """Gather at each pixel from the nine windows around it, and add ``plus`` if it is given; stride 1."""
     C = C * A
-    image, row, column, pixel, exists, channel = pixels_of(count, C, H, W, P, V)
+    image, row, column, _, exists, channel = pixels_of(count, C, H, W, P, V)
     total = tl.zeros([P, V], tl.float32)
     for k in tl.static_range(9):
         d, place = load_window(
             dy, where, image, row + (1 - k // 3), column + (1 - k % 3), exists, channel, C, H, W, dy_stride * A
         )
         total += tl.where(place == k, d, 0.0)
-    here = exists[:, None] & (channel < C)[None, :]
-    tl.store(dx + pixel.to(tl.int64)[:, None] * C + channel[None, :], total.to(dx.dtype.element_ty), mask=here)
+    store_pixel(dx, plus, total, image, row, column, exists, channel, C, H, W)
 
 
 @triton.jit
-def store_pixel(dx, total, image, row, column, exists, channel, C, H, W):
-    """Write the gradient of one pixel of each block."""
+def store_pixel(dx, plus, total, image, row, column, exists, channel, C, H, W):
+    """Write the gradient of one pixel of each block, after adding another if it is given."""
     here = inside(row, column, exists, H, W)[:, None] & (channel < C)[None, :]
-    tl.store(dx + offsets(image, row, column, H, W, C, channel), total.to(dx.dtype.element_ty), mask=here)
+    at = offsets(image, row, column, H, W, C, channel)
+    if plus is not None:
+        total += tl.load(plus + at, mask=here, other=0.0).to(tl.float32)
+    tl.store(dx + at, total.to(dx.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=[*_MAPPED, "dy_stride"])
 def max_backward_2(
-    dy, where, dx, count, C, H, W, out_H, out_W, dy_stride,
+    dy, where, dx, plus, count, C, H, W, out_H, out_W, dy_stride,
     P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Gather at blocks of 2x2 pixels, one for each window at stride 2: four windows reach it."""
+    """Gather at blocks of 2x2 pixels, one for each window at stride 2: four windows reach it. Add ``plus`` if given."""
     C = C * A
     i, r, c, _, exists, channel = pixels_of(count, C, out_H, out_W, P, V)
     stride = dy_stride * A
@@ -113,27 +117,27 @@ def max_backward_2(
     d, at_d = load_window(dy, where, i, r + 1, c, exists, channel, C, out_H, out_W, stride)
     e, at_e = load_window(dy, where, i, r + 1, c + 1, exists, channel, C, out_H, out_W, stride)
     # The block's first pixel is the middle of its own window.
-    store_pixel(dx, tl.where(at_a == 4, a, 0.0), i, 2 * r, 2 * c, exists, channel, C, H, W)
+    store_pixel(dx, plus, tl.where(at_a == 4, a, 0.0), i, 2 * r, 2 * c, exists, channel, C, H, W)
     right = tl.where(at_a == 5, a, 0.0) + tl.where(at_b == 3, b, 0.0)
-    store_pixel(dx, right, i, 2 * r, 2 * c + 1, exists, channel, C, H, W)
+    store_pixel(dx, plus, right, i, 2 * r, 2 * c + 1, exists, channel, C, H, W)
     below = tl.where(at_a == 7, a, 0.0) + tl.where(at_d == 1, d, 0.0)
-    store_pixel(dx, below, i, 2 * r + 1, 2 * c, exists, channel, C, H, W)
+    store_pixel(dx, plus, below, i, 2 * r + 1, 2 * c, exists, channel, C, H, W)
     corner = tl.where(at_a == 8, a, 0.0) + tl.where(at_b == 6, b, 0.0)
     corner += tl.where(at_d == 2, d, 0.0) + tl.where(at_e == 0, e, 0.0)
-    store_pixel(dx, corner, i, 2 * r + 1, 2 * c + 1, exists, channel, C, H, W)
+    store_pixel(dx, plus, corner, i, 2 * r + 1, 2 * c + 1, exists, channel, C, H, W)
 
 
 @triton.jit
-def covered(row, column, H, W):
-    """Return how many pixels of the image the window around each pixel has."""
+def share(row, column, H, W):
+    """Return one over the number of the image's pixels in the window around each pixel."""
     rows = tl.minimum(row + 1, H - 1) - tl.maximum(row - 1, 0) + 1
     columns = tl.minimum(column + 1, W - 1) - tl.maximum(column - 1, 0) + 1
-    return (rows * columns).to(tl.float32)
+    return 1.0 / (rows * columns).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=[*_SIZES, "x_stride"])
+@triton.jit(do_not_specialize=[*_SIZES, "x_stride", "y_stride"])
 def average(
-    x, y, count, C, H, W, x_stride,
+    x, y, count, C, H, W, x_stride, y_stride,
     BACKWARD: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
     """Average the window around each pixel, the image's pixels alone; backward, give each window's share to them."""
@@ -146,9 +150,10 @@ def average(
         here = inside(h, w, exists, H, W)[:, None] & (channel < C)[None, :]
         value = tl.load(x + offsets(image, h, w, H, W, x_stride * A, channel), mask=here, other=0.0).to(tl.float32)
         if BACKWARD:
-            value = value / covered(h, w, H, W)[:, None]
+            value = value * share(h, w, H, W)[:, None]
         total += value
     if not BACKWARD:
-        total = total / covered(row, column, H, W)[:, None]
+        total = total * share(row, column, H, W)[:, None]
     here = exists[:, None] & (channel < C)[None, :]
-    tl.store(y + pixel.to(tl.int64)[:, None] * C + channel[None, :], total.to(y.dtype.element_ty), mask=here)
+    at = pixel.to(tl.int64)[:, None] * (y_stride * A) + channel[None, :]
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=here)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from . import barrier
+from .forward import place
 from .tile import (
     IDENTITY,
     LEAKY_RELU,
@@ -95,40 +96,22 @@ def write_tile(dz, tile, first, last, dx, dresidual, strides, base, scale, k2, k
         tl.store(dresidual + at, dz.to(dresidual.dtype.element_ty), mask=exists)
 
 
-_NUMBERS = [
-    *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
-    *("width", "magic", "shift", "slope", "dy_stride"),
-]
-# Small tensors may lie anywhere, as views of one flat buffer do: that is no reason to compile again.
-_SMALL = ["dgamma", "dbeta", "words"]
-
-
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
-def backward(
-    dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words,
-    C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift,
-    slope, dy_stride,
+@triton.jit
+def differentiate_part(
+    dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words, piece, part,
+    shape, slices, parts, share, x_strides, y_strides, dy_strides, slope,
     ACT: tl.constexpr, FORM: tl.constexpr, T: tl.constexpr,
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
-    TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
+    STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Run ``slices * parts`` programs."""
+    """Do one program's share of a layer: one part of a slice."""
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
     EACH: tl.constexpr = 1 if FORM[0] else V
     # If dz is dy or 0, it can be held in place of dy; otherwise it is computed twice.
     HOLDS_DZ: tl.constexpr = PHASE == 3 and (ACT == RELU or ACT == RELU6)  # noqa: SIM109
-    C = C * (FORM[3] if FORM[0] else 1)
-    shape = (C, units, width, magic, shift)
-    x_strides = (x_stride, x_plane)
-    y_strides = (y_stride, y_plane)
-    dy_strides = (dy_stride, y_plane)
-    program = tl.program_id(0)
-    if TICKET:
-        program = barrier.take_ticket(words, slices * parts)
-    elif PHASE == 2:
-        program = slices * parts - 1 - program
-    piece, part = barrier.place(program, slices, parts, beside)
+    C = shape[0]
+    units = shape[1]
     word = words + 2 + piece
     channel = channels_of(piece, FORM)
     here = channel < C
@@ -232,3 +215,30 @@ def backward(
                     y_strides, base, scale, offset, slope, piece, channel, shape, ACT, FORM,
                 )  # fmt: skip
                 write_tile(dz, tile, start, last, dx, dresidual, y_strides, base, scale, k2, k0, channel, shape, FORM)
+
+
+_NUMBERS = [
+    *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
+    *("width", "magic", "shift", "slope", "dy_stride"),
+]
+# Small tensors may lie anywhere, as views of one flat buffer do: that is no reason to compile again.
+_SMALL = ["dgamma", "dbeta", "words"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
+def backward(
+    dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words,
+    C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift,
+    slope, dy_stride,
+    ACT: tl.constexpr, FORM: tl.constexpr, T: tl.constexpr,
+    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
+    TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
+):  # fmt: skip
+    """Run ``slices * parts`` programs."""
+    shape = (C * (FORM[3] if FORM[0] else 1), units, width, magic, shift)
+    piece, part = place(words, slices, parts, beside, PHASE, TICKET)
+    differentiate_part(
+        dy, x, residual, bits, stats, dx, dresidual, dgamma, dbeta, partial, words, piece, part,
+        shape, slices, parts, share, (x_stride, x_plane), (y_stride, y_plane), (dy_stride, y_plane), slope,
+        ACT, FORM, T, PHASE, ALONE, LAST, TREE, STAGES, ON_DEVICE,
+    )  # fmt: skip

@@ -155,45 +155,38 @@ def normalize_tile(
     tl.store(y + at, activate(z, slope, ACT).to(y.dtype.element_ty), mask=exists)
 
 
-_NUMBERS = [
-    *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
-    *("width", "magic", "shift", "eps", "momentum", "slope"),
-]
-# Small tensors may lie anywhere, as views of one flat buffer do: that is no reason to compile again.
-_SMALL = ["gamma", "beta", "words", "running_mean", "running_var", "batches", "skipped"]
-
-
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
-def forward(
-    x, y, residual, bits, gamma, beta, stats, partial, words, running_mean, running_var, batches, skipped,
-    C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift,
-    eps, momentum, slope,
-    ACT: tl.constexpr, CUMULATIVE: tl.constexpr, FORM: tl.constexpr, T: tl.constexpr,
-    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
-    TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
-):  # fmt: skip
-    """Run ``slices * parts`` programs.
-
-    ALONE says that a slice has one part; LAST, that the last part to arrive merges all and writes ``stats`` for the
-    others, who otherwise each merge all themselves; TREE, that it does so in two steps, of 32 parts each.
-    """
-    R: tl.constexpr = FORM[1]
-    EACH: tl.constexpr = 1 if FORM[0] else FORM[2]
-    C = C * (FORM[3] if FORM[0] else 1)
-    shape = (C, units, width, magic, shift)
-    x_strides = (x_stride, x_plane)
-    y_strides = (y_stride, y_plane)
-    running = (running_mean, running_var, batches, skipped)
-    # The running averages before this batch, then the parts' moments.
-    before = partial
-    partial = partial + 2 * C
+@triton.jit
+def place(words, slices, parts, beside, PHASE: tl.constexpr, TICKET: tl.constexpr):
+    """Return the slice and the part of this program."""
     program = tl.program_id(0)
     if TICKET:
         program = barrier.take_ticket(words, slices * parts)
     elif PHASE == 2:
         # Backwards: what the statistics read last is still in the cache.
         program = slices * parts - 1 - program
-    piece, part = barrier.place(program, slices, parts, beside)
+    return barrier.place(program, slices, parts, beside)
+
+
+@triton.jit
+def normalize_part(
+    x, y, residual, bits, gamma, beta, stats, partial, words, running, piece, part,
+    shape, slices, parts, share, x_strides, y_strides, eps, momentum, slope,
+    ACT: tl.constexpr, CUMULATIVE: tl.constexpr, FORM: tl.constexpr, T: tl.constexpr,
+    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
+    STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
+):  # fmt: skip
+    """Do one program's share of a layer: one part of a slice.
+
+    ALONE says that a slice has one part; LAST, that the last part to arrive merges all and writes ``stats`` for the
+    others, who otherwise each merge all themselves; TREE, that it does so in two steps, of 32 parts each.
+    """
+    R: tl.constexpr = FORM[1]
+    EACH: tl.constexpr = 1 if FORM[0] else FORM[2]
+    C = shape[0]
+    units = shape[1]
+    # The running averages before this batch, then the parts' moments.
+    before = partial
+    partial = partial + 2 * C
     word = words + 2 + piece
     channel = channels_of(piece, FORM)
     here = channel < C
@@ -214,7 +207,7 @@ def forward(
         near = sample(x, x_strides, first, last, channel, shape, FORM)
         g = load_or(gamma, channel, C, 1.0)
         b = load_or(beta, channel, C, 0.0)
-        if running_mean is not None and not LAST:
+        if running[0] is not None and not LAST:
             old = load_old(running, channel, C)
         if PHASE == 3 and not ALONE:
             side = barrier.side_of(word)
@@ -253,7 +246,7 @@ def forward(
                 base, low, m2 = merge(partial, 0, parts, share, channel, shape, EACH)
             var = m2 / count
             scale, offset = publish(stats, count, base, low, var, g, b, eps, channel, C, part == 0)
-            if running_mean is not None:
+            if running[0] is not None:
                 if part == 0:
                     move(
                         words + 1, slices, before, C, count, base + low, var, running, old, momentum,
@@ -284,3 +277,30 @@ def forward(
                     tile, extra, start, last, y, bits, y_strides,
                     base, scale, offset, slope, piece, channel, shape, ACT, FORM,
                 )  # fmt: skip
+
+
+_NUMBERS = [
+    *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
+    *("width", "magic", "shift", "eps", "momentum", "slope"),
+]
+# Small tensors may lie anywhere, as views of one flat buffer do: that is no reason to compile again.
+_SMALL = ["gamma", "beta", "words", "running_mean", "running_var", "batches", "skipped"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
+def forward(
+    x, y, residual, bits, gamma, beta, stats, partial, words, running_mean, running_var, batches, skipped,
+    C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift,
+    eps, momentum, slope,
+    ACT: tl.constexpr, CUMULATIVE: tl.constexpr, FORM: tl.constexpr, T: tl.constexpr,
+    PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
+    TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
+):  # fmt: skip
+    """Run ``slices * parts`` programs."""
+    shape = (C * (FORM[3] if FORM[0] else 1), units, width, magic, shift)
+    piece, part = place(words, slices, parts, beside, PHASE, TICKET)
+    normalize_part(
+        x, y, residual, bits, gamma, beta, stats, partial, words, (running_mean, running_var, batches, skipped),
+        piece, part, shape, slices, parts, share, (x_stride, x_plane), (y_stride, y_plane), eps, momentum, slope,
+        ACT, CUMULATIVE, FORM, T, PHASE, ALONE, LAST, TREE, STAGES, ON_DEVICE,
+    )  # fmt: skip

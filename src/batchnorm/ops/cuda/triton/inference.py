@@ -25,3 +25,25 @@ def normalize(
     if residual is not None:
         z += tl.load(residual + start + element, mask=exists, other=0.0).to(tl.float32)
     tl.store(y + start + element, activate(z, slope, ACT).to(y.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["rows", "C", "x_stride", "y_stride", "eps", "slope"])
+def normalize_rows(
+    x, y, mean, var, gamma, beta, rows, C, x_stride, y_stride, eps, slope,
+    ACT: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
+):  # fmt: skip
+    """Do the same for P rows of V channels, channels last; C and the strides of rows are in multiples of A."""
+    C = C * A
+    slices = (C + V - 1) // V
+    block = tl.program_id(0) // slices
+    channel = (tl.program_id(0) - block * slices) * V + tl.arange(0, V)
+    row = block * P + tl.arange(0, P)
+    here = channel < C
+    exists = (row < rows)[:, None] & here[None, :]
+    row = row.to(tl.int64)[:, None]
+    value = tl.load(x + row * (x_stride * A) + channel[None, :], mask=exists, other=0.0).to(tl.float32)
+    centred = value - tl.load(mean + channel, mask=here, other=0.0)[None, :]
+    scale = tl.rsqrt(tl.load(var + channel, mask=here, other=1.0) + eps) * load_or(gamma, channel, C, 1.0)
+    z = centred * scale[None, :] + load_or(beta, channel, C, 0.0)[None, :]
+    result = activate(z, slope, ACT).to(y.dtype.element_ty)
+    tl.store(y + row * (y_stride * A) + channel[None, :], result, mask=exists)

@@ -1,0 +1,387 @@
+"""Concatenations and divisions without copies: neighbours in memory are joined, and kernels write where they belong.
+
+An Inception module divides the output of one convolution among several normalizations, and concatenates what they and
+others give. Here the normalizations that run at the same time are one launch. It reads slices of the convolution's
+output and writes slices of the concatenation; backward, it reads slices of the concatenation's gradient and writes
+the convolution's in one piece.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...layers import BatchNorm2d
+from ...ops import composite
+from ...ops.call import Call
+from ...ops.cuda import grouped
+from ...ops.recomputation import is_active
+from ...ops.running import Kept
+from ...ops.torch_state import is_forward_mode, is_recomputation, is_unseen
+from .channels_last import empty, readable, takes
+from .pooling import average_into, max_pool_backward, max_pool_gradient, max_pool_into
+
+
+class Part(NamedTuple):
+    """Say what one normalization of a launch reads and where it writes."""
+
+    bn: BatchNorm2d
+    source: int  # of the tensors that are given
+    start: int = 0  # the first of its channels
+    y: Tensor | None = None  # None: a tensor of its own
+    averaged: bool = False  # by 3x3 windows before it is normalized
+
+
+def can_join(layers: Sequence[BatchNorm2d], x: Tensor) -> bool:
+    """Say whether :func:`normalize_together` can run these layers, on tensors that lie in memory as ``x`` does."""
+    first = layers[0]
+    trains = first.uses_batch_statistics
+    if not trains and torch.is_grad_enabled():
+        return False
+    alike = all(
+        type(bn) is BatchNorm2d
+        and bn.uses_batch_statistics == trains
+        and bn.training >= trains
+        and bn.statistics is None
+        and len(bn.features) == 1
+        and (bn.eps, bn.momentum, bn.activation) == (first.eps, first.momentum, first.activation)
+        for bn in layers
+    )
+    if not alike or not takes(x) or is_forward_mode() or is_active():
+        return False
+    # Missing if something computes them: torch.nn.utils.parametrize.
+    vectors = [v.get(k) for bn in layers for v, names in _vectors(bn) for k in names]
+    counts = [bn._buffers.get(k) for bn in layers for k in ("num_batches_tracked", "num_batches_skipped")]
+    return (
+        is_unseen(x, *vectors)
+        and all(v is not None and v.dtype is torch.float32 and v.is_contiguous() for v in vectors)
+        and all(v is not None and v.dtype is torch.int64 for v in counts)
+        and all(v is not None and v.device == x.device for v in (*vectors, *counts))
+    )
+
+
+def _vectors(bn: BatchNorm2d) -> list[tuple[dict[str, Tensor | None], tuple[str, str]]]:
+    parameters: Any = bn._parameters
+    return [(parameters, ("weight", "bias")), (bn._buffers, ("running_mean", "running_var"))]
+
+
+def normalize_together(parts: Sequence[Part], *sources: Tensor) -> tuple[Tensor, ...]:
+    """Normalize by batch statistics in one launch, and move the running averages; or by those, in evaluation.
+
+    See :func:`can_join` for what it takes.
+    """
+    if not parts[0].bn.uses_batch_statistics:
+        return tuple(_inferred(part, sources[part.source]) for part in parts)
+    parameters = [p for part in parts for p in (part.bn.weight, part.bn.bias)]
+    ys: tuple[Tensor, ...] = _Together.apply(parts, len(sources), *sources, *parameters)  # type: ignore[no-untyped-call]
+    return ys
+
+
+def _inferred(part: Part, source: Tensor) -> Tensor:
+    bn = part.bn
+    x = source[:, part.start : part.start + bn.features[0]]
+    x = _average(x) if part.averaged else x
+    y = empty(x, tuple(x.shape)) if part.y is None else part.y
+    _check_shapes([x], [y])
+    mean, var, *_ = _running(bn)
+    grouped.infer(x, bn.weight, bn.bias, mean, var, y, bn.eps, bn.activation)
+    return y
+
+
+def _check_shapes(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
+    if any(x.shape != y.shape for x, y in zip(xs, ys, strict=True)):
+        raise ValueError(f"branches of shapes {[tuple(x.shape) for x in xs]} do not make one output")
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Sequence[Part], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        sources, parameters = tensors[:count], tensors[count:]
+        # The layout of the parts, without their outputs: the graph must not keep those alive.
+        ctx.places = [(p.source, p.start, p.bn.features[0], p.averaged) for p in parts]
+        ctx.options = (parts[0].bn.eps, parts[0].bn.activation)
+        averaged = [_average(sources[s][:, a : a + c]) for s, a, c, pooled in ctx.places if pooled]
+        xs = _inputs(ctx.places, sources, averaged)
+        ys = [empty(x, tuple(x.shape)) if p.y is None else p.y for x, p in zip(xs, parts, strict=True)]
+        _check_shapes(xs, ys)
+        running = None
+        if not is_recomputation():
+            running = [_running(part.bn) for part in parts]
+            torch.autograd.graph.increment_version([t for kept in running for t in kept])
+        gammas, betas = parameters[::2], parameters[1::2]
+        options = (parts[0].bn.eps, parts[0].bn.momentum, parts[0].bn.activation)
+        stats = grouped.forward(xs, gammas, betas, running, ys, *options)
+        ctx.counts = (len(sources), len(averaged))
+        ctx.save_for_backward(*sources, *averaged, *parameters, stats)
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
+        a, b = ctx.counts
+        *tensors, stats = ctx.saved_tensors
+        parameters = tensors[a + b :]
+        # Hooks such as save_on_cpu's may lose the layout.
+        tensors = [t.contiguous(memory_format=torch.channels_last) for t in tensors[: a + b]]
+        sources, averaged = tensors[:a], tensors[a:]
+        if torch.is_grad_enabled():
+            return None, None, *_differentiable(ctx, dys, sources, parameters)
+        dsources = [torch.empty_like(source) for source in sources]
+        daveraged = [torch.empty_like(t) for t in averaged]
+        xs, dxs = _inputs(ctx.places, sources, averaged), _inputs(ctx.places, dsources, daveraged)
+        dgammas, dbetas = grouped.backward(dys, xs, stats, dxs, ctx.options[1])
+        pooled = iter(daveraged)
+        for source, start, channels, is_averaged in ctx.places:
+            if is_averaged:
+                average_into(next(pooled), dsources[source][:, start : start + channels], True)
+        return None, None, *dsources, *(d for both in zip(dgammas, dbetas, strict=True) for d in both)
+
+
+def _inputs(
+    places: Sequence[tuple[int, int, int, bool]], sources: Sequence[Tensor], averaged: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return what the parts normalize, or its gradients."""
+    pooled = iter(averaged)
+    return [next(pooled) if is_averaged else sources[s][:, a : a + c] for s, a, c, is_averaged in places]
+
+
+def _average(x: Tensor) -> Tensor:
+    y = empty(x, tuple(x.shape))
+    average_into(x, y, False)
+    return y
+
+
+def _running(bn: BatchNorm2d) -> Kept:
+    b: Any = bn._buffers
+    return (b["running_mean"], b["running_var"], b["num_batches_tracked"], b["num_batches_skipped"])
+
+
+def _differentiable(
+    ctx: Any, dys: Sequence[Tensor], sources: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the gradients by operations that have gradients themselves."""
+    eps, activation = ctx.options
+    parts: list[list[Tensor]] = [[] for _ in sources]
+    gradients = []
+    for (s, a, c, pooled), dy, gamma, beta in zip(ctx.places, dys, parameters[::2], parameters[1::2], strict=True):
+        x = sources[s][:, a : a + c]
+        x = torch.ops.batchnorm.average_pool(x, False) if pooled else x
+        dx, dgamma, dbeta, _ = composite.backward(Call(x, gamma, beta, eps, activation), dy)
+        parts[s].append(torch.ops.batchnorm.average_pool(dx, True) if pooled else dx)
+        gradients += [dgamma.to(gamma.dtype), dbeta.to(beta.dtype)]
+    return [*(torch.cat(slices, 1) for slices in parts), *gradients]
+
+
+def max_pool_beside(x: Tensor, stride: int, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return ``x`` for its other reader, and the maxima of its 3x3 windows, written to ``to`` if it is given.
+
+    Backward, the pool's gradient is added to the other reader's as it is written.
+    """
+    both: tuple[Tensor, Tensor] = _PoolBeside.apply(x, stride, [to])  # type: ignore[no-untyped-call]
+    return both
+
+
+class _PoolBeside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stride: int, to: list[Tensor | None]) -> tuple[Tensor, Tensor]:
+        n, c, h, w = x.shape
+        y = to[0]
+        if y is None:
+            y = empty(x, (n, c, (h - 1) // stride + 1, (w - 1) // stride + 1))
+        where = torch.empty(y.shape, dtype=torch.uint8, device=x.device, memory_format=torch.channels_last)
+        max_pool_into(x, y, where, stride)
+        ctx.save_for_backward(where)
+        ctx.options = (stride, h, w)
+        return x.view_as(x), y
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor, dy: Tensor) -> tuple[Tensor, None, None]:
+        (where,) = ctx.saved_tensors
+        stride, h, w = ctx.options
+        if torch.is_grad_enabled():
+            return dx + max_pool_backward(dy, where, stride, h, w), None, None
+        return max_pool_gradient(dy, where, stride, h, w, dx), None, None
+
+
+class WeightGradients:
+    """Compute gradients of convolution kernels on a stream of their own, beside all that waits for gradients of inputs.
+
+    Around a forward pass it takes over the convolutions that :func:`convolve` computes. Nobody may read a kernel's
+    gradient before :meth:`wait`; autograd itself does if it adds to others (``loss.backward()``).
+    """
+
+    AHEAD = 2  # gradients on their way: what they read stays in memory
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pending: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
+        self.others: set[torch.cuda.Stream] = set()  # that this backward pass runs on
+
+    def __enter__(self) -> None:
+        _local.gradients = self
+
+    def __exit__(self, *_: object) -> None:
+        _local.gradients = None
+
+    def compute(self, dy: Tensor, x: Tensor, weight: Tensor, options: tuple[Any, Any]) -> Tensor:
+        """Return a gradient that may not be there yet."""
+        current = torch.cuda.current_stream()
+        self.others.add(current)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            _, dweight = _convolution_gradients(dy, x, weight, options, (False, True))
+            event = torch.cuda.Event()
+            event.record()
+        self.pending.append((event, (dy, x)))
+        while len(self.pending) > self.AHEAD:
+            done, _ = self.pending.popleft()
+            # Only now may this memory be used again, by what is launched after it.
+            for stream in self.others:
+                stream.wait_event(done)
+        return dweight
+
+    def wait(self) -> None:
+        """Let the current stream wait for all gradients."""
+        for stream in (self.stream, *self.others):  # others have waited as well: a capture must join them again
+            torch.cuda.current_stream().wait_stream(stream)
+        self.pending.clear()
+        self.others.clear()
+
+
+class _Local(threading.local):
+    gradients: WeightGradients | None = None
+
+
+_local = _Local()
+
+
+def is_aside() -> bool:
+    """Say whether this thread is inside :class:`WeightGradients`."""
+    return _local.gradients is not None
+
+
+def convolve(x: Tensor, weight: Tensor, stride: Any, padding: Any) -> Tensor:
+    """Convolve; inside :class:`WeightGradients` that computes the kernel's gradient."""
+    gradients = _local.gradients
+    if gradients is None or x.dtype != weight.dtype or not is_unseen(x, weight) or is_forward_mode():
+        return F.conv2d(x, weight, None, stride, padding)
+    y: Tensor = _Convolution.apply(x, weight, stride, padding, gradients)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: Any, padding: Any, gradients: WeightGradients) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options = (stride, padding)
+        ctx.gradients = gradients
+        return F.conv2d(x, weight, None, stride, padding)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *_convolution_gradients(dy, x, weight, ctx.options, (True, True)), None, None, None
+        dweight = ctx.gradients.compute(dy, x, weight, ctx.options)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx, _ = _convolution_gradients(dy, x, weight, ctx.options, (True, False))
+        return dx, dweight, None, None, None
+
+
+def _convolution_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, options: tuple[Any, Any], wanted: tuple[bool, bool]
+) -> tuple[Tensor, Tensor]:
+    rest = (*options, (1, 1), False, (0, 0), 1, (*wanted, False))
+    dx, dweight, _ = torch.ops.aten.convolution_backward(dy, x, weight, None, *rest)
+    return dx, dweight
+
+
+class Concatenation:
+    """A channels-last tensor that is written part by part, and then differentiated as the concatenation of its parts.
+
+    >>> parts = Concatenation(torch.zeros(2, 3, 4, 4), (1, 2), (4, 4))
+    >>> y = parts.join([part.fill_(k) for k, part in enumerate(parts.parts)])
+    >>> y[0, :, 0, 0]
+    tensor([0., 1., 1.])
+    """
+
+    def __init__(self, like: Tensor, channels: Sequence[int], size: tuple[int, ...]) -> None:
+        self.channels = list(channels)
+        self.whole = empty(like, (len(like), sum(channels), *size))
+        starts = accumulate(channels, initial=0)
+        self.parts = [_lying_in(self.whole, a, c) for a, c in zip(starts, channels, strict=False)]
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole, given its parts as what wrote them returned them."""
+        y: Tensor = _Join.apply(self, *parts)  # type: ignore[no-untyped-call]
+        return y
+
+
+def _lying_in(whole: Tensor, start: int, channels: int) -> Tensor:
+    """Return channels of a tensor as a tensor of its own: to autograd they are no view that others may change."""
+    shape = (whole.shape[0], channels, *whole.shape[2:])
+    part = torch.empty(0, dtype=whole.dtype, device=whole.device)
+    return part.set_(whole.untyped_storage(), whole.storage_offset() + start, shape, whole.stride())
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, concatenation: Concatenation, *parts: Tensor) -> Tensor:
+        ctx.channels = concatenation.channels
+        return concatenation.whole
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *readable(dy)[0].split(ctx.channels, 1)
+
+
+def join_kernels(kernels: Sequence[Tensor]) -> Tensor:
+    """Concatenate 1x1 convolution kernels along their outputs; neighbours in memory are not copied."""
+    if not is_unseen(*kernels) or is_forward_mode():
+        return torch.cat(list(kernels))
+    joined: Tensor = _JoinedKernels.apply(*kernels)  # type: ignore[no-untyped-call]
+    return joined
+
+
+class _JoinedKernels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *kernels: Tensor) -> Tensor:
+        ctx.outputs = [len(kernel) for kernel in kernels]
+        return joined_view(kernels) if are_neighbours(kernels) else torch.cat(kernels)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        return tuple(dy.split(ctx.outputs))
+
+
+def are_neighbours(kernels: Sequence[Tensor]) -> bool:
+    """Say whether kernels lie one after the other in one storage."""
+    first, rows = kernels[0], kernels[0].shape[1]
+    return all(k.stride(0) == rows and k[0].numel() == rows and k.dtype == first.dtype for k in kernels) and all(
+        a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and a.storage_offset() + a.numel() == b.storage_offset()
+        for a, b in pairwise(kernels)
+    )
+
+
+def joined_view(kernels: Sequence[Tensor]) -> Tensor:
+    """Return neighbours in memory as one kernel, which autograd does not know to be a view of them."""
+    first, rows = kernels[0], kernels[0].shape[1]
+    whole = torch.empty(0, dtype=first.dtype, device=first.device)
+    shape, stride = (sum(map(len, kernels)), rows, 1, 1), (rows, 1, rows, rows)
+    return whole.set_(first.untyped_storage(), first.storage_offset(), shape, stride)
+
+
+def as_neighbours(kernels: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return copies of 1x1 convolution kernels that lie one after the other in memory."""
+    whole = torch.empty(sum(k.numel() for k in kernels), dtype=dtype, device=kernels[0].device)
+    pieces = whole.split([k.numel() for k in kernels])
+    shaped = [p.as_strided(k.shape, k.stride(), p.storage_offset()) for p, k in zip(pieces, kernels, strict=True)]
+    return [s.copy_(k.detach()) for s, k in zip(shaped, kernels, strict=True)]
