@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from batchnorm.ops import Activation, Running
 from batchnorm.ops.call import Call
 from batchnorm.ops.cuda import autograd, driver, launch
-from batchnorm.ops.cuda.launch import TritonLaunch
+from batchnorm.ops.cuda.triton_launch import TritonLaunch
 from batchnorm.ops.torch_state import is_unseen
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -115,6 +115,26 @@ class Kernel:
         result = self.run(self.function, programs, 1, 1, self.threads, 1, 1, self.shared, stream, arguments, *rest)
         if result:
             _check(result)
+
+
+class Launch(NamedTuple):
+    """Hold what one launch through the driver was given.
+
+    Beyond the paper: what the extension repeats.
+    """
+
+    kernel: Kernel
+    programs: int
+    arguments: Arguments
+    values: tuple[Any, ...]  # of the arguments that change from launch to launch
+    present: tuple[int, ...]  # which tensors of the pass come first among them
+
+    def described(self, slots: Iterable[int | None]) -> tuple[Any, ...]:
+        """Return the launch for autograd.cpp; ``slots``: where it finds each changing value, None if that is fixed."""
+        k = self.kernel
+        image, starts, changing = self.arguments.layout(self.values)
+        writes = [(*at, slot) for at, slot in zip(changing, slots, strict=True) if slot is not None]
+        return k.function, self.programs, k.threads, k.shared, k.cooperative, image, starts, writes
 
 
 def load(

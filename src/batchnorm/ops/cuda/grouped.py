@@ -18,10 +18,13 @@ from torch import Tensor
 from ..activation import NAMES, Activation
 from ..running import Kept
 from . import driver, resident, schedule
-from .launch import STATS, TritonLaunch, is_tuned, launches_of, processors, workspace
+from .launch import STATS
 from .layout import Geometry, geometry_of
+from .passes import is_tuned, launches_of, processors
 from .resident import Residence
 from .schedule import Tiling, up
+from .triton_launch import TritonLaunch
+from .workspace import workspace
 
 MOST = 4  # layers of a launch
 ONE_BY_ONE = 60e6  # bytes of all inputs from which on a forward pass is one launch per layer: measured on one H200

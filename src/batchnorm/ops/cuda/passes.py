@@ -1,0 +1,154 @@
+"""What a pass over tensors of one shape needs beside the tensors, found once: kernels, launches, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import resident, schedule
+from .layout import Geometry, dense_strides, find_geometry, magic_of
+from .resident import Residence
+from .schedule import Tiling, up
+from .triton_launch import TritonLaunch
+
+BLOCK = 2048  # elements of a program that normalizes by given statistics
+
+
+class Pass(NamedTuple):
+    """Hold what a pass over tensors of one shape needs beside the tensors.
+
+    Beyond the paper: the choices behind a call, and the launches that they lead to.
+    """
+
+    geometry: Geometry
+    strides: tuple[int, ...]  # of dense tensors in x's layout
+    dense: bool  # whether x has these strides
+    residence: Residence | None  # None unless resident.cu is fastest
+    tiling: Tiling  # for everything else
+    launches: tuple[TritonLaunch, ...]  # by the tiling: one, or two phases one after the other
+    resident_room: tuple[int, int]  # numbers and words of the workspace, by the residence
+    room: tuple[int, int]  # by the tiling
+
+    @property
+    def path(self) -> str:
+        """What ``ops.explain`` calls it."""
+        return (self.residence or self.tiling).path
+
+
+def pass_of(x: Tensor, backward: bool, residual: bool, way: Tiling | Residence | None = None) -> Pass:
+    """Return what a pass over ``x`` needs, by the best way or a given one."""
+    given = (x.shape, x.stride(), x.element_size(), x.device, backward, residual)
+    return _pass(*given) if way is None else _find_pass(*given, way)
+
+
+def _find_pass(
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    itemsize: int,
+    device: torch.device,
+    backward: bool,
+    residual: bool,
+    way: Tiling | Residence | None = None,
+) -> Pass:
+    g = find_geometry(shape, stride)
+    if g is None:
+        raise ValueError(f"the fused kernels cannot take strides {stride}; ops.batch_norm chooses another path")
+    r = way if isinstance(way, Residence) else None
+    if way is None and resident.runs_on(device):
+        r = resident.choose(g, itemsize, backward, residual, processors(device))
+    if isinstance(way, Tiling):
+        tiling = way
+    elif is_tuned(device):
+        tiling = schedule.choose(g, itemsize, backward, residual, processors(device))
+    else:
+        tiling = schedule.stream(g, itemsize, backward, processors(device))
+    strides = dense_strides(g, shape)
+    launches = _launches(g, tiling, backward, device)
+    # A part leaves two sums of each channel, Triton's forward pass three; statistics take two more places.
+    room = ((2 * tiling.kept_parts if backward else 2 + 3 * tiling.kept_parts) * g.channels, tiling.words)
+    kept = 0 if r is None else 2 * r.kept_parts
+    resident_room = ((kept if backward else 2 + kept) * g.channels, 0 if r is None else r.words)
+    return Pass(g, strides, stride == strides, r, tiling, launches, resident_room, room)
+
+
+_pass = cache(_find_pass)
+
+
+@cache
+def is_tuned(device: torch.device) -> bool:
+    """Say whether programs may wait for each other: known to be right only on Hopper, where the rules were measured."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Return how many multiprocessors a device has; some, if kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def _launches(g: Geometry, p: Tiling, backward: bool, device: torch.device) -> tuple[TritonLaunch, ...]:
+    if backward:
+        from .triton.backward import backward as kernel
+    else:
+        from .triton.forward import forward as kernel
+    return launches_of(kernel, lambda p: numbers(g, p), g, p, device)
+
+
+def launches_of(
+    kernel: Any, numbers: Callable[[Tiling], tuple[int, ...]], g: Geometry, p: Tiling, device: torch.device
+) -> tuple[TritonLaunch, ...]:
+    """Return the launches of a kernel by a plan: one, or two phases one after the other."""
+    on_device = device.type == "cuda"
+
+    def launch(
+        p: Tiling, phase: int, alone: bool, last: bool, tree: bool, ticket: bool, registers: int
+    ) -> TritonLaunch:
+        form = (g.nhwc, p.R, p.V, p.align, g.wide)
+        constants = (form, p.T, phase, alone, last, tree, ticket, p.stages, on_device)
+        options = {"num_warps": p.warps, "maxnreg": registers or None}
+        return TritonLaunch(kernel, p.slices * p.parts, numbers(p), constants, options, device)
+
+    # Interpreted programs run one after the other: none may wait for the next.
+    if p.alone or (on_device and p.path != "stream"):
+        last = p.parts > schedule.MERGED_BY_ALL
+        return (launch(p, 3, p.alone, last, last, p.ticket and not p.alone, p.registers),)
+    q = p.second(g.rows // (1 if g.nhwc else p.V)) if p.path == "stream" else p
+    return launch(p, 1, False, True, p.tree, False, p.registers), launch(q, 2, False, True, False, False, 0)
+
+
+def numbers(g: Geometry, p: Tiling) -> tuple[int, ...]:
+    """Return C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift."""
+    a = p.align
+    mine = (p.slices, p.parts, p.share, p.beside)
+    if g.nhwc:
+        return g.channels // a, g.rows, *mine, g.stride // a, 0, g.channels // a, 0, 0, 0, 0
+    width = g.width // p.V
+    magic, shift = magic_of(width)
+    magic = magic - 2**32 if magic >= 2**31 else magic
+    strides = g.stride // a, g.plane // a, g.channels * g.width // a, g.width // a
+    return g.channels, g.rows // p.V, *mine, *strides, width, magic, shift
+
+
+@cache
+def inference_pass(
+    shape: torch.Size, stride: tuple[int, ...], device: torch.device
+) -> tuple[tuple[int, ...], bool, TritonLaunch] | None:
+    """Return what normalizing by given statistics needs: dense strides, whether x has them, and the launch."""
+    from .triton.inference import normalize as kernel
+
+    g = find_geometry(shape, stride)
+    inner = 1 if g is None or g.nhwc else g.width  # elements before the channel changes
+    if g is None or g.channels * inner > 2**31 - BLOCK:  # what the kernel counts within an example
+        return None
+    strides = dense_strides(g, shape)
+    programs = up(shape.numel(), BLOCK)
+    return (
+        strides,
+        stride == strides,
+        TritonLaunch(kernel, programs, (shape.numel(), g.channels, inner), (BLOCK,), {}, device),
+    )

@@ -1,0 +1,73 @@
+"""Memory that launches share: sums of parts, and the words at which programs meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import extension
+from .schedule import up
+
+
+class Workspace:
+    """Keep each stream's memory for parts' sums, and the words at which programs meet.
+
+    The words are zero between launches. Launches on one stream run one after the other, so they share; a captured one
+    has its own, since its graph may be replayed beside anything.
+
+    Beyond the paper: spares every launch two allocations.
+    """
+
+    ARENA = 1 << 22
+
+    def __init__(self) -> None:
+        self.by_stream: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.arenas: dict[int, tuple[Tensor, int]] = {}
+
+    def __call__(self, x: Tensor, floats: int, words: int) -> tuple[Tensor, Tensor]:
+        """Return room for so many numbers, and so many words."""
+        index = x.get_device()
+        if index < 0:
+            return x.new_empty(floats, dtype=torch.float32), torch.zeros(words, dtype=torch.int32)
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return x.new_empty(floats, dtype=torch.float32), self.captured(x.device, up(words, 32) * 32)
+        key = (index, torch._C._cuda_getCurrentRawStream(index))
+        found = self.by_stream.get(key)
+        if found is None or found[0].shape[0] < floats or found[1].shape[0] < words:
+            found = self.by_stream[key] = self.grown(x.device, floats, words, found)
+            self.share(index)
+        return found
+
+    def share(self, index: int) -> None:
+        """Tell the extension of the current stream's memory."""
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        found = self.by_stream.get((index, stream))
+        if extension.module is not None and found is not None:
+            floats, words = found
+            rooms = (floats.data_ptr(), floats.numel(), words.data_ptr(), words.numel())
+            extension.module.set_room(index, stream, *rooms)
+
+    def grown(self, device: torch.device, floats: int, words: int, old: Any) -> tuple[Tensor, Tensor]:
+        """Return a stream's memory, at least as large as it was."""
+        floats = max(floats, 0 if old is None else old[0].shape[0], 1 << 16)
+        words = max(up(words, 32) * 32, 0 if old is None else old[1].shape[0], 4096)  # whole cache lines
+        if device.index not in self.arenas:
+            self.arenas[device.index] = (torch.zeros(self.ARENA, dtype=torch.int32, device=device), 0)
+            torch.cuda.current_stream(device).synchronize()  # once: graphs may be replayed on any stream
+        return (
+            torch.empty(floats, dtype=torch.float32, device=device),
+            torch.zeros(words, dtype=torch.int32, device=device),
+        )
+
+    def captured(self, device: torch.device, n: int) -> Tensor:
+        """Return words for a launch that is being captured."""
+        arena, used = self.arenas.get(device.index, (None, 0))
+        if arena is None or used + n > arena.numel():
+            return torch.zeros(n, dtype=torch.int32, device=device)  # set to zero at every replay
+        self.arenas[device.index] = (arena, used + n)
+        return arena[used : used + n]
+
+
+workspace = Workspace()
