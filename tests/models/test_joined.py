@@ -11,6 +11,7 @@ from torch import nn
 import batchnorm as bn
 from batchnorm.models.bn_inception import joined
 from batchnorm.models.bn_inception.blocks import InceptionModule, InceptionRow, Unit
+from batchnorm.models.bn_inception.weight_gradients import WeightGradients
 from batchnorm.ops.cuda.layout import geometry_of
 
 # Triton's interpreter meets it in numpy >= 1.25.
@@ -218,7 +219,7 @@ def test_kernels_that_are_neighbours_are_joined_in_place():
 @pytest.mark.gpu
 def test_gradients_of_kernels_computed_aside():
     module, x = made("average", "cuda"), images("cuda", 64)
-    gradients = joined.WeightGradients()
+    gradients = WeightGradients()
     dy, found = None, []
     for aside in (True, False):
         with gradients if aside else contextlib.nullcontext():

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ..data import Augment
 from ..layers import param_groups
 from ..models.bn_inception.blocks import InceptionModule, SeparableConv2d
-from ..models.bn_inception.joined import WeightGradients, as_neighbours
+from ..models.bn_inception.joined import as_neighbours
+from ..models.bn_inception.weight_gradients import WeightGradients
 from .distributed import Ranks
 from .recipe import Recipe
 

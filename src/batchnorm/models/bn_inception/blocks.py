@@ -22,18 +22,10 @@ from ...graph.kinds import has_hooks, is_quiet, is_watched
 from ...layers import BatchNorm2d
 from .bias import bias_act
 from .channels_last import takes
-from .joined import (
-    Concatenation,
-    Part,
-    can_join,
-    convolve,
-    is_aside,
-    join_kernels,
-    max_pool_beside,
-    normalize_together,
-)
+from .joined import Concatenation, Part, can_join, join_kernels, max_pool_beside, normalize_together
 from .pixel_blocks import pixel_blocks
 from .pooling import AvgPool2d, MaxPool2d
+from .weight_gradients import convolve, is_aside
 
 _NONLINEARITIES: dict[type[nn.Module], Literal["relu", "sigmoid"]] = {nn.ReLU: "relu", nn.Sigmoid: "sigmoid"}
 _A = TypeVar("_A")
