@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .. import network_call
 from ..network_factory import UserCodeError, make_network
 from ..ops.cuda import extension
+from ..population import estimate_
 from ..surgery import convert
 
 Mode = Literal[
@@ -149,6 +150,7 @@ def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
             # The function, not its name: the name is known only if the package is installed.
             return torch.compile(net, backend=import_module("batchnorm.dynamo").compile_graph), images
         case "evaluation":
+            estimate_(net, [images])  # with the statistics of a new network activations overflow
             return net.eval(), images
         case "nchw":
             return net.to(memory_format=torch.contiguous_format), images.contiguous()  # type: ignore[call-overload]

@@ -371,7 +371,7 @@ def line(row: Row) -> str:
 
 def draw(report: dict[str, Any], plt: Any) -> Any:
     """Draw one panel a mode and one bar a network and batch size, with 95% intervals."""
-    rows = [row for row in report["rows"] if "failed" not in row]
+    rows = [row for row in report["rows"] if "failed" not in row and row["mode"] in MODE_NAMES]
     modes, names, batches = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mode", "network", "batch"))
     batches.sort(reverse=True)
     height = 0.8 / len(batches)
@@ -395,7 +395,7 @@ def draw(report: dict[str, Any], plt: Any) -> Any:
     return figure
 
 
-MODE_NAMES = {
+MODE_NAMES = {  # of those that are drawn
     "eager": "eager",
     "graph": "one CUDA graph",
     "compiled": "torch.compile",

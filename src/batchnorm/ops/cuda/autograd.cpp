@@ -20,6 +20,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <array>
+#include <atomic>
 #include <mutex>
 #include <unordered_map>
 
@@ -119,6 +120,8 @@ static const Pass* find(const Key& key) {
   const auto found = passes.find(key);
   return found == passes.end() ? nullptr : &found->second;
 }
+
+static std::atomic<int64_t> forward_passes{0}, backward_passes{0};  // made here, and not in Python
 
 constexpr int MAX_DIMS = 5;
 
@@ -227,6 +230,7 @@ static std::optional<Triple> forward(const Call& c) {
   if (!launch_all(*pass, values, stream)) return std::nullopt;
   for (const auto* t : running)
     if (t->defined()) t->unsafeGetTensorImpl()->bump_version();
+  ++forward_passes;
   return Triple{y, stats, bits};
 }
 
@@ -253,6 +257,7 @@ static std::optional<Four> backward(const Gradient& g) {
   for (int k = 0; k < 9; ++k) values[k].P = address(*tensors[k]);
   values[9].P = room.floats, values[10].P = room.words, values[11].f = static_cast<float>(g.slope);
   if (!launch_all(*pass, values, stream)) return std::nullopt;
+  ++backward_passes;
   return Four{dx, dgamma, dbeta, dresidual};
 }
 
@@ -360,12 +365,16 @@ static Optional optional(const Tensor& t) { return t.defined() ? Optional(t) : s
 
 static bool requires_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
 
-// Whether autograd alone has to see a call: no transform, tracer, mode or inference mode is active.
+// Whether autograd alone has to see a call: no transform, tracer or mode is active.
 static bool is_unseen() {
-  const auto tls = c10::impl::tls_local_dispatch_key_set();
-  return (tls.included_ - c10::default_included_set - c10::autocast_dispatch_keyset).empty() &&
-      (tls.excluded_ - c10::default_excluded_set - c10::autocast_dispatch_keyset).empty() &&
+  const auto included = c10::impl::tls_local_dispatch_key_set().included_;
+  return (included - c10::default_included_set - c10::autocast_dispatch_keyset).empty() &&
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;
+}
+
+// Whether autograd sees calls: not in inference mode.
+static bool has_autograd() {
+  return !c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
 }
 
 // Reads a plain tensor, a parameter or None; returns false for anything else.
@@ -383,7 +392,7 @@ static PyObject* train_(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Tensor t[8];
   TORCH_CHECK(count == 13, "train_ takes 13 arguments");
-  if (!is_unseen()) Py_RETURN_NONE;
+  if (!is_unseen() || !has_autograd()) Py_RETURN_NONE;
   for (int k = 0; k < 8; ++k)
     if (!read(args[k], t[k])) Py_RETURN_NONE;
   const auto& x = t[0];
@@ -619,12 +628,18 @@ static PyObject* configure(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+// counts(): how many forward and backward passes were made here
+static PyObject* counts(PyObject*, PyObject*) {
+  return Py_BuildValue("LL", (long long)forward_passes.load(), (long long)backward_passes.load());
+}
+
 static PyMethodDef methods[] = {
     {"train_", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(train_)), METH_FASTCALL, nullptr},
     {"add_forward", add_forward, METH_VARARGS, nullptr},
     {"add_backward", add_backward, METH_VARARGS, nullptr},
     {"set_room", set_room, METH_VARARGS, nullptr},
     {"configure", configure, METH_VARARGS, nullptr},
+    {"counts", counts, METH_NOARGS, nullptr},
     {"register_operators", register_operators, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "batchnorm_autograd", nullptr, -1, methods};
