@@ -348,7 +348,7 @@ class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
         track_running_stats: keep running averages for evaluation.
         device: where the parameters live.
         dtype: their type; running statistics are kept in at least float32.
-        bias: learn beta, where ``affine``.
+        bias: learn beta, if ``affine``.
         activation: g: relu, relu6, leaky_relu, sigmoid, tanh, silu, hardswish, or such a ``torch.nn`` module.
         statistics: where a training batch's statistics come from, if not from itself: ``Sync()``, ``Ghost(size)``,
             ``Renorm()``.
