@@ -1,0 +1,87 @@
+"""What the site shows besides the pages here: files of the repository that pages link to, by the same relative links.
+
+A page links to ``../results/fig1.json`` as it must on disk; the site has the file as ``results/fig1.json``.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)(#[^)]*)?\)")
+README_RESULTS = re.compile(r"<!-- results:[^\n]*-->\n(.*?)<!-- end of results -->", re.DOTALL)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the project's own pages, and every file outside ``docs`` that a page links to."""
+    for name, source in PAGES.items():
+        text = (ROOT / source).read_text().replace("](docs/", "](")
+        files.append(File.generated(config, name, content=text))
+    pages = [
+        Path(config.docs_dir, file.src_uri).read_text()
+        for file in files
+        if file.src_uri not in PAGES and _is_page(file)
+    ]
+    linked = {target for page in pages for target, _ in OUTSIDE.findall(page)}
+    linked |= set(re.findall(r"\]\((results/[^)#]+)\)", _readme_results() + _result_files()))
+    for target in sorted(linked - set(PAGES.values())):
+        path = ROOT / target
+        if path.is_dir():
+            files.append(File.generated(config, f"{target}/index.md", content=_listing(target)))
+        for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+            files.append(File.generated(config, str(file.relative_to(ROOT)), abs_src_path=str(file)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point links out of ``docs`` at the site's copies, and put the tables on the page of results."""
+    if page.file.src_uri == "results.md":
+        markdown = markdown.replace("<!-- README's tables -->", _readme_results())
+        markdown = markdown.replace("<!-- result files -->", _result_files())
+    return OUTSIDE.sub(_inside, markdown)
+
+
+def _is_page(file: File) -> bool:
+    return file.src_uri.endswith(".md")
+
+
+def _inside(link: re.Match[str]) -> str:
+    target, anchor = link[1], link[2] or ""
+    name = next((name for name, source in PAGES.items() if source == target), target)
+    return f"]({name}{'/index.md' if (ROOT / target).is_dir() else ''}{anchor})"
+
+
+def _listing(folder: str) -> str:
+    names = sorted(path.name for path in (ROOT / folder).glob("*.json"))
+    return "\n".join([f"# {folder}", "", *(f"- [{name}]({name})" for name in names), ""])
+
+
+def _readme_results() -> str:
+    found = README_RESULTS.search((ROOT / "README.md").read_text())
+    return found[1] if found else ""
+
+
+def _result_files() -> str:
+    lines = ["| file | what | on | n | commit |", "|---|---|---|---|---|"]
+    for path in sorted((ROOT / "results").glob("*.json")):
+        result = json.loads(path.read_text())
+        told = result.get("environment") or result["hardware"]
+        machine = told.get("gpu") or told.get("device") or f"{told['hardware']}, {told['cores']} cores"
+        what = next((result[key] for key in ("question", "claim", "what") if key in result), "")
+        commit = f"`{told['commit'][:12]}`" if told.get("commit") else ""
+        cells = (f"[{path.name}](results/{path.name})", what, f"{machine}, torch {told['torch']}", _n(result), commit)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _n(result: dict[str, Any]) -> str:
+    if seeds := result.get("options", {}).get("seeds"):
+        return f"{seeds} seeds"
+    rows = next((result[key] for key in ("rows", "runs", "networks", "members") if key in result), ())
+    return f"{len(rows)} rows" if rows else ""
