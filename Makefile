@@ -62,8 +62,9 @@ check: $(DEV)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
+docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(DOCS)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/mkdocs build --quiet --strict
 
 format: $(DEV)
 	$(BIN)/ruff check --fix-only

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -45,6 +46,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = markdown.replace("<!-- README's tables -->", _readme_results())
         markdown = markdown.replace("<!-- result files -->", _result_files())
     return OUTSIDE.sub(_inside, markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Refuse a page that loads anything from the network: the site must be readable offline."""
+    if loaded := re.search(r'<(?:script|link|img)\b[^>]*(?:src|href)="(https?:[^"]*)"', output):
+        raise PluginError(f"{page.file.src_uri} loads {loaded[1]}: vendor it in docs/assets")
+    return output
 
 
 def _is_page(file: File) -> bool:

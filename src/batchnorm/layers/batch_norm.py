@@ -126,9 +126,13 @@ class BatchNorm(TorchBatchNorm):
         *,
         activation: str | Activation | None = None,
     ) -> Tensor:
-        """Return g(BN(input) + residual); ``mask`` (N, *locations) is True where a position counts.
+        """Return g(BN(input) + residual).
 
-        ``activation`` is g for this call, in place of the layer's own.
+        Args:
+            input: values of shape (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W).
+            residual: added before the activation; of the input's shape.
+            mask: bool, of shape (N, *locations): False leaves a position out of the statistics and makes its output 0.
+            activation: g for this call, in place of the layer's own.
         """
         g = self.activation if activation is None else as_activation(activation)
         if mask is None and type(input) is Tensor:
