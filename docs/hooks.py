@@ -14,28 +14,24 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)(#[^)]*)?\)")
 README_RESULTS = re.compile(r"<!-- results:[^\n]*-->\n(.*?)<!-- end of results -->", re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the project's own pages, and every file outside ``docs`` that a page links to."""
-    for name, source in PAGES.items():
-        text = (ROOT / source).read_text().replace("](docs/", "](")
-        files.append(File.generated(config, name, content=text))
-    pages = [
-        Path(config.docs_dir, file.src_uri).read_text()
-        for file in files
-        if file.src_uri not in PAGES and _is_page(file)
-    ]
-    linked = {target for page in pages for target, _ in OUTSIDE.findall(page)}
-    linked |= set(re.findall(r"\]\((results/[^)#]+)\)", _readme_results() + _result_files()))
-    for target in sorted(linked - set(PAGES.values())):
+    pages = [Path(file.abs_src_path).read_text() for file in files if file.src_uri.endswith(".md")]
+    for source in ("CONTRIBUTING.md", "CHANGELOG.md"):
+        pages.append(_from_root((ROOT / source).read_text()))
+        files.append(File.generated(config, PAGES[source], content=pages[-1]))
+    pages += [_readme_results(), _result_files()]
+    linked = {target.rstrip("/") for page in pages for target, _ in OUTSIDE.findall(page)}
+    for target in sorted(linked - set(PAGES)):
         path = ROOT / target
         if path.is_dir():
             files.append(File.generated(config, f"{target}/index.md", content=_listing(target)))
-        for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+        for file in _files(path) if path.is_dir() else [path]:
             files.append(File.generated(config, str(file.relative_to(ROOT)), abs_src_path=str(file)))
     return files
 
@@ -55,24 +51,27 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     return output
 
 
-def _is_page(file: File) -> bool:
-    return file.src_uri.endswith(".md")
+def _from_root(text: str) -> str:
+    """Turn links of a page in the root of the repository into links of a page in ``docs``."""
+    return re.sub(r"\]\((?!https?:|#)(?:\./)?([^)]+)\)", r"](../\1)", text).replace("](../docs/", "](")
 
 
 def _inside(link: re.Match[str]) -> str:
-    target, anchor = link[1], link[2] or ""
-    name = next((name for name, source in PAGES.items() if source == target), target)
-    return f"]({name}{'/index.md' if (ROOT / target).is_dir() else ''}{anchor})"
+    target, anchor = link[1].rstrip("/"), link[2] or ""
+    return f"]({PAGES.get(target, target)}{'/index.md' if (ROOT / target).is_dir() else ''}{anchor})"
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in (".json", ".py", ".toml"))
 
 
 def _listing(folder: str) -> str:
-    names = sorted(path.name for path in (ROOT / folder).glob("*.json"))
-    return "\n".join([f"# {folder}", "", *(f"- [{name}]({name})" for name in names), ""])
+    return "\n".join([f"# {folder}", "", *(f"- [{path.name}]({path.name})" for path in _files(ROOT / folder)), ""])
 
 
 def _readme_results() -> str:
     found = README_RESULTS.search((ROOT / "README.md").read_text())
-    return found[1] if found else ""
+    return _from_root(found[1]) if found else ""
 
 
 def _result_files() -> str:
@@ -83,7 +82,13 @@ def _result_files() -> str:
         machine = told.get("gpu") or told.get("device") or f"{told['hardware']}, {told['cores']} cores"
         what = next((result[key] for key in ("question", "claim", "what") if key in result), "")
         commit = f"`{told['commit'][:12]}`" if told.get("commit") else ""
-        cells = (f"[{path.name}](results/{path.name})", what, f"{machine}, torch {told['torch']}", _n(result), commit)
+        cells = (
+            f"[{path.name}](../results/{path.name})",
+            what,
+            f"{machine}, torch {told['torch']}",
+            _n(result),
+            commit,
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
