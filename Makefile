@@ -9,12 +9,13 @@ endif
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN := $(VENV)/.run
 DEV := $(VENV)/.dev
+DOCS := $(VENV)/.docs
 # The regular builds of torch bring a Triton of their own; a CPU build on Linux has none, and the kernels' tests need one.
 # 3.7's interpreter fails on these kernels.
 LACKS_TRITON := import sys, importlib.util as u; sys.exit(sys.platform != 'linux' or u.find_spec('triton') is not None)
 TRITON := triton==3.6.0
 
-.PHONY: help run test test-all check format clean
+.PHONY: help run test test-all check docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +23,7 @@ help:
 	@echo "make test      run the tests"
 	@echo "make test-all  run the slow ones too"
 	@echo "make check     ruff (format and lint) and mypy"
+	@echo "make docs      build the documentation into site/; open site/index.html"
 	@echo "make format    let ruff rewrite the files"
 	@echo "make clean     remove .venv and caches"
 
@@ -39,6 +41,13 @@ $(DEV): $(RUN)
 	@! $(BIN)/python -c "$(LACKS_TRITON)" || $(PIP) $(TRITON)
 	@touch $@
 
+# The site is built from sources: it needs neither torch nor the package.
+$(DOCS): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) --group docs
+	@touch $@
+
 run: $(RUN)
 	$(BIN)/batchnorm reproduce fig1
 
@@ -53,9 +62,13 @@ check: $(DEV)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(DOCS)
+	$(BIN)/mkdocs build --quiet --strict
+
 format: $(DEV)
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site

@@ -39,6 +39,11 @@ STRENGTHS = {"full": Strength(0.5, 0.1), "reduced": Strength(0.2, 0.04)}
 class Normalize(nn.Module):
     """Turn uint8 images into floats of about zero mean and unit variance: y = (x / 255 - mean) / std.
 
+    Args:
+        mean: of each colour, in [0, 1].
+        std: of each colour.
+        dtype: of the result.
+
     >>> Normalize()(torch.zeros(1, 3, 2, 2, dtype=torch.uint8))[0, 0, 0, 0]
     tensor(-2.1179)
 
@@ -82,7 +87,9 @@ class Augment(Normalize):
     Args:
         photometric: how strong distortions are: ``"full"``, ``"reduced"`` or ``"none"``.
         flip: mirror half of the images.
-        mean, std, dtype: as in :class:`Normalize`.
+        mean: of each colour, as in :class:`Normalize`.
+        std: of each colour.
+        dtype: of the result.
 
     >>> augment = Augment("reduced")
     >>> draws = augment.draw(8, torch.Generator().manual_seed(0))

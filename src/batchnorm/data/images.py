@@ -151,7 +151,8 @@ def open_images(
         train: random order and crops, or stored order and centre squares.
         shuffle: ``"fixed"`` or ``"epoch"``, for training.
         seed: of order and crops.
-        rank, world_size: this process among all.
+        rank: of this process.
+        world_size: the number of processes.
         workers: processes that decode ahead; 0 decodes in this process.
         cache: ``"device"`` decodes everything once and keeps it on the device; see
             :class:`batchnorm.data.device_cache.DeviceCache` for the differences.

@@ -34,7 +34,8 @@ class Order:
         shuffle: ``"fixed"`` is one random order within shards, the same each epoch, so the same examples always meet
             in a mini-batch; ``"epoch"`` draws a new order of the shards and within them each epoch.
         seed: of the random order.
-        rank, world_size: this process among all.
+        rank: of this process.
+        world_size: the number of processes.
 
     Raises:
         ValueError: if no layout gives each rank two examples in each step.

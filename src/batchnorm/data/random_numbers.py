@@ -13,6 +13,10 @@ _MASK = (1 << 64) - 1
 def seed_at(seed: int, *position: int) -> int:
     """Return a 63-bit seed for a position, such as (epoch, step): always the same one.
 
+    Args:
+        seed: of the run.
+        position: any number of integers.
+
     >>> import torch
     >>> generator = torch.Generator().manual_seed(seed_at(0, 3, 17))
 

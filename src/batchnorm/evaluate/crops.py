@@ -37,7 +37,9 @@ class Crops:
         size: height and width of the crops, the network's input.
         scales: short sides, each at least ``size``.
         squares: 1 or 3.
-        corners, whole, mirror: as above.
+        corners: add each square's corners.
+        whole: add the square itself, resized.
+        mirror: add the mirror image of each crop.
 
     Raises:
         ValueError: if a scale is smaller than the crop, or the number of squares is neither 1 nor 3.

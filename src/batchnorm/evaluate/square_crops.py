@@ -142,7 +142,8 @@ def open_squares(
         crops: of each image.
         batch_size: crops that a network takes at a time, on each rank; a step has about as many images as fill it.
         workers: processes that decode ahead; 0 decodes in this process.
-        rank, world_size: this process among all.
+        rank: of this process.
+        world_size: the number of processes.
         device: where the network is.
 
     Raises:

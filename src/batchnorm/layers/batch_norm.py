@@ -126,9 +126,13 @@ class BatchNorm(TorchBatchNorm):
         *,
         activation: str | Activation | None = None,
     ) -> Tensor:
-        """Return g(BN(input) + residual); ``mask`` (N, *locations) is True where a position counts.
+        """Return g(BN(input) + residual).
 
-        ``activation`` is g for this call, in place of the layer's own.
+        Args:
+            input: values of shape (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W).
+            residual: added before the activation; of the input's shape.
+            mask: bool, of shape (N, *locations): False leaves a position out of the statistics and makes its output 0.
+            activation: g for this call, in place of the layer's own.
         """
         g = self.activation if activation is None else as_activation(activation)
         if mask is None and type(input) is Tensor:
@@ -348,7 +352,7 @@ class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
         track_running_stats: keep running averages for evaluation.
         device: where the parameters live.
         dtype: their type; running statistics are kept in at least float32.
-        bias: learn beta, where ``affine``.
+        bias: learn beta, if ``affine``.
         activation: g: relu, relu6, leaky_relu, sigmoid, tanh, silu, hardswish, or such a ``torch.nn`` module.
         statistics: where a training batch's statistics come from, if not from itself: ``Sync()``, ``Ghost(size)``,
             ``Renorm()``.

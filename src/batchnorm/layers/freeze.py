@@ -19,7 +19,7 @@ def freeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> 
         affine: stop training gamma and beta.
 
     Raises:
-        ValueError: where the network has ``torch.nn`` layers (convert them first), none at all, or layers without
+        ValueError: if the network has ``torch.nn`` layers (convert them first), none at all, or layers without
             running statistics to freeze. Nothing is changed then.
 
     >>> layer = BatchNorm(3); freeze_(layer); layer.train().frozen_statistics
@@ -44,6 +44,11 @@ def freeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> 
 
 def unfreeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> None:
     """Undo :func:`freeze_`, in place; parameters that did not train before it stay as they were.
+
+    Args:
+        net: any network with layers of this library.
+        statistics: normalize by the batch again in training, and move the running statistics.
+        affine: train gamma and beta again.
 
     >>> layer = BatchNorm(3); freeze_(layer); unfreeze_(layer); layer.weight.requires_grad
     True

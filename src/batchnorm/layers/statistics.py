@@ -31,10 +31,13 @@ class Statistics(Protocol):
 
 @dataclass(frozen=True)
 class Sync:
-    """Take the statistics over all ranks' samples, exactly, whatever number of samples each rank has, even none.
+    """Take the statistics over the samples of all ranks, exactly, even if ranks have different numbers of samples.
 
     The ranks' (count, mean, M2) are merged; one all-reduce forward and one backward. Runs on CPU (gloo) and CUDA
     (nccl), under DistributedDataParallel too. In a single process it is Algorithm 1.
+
+    Args:
+        group: the process group whose ranks share statistics; None is the default group.
 
     >>> import batchnorm as bn
     >>> bn.BatchNorm2d(8, statistics=bn.Sync()).statistics
@@ -71,6 +74,9 @@ class Ghost:
     A batch is cut into ceil(N / size) groups whose sizes differ by at most one. The running variance is the paper's
     average over groups, sum(m_b var_b) / sum(m_b - 1).
 
+    Args:
+        size: the largest number of examples in a group, at least 2.
+
     >>> import batchnorm as bn
     >>> layer = bn.BatchNorm1d(4, statistics=bn.Ghost(32))
     >>> layer(torch.randn(256, 4)).shape
@@ -106,6 +112,10 @@ class Renorm:
     x_hat = (x - mu_B) / sigma_B * r + d with r = sigma_B / sigma clipped to [1/r_max, r_max] and d = (mu_B - mu) /
     sigma clipped to [-d_max, d_max]; no gradient flows through r and d. ``Renorm(1, 0)`` is Algorithm 1. The 2017
     paper starts there and widens the bounds: assign a new value to ``layer.statistics`` to do so.
+
+    Args:
+        r_max: bound on the correction of the scale, at least 1.
+        d_max: bound on the correction of the mean, in standard deviations, at least 0.
 
     >>> import batchnorm as bn
     >>> bn.BatchNorm1d(4, statistics=bn.Renorm())(torch.randn(8, 4)).shape

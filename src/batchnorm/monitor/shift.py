@@ -44,6 +44,10 @@ def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") ->
 def typical_unit(records: Sequence[Record], layer: str) -> int:
     """Return the unit of a layer whose inputs' total drift is the median over units.
 
+    Args:
+        records: of a monitor, in order.
+        layer: a name in them.
+
     >>> from batchnorm.monitor import Percentiles
     >>> q = torch.tensor([[-1.0] * 3, [0.0] * 3, [1.0] * 3])
     >>> shifted = q + torch.tensor([5.0, 0.0, 1.0])

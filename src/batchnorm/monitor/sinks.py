@@ -27,6 +27,9 @@ class Sink(Protocol):
 class Memory:
     """Keep at most ``points`` records of a run of any length: when full, every second one is dropped.
 
+    Args:
+        points: the largest number of records, at least 2.
+
     >>> memory = Memory(points=4)
     >>> for step in range(6): memory.write(Record(step))
     >>> [record.step for record in memory.records]
@@ -58,6 +61,9 @@ class JSONLines:
 
     ``x`` is left out if it is ``z``. Numbers have five significant digits. A run that is resumed or restarted in the
     same file replaces the records from its first step on.
+
+    Args:
+        path: the file; its folder is made if needed.
 
     >>> import tempfile, pathlib
     >>> path = pathlib.Path(tempfile.mkdtemp(), "metrics.jsonl")
@@ -105,6 +111,10 @@ class JSONLines:
 
 class TensorBoard:
     """Write scalars for TensorBoard: each percentile's mean over a layer's units, and gradient changes.
+
+    Args:
+        folder: for the event files.
+        percentiles: those that the monitor records, to name the scalars.
 
     Raises:
         MissingExtraError: if tensorboard is not installed.

@@ -36,7 +36,14 @@ TWO_SLOPES = ("relu", "leaky_relu", "relu6")
 
 
 class Activation(NamedTuple):
-    """Name a nonlinearity; ``slope`` is leaky_relu's slope below zero and means nothing to the others.
+    """Name a nonlinearity.
+
+    Attributes:
+        name: one of :data:`batchnorm.ops.activation.NAMES`.
+        slope: leaky_relu's slope below zero; the others ignore it.
+
+    >>> Activation("leaky_relu", 0.2)(torch.tensor([-1.0, 1.0]))
+    tensor([-0.2000,  1.0000])
 
     Beyond the paper: the paper applies g after BN; here both are one call.
     """
@@ -80,6 +87,9 @@ _NAMED = {name: Activation(name) for name in NAMES}
 
 def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
     """Read an activation from a name, an ``Activation``, a ``torch.nn`` module or None.
+
+    Args:
+        spec: what to read; None is the identity.
 
     Raises:
         ValueError: for a nonlinearity that cannot be fused.

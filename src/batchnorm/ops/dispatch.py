@@ -24,6 +24,10 @@ PATHS: dict[str, Path] = {"composite": composite, "cpu": cpu, "cuda": cuda}
 class Choice(NamedTuple):
     """Name the path that a call takes and say why.
 
+    Attributes:
+        path: "composite", "cpu" or "cuda".
+        reason: why that path is taken, and what it runs.
+
     Beyond the paper: shows what the dispatcher decided.
     """
 
@@ -89,7 +93,11 @@ def batch_norm_(
 ) -> tuple[Tensor, Moments]:
     """Do what :func:`batch_norm` does and move the running averages in place, as the layers do in training.
 
-    The moments returned are constants: no gradient flows through them.
+    The moments returned are constants: no gradient flows through them. Other arguments as for :func:`batch_norm`.
+
+    Args:
+        running: the averages to move, in place.
+        momentum: the weight of the new batch; None averages all batches alike.
 
     >>> running = Running(torch.zeros(1), torch.ones(1), torch.tensor(0), torch.tensor(0))
     >>> _ = batch_norm_(torch.tensor([[1.0], [3.0]]), None, None, running, momentum=None)
@@ -126,7 +134,11 @@ def normalize_batch_(
 ) -> Tensor:
     """Do what :func:`batch_norm_` does and return the output alone, as ``torch.nn.functional.batch_norm`` does.
 
-    That is faster if batches are small.
+    That is faster if batches are small. Other arguments as for :func:`batch_norm`.
+
+    Args:
+        running: the averages to move, in place.
+        momentum: the weight of the new batch; None averages all batches alike.
 
     >>> running = Running(torch.zeros(1), torch.ones(1), torch.tensor(0), torch.tensor(0))
     >>> normalize_batch_(torch.tensor([[1.0], [3.0]]), None, None, running, eps=0.0)
@@ -174,6 +186,12 @@ def normalize(
 
     y = g(gamma * (x - mean) / sqrt(var + eps) + beta + residual)
 
+    Other arguments as for :func:`batch_norm`.
+
+    Args:
+        mean: E[x], of the features' shape.
+        var: Var[x], of the features' shape.
+
     >>> normalize(torch.tensor([[3.0]]), torch.tensor([1.0]), torch.tensor([4.0]), eps=0.0)
     tensor([[1.]])
 
@@ -199,7 +217,7 @@ def explain(
     residual: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Choice:
-    """Say which path :func:`batch_norm` takes for these arguments, and why.
+    """Say which path :func:`batch_norm` takes for these arguments, and why. Arguments as for :func:`batch_norm`.
 
     >>> explain(torch.randn(8, 3)).path
     'cpu'

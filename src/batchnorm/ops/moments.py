@@ -14,7 +14,12 @@ CHUNK = 64
 
 
 class Moments(NamedTuple):
-    """Hold the count m, the mean mu_B and the biased variance sigma_B^2 of each feature over a mini-batch.
+    """Hold the moments of each feature over a mini-batch.
+
+    Attributes:
+        count: m, the number of values; for feature maps, examples times locations.
+        mean: mu_B.
+        var: sigma_B^2, the biased variance.
 
     Paper: Alg. 1, l. 1-2
     """
@@ -81,6 +86,9 @@ def merge(parts: Moments) -> Moments:
 
     mean = sum(m_b mean_b) / sum(m_b) and m var = sum(m_b var_b) + sum(m_b (mean_b - mean)^2). Empty parts
     (count 0) are ignored, even if their mean or variance is NaN.
+
+    Args:
+        parts: moments of each part, stacked.
 
     >>> a = Moments(torch.tensor([2.0, 3.0]), torch.tensor([0.0, 10.0]), torch.tensor([1.0, 1.0]))
     >>> merge(a)

@@ -27,17 +27,18 @@ _CONCATENATE = (torch.cat, torch.concat, torch.concatenate)
 def recompute() -> Iterator[None]:
     """Keep a batch normalization's input for the backward pass, and compute its output again when it is read there.
 
-    Around a forward pass: conv-BN-ReLU-conv then keeps one tensor per layer, x, instead of x and the second
-    convolution's input. That input is made again from x and the batch's statistics, once per backward pass and bit for
-    bit, so no gradient changes; running averages do not move again. Concatenations are made again from their parts.
+    Use it around a forward pass. Of conv-BN-ReLU-conv, autograd then keeps only x per layer, instead of x and the
+    second convolution's input. The backward pass computes that input again from x and the batch's statistics, once and
+    bit for bit, so gradients are the same and running averages do not move again. Concatenations are recomputed from
+    their parts.
 
-    What stays as ever: outputs of frozen layers, of layers in evaluation, with a ``mask`` or ``Sync`` over several
-    ranks; what is changed in place afterwards; what is cast or pooled, for the copy is what autograd keeps; and what
-    ``torch.compile`` compiles, since the compiler decides itself what to compute again. Where several such contexts
-    are nested (``save_on_cpu``, ``torch.utils.checkpoint``), the innermost has the say.
+    These outputs are kept as usual: of frozen layers and of layers in evaluation, with a ``mask`` or with ``Sync`` over
+    several ranks; outputs that are changed in place, cast or pooled; and everything under ``torch.compile``, which
+    decides by itself what to recompute. If such contexts are nested (``save_on_cpu``, ``torch.utils.checkpoint``), the
+    innermost one decides.
 
     Raises:
-        RuntimeError: in the backward pass, where a tensor that it needs was changed in place after the forward pass.
+        RuntimeError: in the backward pass, if a tensor that it needs was changed in place after the forward pass.
 
     >>> import batchnorm as bn
     >>> from torch import nn

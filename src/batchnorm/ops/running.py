@@ -22,6 +22,12 @@ from .torch_state import is_recomputation, is_transformed
 class Running(NamedTuple):
     """Hold the tensors that a layer keeps between batches; the operations that take it change them in place.
 
+    Attributes:
+        mean: the running mean.
+        var: the running variance, the unbiased one.
+        num_batches: how many batches moved the averages.
+        num_skipped: how many batches had non-finite moments and did not.
+
     Paper: Sec. 3.1, moving averages
     """
 
@@ -38,7 +44,12 @@ Kept = tuple[Tensor, Tensor, Tensor, Tensor]
 def update_(running: Kept, moments: Moments, momentum: float | None, *, plain: bool = False) -> None:
     """Move the running averages towards a batch's moments: r <- r + momentum * (moment - r).
 
-    ``plain`` says that the moments are constants on the CPU and that no transform, tracer or compiler looks on.
+    Args:
+        running: the averages, changed in place.
+        moments: of the batch; the variance is made unbiased.
+        momentum: the weight of the new batch; None averages all batches alike.
+        plain: True skips torch's dispatcher. Only for constant moments on the CPU, outside transforms, tracers and
+            compilers.
 
     >>> r = Running(torch.zeros(1), torch.ones(1), torch.tensor(0), torch.tensor(0))
     >>> update_(r, Moments(torch.tensor(2.0), torch.tensor([4.0]), torch.tensor([1.0])), momentum=0.5)

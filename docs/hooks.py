@@ -1,0 +1,100 @@
+"""What the site shows besides the pages here: files of the repository that pages link to, by the same relative links.
+
+A page links to ``../results/fig1.json`` as it must on disk; the site has the file as ``results/fig1.json``.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
+OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)(#[^)]*)?\)")
+README_RESULTS = re.compile(r"<!-- results:[^\n]*-->\n(.*?)<!-- end of results -->", re.DOTALL)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the project's own pages, and every file outside ``docs`` that a page links to."""
+    pages = [Path(file.abs_src_path).read_text() for file in files if file.src_uri.endswith(".md")]
+    for source in ("CONTRIBUTING.md", "CHANGELOG.md"):
+        pages.append(_from_root((ROOT / source).read_text()))
+        files.append(File.generated(config, PAGES[source], content=pages[-1]))
+    pages += [_readme_results(), _result_files()]
+    linked = {target.rstrip("/") for page in pages for target, _ in OUTSIDE.findall(page)}
+    for target in sorted(linked - set(PAGES)):
+        path = ROOT / target
+        if path.is_dir():
+            files.append(File.generated(config, f"{target}/index.md", content=_listing(target)))
+        for file in _files(path) if path.is_dir() else [path]:
+            files.append(File.generated(config, str(file.relative_to(ROOT)), abs_src_path=str(file)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point links out of ``docs`` at the site's copies, and put the tables on the page of results."""
+    if page.file.src_uri == "results.md":
+        markdown = markdown.replace("<!-- README's tables -->", _readme_results())
+        markdown = markdown.replace("<!-- result files -->", _result_files())
+    return OUTSIDE.sub(_inside, markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Refuse a page that loads anything from the network: the site must be readable offline."""
+    if loaded := re.search(r'<(?:script|link|img)\b[^>]*(?:src|href)="(https?:[^"]*)"', output):
+        raise PluginError(f"{page.file.src_uri} loads {loaded[1]}: vendor it in docs/assets")
+    return output
+
+
+def _from_root(text: str) -> str:
+    """Turn links of a page in the root of the repository into links of a page in ``docs``."""
+    return re.sub(r"\]\((?!https?:|#)(?:\./)?([^)]+)\)", r"](../\1)", text).replace("](../docs/", "](")
+
+
+def _inside(link: re.Match[str]) -> str:
+    target, anchor = link[1].rstrip("/"), link[2] or ""
+    return f"]({PAGES.get(target, target)}{'/index.md' if (ROOT / target).is_dir() else ''}{anchor})"
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in (".json", ".py", ".toml"))
+
+
+def _listing(folder: str) -> str:
+    return "\n".join([f"# {folder}", "", *(f"- [{path.name}]({path.name})" for path in _files(ROOT / folder)), ""])
+
+
+def _readme_results() -> str:
+    found = README_RESULTS.search((ROOT / "README.md").read_text())
+    return _from_root(found[1]) if found else ""
+
+
+def _result_files() -> str:
+    lines = ["| file | what | on | n | commit |", "|---|---|---|---|---|"]
+    for path in sorted((ROOT / "results").glob("*.json")):
+        result = json.loads(path.read_text())
+        told = result.get("environment") or result["hardware"]
+        machine = told.get("gpu") or told.get("device") or f"{told['hardware']}, {told['cores']} cores"
+        what = next((result[key] for key in ("question", "claim", "what") if key in result), "")
+        commit = f"`{told['commit'][:12]}`" if told.get("commit") else ""
+        cells = (
+            f"[{path.name}](../results/{path.name})",
+            what,
+            f"{machine}, torch {told['torch']}",
+            _n(result),
+            commit,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _n(result: dict[str, Any]) -> str:
+    if seeds := result.get("options", {}).get("seeds"):
+        return f"{seeds} seeds"
+    rows = next((result[key] for key in ("rows", "runs", "networks", "members") if key in result), ())
+    return f"{len(rows)} rows" if rows else ""

@@ -1,0 +1,154 @@
+"""The site's pages: their code runs, their commands exist, the reference and the map of the paper are complete."""
+
+import importlib.util
+import inspect
+import re
+import shlex
+import shutil
+from dataclasses import is_dataclass
+from pathlib import Path
+
+import pytest
+from training import striped_folder
+
+from batchnorm.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+PACKAGES = ["batchnorm", *(f"batchnorm.{name}" for name in ("ops", "data", "models", "monitor", "evaluate", "train"))]
+
+
+UNTESTED = {"compile.md", "networks.md"}  # their code needs a GPU, torchvision and a network of your own
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page, language):
+    return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
+
+
+def with_python():
+    return [page for page in PAGES if blocks(page, "python") and page.name not in UNTESTED]
+
+
+@pytest.mark.parametrize("page", with_python(), ids=lambda page: page.name)
+def test_code_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), scope)
+
+
+def commands():
+    """Every command line of a page: what follows ``batchnorm`` in a block without a language, or in a code span."""
+    for page in PAGES:
+        text = page.read_text()
+        lines = [line for block in blocks(page, "") for line in block.replace("\\\n", " ").splitlines()]
+        lines += re.findall(r"`(batchnorm [^`]+)`", BLOCK.sub("", text))
+        for line in lines:
+            if found := re.search(r"(?:^|-m )batchnorm (\w.*)$", line):
+                yield page.name, found[1]
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in commands()}))
+def test_commands_and_their_options_exist(page, capsys):
+    helps = {}
+    for line in [line for name, line in commands() if name == page]:
+        words = shlex.split(line)
+        command = next((c for n in (2, 1) if (c := " ".join(words[:n])) in COMMANDS), None)
+        assert command or words[0] in ("COMMAND", "bench", "reproduce"), line
+        options = [word for word in words if word.startswith("-") and word != "--help"]
+        if command and options:
+            if command not in helps:
+                with pytest.raises(SystemExit):
+                    main([*command.split(), "--help"])
+                helps[command] = capsys.readouterr().out
+            missing = [word for word in options if not re.search(rf"(?<![\w-]){word}(?![\w-])", helps[command])]
+            assert not missing, line
+
+
+def test_every_command_has_a_line():
+    listed = re.findall(r"^\| `batchnorm ([^`]+)` \|", (DOCS / "commands.md").read_text(), re.MULTILINE)
+    assert listed == list(COMMANDS)
+
+
+def test_from_images_to_a_file(tmp_path, monkeypatch, capsys):
+    """The commands of "Train my own network", on a few small images."""
+    monkeypatch.chdir(tmp_path)
+    page = DOCS / "train.md"
+    (tmp_path / "mynet.py").write_text(next(block for block in blocks(page, "") if "def build" in block))
+    images = striped_folder(tmp_path / "images")
+    next((images / "val").rglob("*.png")).rename("photo.jpg")
+    shutil.rmtree(images / "val")
+    _, *lines = blocks(page, "")[0].splitlines()
+    for line in lines:
+        words = shlex.split(line.removeprefix("batchnorm ").replace("--epochs 20", "--epochs 1"))
+        assert main(words) == 0, capsys.readouterr().err
+    assert (tmp_path / "net.onnx").exists()
+
+
+def exported():
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            if callable(thing := getattr(module, name)):
+                yield f"{package}.{name}", thing
+
+
+WORDS = dict(exported())
+ARGS = re.compile(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)*)", re.MULTILINE)
+ARG = re.compile(r"^    (\w+):", re.MULTILINE)
+
+
+def is_result(word, thing):
+    """Whether a class holds what a function returned: its fields say what they are, nobody passes them."""
+    deep = word.rpartition(".")[0] not in ("batchnorm", "batchnorm.ops")
+    return inspect.isclass(thing) and deep and (is_dataclass(thing) or issubclass(thing, tuple | Exception))
+
+
+def made_by_a_function(thing):
+    return "made by :func:" in inspect.getdoc(thing)
+
+
+@pytest.mark.parametrize("word", [w for w, t in WORDS.items() if not is_result(w, t) and not made_by_a_function(t)])
+def test_every_argument_is_described(word):
+    doc = inspect.getdoc(WORDS[word])
+    if other := re.search(r"rguments as for :(?:class|func):`(\w+)`", doc):
+        doc += inspect.getdoc(getattr(inspect.getmodule(WORDS[word]), other[1]))
+    names = {name for section in ARGS.findall(doc) for name in ARG.findall(section)}
+    assert set(inspect.signature(WORDS[word]).parameters) <= names
+
+
+@pytest.mark.parametrize("word", [w for w in WORDS if w.rpartition(".")[0] == "batchnorm"])
+def test_every_public_word_has_an_example(word):
+    assert re.search(rf"^(>>> |\.\.\. |    ).*\b{word.rpartition('.')[2]}\(", inspect.getdoc(WORDS[word]), re.MULTILINE)
+
+
+def test_the_reference_has_every_exported_word():
+    pages = "".join((DOCS / f"{name}.md").read_text() for name in ("api", "ops", "packages"))
+    shown = {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)$", pages, re.MULTILINE)}
+    assert {word.rpartition(".")[2] for word in WORDS} <= shown
+
+
+@pytest.fixture(scope="module")
+def paper_map():
+    spec = importlib.util.spec_from_file_location("paper_map", DOCS / "paper_map.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_map_of_the_paper_is_current(paper_map):
+    assert paper_map.PAGE.read_text() == paper_map.page(), "run python docs/paper_map.py"
+
+
+def test_the_map_names_code_tests_and_commands_that_exist(paper_map):
+    rows = [row for rows in paper_map.SECTIONS.values() for row in rows]
+    for row in rows:
+        assert row.note or (row.tests and row.tags), row.says
+        for tag in row.tags:
+            assert paper_map.symbols(row._replace(tags=(tag,))), f"{row.says}: no docstring carries {tag!r}"
+        for path, _, test in (name.partition("::") for name in row.tests):
+            assert f"\ndef {test}(" in (ROOT / "tests" / path).read_text(), test
+        assert set(row.commands) <= set(COMMANDS)
+    assert set(paper_map.TAGGED) == {name for row in rows for name in paper_map.symbols(row)}
