@@ -52,7 +52,7 @@ from .surgery import convert, insert, revert
 if TYPE_CHECKING:
     from .train.trained_run import load
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BatchNorm1d",

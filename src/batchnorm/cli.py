@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import version
 from inspect import getdoc
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
+from . import __version__
 from .arguments import call_with
 from .errors import JobsFailedError, sentence
 from .extras import MissingExtraError, check_installed
@@ -212,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status: 0, 1 if a job failed, 2 for wrong usage, 130 after Ctrl-C."""
     words = sys.argv[1:] if arguments is None else arguments
     if words == ["--version"]:
-        print(f"batchnorm {version('batchnorm')}")
+        print(f"batchnorm {__version__}")
         return 0
     command = next((c for n in (2, 1) if (c := " ".join(words[:n])) in COMMANDS), None)
     if command is None:
