@@ -164,10 +164,11 @@ def test_the_example_of_a_command_is_one_that_it_takes(command):
     _call(nothing, command, COMMANDS[command].example.split())
 
 
-def test_output_that_nobody_reads_any_more():
+@pytest.mark.parametrize("words", [[], ["train", "--help"], ["describe", "inception"]])
+def test_output_that_nobody_reads_any_more(words):
     reading, writing = os.pipe()
     os.close(reading)
-    words = [sys.executable, "-m", "batchnorm", "train", "--help"]
+    words = [sys.executable, "-m", "batchnorm", *words]
     done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")

@@ -210,7 +210,16 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status: 0, 1 if a job failed, 2 for wrong usage, 130 after Ctrl-C."""
-    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        status = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has closed our output, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        return 1
+    return status
+
+
+def _run(words: list[str]) -> int:
     if words == ["--version"]:
         print(f"batchnorm {__version__}")
         return 0
@@ -230,9 +239,8 @@ def main(arguments: list[str] | None = None) -> int:
         _print_users_part(error.__cause__)
         print(f"batchnorm {command}: {error}; nothing was written", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of the output has closed it, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at the end
-        return 1
+    except BrokenPipeError:
+        raise
     except (MissingExtraError, OSError, ValueError) as error:
         # What a user can put right gets one sentence; anything else keeps its traceback.
         print(f"batchnorm {command}: {sentence(error)}", file=sys.stderr)
