@@ -32,7 +32,7 @@ $(RUN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) torch numpy
-	$(PIP) hatchling editables
+	$(PIP) --group build
 	$(PIP) --no-build-isolation -e '.[report]'
 	@touch $@
 

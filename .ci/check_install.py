@@ -65,10 +65,19 @@ MACHINES = {
 def requirements() -> list[str]:
     """Return what `make test` installs beside torch, as pyproject.toml has it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    extras = project["project"]["optional-dependencies"]
-    listed = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"], "hatchling", "editables"]
+    extras, groups = project["project"]["optional-dependencies"], project["dependency-groups"]
+    listed = [*project["project"]["dependencies"], *group(groups, "dev")]
     listed += [r for name, rows in extras.items() if name != "all" for r in rows]
     return [r for r in dict.fromkeys(listed) if not r.startswith("torch")]
+
+
+def group(groups: dict[str, list[str | dict[str, str]]], name: str) -> list[str]:
+    """Return what a dependency group lists, with the groups that it includes."""
+    return [
+        requirement
+        for row in groups[name]
+        for requirement in ([row] if isinstance(row, str) else group(groups, row["include-group"]))
+    ]
 
 
 def makefile_triton() -> str:

@@ -17,3 +17,7 @@ def test_example(path, tmp_path):
     if path.name == "residual.py":
         assert "before: " in done.stdout
         assert "after: " in done.stdout
+    if path.name == "digits.py":
+        accuracy = done.stdout.partition("accuracy: ")[2].rstrip("%\n")
+        assert float(accuracy) > 90
+        assert "BatchNorm" not in done.stdout

@@ -1,14 +1,17 @@
 """The package as a whole: its words, its layers of imports, what it costs to import."""
 
 import ast
+import os
 import subprocess
 import sys
+from functools import wraps
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import batchnorm as bn
-from batchnorm.cli import COMMANDS, main
+from batchnorm.cli import COMMANDS, _call, main
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "batchnorm"
@@ -146,5 +149,31 @@ def test_every_command_explains_itself(command, capsys):
         main([*command.split(), "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    assert f"batchnorm {command}" in text
+    assert f"Example: batchnorm {command} {COMMANDS[command].example}" in " ".join(text.split())
     assert not [mark for mark in ("``", "options options", "Beyond the paper:", "Paper:") if mark in text]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_example_of_a_command_is_one_that_it_takes(command):
+    module, _, function = COMMANDS[command].function.partition(":")
+
+    @wraps(getattr(import_module(module), function))
+    def nothing(*given, **named):
+        """Take what the command takes."""
+
+    _call(nothing, command, COMMANDS[command].example.split())
+
+
+@pytest.mark.parametrize("words", [[], ["train", "--help"], ["describe", "inception"]])
+def test_output_that_nobody_reads_any_more(words):
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-m", "batchnorm", *words]
+    done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_help_names_every_word():
+    missing = [name for name in bn.__all__ if f"``{name}" not in bn.__doc__]
+    assert not missing

@@ -1,9 +1,15 @@
 """README's first screen is a program; links of README and the documentation point at files; tables are current."""
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import zoo
+from blocks import Bottleneck
+from torch import nn
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,14 +23,54 @@ def run_blocks(path):
     return scope
 
 
-def test_readme_session_ends_in_a_network_that_reads_digits():
-    assert run_blocks(ROOT / "README.md")["accuracy"] > 0.9
+def small_resnet():
+    """torchvision's ResNet-50 in small: its block, its stem and its head."""
+    shortcut = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))
+    stem = [nn.Conv2d(3, 4, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1000)]
+    return nn.Sequential(*stem, nn.MaxPool2d(2), Bottleneck(shortcut), Bottleneck(), *head)
+
+
+def check_session(folder):
+    scope = run_blocks(ROOT / "README.md")
+    net, plain, images = scope["net"], scope["plain"], scope["images"]
+    assert net.report.summary.startswith("convert: ")
+    assert not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in plain.modules())
+    torch.testing.assert_close(plain(images), net.eval()(images), rtol=1e-3, atol=1e-3)
+    assert (folder / "resnet50.onnx").exists()
+
+
+def test_readme_session_converts_trains_folds_and_exports(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    models = SimpleNamespace(resnet50=small_resnet)
+    monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(models=models))
+    monkeypatch.setitem(sys.modules, "torchvision.models", models)
+    check_session(tmp_path)
+
+
+@pytest.mark.zoo
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_readme_session_on_torchvisions_own_network(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        zoo.import_torchvision()
+    except (ImportError, RuntimeError, OSError) as error:
+        pytest.skip(f"needs torchvision: {error}")
+    check_session(tmp_path)
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name)
 def test_links_point_at_files(page):
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_cells_are_short():
+    text = re.sub(r"\]\([^)]*\)", "]", (ROOT / "README.md").read_text())
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) > 40
+    assert not [cell for row in rows for cell in row.strip("|").split("|") if len(cell) > 110]
 
 
 def test_tables_are_what_the_result_files_say():

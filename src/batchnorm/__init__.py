@@ -1,4 +1,43 @@
-"""Batch Normalization (Ioffe & Szegedy, 2015) for PyTorch."""
+"""Batch Normalization (Ioffe & Szegedy, 2015) for PyTorch: faster, with exact statistics, and easy to ship.
+
+    import batchnorm as bn
+
+    net = bn.convert(net, example)           # torch.nn's layers become faster ones, fused with what follows them
+    ...                                      # train as before
+    bn.estimate_(net, batches)               # exact population statistics in place of running averages
+    bn.export(net.eval(), example, "net.onnx")  # the inference network, without batch normalization
+
+A verb returns a new network and leaves its argument alone; a trailing underscore means that it changes the network in
+place. The result's ``report`` says what was done and what was left alone. An example is a batch that the network takes.
+
+To change a network:
+
+- ``convert(net, example)``: make a network with ``torch.nn`` batch norms faster.
+- ``revert(net)``: go back to ``torch.nn``'s layers, to share the network with code that needs them.
+- ``insert(net, example)``: put batch normalization into a network that has none.
+
+To train it:
+
+- ``BatchNorm1d``, ``BatchNorm2d``, ``BatchNorm3d``: drop-ins for ``torch.nn``'s, for networks that you write. They take
+  ``activation="relu"``, and in a call ``residual=`` and ``mask=``.
+- ``Sync()``, ``Ghost(32)``, ``Renorm()``: pass one as ``statistics=``, for several GPUs, for large batches that should
+  behave like small ones, and for small batches.
+- ``freeze_(net)``, ``unfreeze_(net)``: keep statistics, gamma and beta as they are, to fine-tune with small batches.
+- ``param_groups(net, weight_decay)``: give the optimizer no weight decay on gamma and beta.
+- ``recompute()``: save memory, around the forward pass.
+- ``Monitor(net)``: record the percentiles of any layer's inputs while training.
+
+To ship it:
+
+- ``estimate_(net, batches)``: set the population statistics, once training is over or weights were averaged.
+- ``fold(net, example)``: get the network without batch normalization.
+- ``export(net, example, path)``: write it as ONNX or ``torch.export``.
+- ``load(run)``: open a run of ``batchnorm train``: its network, classes and ``predict``.
+
+Modules: ``ops`` (the transform as functions; ``ops.explain`` says which kernel runs and why), ``models`` (the paper's
+networks) and ``data`` (embedded MNIST, image loaders). ``torch.compile(net, backend="batchnorm")`` fuses a stock
+network without converting it. In a shell, ``batchnorm`` lists the commands; ``batchnorm COMMAND --help`` explains one.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +52,7 @@ from .surgery import convert, insert, revert
 if TYPE_CHECKING:
     from .train.trained_run import load
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BatchNorm1d",

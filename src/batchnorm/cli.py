@@ -2,94 +2,187 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import version
 from inspect import getdoc
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
+from . import __version__
 from .arguments import call_with
 from .errors import JobsFailedError, sentence
 from .extras import MissingExtraError, check_installed
 from .network_factory import UserCodeError
 
-# word(s) -> (module:function, what it does). Modules are imported only when their word is used.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "fold": (
-        "batchnorm.train.fold_command:fold",
-        "fold the BN of a run or any network into its weights and write ONNX or torch.export",
+
+class Command(NamedTuple):
+    """What a word of the command line calls, what it does, and the options of an example."""
+
+    function: str  # module:function; the module is imported only when the word is used
+    does: str
+    example: str
+
+
+COMMANDS = {
+    "train": Command(
+        "batchnorm.train.train_command:train",
+        "train the paper's network, or your own, on images of your own",
+        "--network mynet.py:build --normalize insert --data images --validate 0.1 --size 64 --epochs 20",
     ),
-    "train": ("batchnorm.train.train_command:train", "train the paper's network, or your own, on images of your own"),
-    "compare": (
+    "compare": Command(
         "batchnorm.reproduce.compare:compare",
         "train your network without and with batch normalization, each at its best rate",
+        "--network mynet.py:build --data images --validate 0.1 --size 64 --epochs 20",
     ),
-    "evaluate": (
+    "evaluate": Command(
         "batchnorm.train.evaluate_command:evaluate",
         "top-1 and top-5 error of runs: 1, 10 or 144 crops, ensembles",
+        "runs/one runs/two --data images --crops 144",
     ),
-    "predict": ("batchnorm.train.predict_command:predict", "classes and probabilities of images, by a finished run"),
-    "describe": (
+    "predict": Command(
+        "batchnorm.train.predict_command:predict",
+        "classes and probabilities of images, by a finished run",
+        "runs/mine photo.jpg more-photos --top 3 --csv predictions.csv",
+    ),
+    "fold": Command(
+        "batchnorm.train.fold_command:fold",
+        "fold the BN of a run or any network into its weights and write ONNX or torch.export",
+        "runs/mine -o net.onnx",
+    ),
+    "describe": Command(
         "batchnorm.train.train_command:describe",
         "print a network's layers and costs beside the paper's claims",
+        "inception --size 224 --classes 1000",
     ),
-    "shard": ("batchnorm.data.sharding:shard", "pack an image folder, or ImageNet's tar files, into tar shards"),
-    "report": ("batchnorm.report.report_command:report", "compare runs on one page of HTML"),
-    "reproduce fig1": ("batchnorm.reproduce.mnist.fig1:fig1", "Figure 1: MNIST with and without batch normalization"),
-    "reproduce comparison": (
+    "shard": Command(
+        "batchnorm.data.sharding:shard",
+        "pack an image folder, or ImageNet's tar files, into tar shards",
+        "images shards --per-shard 5000 --short-side 256",
+    ),
+    "report": Command(
+        "batchnorm.report.report_command:report",
+        "compare runs on one page of HTML",
+        "runs/one runs/two --out report.html",
+    ),
+    "reproduce fig1": Command(
+        "batchnorm.reproduce.mnist.fig1:fig1",
+        "Figure 1: MNIST with and without batch normalization",
+        "--steps 5000 --out runs/fig1-short",
+    ),
+    "reproduce comparison": Command(
         "batchnorm.reproduce.mnist.comparison:comparison",
-        "each network at its best rate, three seeds",
+        "Figure 1 with each network at its best rate, three seeds",
+        "--marks 1000 5000 --seeds 2",
     ),
-    "reproduce fig2": ("batchnorm.reproduce.imagenet.fig2:fig2", "Figures 2, 3: Inception and its variants on images"),
-    "reproduce fig4": ("batchnorm.reproduce.imagenet.fig4:fig4", "Figure 4: many crops, many networks"),
-    "reproduce section2": (
+    "reproduce fig2": Command(
+        "batchnorm.reproduce.imagenet.fig2:fig2",
+        "Figures 2, 3: Inception and its variants on images",
+        "--data shards --jobs 8 --minutes 50",
+    ),
+    "reproduce fig4": Command(
+        "batchnorm.reproduce.imagenet.fig4:fig4",
+        "Figure 4: many crops, many networks",
+        "--data shards --jobs 6",
+    ),
+    "reproduce section2": Command(
         "batchnorm.reproduce.mnist.section2:section2",
         "Section 2: normalizing outside the gradient",
+        "--steps 200 --rates 0.01 0.1",
     ),
-    "reproduce optimizers": (
+    "reproduce optimizers": Command(
         "batchnorm.reproduce.mnist.optimizers:optimizers",
         "Section 3.1: batch descent to Adagrad",
+        "--steps 500 --out runs/optimizers-short",
     ),
-    "reproduce placement": ("batchnorm.reproduce.mnist.placement:placement", "Section 3.2: BN before or after g"),
-    "reproduce scale": ("batchnorm.reproduce.mnist.scale:scale", "Section 3.3: the scale of W, and its growth"),
-    "reproduce jacobian": (
+    "reproduce placement": Command(
+        "batchnorm.reproduce.mnist.placement:placement",
+        "Section 3.2: BN before or after g",
+        "--steps 500 --seeds 2",
+    ),
+    "reproduce scale": Command(
+        "batchnorm.reproduce.mnist.scale:scale",
+        "Section 3.3: the scale of W, and its growth",
+        "--factors 0.1 10 1000",
+    ),
+    "reproduce jacobian": Command(
         "batchnorm.reproduce.mnist.jacobian:jacobian",
         "Section 3.3: singular values between layers",
+        "--steps 500 --examples 50",
     ),
-    "reproduce saturation": ("batchnorm.reproduce.mnist.saturation:saturation", "saturated sigmoids over training"),
-    "reproduce init": (
+    "reproduce saturation": Command(
+        "batchnorm.reproduce.mnist.saturation:saturation",
+        "Section 1: saturated sigmoids over training",
+        "--steps 1000 --points 20",
+    ),
+    "reproduce init": Command(
         "batchnorm.reproduce.mnist.initialization:init",
-        "accuracy against the width of the initial Gaussians",
+        "abstract: accuracy against the width of the initial Gaussians",
+        "--stds 0.01 0.1 1 --seeds 2",
     ),
-    "bench cpu": ("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side"),
-    "bench kernels": ("batchnorm.bench.kernels:kernels", "time the fused CUDA kernels against eager and torch.compile"),
-    "bench algorithm2": ("batchnorm.bench.algorithm2:algorithm2", "time estimate_ and fold against plain torch"),
-    "bench fig1": ("batchnorm.bench.fig1:fig1", "time Figure 1's experiment against plain eager PyTorch"),
-    "bench monitor": ("batchnorm.bench.monitor:monitor", "what a Monitor costs a training loop"),
-    "bench counters": ("batchnorm.bench.counters:counters", "what bounds those kernels: hardware counters, by ncu"),
-    "bench train": ("batchnorm.bench.train:train", "time the appendix network's training step against stock parts"),
-    "bench host": ("batchnorm.bench.host:host", "time the host's part of eager layers against torch.nn"),
-    "bench networks": (
+    "bench cpu": Command("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side", "--threads 1"),
+    "bench kernels": Command(
+        "batchnorm.bench.kernels:kernels",
+        "time the fused CUDA kernels against eager and torch.compile",
+        "--dtypes bfloat16 --jobs 8",
+    ),
+    "bench algorithm2": Command(
+        "batchnorm.bench.algorithm2:algorithm2",
+        "time estimate_ and fold against plain torch",
+        "--batch 32 --size 64 --device cpu",
+    ),
+    "bench fig1": Command(
+        "batchnorm.bench.fig1:fig1", "time Figure 1's experiment against plain eager PyTorch", "--steps 5000 --rounds 3"
+    ),
+    "bench monitor": Command(
+        "batchnorm.bench.monitor:monitor", "what a Monitor costs a training loop", "--steps 500 --rounds 5"
+    ),
+    "bench counters": Command(
+        "batchnorm.bench.counters:counters",
+        "what bounds those kernels: hardware counters, by ncu",
+        "--out runs/bench/counters.json",
+    ),
+    "bench train": Command(
+        "batchnorm.bench.train:train",
+        "time the appendix network's training step against stock parts",
+        "--batches 32 256 --out runs/bench/train.json",
+    ),
+    "bench host": Command(
+        "batchnorm.bench.host:host",
+        "time the host's part of eager layers against torch.nn",
+        "--out runs/bench/host.json",
+    ),
+    "bench networks": Command(
         "batchnorm.bench.networks:networks",
         "time training steps of real networks against the same networks converted",
+        "--networks torchvision/resnet50 mynet:build --modes eager graph --batches 64",
     ),
-    "bench learning": (
+    "bench learning": Command(
         "batchnorm.bench.learning:learning",
         "train a network as it is and converted, and compare their accuracies",
+        "--data images --epochs 10 --seeds 3",
     ),
-    "bench fine-tuning": (
+    "bench fine-tuning": Command(
         "batchnorm.bench.fine_tuning:fine_tuning",
         "fine-tune with small batches, with batch and with frozen statistics, and compare",
+        "--data images --batches 2 8 32",
     ),
-    "bench memory": ("batchnorm.bench.memory:memory", "peak memory of that training step against stock parts"),
-    "bench input": ("batchnorm.bench.input:input_rate", "images per second and core against a plain loader"),
-    "bench crops": ("batchnorm.bench.crops:crops", "crops per second against the bare forward pass"),
+    "bench memory": Command(
+        "batchnorm.bench.memory:memory",
+        "peak memory of that training step against stock parts",
+        "--batch 64 --size 224",
+    ),
+    "bench input": Command(
+        "batchnorm.bench.input:input_rate", "images per second and core against a plain loader", "images --workers 4"
+    ),
+    "bench crops": Command(
+        "batchnorm.bench.crops:crops", "crops per second against the bare forward pass", "--crops 144 --images 64"
+    ),
 }
 # Optional packages that a command cannot do without. Those that only some of its options need, and GPUs, are checked by
 # its function.
@@ -117,14 +210,23 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status: 0, 1 if a job failed, 2 for wrong usage, 130 after Ctrl-C."""
-    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        status = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has closed our output, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        return 1
+    return status
+
+
+def _run(words: list[str]) -> int:
     if words == ["--version"]:
-        print(f"batchnorm {version('batchnorm')}")
+        print(f"batchnorm {__version__}")
         return 0
     command = next((c for n in (2, 1) if (c := " ".join(words[:n])) in COMMANDS), None)
     if command is None:
         return _usage(words)
-    module, _, function = COMMANDS[command][0].partition(":")
+    module, _, function = COMMANDS[command].function.partition(":")
     given = words[len(command.split()) :]
     try:
         if not {"-h", "--help"} & set(given):
@@ -137,6 +239,8 @@ def main(arguments: list[str] | None = None) -> int:
         _print_users_part(error.__cause__)
         print(f"batchnorm {command}: {error}; nothing was written", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        raise
     except (MissingExtraError, OSError, ValueError) as error:
         # What a user can put right gets one sentence; anything else keeps its traceback.
         print(f"batchnorm {command}: {sentence(error)}", file=sys.stderr)
@@ -152,7 +256,8 @@ def _call(function: Callable[..., object], command: str, words: list[str]) -> No
     kinds: list[Any] = [kind for name, kind in get_type_hints(function).items() if name != "return"]
     settings = kinds[0] if len(kinds) == 1 and is_dataclass(kinds[0]) else None
     given: Any = settings or function
-    made = call_with(words, given, f"batchnorm {command}", _description(given))
+    help_text = f"{_description(given)}\n\nExample: batchnorm {command} {COMMANDS[command].example}"
+    made = call_with(words, given, f"batchnorm {command}", help_text)
     if settings is not None:
         function(made)
 
@@ -180,16 +285,14 @@ def _description(given: object) -> str:
 
 def _usage(words: list[str]) -> int:
     prefix = [w for w in words if not w.startswith("-")]
-    shown = {c: text for c, (_, text) in COMMANDS.items() if c.split()[: len(prefix)] == prefix}
-    unknown = not shown
-    if unknown:
-        shown = {c: text for c, (_, text) in COMMANDS.items()}
+    found = {word: command for word, command in COMMANDS.items() if word.split()[: len(prefix)] == prefix}
+    unknown, shown = not found, found or COMMANDS
     asked = not unknown and (not words or {"-h", "--help"} & set(words))
     stream = sys.stdout if asked else sys.stderr
     print("usage: batchnorm COMMAND [OPTIONS]; batchnorm COMMAND --help explains one\n", file=stream)
     width = max(map(len, shown))
-    for command, text in shown.items():
-        print(f"  {command:<{width}}  {text}", file=stream)
+    for word, command in shown.items():
+        print(f"  {word:<{width}}  {command.does}", file=stream)
     if unknown:
         near = get_close_matches(" ".join(prefix), COMMANDS, n=1)
         meant = f"; perhaps you meant '{near[0]}'" if near else ""

@@ -21,7 +21,7 @@ from batchnorm.bench.network_steps import (
     median_interval,
     results_of,
 )
-from batchnorm.bench.networks import bars, in_turns, networks, plan
+from batchnorm.bench.networks import bars, draw, in_turns, networks, plan
 from batchnorm.cli import main
 
 SETTINGS = Settings("cpu", size=8, seconds=0.0)
@@ -212,6 +212,17 @@ def test_bars():
         "torch.compile: peak memory over stock's, worst": (1.01, True),
         "torch.compile: CPU time to compile over stock's, worst": (1.1, True),
     }
+
+
+def test_the_picture_has_a_panel_for_each_of_the_four_main_modes_only():
+    plt = pytest.importorskip("matplotlib.pyplot")
+    report = {
+        "machine": {"device": "H200", "torch": "2.11", "steps": "bf16"},
+        "rows": [row(interval=[0.9, 1.1]), row(mode="nchw", interval=[0.9, 1.1])],
+    }
+    figure = draw(report, plt)
+    assert [axes.get_title() for axes in figure.axes] == ["eager"]
+    plt.close(figure)
 
 
 def test_rows_that_compile_come_last_and_share_the_stock_network():

@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 import torch
 
-from batchnorm.ops import Activation
-from batchnorm.ops.composite import normalize as plain
-from batchnorm.ops.cuda import inference
+from batchnorm.ops import Activation, composite
+from batchnorm.ops.call import Call
+from batchnorm.ops.cuda import autograd
 
 EPS = 1e-3
 SHAPES = [(1, 1), (5, 3), (4, 7, 6), (2, 8, 4, 4), (3, 5, 7, 3), (2, 70, 9, 9), (2, 3, 2, 5, 4)]
@@ -22,6 +22,18 @@ def drawn(shape, layout, dtype, device):
     return x.movedim(1, -1).contiguous().movedim(-1, 1) if layout == "last" else x
 
 
+def on_path(path, x, mean, var, gamma, beta, activation, residual):
+    return path.normalize(Call(x, gamma, beta, EPS, activation, residual), mean, var)
+
+
+def normalize(*given_):
+    return on_path(autograd, *given_)
+
+
+def plain(*given_):
+    return on_path(composite, *given_)
+
+
 def statistics(channels, device):
     mean, gamma, beta = (torch.randn(channels, device=device) for _ in range(3))
     return mean, torch.rand(channels, device=device) + 0.1, gamma, beta
@@ -29,7 +41,7 @@ def statistics(channels, device):
 
 def check(y, x, given_, activation, residual, dtype):
     mean, var, gamma, beta, r = (None if t is None else t.detach().double() for t in (*given_, residual))
-    expected = plain(x.detach().double(), mean, var, gamma, beta, EPS, activation, r)
+    expected = plain(x.detach().double(), mean, var, gamma, beta, activation, r)
     assert (y.dtype, y.shape) == (dtype, x.shape)
     rtol, atol = ROUNDING[dtype]
     torch.testing.assert_close(y.detach().double(), expected, rtol=rtol, atol=atol)
@@ -54,20 +66,20 @@ def test_one_pass(shape, layout, dtype, device):
         (Activation("relu"), residual),
         (Activation("leaky_relu", 0.2), None),
     ):
-        check(inference.normalize(x, *given_, EPS, activation, added), x, given_, activation, added, dtype)
+        check(normalize(x, *given_, activation, added), x, given_, activation, added, dtype)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "tanh", "silu"])
 def test_smooth_nonlinearities_and_no_parameters(name, device):
     x, (mean, var, *_) = drawn((3, 6, 5), "first", torch.float32, device), statistics(6, device)
     given_, activation = (mean, var, None, None), Activation(name)
-    check(inference.normalize(x, *given_, EPS, activation, None), x, given_, activation, None, torch.float32)
+    check(normalize(x, *given_, activation, None), x, given_, activation, None, torch.float32)
 
 
 def test_means_far_from_zero(device):
     x = torch.randn(64, 4, 3, device=device) + 1e6
     given_ = (x.double().mean((0, 2)).float(), torch.ones(4, device=device), None, None)
-    check(inference.normalize(x, *given_, EPS, Activation(), None), x, given_, Activation(), None, torch.float32)
+    check(normalize(x, *given_, Activation(), None), x, given_, Activation(), None, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,14 +88,12 @@ def test_gradients(added, dtype, device):
     x, residual = (drawn((4, 6, 5, 5), "last", dtype, device).requires_grad_() for _ in range(2))
     mean, var, gamma, beta = statistics(6, device)
     leaves = [x, gamma.requires_grad_(), beta.requires_grad_(), *([residual] if added else [])]
-    y = inference.normalize(x, mean, var, gamma, beta, EPS, Activation("relu"), residual if added else None)
+    y = normalize(x, mean, var, gamma, beta, Activation("relu"), residual if added else None)
     check(y, x, (mean, var, gamma, beta), Activation("relu"), residual if added else None, dtype)
     dy = torch.randn_like(y)
     got = torch.autograd.grad(y, leaves, dy)
     wide = [t.detach().double().requires_grad_() for t in leaves]
-    expected = plain(
-        wide[0], mean.double(), var.double(), *wide[1:3], EPS, Activation("relu"), wide[3] if added else None
-    )
+    expected = plain(wide[0], mean.double(), var.double(), *wide[1:3], Activation("relu"), wide[3] if added else None)
     for a, b in zip(got, torch.autograd.grad(expected, wide, dy.double()), strict=True):
         assert (a.double() - b).norm() <= (1e-5 if dtype == torch.float32 else 2e-2) * b.norm()
 
@@ -91,7 +101,7 @@ def test_gradients(added, dtype, device):
 def test_a_wider_residual_leaves_the_type_alone(device):
     x, residual = (torch.randn(4, 3, 5, device=device, requires_grad=True) for _ in range(2))
     given_ = statistics(3, device)
-    y = inference.normalize(x, *given_, EPS, Activation("relu"), residual.double())
+    y = normalize(x, *given_, Activation("relu"), residual.double())
     check(y, x, given_, Activation("relu"), residual, torch.float32)
     y.sum().backward()
     assert residual.grad.dtype == torch.float32

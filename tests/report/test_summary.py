@@ -2,42 +2,62 @@
 
 import json
 
-from batchnorm.report.summary import networks, tables
+from batchnorm.report.speeds import alternatives, networks, speeds
+from batchnorm.report.summary import MARKERS, _between_markers
 
 
-def write(folder, **changed):
+def write(folder, *more):
     row = {
-        "network": "timm/resnet50", "mode": "eager", "batch": 256, "examples": 256, "speedup": 1.304,
+        "network": "torchvision/resnet50", "mode": "eager", "batch": 256, "examples": 256, "speedup": 1.304,
         "interval": [1.29, 1.31],
     }  # fmt: skip
     rows = [
         row,
-        {**row, "mode": "graph", "examples": 128, "speedup": 1.5, "interval": [1.45, 1.55]},
+        {**row, "batch": 32, "examples": 32, "speedup": 0.9},
+        {**row, "mode": "graph", "examples": 128, "speedup": 1.5},
+        {**row, "network": "timm/resnet50", "speedup": 1.4},
         {"network": "torchvision/resnet18", "mode": "eager", "batch": 256, "failed": "the loss | differs"},
+        *({**row, **one} for one in more),
     ]
     bar = {"what": "eager", "wanted": 1.3, "measured": 1.304, "at_least": True, "reached": True}
     missed = {"what": "memory", "wanted": 1.02, "measured": 1.27, "at_least": False, "reached": False}
     result = {
         "environment": {"gpu": "NVIDIA H200", "torch": "2.11"}, "machine": {"steps": "bf16"},
-        "bars": [bar, missed, {**bar, "measured": None, "reached": None}], "rows": rows, **changed,
+        "bars": [bar, missed, {**bar, "measured": None, "reached": None}], "rows": rows,
     }  # fmt: skip
     (folder / "networks-h200.json").write_text(json.dumps(result))
 
 
-def test_networks_are_the_first_speed_table_once_they_are_measured(tmp_path):
+def test_networks(tmp_path):
     assert networks(tmp_path) == ""
-    assert "bench networks" not in tables(tmp_path)
     write(tmp_path)
     lines = networks(tmp_path).splitlines()
-    assert lines[2:6] == [
-        "| training step, times as fast as stock | eager, batch 256 | CUDA graph, batch 256 |",
-        "|---|---|---|",
-        "| timm/resnet50 | 1.30 (1.29 to 1.31) | 1.50 (1.45 to 1.55), batch 128 |",
-        "| torchvision/resnet18 | failed: the loss   differs |  |",
+    assert lines[2:7] == [
+        "| network | eager, 256 | eager, 32 | graph, 256 |",
+        "|---|---|---|---|",
+        "| resnet50 (timm) | 1.40 |  |  |",
+        "| resnet50 (torchvision) | 1.30 | 0.90 | 1.50* |",
+        "| resnet18 | failed |  |  |",
     ]
-    assert lines[-1] == "1 of 2 bars are reached; missed: memory 1.27 (to be at most 1.02)."
-    whole = tables(tmp_path)
-    assert whole.index("bench networks") < whole.index("| speed | command |")
+    assert "1 of 2 goals are reached; missed: memory 1.27 (to be at most 1.02)." in lines[-1]
+    assert "Not measured yet: compiled, backend." in lines[-1]
+    assert lines[-1].endswith("* A smaller batch: this one does not fit into memory.")
+
+
+def test_all_modes_and_other_uses_of_a_network(tmp_path):
+    write(tmp_path, {"mode": "compiled"}, {"mode": "backend"}, {"mode": "nchw"}, {"mode": "ddp", "speedup": 1.2})
+    lines = networks(tmp_path).splitlines()
+    assert lines[2] == "| network | eager, 256 | eager, 32 | graph, 256 | compiled, 256 | backend, 256 |"
+    assert not any("Not measured yet" in line for line in lines)
+    assert lines[-1] == "Other uses, resnet50 (torchvision), eager, batch 256: nchw 1.30, ddp 1.20."
+
+
+def test_alternatives_have_their_numbers_from_files(tmp_path):
+    assert "times as" not in alternatives(tmp_path)
+    write(tmp_path)
+    lines = alternatives(tmp_path).splitlines()
+    assert len(lines) == 2 + 6
+    assert "a ResNet-50 trains [1.30 times as fast](results/networks-h200.json)" in lines[2]
 
 
 def test_learning(tmp_path):
@@ -45,5 +65,11 @@ def test_learning(tmp_path):
     env = {"gpu": "NVIDIA H200", "torch": "2.11"}
     result = {"environment": env, "options": {"seeds": 3}, "stock": form, "converted": form, "same": True}
     (tmp_path / "same-learning-h200.json").write_text(json.dumps(result))
-    told = "stock 50.0% (49.0% to 51.0%), converted 50.0% (49.0% to 51.0%): the same within the seeds' range"
-    assert f"[{told}](results/same-learning-h200.json) | NVIDIA H200, torch 2.11, 3 seeds" in tables(tmp_path)
+    told = "stock 50.0%, converted 50.0%: the same within the seeds' range"
+    assert f"[{told}](results/same-learning-h200.json) | NVIDIA H200, torch 2.11, 3 seeds" in speeds(tmp_path)
+
+
+def test_several_places_of_a_page():
+    begin, end = MARKERS
+    page = f"a {begin} old {end} b {begin}{end} c"
+    assert _between_markers(page, ["1", "2"]) == f"a {begin}\n1\n{end} b {begin}\n2\n{end} c"

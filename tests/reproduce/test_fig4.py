@@ -15,7 +15,7 @@ from training import environment, striped_folder, train_small
 
 from batchnorm.cli import main
 from batchnorm.evaluate import Predictions
-from batchnorm.report.summary import tables
+from batchnorm.report.summary import paper
 from batchnorm.reproduce.imagenet.fig4 import Fig4, fig4
 from batchnorm.reproduce.imagenet.fig4_table import PAPER, Gain, figure4
 from batchnorm.reproduce.imagenet.plan import read_plan
@@ -105,9 +105,9 @@ def test_a_first_session(session):
         ("ensemble", "144", "2"),
     ]
     assert {step["verdict"] for step in result["steps"]} <= {"confirmed", "refuted", "not resolved"}
-    (row,) = [line for line in tables(session).splitlines() if "| Figure 4 |" in line]
-    assert "[top-1 / top-5 error: single crop " in row
-    assert " 2 networks and 144 crops " in row
+    (row,) = [line for line in paper(session).splitlines() if "| Figure 4 |" in line]
+    assert "% with 2 networks and 144 crops, " in row
+    assert "% with one of each (" in row
 
 
 def test_what_a_member_leaves(data, session):

@@ -328,7 +328,7 @@ def networks(
         write_result(out, QUESTION, **content)
     for bar in bars(rows.values(), device):
         print(bar.line())
-    if any("failed" not in row for row in rows.values()):
+    if any("failed" not in row and row["mode"] in MODE_NAMES for row in rows.values()):
         picture_beside(out, draw)
     if left := _count(plan(networks, modes, batches, rows)):
         print(f"{left} rows are not measured yet: the same command goes on")
@@ -370,7 +370,7 @@ def line(row: Row) -> str:
 
 
 def draw(report: dict[str, Any], plt: Any) -> Any:
-    """Draw one panel a mode and one bar a network and batch size, with 95% intervals."""
+    """Draw a panel for each main mode and a bar for each network and batch size, with 95% intervals."""
     rows = [row for row in report["rows"] if "failed" not in row and row["mode"] in MODE_NAMES]
     modes, names, batches = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mode", "network", "batch"))
     batches.sort(reverse=True)

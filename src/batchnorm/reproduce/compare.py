@@ -54,8 +54,8 @@ def compare(
 ) -> None:
     """Train your network without and with batch normalization at several rates, and compare best against best.
 
-    batchnorm compare --network mynet.py:build --data images --size 64 --epochs 20 --validate 0.1. A network that has
-    batch normalization is compared with itself without it; into any other, batch normalization is inserted.
+    A network that has batch normalization is compared with itself without it; into any other, batch normalization is
+    inserted.
 
     Every training is a run in a folder of its own below --out, by default runs/compare-NAME, where report.html and
     compare.json are written at the end. Start the same command again after an interruption to go on; with more

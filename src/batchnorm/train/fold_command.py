@@ -38,8 +38,6 @@ def fold(
     size (or the whole short side). The file's input is (n, 3, size, size), RGB, (x / 255 - mean) / std; its output is
     class scores before softmax.
 
-    Example: batchnorm fold runs/mine -o net.onnx
-
     Args:
         network: the folder of a finished run, or the function that makes the network, MODULE:FUNCTION or
             FILE.py:FUNCTION; the module may be in the current folder. Called without arguments, it returns the

@@ -34,8 +34,6 @@ def predict(
     Images are cropped and normalized as in the run's validation. Files that cannot be read are named and skipped; the
     exit status is 1 then.
 
-    Example: batchnorm predict runs/mine photo.jpg more-photos --top 3 --csv predictions.csv
-
     Args:
         run: folder that batchnorm train has left.
         images: files, or folders, which stand for the images in them and in their subfolders.

@@ -86,9 +86,9 @@ def train(
 ) -> None:
     """Train the paper's network, a variant of it, or a network of your own, on images of your own.
 
-    batchnorm train --recipe bn-x30 --data images trains the paper's. For your own, write a function that returns it,
-    def build(classes): ..., in mynet.py: batchnorm train --network mynet.py:build --data images --size 64 --epochs 20
-    --validate 0.1. Add --normalize insert to train it with batch normalization, or remove to train it without.
+    For the paper's: batchnorm train --recipe bn-x30 --data images. For your own, write a function that returns it,
+    def build(classes): ..., in mynet.py, and name it with --network. --normalize insert trains it with batch
+    normalization, --normalize remove without.
 
     Start the same command again after an interruption to resume from the last checkpoint. Under torchrun
     (torchrun --nproc-per-node 8 -m batchnorm train ...) the batch is divided among the GPUs. The exit status is 0 if

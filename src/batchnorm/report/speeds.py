@@ -1,0 +1,245 @@
+"""README's tables of speeds, from the files that ``batchnorm bench`` wrote."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from .tables import Result, Row, cells, machine, read, table
+
+NETWORKS = "networks-h200.json"
+MODES = {"eager": "eager", "graph": "graph", "compiled": "compiled", "backend": "backend"}
+WHAT_MODES_ARE = {
+    "eager": "*eager*: `bn.convert(net, example)`",
+    "graph": "*graph*: the same, the whole step as one CUDA graph",
+    "compiled": "*compiled*: the same under `torch.compile`, against the stock network under `torch.compile`",
+    "backend": '*backend*: the stock network under `torch.compile(backend="batchnorm")`',
+}
+HALVED = "*"
+
+
+def alternatives(results: Path) -> str:
+    """Return what usual tools cannot do and what to use here, with a test or a result file for each line.
+
+    Beyond the paper: a comparison of tools.
+    """
+    steps, kernels = read(results, NETWORKS), read(results, "kernels-h200.json")
+    resnet = next(
+        (
+            f": a ResNet-50 trains [{row['speedup']:.2f} times as fast](results/{NETWORKS}) (batch 256, H200)"
+            for row in (steps["rows"] if steps else [])
+            if (row["network"], row["mode"], row["batch"]) == ("torchvision/resnet50", "eager", 256)
+            and "failed" not in row
+        ),
+        "",
+    )
+    slower = (
+        f" take [{_over_compile(kernels):.2f} times as long](results/kernels-h200.json)" if kernels else " are slower"
+    )
+    tests = "tests/known_problems"
+    rows = [
+        ["you use", "what it cannot do", "use instead"],
+        [
+            "`torch.nn.BatchNorm2d`",
+            "fuse with the residual sum and the ReLU that follow it",
+            f"`bn.convert(net, example)`{resnet}",
+        ],
+        [
+            "`torch.nn.BatchNorm2d`",
+            "evaluate well: its running averages [lag behind the weights]"
+            f"({tests}/test_stale_averages.py)",
+            "`bn.estimate_(net, batches)`: exact statistics, with standard errors",
+        ],
+        [
+            "`torch.nn.BatchNorm2d`",
+            f"stay frozen: `net.train()` [thaws it]({tests}/test_frozen_layers_thaw.py)",
+            "`bn.freeze_(net)`, which `train()` cannot undo and the state dict keeps",
+        ],
+        [
+            "`torch.compile`",
+            f"fuse as much: its kernels for BN and ReLU{slower}",
+            '`torch.compile(net, backend="batchnorm")`',
+        ],
+        [
+            "`torch.fx` fusion",
+            f"tell you that it changed the network: some results are [silently wrong]({tests}/test_folding.py)",
+            "`bn.fold(net, example)`, which compares its result with the original",
+        ],
+        [
+            "fvcore's `update_bn_stats`",
+            f"turn Dropout off, or [keep the variance next to a large mean]({tests}/test_fvcore.py)",
+            "`bn.estimate_(net, batches)`, also over several ranks",
+        ],
+    ]  # fmt: skip
+    return table(rows)
+
+
+def _over_compile(kernels: Result) -> float:
+    rows = {(row["op"], row["layout"], row["dtype"]): row for row in kernels["summary"]}
+    return float(rows["BN+ReLU", "NHWC", "bfloat16"]["compile"]["geometric_mean"])
+
+
+def networks(results: Path) -> str:
+    """Return the speedups of real networks as Markdown; empty if they are not yet measured.
+
+    Beyond the paper: speed.
+    """
+    result = read(results, NETWORKS)
+    if result is None:
+        return ""
+    rows = {(row["network"], row["mode"], row["batch"]): row for row in result["rows"]}
+    names, batches = (list(dict.fromkeys(key[i] for key in rows)) for i in (0, 2))
+    batches.sort(reverse=True)
+    measured = [mode for mode in MODES if any(key[1] == mode for key in rows)]
+    names.sort(key=lambda name: -rows.get((name, "eager", batches[0]), {}).get("speedup", 0))
+    columns = [(mode, batch) for mode in measured for batch in batches if any(key[1:] == (mode, batch) for key in rows)]
+    shown = [["network", *(f"{MODES[mode]}, {batch}" for mode, batch in columns)]]
+    shown += [
+        [_short(name, names), *(_speedup(rows.get((name, *column))) for column in columns)]
+        for name in names
+        if any((name, *column) in rows for column in columns)
+    ]
+    return "\n\n".join(
+        [
+            "How many times as fast a training step is as that of the stock network, at batch"
+            f" {' and '.join(map(str, batches))} ({result['machine']['steps']}, {machine(result)};"
+            f" [all numbers, with 95% intervals and memory](results/{NETWORKS}); `batchnorm bench networks`):",
+            table(shown),
+            "; ".join(WHAT_MODES_ARE[mode] for mode in measured) + f". {_footnotes(result, measured)}",
+            *_other_uses(result["rows"], names),
+        ]
+    )
+
+
+def _short(name: str, names: list[str]) -> str:
+    """Return a network's name, with its library only if two libraries have it."""
+    library, _, short = name.rpartition("/")
+    return f"{short} ({library})" if sum(n.endswith(f"/{short}") for n in names) > 1 else short
+
+
+def _speedup(row: Result | None) -> str:
+    if row is None:
+        return ""
+    if "failed" in row:
+        return "failed"
+    return f"{row['speedup']:.2f}{'' if row['examples'] == row['batch'] else HALVED}"
+
+
+def _footnotes(result: Result, measured: list[str]) -> str:
+    """Say which bars are missed, which modes are not measured, and which batches did not fit."""
+    judged = [bar for bar in result["bars"] if bar["reached"] is not None]
+    missed = [
+        f"{bar['what']} {bar['measured']:.2f} (to be at {'least' if bar['at_least'] else 'most'} {bar['wanted']:g})"
+        for bar in judged
+        if not bar["reached"]
+    ]
+    told = [f"{len(judged) - len(missed)} of {len(judged)} goals are reached"]
+    told[0] += f"; missed: {'; '.join(missed)}." if missed else "."
+    if left := [MODES[mode] for mode in MODES if mode not in measured]:
+        told.append(f"Not measured yet: {', '.join(left)}.")
+    halved = [
+        row for row in result["rows"] if row["mode"] in MODES and row.get("examples", row["batch"]) != row["batch"]
+    ]
+    if halved:
+        told.append(f"{HALVED} A smaller batch: this one does not fit into memory.")
+    return " ".join(told)
+
+
+def _other_uses(rows: list[Result], names: list[str]) -> list[str]:
+    """Return a line for each network and batch size that was timed in other modes."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for row in rows:
+        if row["mode"] not in MODES:
+            found.setdefault((row["network"], row["batch"]), []).append(f"{row['mode']} {_speedup(row)}")
+    return [
+        f"Other uses, {_short(name, names)}, eager, batch {batch}: {', '.join(told)}."
+        for (name, batch), told in found.items()
+    ]
+
+
+def _cpu(r: Result) -> str:
+    def over_torch(activation: str) -> str:
+        ratios = [
+            max(row["ratios"].values())
+            for row in r["rows"]
+            if row["level"] == "layers" and row["activation"] == activation
+        ]
+        return f"{statistics.geometric_mean(ratios):.2f}x torch.nn's time (worst {max(ratios):.2f}x)"
+
+    return f"BN+ReLU takes {over_torch('relu')}, BN alone {over_torch('none')}"
+
+
+def _kernels(r: Result) -> str:
+    rows = [row for row in r["summary"] if row["dtype"] == "bfloat16"]
+
+    def least(over: str, key: str) -> float:
+        return min(float(row[over][key]) for row in rows)
+
+    return (
+        f"at least {least('compile', 'geometric_mean'):.2f} times as fast as torch.compile"
+        f" (worst shape {least('compile', 'worst'):.2f}), {least('eager', 'geometric_mean'):.2f} times as eager"
+    )
+
+
+def _memory(r: Result) -> str:
+    over = {row["name"]: row["over_stock"] for row in r["rows"]}
+    return f"{over['ours']:.2f} of the stock network's, {over['ours, recompute']:.2f} with `bn.recompute()`"
+
+
+def _train(r: Result) -> str:
+    ours = [x for x in r["rows"] if not x["name"].startswith("stock")]
+    return ", ".join(f"{x['over_stock']:.2f} times as fast at batch {x['batch']}" for x in ours)
+
+
+def _learning(r: Result) -> str:
+    told = ", ".join(f"{form} {r[form]['mean']:.1%}" for form in ("stock", "converted"))
+    return f"{told}: {'the same within' if r['same'] else 'apart by more than'} the seeds' range"
+
+
+def _input(r: Result) -> str:
+    return f"{r['ours']:,.0f} images/s, {r['ratio']:.2f} times a plain Pillow loader"
+
+
+def _crops(r: Result) -> str:
+    share = r["share of forward"]
+    return f"{share['crops']:.2f} of the bare forward pass's rate, {share['files']:.2f} from JPEG files"
+
+
+def _bench_fig1(r: Result) -> str:
+    faster = r["times faster than eager"]
+    return f"{faster['one process']:.2f} times as fast in one process, {faster['make run']:.2f} times as `make run`"
+
+
+def _monitor(r: Result) -> str:
+    return ", ".join(f"{value:+.1%} {name}" for name, value in r["added"].items() if name != "no monitor")
+
+
+def _algorithm2(r: Result) -> str:
+    rows = r["rows"]
+    return (
+        f"`estimate_` takes {rows['estimate_, layers of batchnorm']['estimate_ / training']:.2f}x a forward pass,"
+        f" a folded network {rows['fold']['fold / torch.fx']:.2f}x torch.fx's"
+    )
+
+
+SPEED = [
+    Row("CPU layers", "bench cpu", "", "cpu.json", _cpu),
+    Row("CUDA kernels, bf16, forward and backward", "bench kernels", "", "kernels-h200.json", _kernels),
+    Row("BN-Inception: a training step", "bench train", "", "bench-train-h200.json", _train),
+    Row("BN-Inception: its peak memory", "bench memory", "", "memory-h200.json", _memory),
+    Row("ResNet-18: accuracy after training", "bench learning --data DIR", "", "same-learning-h200.json", _learning),
+    Row("images decoded and cropped, per core", "bench input DIR", "", "bench-input.json", _input),
+    Row("144 crops of an image", "bench crops", "", "bench-crops-h200.json", _crops),
+    Row("Figure 1's training against plain eager", "bench fig1", "", "bench-fig1.json", _bench_fig1),
+    Row("cost of `bn.Monitor`", "bench monitor", "", "bench-monitor.json", _monitor),
+    Row("`estimate_` and `fold`", "bench algorithm2", "", "algorithm2.json", _algorithm2),
+]
+
+
+def speeds(results: Path) -> str:
+    """Return the table of all other benchmarks as Markdown; commands without a result file are not yet run.
+
+    Beyond the paper: speed.
+    """
+    header = ["what", "command", "measured", "on"]
+    return table([header, *([row.what, f"`batchnorm {row.command}`", *cells(row, results)] for row in SPEED)])

@@ -1,0 +1,54 @@
+"""Markdown tables of result files: what README and the documentation show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Result = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """Hold one line: the claim or question, the command that answers it, and how to read its result file."""
+
+    what: str
+    command: str
+    paper: str
+    file: str
+    measured: Callable[[Result], str]
+
+
+def read(results: Path, file: str) -> Result | None:
+    """Return a result file's content, or None if it was not written yet."""
+    path = results / file
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def cells(row: Row, results: Path) -> list[str]:
+    """Return what a row measured, linked to its file, and on which machine."""
+    result = read(results, row.file)
+    if result is None:
+        return ["not yet run", ""]
+    return [f"[{row.measured(result)}](results/{row.file})", machine(result)]
+
+
+def machine(result: Result) -> str:
+    """Name the hardware, the version of torch and the number of seeds."""
+    env = result.get("environment") or result["hardware"]
+    name = env.get("gpu") or env.get("device") or f"{env['hardware']}, {env['cores']} cores"
+    seeds = result.get("options", {}).get("seeds")
+    return f"{name}, torch {env['torch']}" + (f", {seeds} seeds" if seeds else "")
+
+
+def table(rows: list[list[str]]) -> str:
+    """Return rows as a Markdown table; the first is the header.
+
+    >>> print(table([["a", "b"], ["1", "2"]]))
+    | a | b |
+    |---|---|
+    | 1 | 2 |
+    """
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])

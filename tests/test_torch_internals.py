@@ -1,0 +1,100 @@
+"""Private names of torch that the library uses: all are listed in torch_internals.txt, and all still exist.
+
+A new version of torch may drop any of them without notice, so that this file is the first to look at then. CI also runs
+it with torch's nightly build.
+"""
+
+import ast
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parents[1]
+LISTED = [
+    line.split("#")[0].strip()
+    for line in (ROOT / "tests" / "torch_internals.txt").read_text().splitlines()
+    if line.split("#")[0].strip()
+]
+TREES = [ast.parse(path.read_text()) for path in sorted((ROOT / "src").rglob("*.py"))]
+OWNERS = (nn.Module(), nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), torch.empty(0), torch.optim.SGD([torch.empty(0)]))
+
+
+def is_private(name):
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def dotted(node):
+    """Return the parts of ``a.b.c``, or an empty list for anything else."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return [node.id, *reversed(parts)] if isinstance(node, ast.Name) else []
+
+
+def imported(tree):
+    """Return what the imported names of a file stand for, as far as they are torch's."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            firsts = [a.name.partition(".")[0] for a in node.names]
+            names |= {
+                a.asname or first: a.name if a.asname else first for a, first in zip(node.names, firsts, strict=True)
+            }
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return {name: full for name, full in names.items() if full.split(".")[0] == "torch"}
+
+
+def names_in(tree):
+    """Return the private names of torch's modules that a file imports or reaches through an import."""
+    aliases = imported(tree)
+    found = set(aliases.values())
+    for node in ast.walk(tree):
+        first, *rest = dotted(node) or [""]
+        if first in aliases and rest:
+            found.add(".".join([aliases[first], *rest]))
+    return set(filter(is_private, found))
+
+
+def attributes_in(tree):
+    """Return the private attributes of torch's objects that a file reads, names in a string, or overrides."""
+    known = {name for owner in OWNERS for name in dir(owner) if is_private(name)}
+    own = {node.attr for node in ast.walk(tree) if dotted(node)[:1] == ["self"] and isinstance(node.ctx, ast.Store)}
+    where = {ast.Attribute: "attr", ast.Constant: "value", ast.FunctionDef: "name"}
+    named = {getattr(node, where[type(node)]) for node in ast.walk(tree) if type(node) in where}
+    return {f"*.{name}" for name in named & known - own}
+
+
+def test_every_private_name_is_listed():
+    used = {name for tree in TREES for name in names_in(tree)}
+    used = {name for name in used if not any(other.startswith(f"{name}.") for other in used)}
+    used |= {name for tree in TREES for name in attributes_in(tree)}
+    assert sorted(used) == sorted(set(LISTED))
+
+
+def resolve(name):
+    """Return what a dotted name stands for: the longest module that can be imported, then attributes."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_it_still_exists(name):
+    if name.startswith("*."):
+        assert any(hasattr(owner, name[2:]) for owner in OWNERS)
+    elif "_cuda_" in name and not torch.backends.cuda.is_built():
+        pytest.skip("this build of torch has no CUDA")
+    else:
+        resolve(name)
