@@ -229,3 +229,85 @@ def test_gradients_of_kernels_computed_aside():
         gradients.wait()
     assert not gradients.pending
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_module_that_was_changed_runs_as_drawn(launches, device, row):
+    class Doubled(Unit):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    def with_bias(module):
+        module.three[0].conv.bias = nn.Parameter(torch.randn(8, device=device))
+
+    def with_another_unit(module):
+        module.three[1] = Doubled(OrderedDict(module.three[1].named_children()))
+
+    def with_another_forward(module):
+        module.three[0].conv.forward = lambda x, run=module.three[0].conv.forward: run(2 * x)
+
+    def with_a_plain_convolution(module):
+        module.three[0] = module.three[0].conv
+
+    def without_averages(module):
+        for layer in module.modules():
+            if isinstance(layer, bn.BatchNorm2d):
+                layer.track_running_stats = False
+
+    changes = (
+        with_bias,
+        with_another_unit,
+        lambda module: module.three.append(nn.Hardtanh(0, 0.1)),
+        with_another_forward,
+        with_a_plain_convolution,
+        without_averages,
+    )
+    for change in changes:
+        module, x = made(row, device), images(device)
+        change(module)
+        drawn = copy.deepcopy(module)
+        module.rearrange, drawn.rearrange = True, False
+        for ours, expected in zip(*([net(x), *net.buffers()] for net in (module, drawn)), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+        module.rearrange = drawn.rearrange = None
+        with torch.no_grad():
+            torch.testing.assert_close(module.eval()(x), drawn.eval()(x), rtol=1e-4, atol=1e-4)
+    assert not launches
+
+
+def test_kernels_of_one_channel_and_other_strides(launches, device):
+    rows = {
+        "1 channel": InceptionRow("x", 1, 16, 1, 1, 8, 24, "avg", 1),
+        "stride 3": InceptionRow("x", 3, 0, 8, 16, 8, 24, "max", 0),
+    }
+    for name, row in rows.items():
+        module = InceptionModule(INPUTS, row, SIZE, unit).to(device).to(memory_format=torch.channels_last)
+        drawn, x = copy.deepcopy(module), images(device)
+        module.rearrange, drawn.rearrange = True, False
+        dy = torch.randn_like(copy.deepcopy(drawn)(x))
+        for ours, expected in zip(results(module, x, dy), results(drawn, x, dy), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3, msg=lambda said, name=name: name + said)
+
+
+def test_kernels_that_change_before_the_backward_pass_are_noticed(launches, device):
+    module, x = made("average", device), images(device)
+    module.rearrange = True
+    kernels = module.joined_kernels()
+    for kernel, neighbour in zip(kernels, joined.as_neighbours(kernels, torch.float32), strict=True):
+        kernel.data = neighbour
+    y = module(x.requires_grad_())
+    with torch.no_grad():
+        kernels[0].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_outputs_of_convolutions_in_another_layout(launches, monkeypatch, device):
+    module, x = made("average", device), images(device)
+    drawn = copy.deepcopy(module)
+    module.rearrange, drawn.rearrange = True, False
+    expected = drawn(x)
+    run = torch.nn.functional.conv2d
+    monkeypatch.setattr(torch.nn.functional, "conv2d", lambda *args: run(*args).contiguous())
+    torch.testing.assert_close(module(x), expected, rtol=1e-4, atol=1e-4)
+    assert launches

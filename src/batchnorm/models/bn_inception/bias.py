@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ...ops.cuda.layout import row_stride
 from ...ops.cuda.schedule import up
-from .channels_last import ChannelTiles, empty, readable, row_stride
+from .channels_last import ChannelTiles, empty, readable
 
 PARTS = 256  # programs of a backward pass that keep a GPU busy; each sums over some of the pixels
 

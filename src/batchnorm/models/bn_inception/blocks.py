@@ -1,8 +1,8 @@
 """The building blocks of the appendix network: a convolution unit, the separable stem, an Inception module.
 
-Consecutive linear maps can be computed in any order. On CUDA in training these modules use the cheaper order; anywhere
-else they run as drawn, one child after the other, so that surgery and folding see the network of the paper.
-``rearrange`` decides (None: on CUDA in training); the parameters are the same either way.
+Consecutive linear maps can be computed in any order. On CUDA these modules use the cheaper order, in training and, for
+Inception modules, in evaluation without gradients. Elsewhere they run as drawn, one child after the other, so that
+surgery and folding see the network of the paper. ``rearrange`` overrides that; the parameters are the same either way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...graph.kinds import has_hooks, is_quiet, is_watched
 from ...layers import BatchNorm2d
 from .bias import bias_act
 from .channels_last import takes
-from .joined import Concatenation, Part, can_join, join_kernels, max_pool_beside, normalize_together
+from .joined import Concatenation, Part, are_neighbours, can_join, join_kernels, max_pool_beside, normalize_together
 from .pixel_blocks import pixel_blocks
 from .pooling import AvgPool2d, MaxPool2d
 from .weight_gradients import convolve, is_aside
@@ -108,7 +108,7 @@ class Unit(nn.Sequential):
         """Return whether the convolution can be computed together with others: it is torch's and has no hooks."""
         conv = self[0]
         plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.stride == (1, 1)
-        return plain and not (has_hooks(self) or has_hooks(conv))
+        return plain and is_quiet(self) and is_quiet(conv)
 
     def _is_plain(self) -> bool:
         """Return whether this is a biased convolution and a nonlinearity, both without hooks."""
@@ -123,7 +123,12 @@ def _is_dense(conv: nn.Module) -> bool:
     """Return whether a convolution is torch's, without bias, groups, dilation or hooks, padded by zeros."""
     if type(conv) is not nn.Conv2d or conv.bias is not None or not is_quiet(conv) or is_watched():
         return False
-    return conv.groups == 1 and conv.dilation == (1, 1) and conv.padding_mode == "zeros" and conv.padding != "same"
+    return (
+        conv.groups == 1
+        and conv.dilation == (1, 1)
+        and conv.padding_mode == "zeros"
+        and not isinstance(conv.padding, str)
+    )
 
 
 # (inputs, outputs, kernel, stride, height of the output map, row) -> unit
@@ -238,7 +243,7 @@ class InceptionModule(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the concatenated branches."""
         rearranged = _rearranged(self, x)
-        if rearranged or _is_evaluated(self, x):
+        if (rearranged or _is_evaluated(self, x)) and self._is_as_built():
             heads = self._heads()
             unheard = all(is_quiet(branch) for branch in (self.three, self.double33, self.pool))
             if unheard and all(head.joins() for head in heads.values()):
@@ -249,6 +254,14 @@ class InceptionModule(nn.Module):
         branches = [branch for branch in (self.one, self.three, self.double33, self.pool) if branch is not None]
         return torch.cat([branch(x) for branch in branches], 1)
 
+    def _is_as_built(self) -> bool:
+        """Return whether the branches have the children that they were made with."""
+        lengths = [len(b) if type(b) is nn.Sequential else 0 for b in (self.three, self.double33, self.pool)]
+        if lengths[:2] != [2, 3] or lengths[2] not in (1, 2):
+            return False
+        units = [*self.three, *self.double33, *list(self.pool)[1:], *([] if self.one is None else [self.one])]
+        return all(type(unit) is Unit for unit in units)
+
     def _heads(self) -> dict[str, Unit]:
         """Return the units whose 1x1 convolutions read the module's input, or can be made to."""
         heads = {"one": self.one, "three": self.three[0], "double": self.double33[0]}
@@ -258,7 +271,7 @@ class InceptionModule(nn.Module):
 
     def joined_kernels(self) -> list[Tensor]:
         """Return the kernels of the convolutions that are computed as one, in their order; none if they are not."""
-        heads = self._heads().values()
+        heads = self._heads().values() if self._is_as_built() else ()
         return [head.conv.weight for head in heads] if all(head.joins() for head in heads) else []
 
     def _joined(self, x: Tensor, units: dict[str, Unit]) -> Tensor:
@@ -282,15 +295,18 @@ class InceptionModule(nn.Module):
 
     def _is_fused(self, x: Tensor, units: dict[str, Unit]) -> bool:
         """Return whether the normalizations of all branches are ours, unheard, and can be joined."""
-        used = [*units.values(), *self._ends(), *list(self.pool)[1:]]
-        if not all(isinstance(unit, Unit) and len(unit) == 2 and isinstance(unit[1], BatchNorm2d) for unit in used):
+        used = [*units.values(), *self._ends(), *cast(list[Unit], list(self.pool)[1:])]
+        if not all(len(unit) == 2 and isinstance(unit[1], BatchNorm2d) for unit in used):
             return False
-        layers = [cast(BatchNorm2d, cast(Unit, unit)[1]) for unit in used]
-        if type(self.pool[0]) not in (AvgPool2d, MaxPool2d) or is_watched():
+        layers = [cast(BatchNorm2d, unit[1]) for unit in used]
+        pool, stride = self.pool[0], self._ends()[0].conv.stride[0]
+        if type(pool) not in (AvgPool2d, MaxPool2d) or pool.stride != stride or stride not in (1, 2) or is_watched():
+            return False
+        if any(unit.conv.bias is not None for unit in units.values()):
             return False
         autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype
-        several = x.numel() > x.shape[1] * int(self._ends()[0].conv.stride[0]) ** 2  # values of a channel in the output
-        return several and not autocast and all(map(is_quiet, (*used, *layers, self.pool[0]))) and can_join(layers, x)
+        several = x.numel() > x.shape[1] * stride**2  # values of a channel in the output
+        return several and not autocast and all(map(is_quiet, (*used, *layers, pool))) and can_join(layers, x)
 
     def _ends(self) -> tuple[Unit, Unit]:
         """Return the last units of the 3x3 and of the double 3x3 branch."""
@@ -309,8 +325,9 @@ class InceptionModule(nn.Module):
         passed = not self.projects_first
         if passed:
             x, pooled = max_pool_beside(x, stride, None if project else to["project"])
-        kernel = join_kernels([unit.conv.weight for unit in units.values()])
-        sources = [convolve(x, kernel, (1, 1), (0, 0))]
+        kernels = [unit.conv.weight for unit in units.values()]
+        kernel = join_kernels(kernels)
+        sources = [convolve(x, kernel, (1, 1), (0, 0)) if are_neighbours(kernels) else F.conv2d(x, kernel)]
         # What the reducing convolutions feed is no part of the output.
         places = {"one": to.get("one"), "project": to["project"]}
         starts = accumulate((unit.conv.out_channels for unit in units.values()), initial=0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...ops import dispatch
 from ...ops.cuda.autograd import DTYPES, HAS_TRITON
-from ...ops.cuda.layout import geometry_of
+from ...ops.cuda.layout import geometry_of, row_stride
 from ...ops.cuda.schedule import power_up, up
 from ...ops.torch_state import is_forward_mode, is_observed, is_transformed
 
@@ -22,6 +23,8 @@ def takes(x: Tensor | torch.fx.Proxy) -> bool:
     if isinstance(x, torch.fx.Proxy):  # torch.fx is tracing
         return False
     if not x.is_cuda or x.dim() != 4 or x.dtype not in DTYPES or not HAS_TRITON or x.numel() == 0:
+        return False
+    if not dispatch.FAST or torch.version.hip is not None:  # the kernels were never run on ROCm
         return False
     if is_forward_mode() or (not torch.compiler.is_compiling() and (is_transformed() or is_observed(x))):
         return False
@@ -56,21 +59,9 @@ def empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
-def row_stride(x: Tensor) -> int:
-    """Return the stride between the rows of an input; a row is the channels of a pixel.
-
-    Raises:
-        ValueError: if it is not channels last.
-    """
-    g = geometry_of(x)
-    if g is None or not g.nhwc:
-        raise ValueError(f"these kernels take channels-last tensors, not strides {x.stride()}")
-    return g.stride
-
-
 def readable(dy: Tensor) -> tuple[Tensor, int]:
     """Return a gradient and the stride of its rows, copied unless it is channels last."""
     g = geometry_of(dy)
     if g is None or not g.nhwc:
-        return dy.contiguous(memory_format=torch.channels_last), dy.shape[1]
-    return dy, g.stride
+        dy = dy.contiguous(memory_format=torch.channels_last)
+    return dy, row_stride(dy)

@@ -46,6 +46,7 @@ def can_join(layers: Sequence[BatchNorm2d], x: Tensor) -> bool:
         type(bn) is BatchNorm2d
         and bn.uses_batch_statistics == trains
         and bn.training >= trains
+        and (bn.track_running_stats or not trains)
         and bn.statistics is None
         and len(bn.features) == 1
         and (bn.eps, bn.momentum, bn.activation) == (first.eps, first.momentum, first.activation)
@@ -55,10 +56,12 @@ def can_join(layers: Sequence[BatchNorm2d], x: Tensor) -> bool:
         return False
     # Missing if something computes them: torch.nn.utils.parametrize.
     vectors = [v.get(k) for bn in layers for v, names in _vectors(bn) for k in names]
+    channels = [bn.features for bn in layers for _ in range(4)]
     counts = [bn._buffers.get(k) for bn in layers for k in ("num_batches_tracked", "num_batches_skipped")]
     return (
         is_unseen(x, *vectors)
         and all(v is not None and v.dtype is torch.float32 and v.is_contiguous() for v in vectors)
+        and all(v is not None and v.shape == c for v, c in zip(vectors, channels, strict=True))
         and all(v is not None and v.dtype is torch.int64 for v in counts)
         and all(v is not None and v.device == x.device for v in (*vectors, *counts))
     )
@@ -74,6 +77,7 @@ def normalize_together(parts: Sequence[Part], *sources: Tensor) -> tuple[Tensor,
 
     See :func:`can_join` for what it takes.
     """
+    sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)  # as cuDNN's outputs are
     if not parts[0].bn.uses_batch_statistics:
         return tuple(_inferred(part, sources[part.source]) for part in parts)
     parameters = [p for part in parts for p in (part.bn.weight, part.bn.bias)]
@@ -256,12 +260,12 @@ def join_kernels(kernels: Sequence[Tensor]) -> Tensor:
 class _JoinedKernels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *kernels: Tensor) -> Tensor:
-        ctx.outputs = [len(kernel) for kernel in kernels]
+        ctx.save_for_backward(*kernels)  # a view that autograd does not know hides changes in place
         return joined_view(kernels) if are_neighbours(kernels) else torch.cat(kernels)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        return tuple(dy.split(ctx.outputs))
+        return tuple(dy.split([len(kernel) for kernel in ctx.saved_tensors]))
 
 
 def are_neighbours(kernels: Sequence[Tensor]) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .channels_last import ChannelTiles, empty, readable, row_stride, takes
+from ...ops.cuda.layout import row_stride
+from .channels_last import ChannelTiles, empty, readable, takes
 
 
 class MaxPool2d(nn.MaxPool2d):
@@ -101,7 +102,7 @@ def _max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, widt
 def max_pool_gradient(
     dy: Tensor, where: Tensor, stride: int, height: int, width: int, plus: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient of the maxima's input, added to ``plus``, which is another of dx's shape; no second one."""
+    """Return the gradient of the maxima's input, plus another gradient of its shape; not differentiable again."""
     from .triton.pool import max_backward_1, max_backward_2
 
     dy, row = readable(dy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ class WeightGradients:
     """Compute gradients of convolution kernels on a stream of their own, beside all that waits for gradients of inputs.
 
     Around a forward pass it takes over the convolutions that :func:`convolve` computes. Nobody may read a kernel's
-    gradient before :meth:`wait`; autograd itself does if it adds to others (``loss.backward()``).
+    gradient before :meth:`wait`. Autograd reads it to add it to ``.grad``: use ``torch.autograd.grad``.
     """
 
     AHEAD = 2  # gradients on their way: what they read stays in memory
@@ -26,9 +26,11 @@ class WeightGradients:
         self.stream = torch.cuda.Stream()
         self.pending: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
         self.others: set[torch.cuda.Stream] = set()  # that this backward pass runs on
+        self.uses: Counter[int] = Counter()  # of kernels in this forward pass, by address
 
     def __enter__(self) -> None:
         _local.gradients = self
+        self.uses.clear()
 
     def __exit__(self, *_: object) -> None:
         _local.gradients = None
@@ -52,6 +54,8 @@ class WeightGradients:
 
     def wait(self) -> None:
         """Let the current stream wait for all gradients."""
+        if not self.others:  # nothing was computed aside; a stream outside a capture must not be waited for
+            return
         for stream in (self.stream, *self.others):  # others have waited as well: a capture must join them again
             torch.cuda.current_stream().wait_stream(stream)
         self.pending.clear()
@@ -73,8 +77,10 @@ def is_aside() -> bool:
 def convolve(x: Tensor, weight: Tensor, stride: Any, padding: Any) -> Tensor:
     """Convolve; inside :class:`WeightGradients` that computes the kernel's gradient."""
     gradients = _local.gradients
-    if gradients is None or x.dtype != weight.dtype or not is_unseen(x, weight) or is_forward_mode():
+    plain = is_unseen(x, weight) and not is_forward_mode() and not weight._backward_hooks
+    if gradients is None or x.dtype != weight.dtype or not plain:
         return F.conv2d(x, weight, None, stride, padding)
+    gradients.uses[weight.data_ptr()] += 1
     y: Tensor = _Convolution.apply(x, weight, stride, padding, gradients)  # type: ignore[no-untyped-call]
     return y
 
@@ -90,7 +96,8 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        # Autograd adds the gradients of a kernel that is used twice, and does not wait for them.
+        if torch.is_grad_enabled() or ctx.gradients.uses[weight.data_ptr()] > 1:
             return *_convolution_gradients(dy, x, weight, ctx.options, (True, True)), None, None, None
         dweight = ctx.gradients.compute(dy, x, weight, ctx.options)
         dx = None

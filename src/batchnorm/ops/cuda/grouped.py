@@ -19,7 +19,7 @@ from ..activation import NAMES, Activation
 from ..running import Kept
 from . import driver, resident, schedule
 from .launch import STATS
-from .layout import Geometry, geometry_of
+from .layout import Geometry, geometry_of, row_stride
 from .passes import is_tuned, launches_of, processors
 from .resident import Residence
 from .schedule import Tiling, up
@@ -146,7 +146,7 @@ def infer(
     x: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, var: Tensor, y: Tensor, eps: float, activation: Activation
 ) -> None:
     """Write to ``y`` what one layer gives by its running averages."""
-    launch = _inference(x.numel() // x.shape[1], x.shape[1], _rows_of(x), _rows_of(y), x.element_size(), x.device)
+    launch = _inference(x.numel() // x.shape[1], x.shape[1], row_stride(x), row_stride(y), x.element_size(), x.device)
     scalars = (float(eps), float(activation.slope))
     launch((x, y, mean, var, gamma, beta), scalars, (NAMES.index(activation.name),))
 
@@ -262,17 +262,9 @@ def _strides(sizes: _Sizes) -> tuple[int, ...]:
 
 
 def _sizes(xs: Sequence[Tensor], ys: Sequence[Tensor], dys: Sequence[Tensor]) -> _Sizes:
-    of_x, of_y, of_dy = (tuple([_rows_of(t) for t in tensors]) for tensors in (xs, ys, dys))
+    of_x, of_y, of_dy = (tuple([row_stride(t) for t in tensors]) for tensors in (xs, ys, dys))
     x, channels = xs[0], tuple([t.shape[1] for t in xs])
     return _Sizes(x.numel() // x.shape[1], channels, of_x, of_y, of_dy, x.element_size())
-
-
-def _rows_of(t: Tensor) -> int:
-    """Return the stride of a tensor's rows."""
-    g = geometry_of(t)
-    if g is None or not g.nhwc:
-        raise ValueError(f"these kernels take channels-last tensors, not strides {t.stride()}")
-    return g.stride
 
 
 def _takes_rows(dy: Tensor, x: Tensor) -> bool:

@@ -73,6 +73,20 @@ def find_geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> Geometry |
 _geometry = cache(find_geometry)
 
 
+def row_stride(x: Tensor) -> int:
+    """Return the stride between the rows of a channels-last tensor; a row is the channels of a pixel.
+
+    Raises:
+        ValueError: if it is not channels last.
+    """
+    g = geometry_of(x)
+    if g is not None and g.channels == 1 and (g.nhwc or g.stride in (0, g.width)):  # one channel lies as both do
+        return g.stride if g.nhwc else 1
+    if g is None or not g.nhwc:
+        raise ValueError(f"these kernels take channels-last tensors, not strides {x.stride()}")
+    return g.stride
+
+
 def dense_strides(geometry: Geometry, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a dense tensor of this shape in this geometry's layout."""
     order = [0, *range(2, len(shape)), 1] if geometry.nhwc else list(range(len(shape)))
