@@ -4,6 +4,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from threading import Thread
 
 import pytest
 import torch
@@ -60,7 +63,7 @@ def test_other_flags_are_another_file(monkeypatch, tmp_path):
     compiler._load.cache_clear()
     monkeypatch.setattr(compiler, "_processor", lambda: "another")
     assert compiler.unavailable() is None
-    assert len(list((tmp_path / "cache" / "batchnorm").iterdir())) == 2
+    assert len(list((tmp_path / "cache" / "batchnorm").glob("*.so"))) == 2
 
 
 def test_no_compiler(monkeypatch):
@@ -75,7 +78,7 @@ def test_a_compiler_that_fails(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "cc -no-such-option")
     assert "no-such-option" in compiler.unavailable()
     check_another_way()
-    assert not list((tmp_path / "cache" / "batchnorm").iterdir())
+    assert not list((tmp_path / "cache" / "batchnorm").glob("*.so"))
 
 
 def test_switched_off(monkeypatch):
@@ -96,7 +99,7 @@ def compiled_once(tmp_path):
     """Compile, forget it, and return the cached file."""
     assert compiler.unavailable() is None
     compiler._load.cache_clear()
-    (file,) = (tmp_path / "cache" / "batchnorm").iterdir()
+    (file,) = (tmp_path / "cache" / "batchnorm").glob("*.so")
     return file
 
 
@@ -216,3 +219,15 @@ def test_without_threads(monkeypatch):
     x = torch.randn(8, 6, 64, 64)
     assert not autograd.form_of(x, RELU).parallel
     check(x)
+
+
+def test_to_stop_a_compiler_stops_what_it_started():
+    thread = Thread(target=native._run, args=(["sh", "-c", "sleep 100 & wait"],), daemon=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda _: None)  # the compiler "failed"
+        thread.start()
+        while not native._running:
+            time.sleep(0.01)
+        native.stop()
+        thread.join(50)
+    assert not thread.is_alive()

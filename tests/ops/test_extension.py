@@ -2,16 +2,19 @@
 
 import ctypes
 import shutil
+import threading
 
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
 import torch.utils.checkpoint
+from torch.utils._pytree import tree_map
 
 import batchnorm as bn
+from batchnorm import layers
 from batchnorm.ops import native
 from batchnorm.ops.activation import NAMES
-from batchnorm.ops.cuda import driver, extension
+from batchnorm.ops.cuda import autograd, driver, extension
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 LAUNCH = ctypes.CFUNCTYPE(
@@ -30,9 +33,11 @@ class Device:
 
     def __init__(self):
         self.calls, self.capturing, self.result = [], 0, 0
+        self.results, self.before = iter([]), lambda: None
         self.kept = (LAUNCH(self.launch), CAPTURING(self.is_capturing), STREAM(self.stream))
 
     def launch(self, function, programs, _1, _2, threads, _3, _4, shared, stream, arguments):
+        self.before()
         self.calls.append((function, programs, threads, shared, stream))
         pointers = [ctypes.cast(arguments[k], ctypes.POINTER(ctypes.c_void_p))[0] for k in range(2)]
         value = ctypes.cast(arguments[2], ctypes.POINTER(ctypes.c_float))[0]
@@ -40,7 +45,7 @@ class Device:
         read, written = as_float(pointers[0]), as_float(pointers[1])
         for k in range(constant):
             written[k] = value * read[k]
-        return self.result
+        return next(self.results, self.result)
 
     def is_capturing(self, stream, found):
         found[0] = self.capturing
@@ -170,6 +175,89 @@ def test_saved_tensor_hooks_and_double_backward_go_through_python(module):
         y.sum().backward()
 
 
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, such as one that is kept compressed."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, t):
+        found = torch.Tensor._make_wrapper_subclass(cls, t.shape, strides=t.stride(), dtype=t.dtype)
+        found.t = t
+        return found
+
+    def __init__(self, t):
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args = tree_map(lambda a: a.t if isinstance(a, cls) else a, args)
+        return tree_map(lambda t: cls(t) if type(t) is torch.Tensor else t, function(*args, **(kwargs or {})))
+
+
+def test_unusual_tensors_go_to_python(module):
+    device, otherwise = Device(), []
+    python = lambda *args: otherwise.append(args) or (args[0] * 3, None, None, None)  # noqa: E731
+    module.configure(*device.addresses(), NAMES, torch.nn.Parameter, *[python] * 6)
+    running, rest = (torch.zeros(5), torch.ones(5), torch.tensor(0), torch.tensor(0)), (0.1, 2.0, 1, 1, 0.5)
+    module.set_room(-1, 77, 0, 0, 0, 0)
+    assert module.train_(torch.eye(5).to_sparse(), None, None, None, *running, *rest) is None
+    x = torch.arange(20.0).reshape(4, 5).requires_grad_()
+    module.add_forward(x, None, None, None, True, False, 1, False, ((5, 1), (), 0, 0, launches(20, (0, 1, 15))))
+    module.add_backward(x, x, None, None, None, 1, ((5, 1), (), 0, 0, launches(20, (0, 5, 11))))
+    unpack = lambda t: Wrapped(t) if t.shape == (4, 5) else t  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        y = module.train_(x, None, None, None, *running, *rest)
+    y.backward(torch.ones(4, 5))
+    assert len(otherwise) == 1
+
+    # Nothing is launched again once a launch has moved the averages.
+    two = launches(30, (0, 1, 15)) * 2
+    x = torch.arange(30.0).reshape(6, 5)
+    module.add_forward(x, None, None, None, True, False, 1, False, ((5, 1), (), 0, 0, two))
+    device.results = iter([0, 701])
+    with pytest.raises(RuntimeError, match="was not launched"):
+        module.train_(x, None, None, None, *running, *rest)
+
+
+def test_other_threads_run_during_a_launch(module):
+    device, seen, entered = Device(), [], threading.Event()
+    python = lambda *args: (args[0], None, None, None)  # noqa: E731
+    module.configure(*device.addresses(), NAMES, torch.nn.Parameter, *[python] * 6)
+    x = torch.arange(14.0).reshape(7, 2)
+    running, rest = (torch.zeros(2), torch.ones(2), torch.tensor(0), torch.tensor(0)), (0.1, 2.0, 1, 1, 0.5)
+    module.add_forward(x, None, None, None, True, False, 1, False, ((2, 1), (), 0, 0, launches(14, (0, 1, 15))))
+    module.set_room(-1, 77, 0, 0, 0, 0)
+    other = threading.Thread(target=lambda: entered.wait(60) and seen.append(1))
+    other.start()
+    device.before = lambda: (entered.set(), other.join(60))
+    assert module.train_(x, None, None, None, *running, *rest) is not None
+    assert seen == [1]
+
+
+def test_a_compiled_layer_is_not_compiled_again_once_the_extension_is_there(monkeypatch):
+    graphs = []
+    monkeypatch.setattr(layers.batch_norm, "train_", autograd.train_)  # as for a CUDA tensor
+    compiled = torch.compile(bn.BatchNorm2d(8), backend=lambda graph, _: graphs.append(1) or graph)
+    compiled(torch.randn(4, 8, 3, 3))
+    monkeypatch.setattr(extension, "module", object())
+    compiled(torch.randn(4, 8, 3, 3))
+    assert graphs == [1]
+
+
+def test_what_fails_to_load_or_compile_is_said(monkeypatch, tmp_path):
+    def broken(_):
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(extension, "unavailable", None)
+    extension._use(None, broken)
+    assert extension.unavailable == "RuntimeError: no such operator"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.remember_failure(extension.source(), "the compiler is too old")
+    with pytest.raises(native.Unavailable, match="the compiler is too old"):
+        native.cached(extension.source())
+
+
 def python_alone(monkeypatch):
     monkeypatch.setattr(extension, "module", None)
 
@@ -192,8 +280,6 @@ def one_step(layer, x, residual, dy):
 @pytest.fixture
 def built():
     """The extension, built and in use."""
-    from batchnorm.ops.cuda import autograd
-
     extension.start(autograd._configure)
     assert extension.wait() is None
     return extension.module

@@ -77,9 +77,10 @@ def test_only_whole_batches_are_worth_compiling():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("what", ["nothing", "network"])
-@pytest.mark.parametrize("cast_once", [False, True])
-def test_captured_steps_train_as_the_plain_ones_do(what, cast_once):
-    options = {"steps": 8, "device": "cuda", "recipe": small(rate=0.01, dropout=0.2)}
+@pytest.mark.parametrize(("cast_once", "normalized"), [(False, True), (True, True), (True, False)])
+def test_captured_steps_train_as_the_plain_ones_do(what, cast_once, normalized):
+    recipe = small(rate=0.01, dropout=0.2) if normalized else small(rate=0.01, dropout=0.2, batch_norm=False)
+    options = {"steps": 8, "device": "cuda", "recipe": recipe}
     plain = trained(**options)
     fast = trained(**options, compile=what, cast_once=cast_once, graph=True)
     # Means of the loss over the steps, in bfloat16 and with other dropout draws.

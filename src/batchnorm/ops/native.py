@@ -11,11 +11,13 @@ import hashlib
 import os
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,8 +55,12 @@ def built(source: Source) -> tuple[Any, str | None]:
     try:
         try:
             folder = _folder(create=True)
-            return _cached(source, folder, command) or _compile(source, folder, command), None
-        except (OSError, AttributeError, RuntimeError) as error:
+            found = _cached(source, folder, command)
+            if found is None:
+                with _alone(folder / f"{source.path.stem}.lock"):
+                    found = _cached(source, folder, command) or _compile(source, folder, command)
+            return found, None
+        except (OSError, AttributeError, ImportError, RuntimeError) as error:
             # There is no home, nothing can be written or loaded there, or not by us alone.
             with tempfile.TemporaryDirectory() as temporary:
                 return _compile(source, Path(temporary), command), str(error)
@@ -73,9 +79,19 @@ def cached(source: Source) -> Any:
     """
     command = _command(source)
     try:
-        return _cached(source, _folder(create=False), command)
-    except (OSError, RuntimeError):
+        folder = _folder(create=False)
+        failure = folder / f"{source.path.stem}-{_key(source, command)}.failed"
+        if failure.exists():
+            raise Unavailable(f"{failure.read_text()} (delete {failure} to try again)")
+        return _cached(source, folder, command)
+    except OSError:
         return None
+
+
+def remember_failure(source: Source, why: str) -> None:
+    """Let :func:`cached` say at once what a compiler took long to say."""
+    with suppress(OSError):
+        (_folder(create=True) / f"{source.path.stem}-{_key(source, _command(source))}.failed").write_text(why)
 
 
 def _command(source: Source) -> list[str]:
@@ -102,6 +118,17 @@ def _folder(*, create: bool) -> Path:
     folder = folder.resolve()
     _check_private(folder)
     return folder
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Let one process at a time compile a source, if the file system knows locks."""
+    import fcntl
+
+    with lock.open("w") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _check_private(path: Path) -> None:
@@ -154,13 +181,14 @@ _running: set[subprocess.Popen[str]] = set()
 
 
 def _run(command: list[str]) -> None:
-    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=pipe, text=True, errors="replace") as process:
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # In a session of its own: a compiler starts others, which must end with it.
+    with subprocess.Popen(command, **pipes, text=True, errors="replace", start_new_session=True) as process:
         _running.add(process)
         try:
             _, said = process.communicate(timeout=300)
         except subprocess.TimeoutExpired:
-            process.kill()
+            stop()
             raise
         finally:
             _running.discard(process)
@@ -171,4 +199,5 @@ def _run(command: list[str]) -> None:
 def stop() -> None:
     """End compilers that are at work, as a process does that ends before them."""
     for process in list(_running):
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

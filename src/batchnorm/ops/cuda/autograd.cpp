@@ -177,12 +177,13 @@ static bool find_room(const Tensor& x, const Pass& pass, void*& stream, Room& ro
   return room.float_count >= pass.floats && room.word_count >= pass.words;
 }
 
-// The launches of a pass stay together: others on the same stream use the same room.
+// Returns false if nothing was launched.
 static bool launch_all(const Pass& pass, const Value* values, void* stream) {
-  static std::mutex launching;
-  std::lock_guard<std::mutex> lock(launching);
-  for (const auto& launch : pass.launches)
-    if (!launch(values, stream)) return false;
+  for (size_t k = 0; k < pass.launches.size(); ++k)
+    if (!pass.launches[k](values, stream)) {
+      TORCH_CHECK(k == 0, "a CUDA kernel was not launched, after another that changed the running averages");
+      return false;
+    }
   return true;
 }
 
@@ -268,6 +269,11 @@ struct Gil {
   ~Gil() { PyGILState_Release(state); }
 };
 
+struct NoGil {
+  PyThreadState* state = PyEval_SaveThread();
+  ~NoGil() { PyEval_RestoreThread(state); }
+};
+
 static PyObject* wrap(const Tensor& t) { return t.defined() ? THPVariable_Wrap(t) : Py_NewRef(Py_None); }
 static PyObject* wrap(const Optional& t) { return wrap(t.value_or(Tensor())); }
 static PyObject* wrap(double v) { return PyFloat_FromDouble(v); }
@@ -307,6 +313,23 @@ enum Keep { NOTHING, BITS, RESIDUAL };  // what the gradient of an activation af
 
 static bool is_unseen();
 
+static c10::DispatchKeySet keys_of(const c10::Device& device) {
+  return at::empty({0}, at::TensorOptions().device(device)).key_set();
+}
+
+// Whether tensors are what at::empty makes on a device: no subclasses, sparse or quantized tensors.
+static bool are_plain(const c10::Device& device, std::initializer_list<const Tensor*> tensors) {
+  static const auto cpu = keys_of(c10::Device(c10::DeviceType::CPU));
+  auto expected = cpu;
+  if (device.is_cuda()) {
+    static const auto cuda = keys_of(device);
+    expected = cuda;
+  }
+  for (const auto* t : tensors)
+    if (t->defined() && t->key_set() != expected) return false;
+  return true;
+}
+
 struct Fused : torch::autograd::Function<Fused> {
   static constexpr bool is_traceable = true;  // by compiled autograd: backward() goes to Python then
 
@@ -344,7 +367,8 @@ struct Fused : torch::autograd::Function<Fused> {
     // With nothing after the sum, the residual's gradient is dy itself.
     const auto written = wants_residual && keep != NOTHING ? residual_dtype : std::nullopt;
     std::optional<Four> found;
-    if (!at::GradMode::is_enabled() && is_unseen() && dy.key_set() == stats.key_set() && x.strides() == x_strides)
+    if (!at::GradMode::is_enabled() && is_unseen() && are_plain(stats.device(), {&dy, &x, &residual, &bits, &stats}) &&
+        x.strides() == x_strides)
       found = ::backward({dy, x, residual, bits, stats, code, slope, written});
     if (!found) {
       auto d = call_python(
@@ -396,9 +420,7 @@ static PyObject* train_(PyObject*, PyObject* const* args, Py_ssize_t count) {
   for (int k = 0; k < 8; ++k)
     if (!read(args[k], t[k])) Py_RETURN_NONE;
   const auto& x = t[0];
-  static const auto plain = at::empty({0}, x.options().requires_grad(false)).key_set();
-  for (const auto& each : t)
-    if (each.defined() && each.key_set() != plain) Py_RETURN_NONE;
+  if (!x.defined() || !are_plain(x.device(), {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7]})) Py_RETURN_NONE;
   if (torch::autograd::get_current_graph_task_id() != -1)
     for (int k = 4; k < 8; ++k) t[k] = Tensor();  // run again inside a backward pass, a call moves no averages
   const auto momentum = args[8] == Py_None ? std::nullopt : std::optional<double>(PyFloat_AsDouble(args[8]));
@@ -409,14 +431,18 @@ static PyObject* train_(PyObject*, PyObject* const* args, Py_ssize_t count) {
       at::GradMode::is_enabled() && (requires_grad(x) || requires_grad(t[1]) || requires_grad(t[2]) || requires_grad(t[3]));
   const auto keep = t[3].defined() ? PyLong_AsLongLong(args[11]) : NOTHING;
   const Call call{x, t[1], t[2], t[3], t[4], t[5], t[6], t[7], momentum, eps, code, slope, differentiable && keep == BITS};
-  if (!differentiable) {
-    auto found = forward(call);
-    if (!found) Py_RETURN_NONE;
-    return THPVariable_Wrap(std::get<0>(*found));
+  Tensor y;
+  {
+    const NoGil others_may_run;
+    if (differentiable) {
+      bool done = false;
+      y = Fused::apply(x, optional(t[1]), optional(t[2]), optional(t[3]), call, keep, done);
+      if (!done) y = Tensor();
+    } else if (auto found = forward(call)) {
+      y = std::get<0>(*found);
+    }
   }
-  bool done = false;
-  auto y = Fused::apply(x, optional(t[1]), optional(t[2]), optional(t[3]), call, keep, done);
-  if (!done) Py_RETURN_NONE;
+  if (!y.defined()) Py_RETURN_NONE;
   return THPVariable_Wrap(y);
   END_HANDLE_TH_ERRORS
 }

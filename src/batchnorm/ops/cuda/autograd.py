@@ -75,8 +75,8 @@ def train_(call: Call) -> Tensor | None:
     No moments are returned: to make tensors of them takes as long as a launch.
     """
     x, gamma, beta, eps, (name, slope), residual, mask, running, momentum = call
-    native = extension.module
-    if native is not None and running is not None and mask is None and not (is_compiling() or is_active()):
+    native = None if is_compiling() else extension.module  # the compiler must not guard on it
+    if native is not None and running is not None and mask is None and not is_active():
         y: Tensor | None = native.train_(x, gamma, beta, residual, *running, momentum, eps, *_CODES[name], slope)
         if y is not None:
             return y
@@ -197,6 +197,7 @@ def _launch(call: Call, keep_bits: bool) -> tuple[Tensor, Tensor, Tensor | None]
             torch.autograd.graph.increment_version(running)
     if call.x.is_cuda:
         extension.start(_configure)
+        extension.register()
     return launch.forward(call, keep_bits)
 
 
@@ -221,9 +222,9 @@ class _Fused(torch.autograd.Function):
         kept = (None, bits) if keep_bits else (residual, None) if hidden else (None, None)
         ctx.save_for_backward(x, gamma, beta, *kept, stats)
         ctx.options = (call.eps, activation, None if residual is None else residual.dtype, x.stride(), y.stride())
+        ctx.set_materialize_grads(False)
         if alone:
             return y
-        ctx.set_materialize_grads(False)
         if keep_bits:
             ctx.mark_non_differentiable(bits)
         return y, stats, bits
@@ -382,4 +383,3 @@ def _configure(module: Any) -> None:
     """Tell the extension where its functions are, and what to call for everything that it does not do."""
     kernels = (_whole(_fused), _whole(_fused), _whole(launch.backward))
     module.configure(*extension.addresses(), NAMES, torch.nn.Parameter, _gradients, *kernels, *_autograd)
-    module.register_operators()

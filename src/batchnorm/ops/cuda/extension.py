@@ -26,15 +26,18 @@ NAME = "batchnorm_autograd"
 TORCH = Path(torch.__file__).parent
 
 module: Any = None  # the extension, once it is there
+_registered = False
 unavailable: str | None = "autograd.cpp is not needed yet"  # why there is none
 _started = Lock()
 _thread: Thread | None = None
+_stopped = False
 
 
 def source() -> native.Source:
     """Return what is compiled, and how."""
     includes = (TORCH / "include", TORCH / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"]))
-    flags = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w", *(f"-I{path}" for path in includes))
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    flags = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w", abi, *(f"-I{path}" for path in includes))
     libraries = (f"-L{TORCH / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10")
     depends = f"{torch.__version__} {sys.version}"
     return native.Source(
@@ -73,6 +76,14 @@ def start(configure: Callable[[Any], None]) -> None:
     atexit.register(_give_up)
 
 
+def register() -> None:
+    """Let compiled graphs call the extension, too; from the main thread, since others may look operators up."""
+    global _registered
+    if module is not None and not _registered:
+        _registered = True
+        module.register_operators()
+
+
 def wait() -> str | None:
     """Wait until the extension is built, if that was begun; say why there is none, or None if there is."""
     if _thread is not None:
@@ -98,6 +109,8 @@ def _build(configure: Callable[[Any], None]) -> None:
         found, _ = native.built(source())
     except native.Unavailable as error:
         unavailable = str(error)
+        if not _stopped:
+            native.remember_failure(source(), unavailable)
         return
     _use(found, configure)
 
@@ -106,13 +119,15 @@ def _use(found: Any, configure: Callable[[Any], None]) -> None:
     global module, unavailable
     try:
         configure(found)
-    except (OSError, AttributeError) as error:
-        unavailable = str(error)
+    except Exception as error:  # of any kind: without the extension everything works, too
+        unavailable = f"{type(error).__name__}: {error}"
         return
     module, unavailable = found, None
 
 
 def _give_up() -> None:
+    global _stopped
     if _thread is not None and _thread.is_alive():
+        _stopped = True
         native.stop()
         _thread.join(5)

@@ -42,7 +42,7 @@ def forward(
     code, cumulative = NAMES.index(activation), momentum is None
 
     def teach(launches: Launches, tensors: Tensors, bits: Tensor | None, room: tuple[int, int]) -> None:
-        if plain and (residual is None or residual.stride() == strides):
+        if plain and way is None and (residual is None or residual.stride() == strides):
             described = (strides, () if bits is None else tuple(bits.shape), *room, launches)
             moved = (running is not None, cumulative, code, keep_bits)
             _teach(launches, tensors, extension.module.add_forward, x, gamma, beta, residual, *moved, described)
@@ -91,7 +91,8 @@ def backward(
 
     def teach(launches: Launches, tensors: Tensors, room: tuple[int, int]) -> None:
         described = (strides, (), *room, launches)
-        _teach(launches, tensors, extension.module.add_backward, dy, x, residual, bits, dresidual, code, described)
+        if way is None:
+            _teach(launches, tensors, extension.module.add_backward, dy, x, residual, bits, dresidual, code, described)
 
     if r is not None and residual is None and (bits is None or is_woven(bits) == (r.plane > 0)):
         dy_, dy_stride = _rows_of(dy, g, strides, resident.WIDTH // x.element_size())

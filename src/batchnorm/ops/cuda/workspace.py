@@ -25,6 +25,7 @@ class Workspace:
     def __init__(self) -> None:
         self.by_stream: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.arenas: dict[int, tuple[Tensor, int]] = {}
+        self.retired: list[tuple[Tensor, Tensor]] = []  # the extension may be about to use what it was told of
 
     def __call__(self, x: Tensor, floats: int, words: int) -> tuple[Tensor, Tensor]:
         """Return room for so many numbers, and so many words."""
@@ -36,6 +37,7 @@ class Workspace:
         key = (index, torch._C._cuda_getCurrentRawStream(index))
         found = self.by_stream.get(key)
         if found is None or found[0].shape[0] < floats or found[1].shape[0] < words:
+            self.retired += [] if found is None else [found]
             found = self.by_stream[key] = self.grown(x.device, floats, words, found)
             self.share(index)
         return found
