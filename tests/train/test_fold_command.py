@@ -76,7 +76,7 @@ def test_weights_and_shape(folder, suffix, capsys):
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        ("mynets", "write module:function"),
+        ("mynets", "give MODULE:FUNCTION"),
         ("runs/typo", "'runs/typo' is neither the folder of a run nor a function: give MODULE:FUNCTION"),
         ("mynets:missing", "cannot make a network from mynets:missing"),
         ("nowhere:net", "cannot make a network from nowhere:net"),

@@ -103,7 +103,7 @@ def test_the_statistics_of_a_frozen_source_move_again(source, tmp_path):
         ("--from {folder}", "is not the folder of a run, which has recipe.json and final/; it holds: "),
         ("--from {folder}/unfinished", "unfinished has no final network: its training is unfinished"),
         ("--freeze-statistics", "freeze_statistics keeps the statistics of a trained network: add --from"),
-        ("--from {pretrained} --freeze-statistics", "1 is a layer of torch.nn; add --normalize convert"),
+        ("--from {pretrained} --freeze-statistics", "but 1 is torch.nn's: add --normalize convert"),
         ("--from {pretrained} --freeze-statistics --normalize remove", "nothing to freeze: the network has no"),
     ],
 )

@@ -55,7 +55,7 @@ class CountedPass(NamedTuple):
     op: str
     direction: str
     path: str
-    bytes: int  # of one tensor
+    bytes: int  # size of one tensor
 
     @property
     def launches(self) -> int:
@@ -149,7 +149,7 @@ def _watch(layer: LayerShape, channels_last: bool, residual: bool) -> None:
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
 
-    p.ours(sets.x[1], sets.residual[1]).backward(sets.dy[1])  # compiled, and memory allocated
+    p.ours(sets.x[1], sets.residual[1]).backward(sets.dy[1])  # compile, and allocate memory
     torch.cuda.synchronize()
     inputs = [sets.x[0], p.gamma, p.beta, *([] if sets.residual[0] is None else [sets.residual[0]])]
     with counted("forward"):

@@ -245,7 +245,7 @@ class CpuBar(NamedTuple):
 
     level: str
     what: str
-    below: float | None  # None if nothing is required
+    below: float | None  # None if there is no bar
     worst: float
     worst_case: str
     met: int
@@ -253,7 +253,7 @@ class CpuBar(NamedTuple):
 
     @property
     def reached(self) -> bool | None:
-        """Whether every case is below it; None if nothing is required."""
+        """Whether every case is below the bar; None if there is no bar."""
         return None if self.below is None else self.met == self.cases
 
     def line(self) -> str:

@@ -168,7 +168,7 @@ def _manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
         raise CheckpointError(f"{path}: no readable manifest.json ({error}); this is not a checkpoint") from error
     if manifest.get("format") != FORMAT:
         found = manifest.get("format")
-        raise CheckpointError(f"{path}: its format is {found!r:.80}, not {FORMAT!r}; it was made by another version")
+        raise CheckpointError(f"{path}: its format is {found!r:.80}, not {FORMAT!r}; it was written by another version")
     step, known = manifest.get("step"), manifest.get("files")
     files = {name: known.get(name) if isinstance(known, dict) else None for name in ("model.safetensors", "state.pt")}
     if not isinstance(step, int) or step < 0 or not all(isinstance(file, dict) for file in files.values()):

@@ -42,7 +42,7 @@ class Recipe:
     name: str = "inception"
     """name of the run"""
 
-    factory: str = ""  # not called network, as the method is
+    factory: str = ""  # on the command line --network; here that is the method's name
     """train a network of your own: FILE.py:FUNCTION or MODULE:FUNCTION, called with classes= if it takes that, or
     torchvision:NAME or timm:NAME"""
     normalize: Change = "as-is"
@@ -144,7 +144,9 @@ class Recipe:
                     layer.statistics = Sync() if sync else layer.statistics
                 elif isinstance(layer, TorchBatchNorm) and not (sync and isinstance(layer, nn.SyncBatchNorm)):
                     field = "statistics=sync" if sync else "freeze_statistics"
-                    raise ValueError(f"{field}: {name} is a layer of torch.nn; add --normalize convert")
+                    raise ValueError(
+                        f"{field} needs this library's layers, but {name} is torch.nn's: add --normalize convert"
+                    )
         if self.freeze_statistics:
             freeze_(net, affine=False)
         return net

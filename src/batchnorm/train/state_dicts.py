@@ -59,7 +59,7 @@ def start_from_(net: nn.Module, source: str, classes: int) -> str:
     """
     path = Path(source).expanduser()
     state = dict(open_run(path).final().model) if path.is_dir() else read_state_dict(path)
-    consume_prefix_in_state_dict_if_present(state, "module.")  # of DistributedDataParallel
+    consume_prefix_in_state_dict_if_present(state, "module.")  # from DistributedDataParallel
     # The new run decides which layers are frozen; old checkpoints lack the counters.
     state = {name: value for name, value in state.items() if name.rpartition(".")[2] != "frozen"}
     optional = ("frozen", "num_batches_tracked")
