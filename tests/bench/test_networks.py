@@ -248,7 +248,7 @@ def test_rows_that_compile_come_last_and_share_the_stock_network():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--networks", "resnet18"], "write torchvision/NAME, timm/NAME or MODULE:FUNCTION"),
+        (["--networks", "resnet18"], "give torchvision/NAME, timm/NAME or MODULE:FUNCTION"),
         (["--modes", "graph"], "mode graph needs a CUDA device"),
         (["--batches", "0"], "batches=0: must be 1 or more"),
         (["--minutes", "0"], "minutes=0.0: must be above 0"),
