@@ -1,4 +1,4 @@
-"""Turn docstrings, which are plain text to Python, into Markdown: doctests become code, roles become names."""
+"""Turn docstrings into Markdown: doctests become code blocks, Sphinx roles become names."""
 
 import re
 from typing import Any

@@ -1,6 +1,6 @@
-"""What the site shows besides the pages here: files of the repository that pages link to, by the same relative links.
+"""Build hooks: add the repository's files that pages link to, and rewrite the links.
 
-A page links to ``../results/fig1.json`` as it must on disk; the site has the file as ``results/fig1.json``.
+A page links to ``../results/fig1.json``, its path in the repository; on the site the file is ``results/fig1.json``.
 """
 
 import json
@@ -37,7 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links out of ``docs`` at the site's copies, and put the tables on the page of results."""
+    """Point links that leave ``docs`` to the site's copies, and insert the tables into the results page."""
     if page.file.src_uri == "results.md":
         markdown = markdown.replace("<!-- README's tables -->", _readme_results())
         markdown = markdown.replace("<!-- result files -->", _result_files())
@@ -45,14 +45,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Refuse a page that loads anything from the network: the site must be readable offline."""
+    """Reject a page that loads anything from the network, because the site must be readable offline."""
     if loaded := re.search(r'<(?:script|link|img)\b[^>]*(?:src|href)="(https?:[^"]*)"', output):
         raise PluginError(f"{page.file.src_uri} loads {loaded[1]}: vendor it in docs/assets")
     return output
 
 
 def _from_root(text: str) -> str:
-    """Turn links of a page in the root of the repository into links of a page in ``docs``."""
+    """Rewrite the links of a page in the repository's root as links of a page in ``docs``."""
     return re.sub(r"\]\((?!https?:|#)(?:\./)?([^)]+)\)", r"](../\1)", text).replace("](../docs/", "](")
 
 

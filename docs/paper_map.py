@@ -23,7 +23,7 @@ class Row(NamedTuple):
     tags: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
-    note: str = ""  # if no code carries the tag, why not
+    note: str = ""  # why there is no code, if there is none
 
 
 FIG2 = "reproduce fig2"
@@ -402,7 +402,7 @@ def tagged() -> dict[str, str]:
 
 
 def belongs(tag: str, name: str, line: str) -> bool:
-    """Say whether a name carries a tag: in its ``Paper:`` line, for "=tag" as one of its parts, or as its own name."""
+    """Return whether a tag is a name itself, or is in its ``Paper:`` line; "=tag" must equal a part of that line."""
     return tag[1:] in line.split("; ") if tag.startswith("=") else tag in line or tag == name
 
 
@@ -418,7 +418,7 @@ def page() -> str:
         "",
         "Where each algorithm, equation, figure, table and claim of the paper is in the code, which test checks it and",
         "which command reproduces it. Names are below `batchnorm`, tests below `tests/`.",
-        "[Results](results.md) says what came out.",
+        "[Results](results.md) has the outcomes.",
         "",
         "`python docs/paper_map.py` writes this page from the `Paper:` lines of docstrings.",
         "",

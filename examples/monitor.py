@@ -34,7 +34,7 @@ def train(net, folder, steps=300):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if step % 100 == 0:  # Section 2: how a layer's gradient changes when only the layers below it move
+            if step % 100 == 0:  # Section 2: how a layer's gradient changes when only the layers below it are updated
                 monitor.record_gradient_change(step, lambda y, b: F.cross_entropy(y, b[1]), batch, rate=0.1)
     last = monitor.layers[-1]
     unit = typical_unit(monitor.records, last)

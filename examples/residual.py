@@ -26,7 +26,7 @@ def size(net):
 
 
 def seconds(nets, x, rounds=15):
-    """Median time of a forward pass of each network, taken in turns."""
+    """Return the median time of each network's forward pass, measured alternately."""
     times = [[] for _ in nets]
     with torch.no_grad():
         for _ in range(rounds):

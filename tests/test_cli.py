@@ -66,7 +66,7 @@ def refused(words, capsys):
         ("train --recipe bn-x5 --data no --dropout 2", "dropout=2.0: must be from 0 to 1"),
         ("train --recipe bn-x5 --data no --device cpu --graph True", "captures CUDA graphs"),
         (["train", "--recipe", "bn-x5", "--data", "no", "--name", ""], "name is empty"),
-        ("fold net:make -o net.pt2 --input 99999999999999999999", "cannot be called on --input"),
+        ("fold net:make -o net.pt2 --input 99999999999999999999", "the network fails on --input"),
         ("fold net:needs -o net.pt2", "net:needs cannot be called without arguments: missing a required argument: 'x'"),
         ("fold net:number -o net.pt2", "net:number cannot be called without arguments"),
         ("fold ..net:make -o net.pt2", "names no function"),
@@ -107,7 +107,7 @@ def test_options_that_cannot_be_used(command, says, capsys, tmp_path):
 def test_benchmarks_that_need_a_gpu_say_so(name, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("shutil.which", lambda program: program)
-    assert refused(["bench", name], capsys).endswith("needs a CUDA device, and torch finds none")
+    assert refused(["bench", name], capsys).endswith("needs a CUDA device, but torch finds none")
     assert not list(tmp_path.iterdir())
 
 

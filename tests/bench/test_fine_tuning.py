@@ -27,4 +27,4 @@ def test_every_cell_is_trained_and_the_best_rate_counts(tmp_path, capsys):
         assert len(row["accuracies"]) == 2
     assert "batch 2, frozen statistics: " in capsys.readouterr().out
     assert main([*given, "--classes", "10"]) == 2
-    assert "has 4 classes, and classes=10: give fewer" in capsys.readouterr().err
+    assert "has only 4 classes, but classes=10: choose fewer" in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_rows_of_the_same_kernels_are_kept_by_what_they_measure(tmp_path):
 def test_results_of_another_machine_are_not_overwritten(tmp_path):
     path = tmp_path / "kernels.json"
     write({"hardware": {"device": "another GPU"}, "rows": {}}, path)
-    with pytest.raises(ValueError, match=r"another GPU.*give another --out"):
+    with pytest.raises(ValueError, match=r"another GPU.*choose another --out"):
         earlier_rows(path, MACHINE, PROCESSORS)
 
 

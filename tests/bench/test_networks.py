@@ -115,20 +115,20 @@ def test_goes_on_with_the_rows_that_are_missing_or_of_other_code(tmp_path, capsy
     out = tmp_path / "networks.json"
     (first,) = run(out, "tiny", batches=(2,))
     rows = run(out, "tiny", batches=(2, 4))
-    assert "1 rows are measured already, 1 are not" in capsys.readouterr().out
+    assert "1 rows are already measured, 1 are not" in capsys.readouterr().out
     assert rows[0] == first
     report = json.loads(out.read_text())
     report["rows"][0]["code"] = "another"
     out.write_text(json.dumps(report))
     assert [row["batch"] for row in run(out, "tiny", batches=(2, 4))] == [4, 2]
-    with pytest.raises(ValueError, match="give another --out"):
+    with pytest.raises(ValueError, match="choose another --out"):
         networks(("test_networks:tiny",), size=9, device="cpu", out=out)
 
 
 def test_stops_in_time_and_says_what_is_left(tmp_path, capsys):
     rows = run(tmp_path / "networks.json", "tiny", "two_heads", batches=(2,), minutes=1e-9)
     assert len(rows) == 1
-    assert "1 rows are not measured yet: the same command goes on" in capsys.readouterr().out
+    assert "1 rows are not measured yet: run the same command again" in capsys.readouterr().out
 
 
 def test_a_form_with_another_loss_is_not_timed():
@@ -248,7 +248,7 @@ def test_rows_that_compile_come_last_and_share_the_stock_network():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--networks", "resnet18"], "write torchvision/NAME, timm/NAME or MODULE:FUNCTION"),
+        (["--networks", "resnet18"], "give torchvision/NAME, timm/NAME or MODULE:FUNCTION"),
         (["--modes", "graph"], "mode graph needs a CUDA device"),
         (["--batches", "0"], "batches=0: must be 1 or more"),
         (["--minutes", "0"], "minutes=0.0: must be above 0"),

@@ -99,9 +99,9 @@ def test_the_intervals():
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ("--rate 0.1", "leave out --rate"),
-        ("--normalize insert", "leave out --normalize"),
-        ("--graph True", "--graph True captures CUDA graphs, and this run is on the CPU"),
+        ("--rate 0.1", "remove --rate"),
+        ("--normalize insert", "remove --normalize"),
+        ("--graph True", "--graph True captures CUDA graphs, but this run is on the CPU"),
         ("--seeds 1", "seeds=1: must be 2 or more"),
         ("--size 2", "own.py:plain cannot take images of 3x2x2: "),
     ],
@@ -115,10 +115,10 @@ def test_what_cannot_be_compared_is_said_first(words, tmp_path, capsys, more, sa
 
 def test_a_comparison_that_is_stopped_goes_on_later(words, tmp_path, capsys):
     assert main([*words, "--out", str(tmp_path), "--minutes", "0"]) == 130
-    assert capsys.readouterr().err == "stopped; the same command goes on from here\n"
+    assert capsys.readouterr().err == "stopped; run the same command again to resume\n"
     assert not (tmp_path / "compare.json").exists()
 
 
 def test_a_network_is_needed(folder, capsys):
     assert main(["compare", "--data", str(folder / "images")]) == 2
-    assert "nothing to compare: give a network of your own, --network" in capsys.readouterr().err
+    assert "nothing to compare: add --network" in capsys.readouterr().err

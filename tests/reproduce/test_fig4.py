@@ -226,7 +226,7 @@ def test_other_weights_are_evaluated_again(data, plan, session, tmp_path):
 def test_a_run_that_has_not_ended_says_so(data, plan, session, tmp_path):
     taken = shutil.copytree(session / "runs/five", tmp_path / "five")
     shutil.rmtree(taken / "final")
-    with pytest.raises(ValueError, match="has no final network: its training has not ended"):
+    with pytest.raises(ValueError, match="has no final network: its training is unfinished"):
         run(data, plan, tmp_path / "out", runs=(taken,))
 
 
@@ -240,7 +240,7 @@ def test_runs_and_data_that_do_not_fit(plan, data, session, tmp_path, capsys):
     for split in ("train", "val"):
         shutil.rmtree(other / split / "class2")
     assert main(["reproduce", "fig4", *words, "--data", str(other)]) == 2
-    assert "was trained on 3 classes, the data has 2" in capsys.readouterr().err
+    assert "was trained on 3 classes, but the data has 2" in capsys.readouterr().err
     assert (
         main(["reproduce", "fig4", "--runs", str(tmp_path), "--data", str(data), "--out", str(tmp_path / "out")]) == 2
     )
@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_told_before_any_work(plan, data, session, tmp_path
         assert main(["reproduce", "fig4", *words, "--data", str(empty), *more]) == 2
         assert "has no images of 1 of its 3 classes in its split 'val' (class1)" in capsys.readouterr().err
     other = shutil.copytree(session / "runs/five", tmp_path / "other")
-    for before, after, says in (("0.04", "0.08", "another architecture"), ('"relu"', '"sigmoid"', "activation relu")):
+    for before, after, says in (("0.04", "0.08", "do not fit the network"), ('"relu"', '"sigmoid"', "activation relu")):
         recipe = (session / "runs/five/recipe.json").read_text()
         (other / "recipe.json").write_text(recipe.replace(before, after))
         assert main(["reproduce", "fig4", *words, "--data", str(data), "--runs", str(other)]) == 2

@@ -101,7 +101,7 @@ def no_dict(path):
     ("damage", "says"),
     [
         (truncate, r"model\.safetensors has 40 bytes instead of \d+"),
-        (alter, r"state\.pt was altered"),
+        (alter, r"state\.pt was modified"),
         (lose, r"state\.pt is missing"),
         (empty, "no readable manifest"),
         (foreign, 'its format is "someone else\'s"'),
@@ -109,7 +109,7 @@ def no_dict(path):
         (incomplete, r"manifest\.json lacks the step"),
         (endless, r"manifest\.json lacks the step"),
         (compress, "is compressed"),
-        (no_dict, "holds no dict"),
+        (no_dict, "does not hold a dict"),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )

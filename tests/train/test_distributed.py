@@ -102,6 +102,6 @@ def test_a_killed_rank_under_torchrun(data, tmp_path):
     os.kill(workers_of(launcher)[-1], signal.SIGKILL)
     output, _ = launcher.communicate()
     assert launcher.returncode == 0, output
-    assert "going on from step" in output
+    assert "resuming from step" in output
     assert [line["step"] for line in read(metrics) if "loss" in line] == list(range(1, 13))
     assert_same_outcome(tmp_path / "parts", tmp_path / "whole")

@@ -70,13 +70,13 @@ def test_a_checkpoint_of_another_architecture(data, runs, tmp_path):
     run = copy(runs, tmp_path)
     recipe = json.loads((run / "recipe.json").read_text())
     (run / "recipe.json").write_text(json.dumps({**recipe, "width": 0.08}))
-    check("are of another architecture than .*recipe.json: 0 are missing, 0 unknown, .* of another shape", data, run)
+    check("do not fit the network of .*recipe.json: 0 are missing, 0 unknown, .* of another shape", data, run)
     (run / "recipe.json").write_text(json.dumps({**recipe, "batch_norm": False}))
-    check(r"are of another architecture than .*recipe.json: \d+ are missing, \d+ unknown", data, run)
+    check(r"do not fit the network of .*recipe.json: \d+ are missing, \d+ unknown", data, run)
 
 
 def test_other_classes(runs, tmp_path):
-    check("plain was trained on 3 classes, the data has 4", one_of_each(tmp_path / "a", *"wxyz"), runs / "plain")
+    check("plain was trained on 3 classes, but the data has 4", one_of_each(tmp_path / "a", *"wxyz"), runs / "plain")
     check(
         "its class 2 is 'class2', the data's is 'zebra'",
         one_of_each(tmp_path / "b", "class0", "class1", "zebra"),
@@ -85,7 +85,7 @@ def test_other_classes(runs, tmp_path):
 
 
 def test_not_a_run(data, runs, tmp_path):
-    check("is not the folder of a run, with recipe.json and final/; it does not exist", data, tmp_path / "no")
+    check("is not the folder of a run, which has recipe.json and final/; it does not exist", data, tmp_path / "no")
     check("is not the folder of a run, .*; it holds: dropout, per-activation, plain", data, runs)
     check("give at least one run", data)
     check("a run is given twice", data, runs / "plain", runs / "plain")
@@ -95,7 +95,7 @@ def test_an_unfinished_or_diverged_run(data, runs, tmp_path):
     run = copy(runs, tmp_path)
     shutil.rmtree(run / "final")
     result = json.loads((run / "result.json").read_text())
-    check("has no final network: its training has not ended", data, run)
+    check("has no final network: its training is unfinished", data, run)
     (run / "result.json").write_text(json.dumps({**result, "diverged": True}))
     check("has no final network: it diverged", data, run)
 
@@ -111,7 +111,7 @@ def test_runs_of_different_sizes(data, runs, tmp_path):
     run = copy(runs, tmp_path)
     recipe = json.loads((run / "recipe.json").read_text())
     (run / "recipe.json").write_text(json.dumps({**recipe, "size": 48}))
-    check("takes images of 32 px and .*copy of 48 px", data, runs / "plain", run)
+    check("takes images of 32 px but .*copy of 48 px", data, runs / "plain", run)
 
 
 def test_the_six_members_are_bn_x30_modified():

@@ -76,8 +76,8 @@ def test_weights_and_shape(folder, suffix, capsys):
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        ("mynets", "write module:function"),
-        ("runs/typo", "'runs/typo' is neither the folder of a run nor a function: write module:function"),
+        ("mynets", "give MODULE:FUNCTION"),
+        ("runs/typo", "'runs/typo' is neither the folder of a run nor a function: give MODULE:FUNCTION"),
         ("mynets:missing", "cannot make a network from mynets:missing"),
         ("nowhere:net", "cannot make a network from nowhere:net"),
         ("mynets:nothing", r"returned NoneType, not a torch\.nn\.Module"),
@@ -92,10 +92,10 @@ def test_mistakes_get_a_sentence(folder, factory, message):
 @pytest.mark.parametrize(
     ("shape", "says"),
     [
-        ("1 4 8 8", "cannot be called on --input 1 4 8 8: Given groups=1"),
+        ("1 4 8 8", "fails on --input 1 4 8 8: Given groups=1"),
         ("1 3 2 2", "Kernel size can't be greater"),
-        ("3", "cannot be called on --input 3"),
-        ("0 3 8 8", "--input 0 3 8 8 is no shape of a batch"),
+        ("3", "fails on --input 3"),
+        ("0 3 8 8", "--input 0 3 8 8 is not a batch shape"),
     ],
 )
 def test_a_wrong_shape_gets_one_sentence(folder, shape, says, capsys):
@@ -116,7 +116,7 @@ def test_a_wrong_shape_gets_one_sentence(folder, shape, says, capsys):
         ({"0.weight": torch.zeros(2)}, "1 entry of another shape (0.weight)"),
         (torch.zeros(2), "holds a Tensor, not a state dict: save net.state_dict()"),
         (torch.nn.ReLU(), "w.pt holds more than tensors"),
-        (b"other bytes", "or is no file of torch.save"),
+        (b"other bytes", "or was not written by torch.save"),
     ],
 )
 def test_weights_of_something_else_get_one_sentence(folder, content, says, capsys):
@@ -169,4 +169,4 @@ def test_fold_writes_a_run_as_pt2(run, finished, files, tmp_path):
 
 def test_fold_of_a_run_takes_no_weights(finished, tmp_path, refusal):
     words = ["fold", finished, "-o", tmp_path / "net.pt2", "--input", 1, 3, 32, 32]
-    assert "is a run, with weights and an image size: leave out --weights and --input" in refusal(*words)
+    assert "is a run, with its own weights and image size: remove --weights and --input" in refusal(*words)

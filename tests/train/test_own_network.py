@@ -145,7 +145,7 @@ def test_a_run_calls_the_function_that_it_names_only_if_trusted(data, source, fi
     (tmp_path / "trap.py").write_text("raise AssertionError('this ran')")
     path = tmp_path / "theirs" / "recipe.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "factory": f"{tmp_path}/trap.py:build"}))
-    says = rf"loading .*theirs calls {tmp_path}/trap\.py:build, which its recipe\.json names .* say --trust"
+    says = rf"loading .*theirs calls {tmp_path}/trap\.py:build, the function in its recipe\.json, .* add --trust"
     with pytest.raises(ValueError, match=says):
         bn.load(tmp_path / "theirs")
     capsys.readouterr()
@@ -195,7 +195,7 @@ def test_fused_activations_stay_when_batch_normalization_goes():
 
 
 def test_statistics_of_all_ranks_need_layers_of_this_library(source):
-    with pytest.raises(ValueError, match=r"statistics=sync: 1 is a layer of torch\.nn; add --normalize convert"):
+    with pytest.raises(ValueError, match=r"statistics=sync needs .*but 1 is torch\.nn's: add --normalize convert"):
         small(factory=f"{source}:build", statistics="sync").network(3)
     net = small(factory=f"{source}:build", statistics="sync", normalize="convert").network(3)
     assert isinstance(net[1].statistics, bn.Sync)
@@ -230,12 +230,12 @@ def test_the_command_says_what_it_will_do_and_records_it(words, data, tmp_path, 
     [
         ("plain", "--size 64", "cannot take images of 3x64x64: mat1 and mat2 shapes cannot be multiplied"),
         ("nothing", "", "returned list, not a torch.nn.Module"),
-        ("ten", "", "has 10 outputs, and the data has 3 classes: let the function take classes="),
+        ("ten", "", "has 10 outputs, but the data has 3 classes: add a classes= argument"),
         ("pair", "", "returns tuple in training, not one tensor of class scores"),
         ("counting", "", "the folded network computes something else"),
         ("plain", "--normalize convert", "has no batch normalization, so normalize=convert does nothing"),
         ("plain", "--normalize insert", "has no layer to normalize, so normalize=insert does nothing"),
-        ("build", "--dropout 0.5", "--network goes without dropout: only the paper's network has that"),
+        ("build", "--dropout 0.5", "--network does not take dropout, an option of the paper's network"),
         ("build", "--validate 0.1", "has a validation set, val: leave out --validate"),
     ],
 )
@@ -279,9 +279,9 @@ def test_a_class_without_images(words, data, tmp_path, capsys):
 
 def test_a_run_needs_a_recipe_or_a_network(data, capsys):
     assert main(["train", "--data", str(data)]) == 2
-    assert "nothing to train: give --recipe, such as bn-x30" in capsys.readouterr().err
+    assert "nothing to train: add --recipe, such as bn-x30" in capsys.readouterr().err
     assert main(["train", "--recipe", "bn-x5", "--normalize", "insert", "--data", str(data)]) == 2
-    assert "normalize=insert changes a network of your own: give --network too" in capsys.readouterr().err
+    assert "normalize=insert applies to a network of your own: add --network" in capsys.readouterr().err
 
 
 def test_a_recipe_of_before_networks_of_ones_own():

@@ -1,4 +1,4 @@
-"""Fine-tuning: a training that starts from weights of elsewhere."""
+"""Fine-tuning: training that starts from existing weights."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def test_a_run_on_other_classes_goes_on_from_a_run(source, pretrained, two_class
     train_small(two_classes, tmp_path / "whole", recipe)
     said = capsys.readouterr().out.splitlines()[1]
     assert said == (
-        f"starts from {kept}: 7 of 9 tensors loaded; 5.weight, 5.bias start anew, for 2 classes instead of 3"
+        f"starting from {kept}: 7 of 9 tensors loaded; 5.weight, 5.bias initialized for 2 classes instead of 3"
     )
     train_small(two_classes, tmp_path / "parts", recipe, max_steps=5)
     shutil.rmtree(kept)  # a run that has begun does not need it
@@ -80,7 +80,7 @@ def test_a_state_dict_of_a_file(source, tmp_path, ending):
     path = tmp_path / f"weights.{ending}"
     save_file(state, path) if ending == "safetensors" else torch.save(state, path)
     net = network(source, seed=2)
-    assert start_from_(net, str(path), 3) == f"starts from {path}: 9 of 9 tensors loaded"
+    assert start_from_(net, str(path), 3) == f"starting from {path}: 9 of 9 tensors loaded"
     torch.testing.assert_close({f"module.{k}": v for k, v in net.state_dict().items()}, state, rtol=0, atol=0)
 
 
@@ -100,10 +100,10 @@ def test_the_statistics_of_a_frozen_source_move_again(source, tmp_path):
         ("--from {folder}/other.pt", "other.pt does not fit the network: 8 entries not in the file (0.weight, "),
         ("--from {folder}/wide.pt", "1 entry of another shape (0.weight)"),
         ("--from {folder}/absent.pt", "absent.pt: no such file or directory"),
-        ("--from {folder}", "is not the folder of a run, with recipe.json and final/; it holds: "),
-        ("--from {folder}/unfinished", "unfinished has no final network: its training has not ended"),
-        ("--freeze-statistics", "freeze_statistics keeps the statistics of a trained network: give --from too"),
-        ("--from {pretrained} --freeze-statistics", "1 is a layer of torch.nn; add --normalize convert"),
+        ("--from {folder}", "is not the folder of a run, which has recipe.json and final/; it holds: "),
+        ("--from {folder}/unfinished", "unfinished has no final network: its training is unfinished"),
+        ("--freeze-statistics", "freeze_statistics keeps the statistics of a trained network: add --from"),
+        ("--from {pretrained} --freeze-statistics", "but 1 is torch.nn's: add --normalize convert"),
         ("--from {pretrained} --freeze-statistics --normalize remove", "nothing to freeze: the network has no"),
     ],
 )

@@ -66,7 +66,7 @@ def test_help_says_what_each_recipe_has(capsys, monkeypatch):
     text = "".join(capsys.readouterr().out.replace("│", " ").split())
     overrides = text.partition("fieldsoftherecipetochange")[2]
     assert "None" not in overrides
-    assert "--decayFLOATfactoronthelearningrate...(default:0.96)" in overrides
+    assert "--decayFLOATfactoronthelearningrate,appliedeverydecay_epochs(default:0.96)" in overrides
     assert "(default:0.045;0.0015ininception,bn-baseline,inception-sigmoid;0.0075inbn-x5," in overrides
     assert "(default:none;5binbn-x30-per-activation," in overrides
 
@@ -126,7 +126,7 @@ def test_a_stop_is_told_once(data, tmp_path, capsys):
     assert main(words) == 130
     last = capsys.readouterr().err.splitlines()[-2:]
     assert last[0].startswith("step ")
-    assert re.fullmatch(r"stopped at step \d+(, in validation)?; the same command goes on from there", last[1])
+    assert re.fullmatch(r"stopped at step \d+(, in validation)?; run the same command again to resume", last[1])
 
 
 def test_a_damaged_recipe_is_named(data, tmp_path, capsys):

@@ -98,12 +98,10 @@ def test_other_things_are_no_images(run, files, image, says):
 
 def test_damaged_images_are_named(run, files, tmp_path):
     (tmp_path / "text.png").write_text("no image")
-    with pytest.raises(
-        ValueError, match=r"text.png is not an image that can be read \(.*cannot identify image file\)$"
-    ):
+    with pytest.raises(ValueError, match=r"text.png cannot be read as an image \(.*cannot identify image file\)$"):
         run.predict([files[0], tmp_path / "text.png"])
     cut = Image.open(io.BytesIO(files[0].read_bytes()[:200]))
-    with pytest.raises(ValueError, match="image 0 is not an image that can be read"):
+    with pytest.raises(ValueError, match="image 0 cannot be read as an image"):
         run.predict(cut)
     with pytest.raises(FileNotFoundError, match=r"missing\.png"):
         run.predict("missing.png")
@@ -128,11 +126,11 @@ def refused(refusal, tmp_path, files):
 
 def test_folders_that_are_no_finished_run(finished, refused, tmp_path):
     assert refused(tmp_path / "no").endswith(
-        "no is not the folder of a run, with recipe.json and final/; it does not exist"
+        "no is not the folder of a run, which has recipe.json and final/; it does not exist"
     )
     assert refused(finished.parent).endswith("it holds: mine")
     unfinished = shutil.copytree(finished, tmp_path / "unfinished", ignore=shutil.ignore_patterns("final"))
-    assert "unfinished has no final network: its training has not ended" in refused(unfinished)
+    assert "unfinished has no final network: its training is unfinished" in refused(unfinished)
 
 
 def test_another_number_of_classes_than_the_weights(finished, refused, tmp_path):

@@ -1,1 +1,1 @@
-"""One file per question of speed; users run them on their own machine."""
+"""Benchmarks, one file per question; users run them on their own machines."""

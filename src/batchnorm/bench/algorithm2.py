@@ -1,4 +1,4 @@
-"""What do population statistics cost, and is the folded network as fast as torch's? ``batchnorm bench algorithm2``."""
+"""How long does estimating population statistics take, and is our folded network as fast as torch.fx's?"""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def algorithm2(
     device: Literal["cpu", "cuda"] = "cpu",
     out: Path = Path("runs/bench/algorithm2.json"),
 ) -> None:
-    """Time estimate_ against a plain forward pass, and fold against torch.fx's folding, in turns.
+    """Time estimate_ against a plain forward pass, and fold against torch.fx's folding, alternately.
 
     Args:
-        rounds: turns of each contender; ratios are taken within a round, and their median is reported.
+        rounds: number of rounds, each of which times every contender; a ratio is the median of ratios within rounds.
         batch: examples in a batch.
         size: height and width of the images.
-        batches: batches in a pass.
+        batches: batches per pass.
         threads: CPU threads.
-        device: where to run: cpu or cuda.
+        device: cpu or cuda.
         out: the result file; the published ones are in results.
     """
     at_least(1, rounds=rounds, batch=batch, size=size, batches=batches, threads=threads)
@@ -118,7 +118,7 @@ def _in_turns(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[
             run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            if turn:  # the first is there to warm up
+            if turn:  # the first round warms up
                 seconds[name].append(perf_counter() - start)
     *others, ours = contenders
     over = {f"{ours} / {k}": round(median(map(truediv, seconds[ours], seconds[k])), 4) for k in reversed(others)}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Bar(NamedTuple):
-    """One requirement.
+    """One requirement on a measured number.
 
     >>> Bar("speedup", 1.5, 2.0, True, 3).line()
     'speedup: 2.000, at least 1.5, 3 rows: reached'
@@ -20,13 +20,13 @@ class Bar(NamedTuple):
 
     @property
     def reached(self) -> bool | None:
-        """Whether it is; None if nothing was measured."""
+        """Whether the bar is reached; None if nothing was measured."""
         if self.measured is None:
             return None
         return self.measured >= self.wanted if self.at_least else self.measured <= self.wanted
 
     def line(self) -> str:
-        """Return it as a sentence."""
+        """Return the bar as a sentence."""
         told = {None: "not measured", True: "reached", False: "MISSED"}[self.reached]
         number = "" if self.measured is None else f"{self.measured:.3f}, "
         way = "at least" if self.at_least else "at most"

@@ -1,4 +1,4 @@
-"""The forms of the appendix network whose training steps are compared, each ready to be timed."""
+"""The contenders of ``bench train``: variants of the appendix network, ready to be timed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..train.step import TrainStep, make_optimizer
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to run the network: of stock parts, compiled, or as ``batchnorm train`` runs it."""
+    """One way to run the network: from torch.nn's parts and compiled, or as ``batchnorm train`` runs it."""
 
     name: str
     stock: bool = False
     composed_stem: bool = True
 
     def network(self, size: int, device: torch.device) -> nn.Module:
-        """Build it, with the same weights as every other."""
+        """Build the network; all contenders have the same weights."""
         net: nn.Module = replace(RECIPES["bn-x30"], size=size).network(1000)
         for module in net.modules():
             if isinstance(module, SeparableConv2d):
@@ -43,7 +43,7 @@ OURS = Contender("ours")
 
 
 def with_stock_parts_(net: nn.Module) -> None:
-    """Replace normalizations of ours, each with its nonlinearity, and pools by ``torch.nn``'s modules, in place.
+    """Replace this library's normalizations (with their nonlinearities) and pools by ``torch.nn``'s, in place.
 
     >>> from batchnorm import BatchNorm2d
     >>> net = nn.Sequential(BatchNorm2d(4, activation="relu")); with_stock_parts_(net)
@@ -63,7 +63,7 @@ def with_stock_parts_(net: nn.Module) -> None:
 
 
 def noise(batch: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a batch of random images, channels last, and their labels."""
+    """Return a batch of random images, in channels_last, and their labels."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(batch, 3, size, size, generator=generator, device=device)
     labels = torch.randint(0, 1000, (batch,), generator=generator, device=device)
@@ -99,12 +99,12 @@ class Timed:
         return self._first_loss
 
     def take(self, steps: int) -> None:
-        """Take steps at rate 0, so that weights stay where they are and no run differs from another."""
+        """Take steps at rate 0, so that the weights do not change and all runs are the same."""
         for _ in range(steps):
             self.step(self.images, self.labels, self.draws, 0.0)
 
     def seconds(self, steps: int) -> float:
-        """Return the seconds that one step takes."""
+        """Return the time of one step in seconds."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         self.take(steps)
@@ -114,7 +114,7 @@ class Timed:
 
 
 def warmed_up(contender: Contender, batch: int, size: int) -> Timed:
-    """Return a contender that is compiled and has taken its first steps on the GPU."""
+    """Return a contender that has been compiled and has taken its first steps on the GPU."""
     torch.backends.cudnn.benchmark = True
     timed = Timed(contender, batch, size, torch.device("cuda"))
     timed.take(20)

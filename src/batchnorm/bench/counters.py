@@ -1,9 +1,9 @@
-"""What bounds the fused CUDA kernels: hardware counters of single launches, read by Nsight Compute.
+"""What limits the fused CUDA kernels? Hardware counters of single launches, read by Nsight Compute.
 
     batchnorm bench counters --out runs/bench/counters.json
 
-``ncu`` must be on the path and allowed to read counters. It runs this module again, as the program it watches, with
-cold caches; each launch is repeated as often as the counters need.
+``ncu`` must be on the path and allowed to read counters. It runs this module as the program to profile, with cold
+caches, and repeats each launch as often as the counters need.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ METRICS = {
     "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio": "stalled_at_barriers",
     "smsp__average_warps_issue_stalled_membar_per_issue_active.ratio": "stalled_on_fences",
 }
-READY = "watched: "  # what a line of the watched program starts with
+READY = "watched: "  # prefix of the profiled program's lines
 
 
 class CountedPass(NamedTuple):
-    """Name one pass over one layer, and say how many launches it makes."""
+    """One pass over one layer, and its number of launches."""
 
     layer: tuple[str, int, int, int]
     layout: str
     op: str
     direction: str
     path: str
-    bytes: int  # of one tensor
+    bytes: int  # size of one tensor
 
     @property
     def launches(self) -> int:
-        """Streaming takes two, everything else one."""
+        """The number of launches: two for streaming, one otherwise."""
         return 2 if self.path == "stream" else 1
 
 
 def counters(out: Path | None = None, least: float = 5.0) -> None:
-    """Read the counters of every pass over the short list's layers, and print and write them.
+    """Print and write the counters of every pass over the layers of the short list.
 
     Args:
         out: the result file.
-        least: megabytes of a layer's input; smaller ones are left out.
+        least: skip layers with inputs below this many megabytes.
     """
     at_least(0, least=least)
     if shutil.which("ncu") is None:
-        raise ValueError("ncu is not on the path: install NVIDIA Nsight Compute, which reads the counters")
+        raise ValueError("ncu is not on the path: install NVIDIA Nsight Compute")
     require_gpu()
     check_writable(out)
     command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
@@ -89,16 +89,16 @@ def counters(out: Path | None = None, least: float = 5.0) -> None:
 
 
 def matched(output: str) -> Iterator[dict[str, Any]]:
-    """Give each launch that ncu tells of to the pass that the watched program told of, in order."""
+    """Match the launches that ncu reports with the passes that the profiled program printed, in order."""
     lines = output.splitlines()
     told = [text.removeprefix(READY) for text in lines if text.startswith(READY)]
     passes = [CountedPass(**{**json.loads(text), "layer": tuple(json.loads(text)["layer"])}) for text in told]
     start = next((i for i, text in enumerate(lines) if text.startswith('"ID"')), len(lines))
-    # The first row has units; torch's own kernels are none of ours.
+    # The first row holds units; kernels of torch itself are dropped.
     table = list(csv.DictReader(text for text in lines[start:] if text.startswith('"')))[1:]
     table = [row for row in table if row["Kernel Name"].split("(")[0] in ("forward", "backward")]
     if len(table) != sum(one.launches for one in passes):
-        raise RuntimeError(f"{len(table)} launches were counted, {sum(one.launches for one in passes)} expected")
+        raise RuntimeError(f"ncu counted {len(table)} launches instead of {sum(one.launches for one in passes)}")
     launches = iter(table)
     for one in passes:
         for _ in range(one.launches):
@@ -115,7 +115,7 @@ def _number(text: str | None) -> float | None:
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return a row as text: bytes in units of one tensor."""
+    """Return a row as text, with bytes in units of one tensor."""
     network, batch, channels, size = row["layer"]
     moved = ["?" if row[name] is None else f"{row[name] / row['bytes']:.2f}" for name in ("read", "written")]
     rest = " ".join(f"{name} {row[name]:g}" for name in list(METRICS.values())[3:] if row[name] is not None)
@@ -125,7 +125,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def watched(least: float) -> None:
-    """Be the program that ncu watches."""
+    """Run the passes that ncu profiles."""
     for residual in (False, True):
         for layer in short_list():
             for channels_last in (True, False):
@@ -149,7 +149,7 @@ def _watch(layer: LayerShape, channels_last: bool, residual: bool) -> None:
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
 
-    p.ours(sets.x[1], sets.residual[1]).backward(sets.dy[1])  # compiled, and memory allocated
+    p.ours(sets.x[1], sets.residual[1]).backward(sets.dy[1])  # compile, and allocate memory
     torch.cuda.synchronize()
     inputs = [sets.x[0], p.gamma, p.beta, *([] if sets.residual[0] is None else [sets.residual[0]])]
     with counted("forward"):

@@ -1,4 +1,4 @@
-"""Is the CPU path faster than torch's, and for which shapes? ``batchnorm bench cpu`` answers with ratios."""
+"""For which shapes is the CPU path faster than torch's, and by how much? ``batchnorm bench cpu``."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ CONTIGUOUS, LAST = "contiguous", "channels_last"
 
 Level = Literal["functions", "layers"]
 
-# What the ratios must stay below: BN + ReLU beats two calls in both layouts, and few channels in channels_last win
-# clearly; BN alone is never much slower. One channel lies in memory as contiguous images do, and is judged as they are.
+# Upper limits of the ratios: BN + ReLU beats two calls in both layouts, few channels in channels_last win clearly, and
+# BN alone is never much slower. One channel has the same memory layout as contiguous images, so it has their limit.
 BARS = {"relu": 1.0, "none": 1.25, "few channels": 1 / 3}
 FEW = 8
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Case:
     dtype: str = "float32"
 
     def bar(self, activation: str) -> float:
-        """Return what the ratio has to stay below.
+        """Return the upper limit of the ratio.
 
         >>> Case("", (8, 64)).bar("relu"), Case("", (8, 64, 7, 7), LAST).bar("none")
         (1.0, 1.25)
@@ -57,7 +57,7 @@ class Case:
         return BARS["few channels"] if few else BARS[activation]
 
     def input(self) -> Tensor:
-        """Draw an input that wants a gradient."""
+        """Draw an input that requires a gradient."""
         x = torch.randn(self.shape).to(getattr(torch, self.dtype))
         if self.layout == LAST:
             x = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
@@ -66,10 +66,10 @@ class Case:
 
 @dataclass(frozen=True)
 class CpuRow:
-    """What was measured for one case: medians over rounds in milliseconds, and the medians of the rounds' ratios.
+    """The measurements of one case: median milliseconds, and median ratios within rounds.
 
-    Torch's ReLU comes in two forms, into new memory and in place. ``ratios`` has ours over each; ``ratio``, which has
-    to stay below ``bar``, is that over torch's plain calls.
+    Torch's ReLU is timed out of place and in place. ``ratios`` has our time over each. ``ratio``, which must be below
+    ``bar``, is our time over that of torch's out-of-place calls.
     """
 
     level: Level
@@ -114,18 +114,18 @@ def cpu(
     seconds: float = 0.01,
     levels: tuple[Level, ...] = ("layers", "functions"),
 ) -> list[CpuRow]:
-    """Time batch normalization, with and without ReLU, against torch: forward and backward, statistics updated.
+    """Time batch normalization in training, forward and backward, with and without ReLU, against torch.
 
-    The sides take turns in every round, so that what else the machine does hits all of them. Freed memory stays with
-    the process, if the allocator can be told so.
+    The contenders alternate within each round, so that other work on the machine affects all of them. With glibc,
+    the process keeps freed memory.
 
     Args:
         out: the result file; None writes none. The published ones are in results.
-        threads: how many threads torch may use.
-        rounds: how often the sides take turns.
-        seconds: how long each side runs in a turn, at least one pass.
-        levels: "layers" compares ours with those of torch.nn and its ReLU, which count their batches too; "functions"
-            compares ops.normalize_batch_ with F.batch_norm and F.relu, which do not.
+        threads: number of threads that torch uses.
+        rounds: number of rounds, each of which times every contender.
+        seconds: how long each contender runs per round, at least one pass.
+        levels: "layers" compares the layers with torch.nn's, which also count batches; "functions" compares
+            ops.normalize_batch_ with F.batch_norm and F.relu.
     """
     at_least(1, threads=threads, rounds=rounds)
     at_least(0, seconds=seconds)
@@ -141,7 +141,7 @@ def cpu(
             settings = {"levels": levels, "rounds": rounds, "seconds": seconds, "freed memory": memory}
             told = [{**bar._asdict(), "reached": bar.reached} for bar in judged]
             write_result(out, QUESTION, settings=settings, bars=told, rows=[asdict(row) for row in rows])
-    # Without a terminal the width is a guess that would cut numbers off.
+    # Without a terminal, rich guesses a width that cuts numbers off.
     console = Console(width=None if sys.stdout.isatty() else 120)
     for level in levels:
         console.print(_table(level, [row for row in rows if row.level == level]))
@@ -151,10 +151,11 @@ def cpu(
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc not to give freed memory back to the system; say whether this is glibc.
+    """Make glibc keep freed memory; return False if the C library is another one.
 
-    By default it does so whenever enough of it lies at the end of the heap, which depends on where small objects
-    happen to lie. The next pass then faults every page in again, and that takes longer than the arithmetic.
+    By default glibc returns memory to the system if enough of it is free at the end of the heap, which depends on
+    where small objects happen to be. The next pass then faults in every page again, which takes longer than the
+    arithmetic.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -164,7 +165,7 @@ def keep_freed_memory() -> bool:
 
 
 def measure(case: Case, activation: str, level: Level, rounds: int, seconds: float) -> CpuRow:
-    """Let the sides take turns on one case.
+    """Time the contenders on one case, alternately.
 
     >>> row = measure(Case("small", (4, 3)), "relu", "functions", rounds=2, seconds=0.0)
     >>> row.torch_ms > 0 and row.ours_ms > 0
@@ -186,7 +187,7 @@ def measure(case: Case, activation: str, level: Level, rounds: int, seconds: flo
 
 
 def _time(step: Callable[[], None], loops: int) -> float:
-    step()  # the other side had the caches until now
+    step()  # warm the caches, which the other contender used last
     start = perf_counter()
     for _ in range(loops):
         step()
@@ -240,11 +241,11 @@ def _kind(home: object, case: Case) -> type[nn.Module]:
 
 
 class CpuBar(NamedTuple):
-    """One requirement, over the cases it is about."""
+    """One requirement on a group of cases."""
 
     level: str
     what: str
-    below: float | None  # None if nothing is required
+    below: float | None  # None if there is no bar
     worst: float
     worst_case: str
     met: int
@@ -252,11 +253,11 @@ class CpuBar(NamedTuple):
 
     @property
     def reached(self) -> bool | None:
-        """Whether every case is below it; None if nothing is required."""
+        """Whether every case is below the bar; None if there is no bar."""
         return None if self.below is None else self.met == self.cases
 
     def line(self) -> str:
-        """Return it as a sentence."""
+        """Return the bar as a sentence."""
         start = f"{self.level}: {self.what}: worst {self.worst:.3f} ({self.worst_case})"
         if self.below is None:
             return f"{start}, {self.met} of {self.cases} below 1"
@@ -265,7 +266,7 @@ class CpuBar(NamedTuple):
 
 
 def bars(rows: Iterable[dict[str, Any]]) -> list[CpuBar]:
-    """Judge measured rows: ratios to torch's calls, ReLU into new memory. In place is for information.
+    """Check measured rows against the bars. The ratios to ReLU in place have no bar.
 
     >>> case = {"name": "images", "shape": (64, 512, 7, 7), "layout": "contiguous", "dtype": "float32"}
     >>> row = {"level": "layers", "activation": "relu", "case": case, "ratios": {"relu": 0.9, "relu in place": 1.1}}
@@ -292,7 +293,7 @@ def bars(rows: Iterable[dict[str, Any]]) -> list[CpuBar]:
 def _judged(level: str, what: str, below: float | None, rows: list[dict[str, Any]], form: str = "") -> CpuBar | None:
     if not rows:
         return None
-    # The first form is torch's plain one.
+    # The first form is torch's out-of-place one.
     ratios = [row["ratios"][form] if form else next(iter(row["ratios"].values())) for row in rows]
     worst = max(range(len(rows)), key=ratios.__getitem__)
     case = rows[worst]["case"]

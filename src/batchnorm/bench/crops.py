@@ -1,4 +1,4 @@
-"""Do many crops keep the device busy? Crops per second against the network's bare forward pass."""
+"""Does multi-crop evaluation keep the device busy? Crops per second, compared with the forward pass alone."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def crops(
 ) -> dict[str, Any]:
     """Measure crops per second of multi-crop evaluation against the forward pass of the same network.
 
-    "forward" is the folded appendix network on a batch that lies on the device; "crops" starts from decoded squares in
-    the host's memory: copying, cutting, mirroring, normalizing, forward, averaging; "files" starts from JPEG files.
+    "forward" is the folded appendix network on a batch already on the device. "crops" starts from decoded squares in
+    host memory: copy, crop, mirror, normalize, forward, average. "files" starts from JPEG files.
 
     Args:
-        crops: crops of each image.
-        size: side of a crop.
-        width: factor on the network's filters.
-        images: images of 500 x 375 px and the like, made for this.
-        batch_size: crops that the network takes at a time.
+        crops: crops per image.
+        size: height and width of a crop.
+        width: factor on the network's numbers of filters.
+        images: number of generated images, of about 500 x 375 px.
+        batch_size: crops per forward pass.
         workers: processes that decode.
-        rounds: how often each contender runs, in turns.
-        device: where the network runs: cpu, cuda, or auto.
+        rounds: number of rounds, each of which times every contender.
+        device: cpu, cuda, or auto.
         out: the result file; the published ones are in results.
     """
     options = dict(locals())
@@ -72,7 +72,7 @@ def crops(
         for turn in range(rounds + 1):
             for name, contender in contenders.items():
                 rate = _crops_per_second(contender, device)
-                if turn:  # the first warms up
+                if turn:  # the first round warms up
                     rates[name].append(rate)
     median = {name: statistics.median(values) for name, values in rates.items()}
     result = {
@@ -89,12 +89,12 @@ def crops(
 
 
 def photographs(folder: Path, count: int) -> Path:
-    """Write JPEG files of photographs' size and detail into an image folder and return it."""
+    """Write JPEG files with the size and detail of photographs to an image folder and return it."""
     image_module, rng = require("PIL.Image", "train"), np.random.default_rng(0)
     (folder / "val" / "all").mkdir(parents=True)
     for k in range(count):
         width, height = ((500, 375), (375, 500), (500, 333))[k % 3]
-        # Noise at several scales has about the detail, and the bytes, of a photograph.
+        # Noise at several scales has about the detail and file size of a photograph.
         layers = [
             image_module.fromarray(rng.integers(0, 256, (height // s, width // s, 3), dtype=np.uint8)).resize(
                 (width, height), image_module.Resampling.BICUBIC
@@ -116,7 +116,7 @@ def _network(size: int, width: float, device: str) -> nn.Module:
 def _contenders(
     net: nn.Module, batches: SquareBatches, decoded: list[Squares], batch_size: int
 ) -> dict[str, Callable[[], int]]:
-    """Return functions that do the work and say how many crops it was."""
+    """Return functions that do the work and return the number of crops."""
     mean = MeanProbabilities(net, batches.crops, batch_size).to(batches.device)
     x = torch.randn(batch_size, 3, batches.crops.size, batches.crops.size, device=batches.device)
     x = x.contiguous(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""How long does ``reproduce fig1`` take, compared with the same experiment written plainly in eager PyTorch?"""
+"""How long does ``reproduce fig1`` take, compared with the same experiment in plain eager PyTorch?"""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def fig1(
     rounds: int = 1,
     out: Path = Path("runs/bench/fig1.json"),
 ) -> None:
-    """Time Figure 1's experiment, both networks, against plain eager PyTorch; whole commands, from start to report.
+    """Time ``reproduce fig1`` against the same experiment in plain eager PyTorch, both as whole commands.
 
     Both train with autograd and ``torch.optim.SGD``. Eager uses ``torch.nn``'s layer, trains one network after the
     other on torch's default threads, evaluates 50 times and writes nothing. ``reproduce fig1`` uses this library's
-    layer on one thread a network, evaluates 71 times, monitors, writes checkpoints, the figure and the report.
+    layer with one thread per network, evaluates 71 times, monitors, and writes checkpoints, the figure and the report.
 
     Args:
-        steps: updates of each network.
+        steps: updates per network.
         rate: learning rate.
-        std: width of the initial Gaussians.
-        rounds: how often each contender runs, in turns; ratios are of medians.
+        std: standard deviation of the initial weights.
+        rounds: number of rounds, each of which runs every contender once; ratios are of medians.
         out: the result file; the published ones are in results.
     """
     above(0, rate=rate, std=std)
@@ -50,7 +50,7 @@ def fig1(
         "one process": partial(_reproduce, steps, rate, std, 1),
         "make run": partial(_reproduce, steps, rate, std, 2),
     }
-    load = os.getloadavg()[0]  # what else the machine was doing: above 0.5 the times say little
+    load = os.getloadavg()[0]  # above 0.5, other work on the machine makes the times unreliable
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     accuracies: dict[str, list[list[float]]] = {name: [] for name in contenders}
     for seed in range(rounds):
@@ -85,7 +85,7 @@ def _reproduce(steps: int, rate: float, std: float, processes: int, seed: int) -
         words = ["--steps", steps, "--rate", rate, "--std", std, "--seed", seed]
         _run("batchnorm", "reproduce", "fig1", *words, "--processes", processes, "--out", folder)
         summaries = [json.loads((Path(folder) / n / "summary.json").read_text()) for n in ("without-bn", "with-bn")]
-    # With running averages, as eager has them.
+    # With running averages, as in eager.
     return [s["accuracy"]["running"] for s in summaries]
 
 
@@ -98,7 +98,7 @@ def _run(module: str, *words: object) -> str:
 
 
 def build(batch_norm: bool, std: float) -> nn.Sequential:
-    """Build Section 4.1's network as one writes it plainly in eager PyTorch, from ``torch.nn`` alone."""
+    """Build Section 4.1's network in plain eager PyTorch, from ``torch.nn`` only."""
     layers: list[nn.Module] = []
     inputs = 784
     for _ in range(3):
@@ -116,7 +116,7 @@ def build(batch_norm: bool, std: float) -> nn.Sequential:
 
 
 def train(net: nn.Sequential, data: MNIST, steps: int, rate: float) -> float:
-    """Train for so many steps, evaluate every thousandth, and return the last test accuracy."""
+    """Train for ``steps`` steps, evaluate every 1,000 steps, and return the last test accuracy."""
     optimizer = torch.optim.SGD(net.parameters(), lr=rate)
     order = torch.randperm(60_000)
     accuracy = 0.0

@@ -2,8 +2,8 @@
 
     python -m batchnorm bench fine-tuning --data DIR --out runs/bench/fine-tuning.json
 
-A small network is trained on one half of the classes, then fine-tuned on a few images of each of the others: with the
-statistics of each batch, and with those of the first training, frozen.
+It trains a small network on half of the classes, then fine-tunes it on a few images of each other class: with the
+statistics of each batch, and with frozen statistics of the first training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..train import RECIPES, Options, Recipe, Result, train
 QUESTION = (
     "validation accuracy after fine-tuning on other classes, by batch size, with batch and with frozen statistics"
 )
-# Validated at the end alone.
+# Validate only at the end.
 SETTINGS: dict[str, Any] = {"cache": "device", "workers": 0, "device": "cpu", "evaluate_every": 10**9}
 NAMES = {False: "batch statistics", True: "frozen statistics"}
 
@@ -54,19 +54,19 @@ def fine_tuning(
     processes: int | None = None,
     out: Path = Path("runs/bench/fine-tuning.json"),
 ) -> list[dict[str, Any]]:
-    """Fine-tune a network with small batches, with the statistics of each batch and with frozen ones.
+    """Fine-tune a network with small batches, using each batch's statistics or frozen ones.
 
     Args:
         data: folder with train/CLASS/*.jpg and val/CLASS/*.jpg.
-        classes: how many of its classes to use: the first half to train on, the others to fine-tune on.
-        images: training images of each class to fine-tune on.
-        batches: batch sizes of the fine-tuning.
-        rates: of the fine-tuning; the best mean over seeds counts, for each batch size and kind of statistics.
-        seeds: of each fine-tuning.
+        classes: number of classes to use: the first half for training, the others for fine-tuning.
+        images: training images per class for fine-tuning.
+        batches: batch sizes for fine-tuning.
+        rates: learning rates for fine-tuning; each batch size and kind of statistics is scored at its best rate.
+        seeds: number of seeds per fine-tuning.
         size: height and width of the images.
         first_epochs: length of the first training, at batch 64.
         epochs: length of each fine-tuning.
-        processes: by default one per core.
+        processes: number of processes; by default one per core.
         out: the result file; the published one is results/fine-tuning.json.
     """
     told = {
@@ -142,10 +142,10 @@ def _means(results: list[Result]) -> dict[str, Any]:
 
 
 def _divide(data: Path, classes: int, images: int, folder: Path) -> tuple[Path, Path]:
-    """Make two image folders of links: one half of the classes, and a few training images of each of the others."""
+    """Make two image folders of links: half of the classes, and a few training images of each other class."""
     names = FolderSource.open(data, "train").classes[:classes]
     if len(names) < classes:
-        raise ValueError(f"{data} has {len(names)} classes, and classes={classes}: give fewer")
+        raise ValueError(f"{data} has only {len(names)} classes, but classes={classes}: choose fewer")
     half = classes // 2
     parts = {"first-images": (names[:half], None), "other-images": (names[half:], images)}
     for part, (chosen, limit) in parts.items():

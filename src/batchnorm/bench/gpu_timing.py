@@ -1,4 +1,4 @@
-"""Time a call on a CUDA device as a training step meets it: data not in the cache, no host in the way."""
+"""Time a call on a CUDA device as in a training step: with data that is not in the cache, and no host overhead."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 def require_gpu() -> None:
-    """Refuse to start if there is nothing to measure on."""
+    """Raise ValueError if there is no GPU to measure on."""
     if not torch.cuda.is_available():
-        raise ValueError("this benchmark needs a CUDA device, and torch finds none")
+        raise ValueError("this benchmark needs a CUDA device, but torch finds none")
 
 
 def buffers(size: int) -> int:
-    """Return how many sets of tensors of ``size`` bytes it takes to leave nothing of the first in a 60 MB cache."""
+    """Return how many sets of ``size`` bytes are needed to evict the first from a 60 MB cache."""
     return max(3, min(64, -(-180_000_000 // size)))
 
 
 class Stopwatch:
-    """Replay captured calls with the clocks up, and take the median."""
+    """Replay captured calls at full clock speed, and take the median time."""
 
     def __init__(self, repeats: int = 11) -> None:
         self.repeats = repeats
@@ -29,14 +29,14 @@ class Stopwatch:
         self.load = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
 
     def seconds(self, call: Callable[[int], Any], sets: int) -> float:
-        """Return the seconds of one ``call(i)``, i running over the sets; what the calls return stays alive."""
+        """Return the seconds of one ``call(i)``, with i running over the sets; the calls' results are kept alive."""
         graph = torch.cuda.CUDAGraph()
         kept = []
         with torch.cuda.graph(graph, stream=self.stream):
             for i in range(sets):
                 kept.append(call(i))
         events = [(_event(), _event()) for _ in range(self.repeats)]
-        # An idle device has slow clocks: give it something to do first, and no pause before the replays.
+        # An idle device lowers its clocks: keep it busy until the replays start.
         for _ in range(6):
             torch.mm(self.load, self.load)
         for start, end in events:
@@ -53,7 +53,7 @@ def _event() -> torch.cuda.Event:
 
 
 def copy_bandwidth(watch: Stopwatch) -> float:
-    """Return the bytes read and written per second by an elementwise kernel on a tensor far larger than the cache."""
+    """Return the bytes per second that an elementwise kernel reads and writes on a tensor far larger than the cache."""
     x = [torch.randn(1 << 28, device="cuda").to(torch.bfloat16) for _ in range(3)]
 
     def call(i: int) -> Tensor:

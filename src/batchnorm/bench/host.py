@@ -1,8 +1,8 @@
-"""How long does one eager layer keep the host busy, against ``torch.nn``'s modules?
+"""How long does one eager layer keep the host busy, compared with ``torch.nn``'s modules?
 
-``batchnorm bench host`` calls layers on tensors so small that the GPU waits for the host: forward and backward pass,
-gradients cleared in between, and evaluation without gradients. If a network is bound by the host, as most are at small
-batch sizes, these are the times that count. Ours and torch's calls take turns; a ratio is the median over the rounds.
+``batchnorm bench host`` calls layers on tensors so small that the GPU waits for the host. It times training (forward
+and backward pass, gradients cleared in between) and evaluation. These times matter if a network is bound by the host,
+as most are at small batch sizes. Our calls and torch's alternate; a ratio is the median over rounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Step = Callable[[], Any]
 
 
 def steps(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[Step, Step]]:
-    """Return calls of torch's layers and of ours that compute the same, by what they compute."""
+    """Return pairs of equivalent calls, torch's and ours, by name."""
 
     def draw() -> Tensor:
         return torch.randn(shape, device="cuda").to(dtype, memory_format=torch.channels_last)
@@ -70,7 +70,7 @@ def steps(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[Step, S
 
 
 def microseconds(step: Step) -> float:
-    """Return what the host takes for one call."""
+    """Return the host time of one call."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(CALLS):
@@ -79,10 +79,10 @@ def microseconds(step: Step) -> float:
 
 
 def host(rounds: int = 11, out: Path = Path("runs/bench/host.json")) -> list[dict[str, Any]]:
-    """Time the host's part of eager layers against ``torch.nn``'s.
+    """Time how long eager layers keep the host busy, against ``torch.nn``'s.
 
     Args:
-        rounds: how often each pair is timed.
+        rounds: number of times each pair is timed.
         out: the result file.
 
     Raises:
@@ -98,7 +98,7 @@ def host(rounds: int = 11, out: Path = Path("runs/bench/host.json")) -> list[dic
                 for step in (torchs, ours):
                     for _ in range(3):
                         step()
-                extension.wait()  # compiled in the background, since the first call
+                extension.wait()  # the first call started compiling it in the background
                 for step in (torchs, ours):
                     microseconds(step)
                 found = [(microseconds(torchs), microseconds(ours)) for _ in range(rounds)]

@@ -1,4 +1,4 @@
-"""How fast images are decoded and cropped, against a plain Pillow loader, and how many cores feed a GPU."""
+"""How fast are images decoded and cropped, compared with a plain Pillow loader, and how many cores feed a GPU?"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BATCH = 50
 
 @dataclass(frozen=True)
 class InputRate:
-    """Images per second of one core, for both loaders, and of all workers together."""
+    """Images per second of one core with each loader, and of all workers together."""
 
     data: str
     images: int
@@ -70,20 +70,20 @@ def input_rate(
     gpu_rate: float = 15_000.0,
     out: Path = Path("runs/bench/input.json"),
 ) -> InputRate:
-    """Time decoding and cropping by one core against a plain Pillow loader with the same crops; print and write it.
+    """Time decoding and cropping on one core, against a plain Pillow loader with the same crops.
 
-    A core's rate is by processor time, so other work on the machine counts little; rounds alternate between the two.
-    The workers' rate is by the clock, through shared memory to this process.
+    One core's rate is measured in processor time, so other work on the machine has little effect; the two loaders
+    alternate. The workers' rate is measured in elapsed time, including shared memory to this process.
 
     Args:
-        data: an image folder or tar shards; without it pictures of 500x375 pixels are made, which are smoother, and
-            so faster to decode, than photographs.
-        split: which part of it.
-        size: the side of the crops.
-        images: how many of them, spread over the set.
-        rounds: how often each loader is timed.
-        workers: processes of the second measurement.
-        gpu_rate: images per second of the GPU to be fed.
+        data: an image folder or tar shards; by default, generated pictures of 500x375 pixels, which are smoother than
+            photographs and so faster to decode.
+        split: the part of the data to use.
+        size: height and width of the crops.
+        images: number of images, spread over the data.
+        rounds: number of times each loader is timed.
+        workers: number of worker processes.
+        gpu_rate: images per second that the GPU consumes.
         out: the result file; the published ones are in results.
     """
     at_least(1, size=size, images=images, rounds=rounds, workers=workers)
@@ -120,7 +120,7 @@ def input_rate(
 
 
 def _plain(source: ImageSource, reader: BatchReader, request: Request) -> Tensor:
-    """Load as most training scripts do, up to the uint8 batch."""
+    """Load a uint8 batch as most training scripts do."""
     pillow = require("PIL.Image", "train")
     batch = []
     for example, choose in zip(request.examples.tolist(), reader.crop(request), strict=True):
@@ -133,7 +133,7 @@ def _plain(source: ImageSource, reader: BatchReader, request: Request) -> Tensor
 def _check(reader: BatchReader, request: Request) -> None:
     plain, ours = _plain(reader.source, reader, request), reader[request].images.permute(0, 3, 1, 2)
     difference = (plain.float() - ours.float()).abs().mean().item()
-    # Scaled decoding and half a pixel of rounding cost a few levels; another crop would differ by tens.
+    # Scaled decoding and rounding by half a pixel change a few grey levels; a wrong crop would differ by tens.
     if difference > 10:
         raise RuntimeError(f"the loaders differ by {difference:.1f} grey levels on average: nothing was timed")
 
@@ -146,7 +146,7 @@ def _core_rate(load: Callable[[Request], Tensor], requests: list[Request]) -> fl
 
 def _workers_rate(root: Path, split: str, size: int, workers: int, seconds: float = 5.0) -> float:
     batches = open_images(root, split, size=size, batch_size=BATCH, train=True, workers=workers)
-    next(batches.epoch(0))  # the workers' start
+    next(batches.epoch(0))  # start the workers
     count, start, epoch = 0, time.perf_counter(), 1
     while True:
         for _, labels in batches.epoch(epoch):

@@ -1,6 +1,6 @@
-"""The rows of ``bench kernels``: the layers of two networks, and the rows of an earlier session that still hold.
+"""The rows of ``bench kernels``: the layers of two networks, and rows of earlier sessions that are still valid.
 
-A row is of certain kernels: a digest of their code, and of which of them a layer gets, decides whether it is stale.
+A row is stale if the digest of its kernels' code, or of the choice of kernels for its layer, has changed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _CHANNELS = {  # by the height of the input
 
 
 def all_layers() -> list[LayerShape]:
-    """Return both networks' layers at a small and a large batch."""
+    """Return the layers of both networks at a small and a large batch size."""
     networks = (("inception", 32), ("inception", 256), ("resnet50", 64), ("resnet50", 256))
     rows = [(name, batch, size, c) for name, batch in networks for size, cs in _CHANNELS[name].items() for c in cs]
     return [LayerShape(name, batch, c, size) for name, batch, size, c in rows]
@@ -68,7 +68,7 @@ def short_list() -> list[LayerShape]:
 
 
 def hardware() -> dict[str, Any]:
-    """Return what a reader needs to repeat the measurement, and what must agree between two sessions."""
+    """Describe the hardware and the method; two sessions must agree on them to share a result file."""
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -79,26 +79,26 @@ def hardware() -> dict[str, Any]:
 
 
 def provenance(commit: str | None) -> dict[str, Any]:
-    """Return the origin that every row states."""
+    """Return the commit and date that every row records."""
     return {"commit": environment(commit)["commit"], "date": time.strftime("%Y-%m-%d")}
 
 
 @cache
 def digest(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool, processors: int) -> str:
-    """Return a digest of what a row measures: the kernels, what launches them, and which of them a layer gets."""
+    """Return a digest of what a row measures: the kernels, their launching code, and those chosen for the layer."""
     form = torch.channels_last if channels_last else torch.contiguous_format
     g = geometry_of(torch.empty(layer.shape, device="meta", memory_format=form))
     rules = (resident.choose, schedule.choose)
     chosen = [rule(g, dtype.itemsize, backward, residual, processors) for rule in rules for backward in (False, True)]
     found = hashlib.sha256(repr(chosen).encode())
     for path in sorted((Path(ops.__file__).parent / "cuda").rglob("*")):
-        if path.suffix in (".py", ".cu") and path.name != "schedule.py":  # what the rules chose counts, not the rules
+        if path.suffix in (".py", ".cu") and path.name != "schedule.py":  # its choice counts, not its code
             found.update(code_of(path).encode())
     return found.hexdigest()[:12]
 
 
 def code_of(path: Path) -> str:
-    """Return what a source file computes: its code without comments, docstrings, imports and layout."""
+    """Return a source file's code without comments, docstrings, imports and formatting."""
     source = path.read_text()
     if path.suffix == ".cu":
         return " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.DOTALL).split())
@@ -115,22 +115,22 @@ def _is_silent(node: ast.stmt) -> bool:
     return text or isinstance(node, ast.Import | ast.ImportFrom)
 
 
-Given = tuple[LayerShape, bool, torch.dtype, bool]  # channels_last? residual?
+Given = tuple[LayerShape, bool, torch.dtype, bool]  # layer, channels_last, dtype, residual
 Key = tuple[Any, ...]
 
 
 def key_of(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool) -> Key:
-    """Return what a row is known by."""
+    """Return the key of a row."""
     return (*layer, *names_of(channels_last, dtype, residual))
 
 
 def earlier_rows(path: Path, machine: dict[str, Any], processors: int) -> dict[Key, dict[str, Any]]:
-    """Return the rows of earlier sessions that are of the same kernels."""
+    """Return the rows of earlier sessions that measured the same kernels."""
     if not path.exists():
         return {}
     report = json.loads(path.read_text())
     if report["hardware"] != machine:
-        raise ValueError(f"{path} is of {report['hardware']}, and this is {machine}: give another --out")
+        raise ValueError(f"{path} was measured on {report['hardware']}, but this is {machine}: choose another --out")
     found = {}
     for row in report["rows"]:
         layer = LayerShape(*(row[name] for name in LayerShape._fields))
@@ -141,6 +141,6 @@ def earlier_rows(path: Path, machine: dict[str, Any], processors: int) -> dict[K
 
 
 def names_of(channels_last: bool, dtype: torch.dtype, residual: bool) -> tuple[str, str, str]:
-    """Return how a row calls its layout, type and operation."""
+    """Return the names of a row's layout, type and operation."""
     layout, op = "NHWC" if channels_last else "NCHW", "BN+add+ReLU" if residual else "BN+ReLU"
     return layout, str(dtype).removeprefix("torch."), op

@@ -1,10 +1,10 @@
-"""How fast are the fused CUDA kernels, against eager torch, torch.compile and the bytes that have to move?
+"""How fast are the fused CUDA kernels, compared with eager torch, torch.compile and memory bandwidth?
 
     batchnorm bench kernels --out runs/bench/kernels.json
 
-Every layer, BN+ReLU and BN+add+ReLU, both layouts: forward and backward pass of each contender inside a CUDA graph,
-with data that is not in the cache. A path whose results are wrong is not timed. What the result file holds already, of
-the same kernels on the same machine, is not measured again: the work spreads over as many sessions as it needs.
+For every layer, BN+ReLU and BN+add+ReLU, and both layouts, time each contender's forward and backward pass inside a
+CUDA graph, with data that is not in the cache. Contenders with wrong results are not timed. Rows that the result file
+already has, for the same kernels on the same machine, are not measured again, so the work can span several sessions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .kernel_rows import (
 from .kernels_report import bars, draw, line, write
 
 EPS = 1e-5
-# ||ours - expected|| / ||expected|| that a check allows: a few roundings of the type.
+# Largest ||ours - expected|| / ||expected|| that a check accepts: a few rounding errors of the type.
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 Normalize = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -58,7 +58,7 @@ class Parameters:
         self.running = ops.Running(mean, var, count, count.clone())
 
     def ours(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Apply BN, add and ReLU in one call."""
+        """Apply this library's BN, add and ReLU in one call."""
         layer = self.gamma, self.beta, self.running, 0.1, EPS
         return ops.batch_norm_(x, *layer, activation="relu", residual=residual)[0]
 
@@ -69,7 +69,7 @@ class Parameters:
 
 
 def contenders(p: Parameters, autotune: bool) -> dict[str, Normalize]:
-    """Return what is compared, by name."""
+    """Return the contenders by name."""
     found: dict[str, Normalize] = {"batchnorm": p.ours, "eager": p.eager}
     found["compile"] = torch.compile(p.eager, fullgraph=True, dynamic=False)
     if autotune:
@@ -78,7 +78,7 @@ def contenders(p: Parameters, autotune: bool) -> dict[str, Normalize]:
 
 
 class Sets:
-    """Enough inputs, residuals and output gradients that each is out of the cache when its turn comes."""
+    """Sets of inputs, residuals and output gradients: so many that each is out of the cache when used again."""
 
     def __init__(
         self, layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool, n: int | None = None
@@ -95,7 +95,7 @@ class Sets:
         self.residual = [draw().requires_grad_() if residual else None for _ in range(self.n)]
 
     def limit(self, bandwidth: float) -> tuple[float, float]:
-        """Return the seconds that the bytes take, each input read once and each output written once."""
+        """Return the least seconds of both passes: each input read once and each output written once."""
         extra = self.residual[0] is not None
         return tuple((n + extra) * self.bytes / bandwidth for n in (2, 3))  # type: ignore[return-value]
 
@@ -103,8 +103,8 @@ class Sets:
 def check(sets: Sets, p: Parameters, call: Normalize) -> dict[str, float]:
     """Return the relative errors of y and every gradient on the first set.
 
-    Gradients are expected where ours is positive: one value so near 0 that rounding decides its sign is more than all
-    other errors of a float32 gradient. A sign that is wrong by more is an error of y.
+    The expected gradients take ReLU's mask from our output. Rounding decides the sign of values very near 0, and one
+    such sign outweighs all other errors of a float32 gradient. A sign that is really wrong shows up as an error of y.
     """
     x, r, dy = sets.x[0], sets.residual[0], sets.dy[0]
     wide = torch.float64 if x.numel() < 2**25 or x.dtype == torch.float32 else torch.float32
@@ -123,7 +123,7 @@ def check(sets: Sets, p: Parameters, call: Normalize) -> dict[str, float]:
 
 
 def time_passes(watch: Stopwatch, sets: Sets, p: Parameters, call: Normalize) -> tuple[float, float]:
-    """Return the seconds of a forward and of a backward pass."""
+    """Return the seconds of a forward and a backward pass."""
 
     def forward(i: int) -> Tensor:
         return call(sets.x[i], sets.residual[i])
@@ -153,7 +153,7 @@ def measure(
     calls = contenders(p, autotune)
     one = Sets(layer, channels_last, dtype, residual, 1)
     for name, call in calls.items():
-        if name != "eager":  # the others compile something
+        if name != "eager":  # the others compile on their first call
             call(one.x[0], one.residual[0]).backward(one.dy[0])
     torch.cuda.synchronize()
     del one
@@ -172,7 +172,7 @@ def measure(
 
 
 def time_all(bandwidth: float, sets: Sets, p: Parameters, calls: dict[str, Normalize]) -> dict[str, Any]:
-    """Return a row's measured part."""
+    """Return the measured part of a row."""
     x = sets.x[0]
     choice = ops.explain(x, p.gamma, p.beta, activation="relu", residual=sets.residual[0])
     row: dict[str, Any] = {
@@ -192,7 +192,7 @@ def time_all(bandwidth: float, sets: Sets, p: Parameters, calls: dict[str, Norma
 
 @cache
 def stopwatch() -> Stopwatch:
-    """Return this process's."""
+    """Return this process's stopwatch."""
     return Stopwatch()
 
 
@@ -205,16 +205,16 @@ def kernels(
     jobs: int = max(1, (os.cpu_count() or 1) - 2),
     commit: str | None = None,
 ) -> None:
-    """Time the fused CUDA kernels against eager torch, torch.compile and the bytes that have to move.
+    """Time the fused CUDA kernels against eager torch, torch.compile and the limit set by memory bandwidth.
 
     Args:
-        out: the result file, with a picture beside it; the published ones are in results.
+        out: the result file; a picture is written next to it. The published ones are in results.
         layers: one layer of each size class, or all of both networks.
-        dtypes: of the activations.
+        dtypes: types of the activations.
         autotune: also time torch.compile's max-autotune mode, and cuDNN in fp16.
-        seconds: start no layer after so many.
-        jobs: compile in so many processes, which measure one at a time; 0: in this one.
-        commit: what is measured, if the code is not a git checkout.
+        seconds: start no further layer after this many seconds.
+        jobs: number of processes, which compile in parallel and measure one at a time; 0 uses only this process.
+        commit: the commit that is measured, if the code is not a git checkout.
     """
     at_least(0, jobs=jobs, seconds=None if seconds == math.inf else seconds)
     if not dtypes:
@@ -238,7 +238,7 @@ def kernels(
         return [g for g in given if not {wanted, "batchnorm"} <= rows.get(key_of(*g), {"us": {}})["us"].keys()]
 
     waiting = not_measured()
-    print(f"{len(given) - len(waiting)} layers are measured already, {len(waiting)} are not", flush=True)
+    print(f"{len(given) - len(waiting)} layers are already measured, {len(waiting)} are not", flush=True)
     report: dict[str, Any] = {"hardware": machine, "bandwidth": copy_bandwidth(stopwatch()), "rows": rows}
     todo = [(report["bandwidth"], *g, autotune) for g in waiting]
     with workers(jobs, device_turns=True) as run:
@@ -255,4 +255,4 @@ def kernels(
     if rows:
         picture_beside(out, draw)
     if left := len(not_measured()):
-        print(f"{left} layers are not measured yet: the same command goes on")
+        print(f"{left} layers are not measured yet: run the same command again")

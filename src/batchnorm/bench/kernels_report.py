@@ -1,6 +1,6 @@
-"""What ``bench kernels`` reports: which bars are reached, means by layout and operation, and a picture.
+"""The report of ``bench kernels``: which bars are reached, means by layout and operation, and a picture.
 
-Draw the picture of a result file again: python -m batchnorm.bench.kernels_report results/kernels-h200.json
+To redraw the picture of a result file: python -m batchnorm.bench.kernels_report results/kernels-h200.json
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..results import write_atomically
 from .bars import Bar
 
 CHIP = 26.4e6  # bytes that stay on chip between the passes: 132 multiprocessors with 200 KB of shared memory
-MOVED = 20e6  # bytes; with less, a launch's own time is most of it
-# Tensors that must move if all is read once, and if what both passes need is read twice: forward, backward.
+MOVED = 20e6  # bytes; below this, launch overhead dominates
+# Tensors moved in the (forward, backward) pass if every input is read once, and if inputs are read twice.
 ONCE, TWICE = (2, 3), (3, 5)
 
 STYLES = {
@@ -32,7 +32,7 @@ STYLES = {
 
 
 class KernelBar(NamedTuple):
-    """One requirement, over the layers it is about."""
+    """One requirement on a group of layers."""
 
     layout: str
     op: str
@@ -44,11 +44,11 @@ class KernelBar(NamedTuple):
 
     @property
     def reached(self) -> bool | None:
-        """Whether it is; None if nothing was measured."""
+        """Whether the bar is reached; None if nothing was measured."""
         return self._bar.reached
 
     def line(self) -> str:
-        """Return it as a sentence."""
+        """Return the bar as a sentence."""
         return self._bar.line()
 
     @property
@@ -58,7 +58,7 @@ class KernelBar(NamedTuple):
 
 
 def bars(rows: Iterable[dict[str, Any]]) -> list[KernelBar]:
-    """Judge measured rows.
+    """Check measured rows against the bars.
 
     >>> row = {"layout": "NCHW", "op": "BN+ReLU", "dtype": "bfloat16", "megabytes": 20.0, "limit_us": [10.0, 15.0]}
     >>> row["us"] = {"batchnorm": [12.0, 18.0], "compile": [30.0, 30.0], "eager": [60.0, 90.0]}
@@ -87,8 +87,9 @@ def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Kernel
     def bar(what: str, wanted: float, values: Sequence[float], measured: float | None, at_least: bool) -> KernelBar:
         return KernelBar(layout, op, what, wanted, measured if values else None, at_least, len(values))
 
-    # Two bars that the bytes forbid are left out; docs/kernels.md has the arithmetic. With a residual both sides move a
-    # tensor more in each pass; eager's NHWC kernels move so little that ours would have to move less than they must.
+    # Two bars are left out because memory bandwidth rules them out; docs/kernels.md has the arithmetic. With a residual
+    # both contenders move one more tensor per pass. Eager's NHWC kernels move so few bytes that ours cannot move four
+    # times fewer.
     means = [
         bar("geometric mean of torch.compile over ours", 1.5, compiled, _mean(compiled), True),
         bar("geometric mean of eager over ours", 4.0, eager, _mean(eager), True),
@@ -103,7 +104,7 @@ def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Kernel
 
 
 def ratio(row: dict[str, Any], other: str) -> float:
-    """Return how many times as long ``other`` takes, forward and backward together."""
+    """Return how many times as long ``other`` takes, forward plus backward."""
     return float(sum(row["us"][other]) / sum(row["us"]["batchnorm"]))
 
 
@@ -133,7 +134,7 @@ def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return one row of the printed table: microseconds forward/backward, and times the limit."""
+    """Return one row of the printed table: microseconds forward/backward, and multiples of the limit."""
     shape = f"{row['batch']}x{row['channels']}x{row['size']}x{row['size']}"
     text = f"{shape:>16} {row['layout']} {row['dtype']:>8} {row['op']:>11} {row['megabytes']:7.1f} MB"
     for name, us in row["us"].items():
@@ -143,7 +144,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def write(report: dict[str, Any], path: Path) -> None:
-    """Write the report so far."""
+    """Write the report with the rows measured so far."""
     rows = list(report["rows"].values())
     judged = [{**bar._asdict(), "reached": bar.reached} for bar in bars(rows)]
     report = {**report, "rows": rows, "summary": summary(rows), "bars": judged}
@@ -151,7 +152,7 @@ def write(report: dict[str, Any], path: Path) -> None:
 
 
 def draw(report: dict[str, Any], plt: Any) -> Any:
-    """Draw one panel per layout and operation; 1 is every byte moved once at copy bandwidth."""
+    """Draw one panel per layout and operation; at 1, every byte is moved once at copy bandwidth."""
     types = [r["dtype"] for r in report["rows"]]
     dtype = "bfloat16" if "bfloat16" in types else types[0]
     panels = sorted({(r["layout"], r["op"]) for r in report["rows"] if r["dtype"] == dtype})
@@ -166,7 +167,7 @@ def draw(report: dict[str, Any], plt: Any) -> Any:
         axes.set(title=f"{op}, {layout}, {dtype}", xlabel="one tensor, MB", ylim=(0, 1.05))
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("share of the one-read limit, forward + backward")
-    figure.axes[-1].legend(loc="upper left", frameon=True)  # cuDNN has channels_last alone, which comes last
+    figure.axes[-1].legend(loc="upper left", frameon=True)  # the last panel is channels_last, the only one with cuDNN
     figure.suptitle(f"{report['hardware']['device']}, torch {report['hardware']['torch']}")
     return figure
 

@@ -1,10 +1,10 @@
-"""Does a converted network learn as the stock one does? ``batchnorm bench learning --data DIR`` trains both.
+"""Does a converted network learn as well as the stock one? ``batchnorm bench learning --data DIR`` trains both.
 
     python -m batchnorm bench learning --data DIR --out runs/bench/learning.json
 
-For each seed both forms start from the same weights and see the same crops in the same order: SGD with Nesterov
-momentum, one cycle of the learning rate; on a GPU in bf16 autocast and channels_last. Both forms agree if their mean
-accuracies differ by no more than the seeds of one form do.
+For each seed, both forms start from the same weights and see the same crops in the same order. They train by SGD with
+Nesterov momentum and a one-cycle learning rate; on a GPU in bf16 autocast and channels_last. The forms agree if their
+mean accuracies differ by no more than the range over seeds of one form.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ..train.distributed import device_of
 
 QUESTION = "validation accuracy of a network trained as it is and converted"
 FORMS = ("stock", "converted")
-CROP_AREA = (0.25, 1.0)  # smaller parts of small images show too little
+CROP_AREA = (0.25, 1.0)  # smaller crops of small images show too little
 
 
 @dataclass(frozen=True)
 class LearningRecipe:
-    """How each run trains."""
+    """The training settings of each run."""
 
     data: Path
     network: str
@@ -51,7 +51,7 @@ class LearningRecipe:
 
 @dataclass(frozen=True)
 class LearningRun:
-    """What one run came to: the loss and the validation accuracy after each epoch."""
+    """The result of one run: the loss and the validation accuracy after each epoch."""
 
     form: str
     seed: int
@@ -78,7 +78,7 @@ def train(form: str, seed: int, recipe: LearningRecipe) -> LearningRun:
     augment, normalize = Augment("none").to(device), Normalize().to(device)
     draws = torch.Generator().manual_seed(seed)
     losses, accuracies = [], []
-    torch.manual_seed(seed)  # for what the network itself draws: convert may have drawn, too
+    torch.manual_seed(seed)  # again, because convert may have drawn random numbers
     began = time.monotonic()
     for epoch in range(recipe.epochs):
         total = torch.zeros((), device=device)
@@ -146,19 +146,19 @@ def learning(
     jobs: int = 6,
     out: Path = Path("runs/bench/learning.json"),
 ) -> list[LearningRun]:
-    """Train a network as it is and converted, by the same recipe, and compare their validation accuracies.
+    """Train a network, stock and converted, by the same recipe and compare the validation accuracies.
 
     Args:
         data: an image folder or tar shards, with train and val parts.
         network: torchvision/NAME, timm/NAME or MODULE:FUNCTION, with at least as many outputs as there are classes.
-        seeds: of the weights, the order and the crops; at least two show a spread.
+        seeds: seeds of the weights, the order and the crops; at least two are needed to show a spread.
         size: height and width of the crops.
-        batch: images of a step.
+        batch: images per step.
         epochs: length of a run.
-        rate: the highest learning rate of its cycle.
+        rate: the highest learning rate of the cycle.
         device: cpu, cuda, or auto.
-        workers: processes that decode the images of each run, once.
-        jobs: runs at the same time, each in a process of its own; 0: one after the other in this process.
+        workers: processes per run that decode the images, once.
+        jobs: number of runs in parallel, each in its own process; 0 runs them one after the other in this process.
         out: the result file; the published one is results/same-learning-h200.json.
     """
     at_least(1, size=size, epochs=epochs)

@@ -1,4 +1,4 @@
-"""How much memory does a training step of the appendix network take, against the same network of stock parts?
+"""How much memory does a training step of the appendix network take, compared with the same network from torch.nn?
 
 ``batchnorm bench memory`` takes whole eager steps (forward, loss, backward, SGD with momentum; bf16 autocast,
 channels_last) of
@@ -6,8 +6,8 @@ channels_last) of
 - stock: ``torch.nn``'s layers as the appendix draws them, with and without normalization;
 - ours: this library's network in training, without and with ``recompute()``.
 
-On a GPU the number is the peak of what torch has allocated, parameters and images included; on a CPU, where this is a
-way to look at small sizes, the peak of what the step allocates.
+On a GPU the number is the peak of all memory that torch has allocated, including parameters and images. On a CPU,
+which is only for trying small sizes, it is the peak of what the step allocates.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .contenders import OURS, STOCK, Contender, noise, with_stock_parts_
 from .train import LOSS_TOLERANCE
 
 QUESTION = "peak memory of the appendix network's training step, over stock eager's"
-BARS = {"ours": 0.75, "ours, recompute": 0.58}  # of stock's peak, at most, on a GPU at batch 256
+BARS = {"ours": 0.75, "ours, recompute": 0.58}  # upper limits relative to stock's peak, on a GPU at batch 256
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """What was measured for one form: bytes at the peak and after the forward pass, and the peak over stock's."""
+    """The measurements of one form: bytes at the peak and after the forward pass, and the peak relative to stock's."""
 
     name: str
     peak: int
@@ -102,9 +102,9 @@ class EagerStep:
 
 
 def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
-    """Return the bytes allocated at the peak of a call and after it, its result still there.
+    """Return the bytes allocated at the peak of a call and after it, with its result still alive.
 
-    On a GPU all that torch has allocated counts, on a CPU what the call allocates.
+    On a GPU this counts everything that torch has allocated; on a CPU, only what the call allocates.
 
     >>> peak(lambda: torch.ones(1000).neg().neg(), torch.device("cpu"))  # three vectors, never more than two at once
     (8000, 4000)
@@ -117,7 +117,7 @@ def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
         found = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
         del result
         return found
-    gc.collect()  # lest what others left is freed meanwhile, and counts
+    gc.collect()  # garbage freed during the call would distort the count
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = call()
@@ -131,10 +131,10 @@ def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
 
 
 def measure(form: StepForm, batch: int, size: int, device: torch.device) -> PeakMemory:
-    """Build a form, warm it up and take the memory of one forward pass and one step."""
+    """Build a form, warm it up and measure the memory of one forward pass and one step."""
     step = EagerStep(form, batch, size, device)
     loss = float(step())
-    step()  # momentum buffers and workspaces are there now
+    step()  # allocates momentum buffers and workspaces
     _, after = peak(step.forward, device)
     highest, _ = peak(step, device)
     return PeakMemory(form.name, highest, after, loss)
@@ -143,19 +143,19 @@ def measure(form: StepForm, batch: int, size: int, device: torch.device) -> Peak
 def memory(
     batch: int | None = None, size: int = 224, out: Path | None = None, only: Sequence[str] = ()
 ) -> list[PeakMemory]:
-    """Measure the peak memory of the appendix network's training step, against stock parts.
+    """Measure the peak memory of the appendix network's training step, compared with the network from torch.nn.
 
     Args:
-        batch: the number of images; by default 256 on a GPU and 8 on a CPU.
-        size: their height and width.
-        out: write the numbers to this file.
-        only: beside stock, only the forms with these names; a wrong name lists them.
+        batch: number of images; by default 256 on a GPU and 8 on a CPU.
+        size: height and width of the images.
+        out: the result file.
+        only: names of the forms to measure besides stock; an unknown name prints the list.
     """
     at_least(1, batch=batch)
     at_least(32, size=size)
     names = [form.name for form in FORMS[1:]]
     if unknown := [name for name in only if name not in names]:
-        raise ValueError(f"there is no form named {unknown[0]!r}; there are {', '.join(map(repr, names))}")
+        raise ValueError(f"there is no form named {unknown[0]!r}: choose from {', '.join(map(repr, names))}")
     check_writable(out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = batch or (256 if device.type == "cuda" else 8)
@@ -164,7 +164,7 @@ def memory(
         row = measure(form, batch, size, device)
         rows.append(replace(row, over_stock=row.peak / (rows or [row])[0].peak))
         if form.norm and not abs(row.loss - rows[0].loss) <= LOSS_TOLERANCE * abs(rows[0].loss):
-            raise RuntimeError(f"{row.name} computes another loss than stock: {row.loss} instead of {rows[0].loss}")
+            raise RuntimeError(f"{row.name} computes a loss of {row.loss}, but stock computes {rows[0].loss}")
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -177,7 +177,7 @@ def memory(
 
 
 def report(rows: Sequence[PeakMemory], judged: Sequence[PeakMemory] = ()) -> str:
-    """Return the table, and whether those to be judged are small enough."""
+    """Return the table, and whether the judged rows meet their bars."""
     width = max(len(row.name) for row in rows)
     lines = [f"{'':<{width}} {'peak MB':>9} {'after forward':>14} {'x stock':>8}"]
     for row in rows:

@@ -1,4 +1,4 @@
-"""What does :class:`batchnorm.Monitor` cost a training loop at its default setting?"""
+"""How much does :class:`batchnorm.Monitor` slow down a training loop, at its default settings?"""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..results import check_writable, environment, write_json
 
 
 def monitor(steps: int = 500, rounds: int = 15, out: Path = Path("runs/bench/monitor.json")) -> None:
-    """Time an eager training loop of Section 4.1's network with and without a monitor, in turns.
+    """Time an eager training loop of Section 4.1's network with and without a monitor, alternately.
 
     Args:
-        steps: updates in a turn: five records at the default every=100.
-        rounds: turns of each contender; the ratio is the median of the turns' ratios.
+        steps: updates per round; 500 make five records at the default every=100.
+        rounds: number of rounds, each of which times every contender; the ratio is the median over rounds.
         out: the result file; the published ones are in results.
     """
     at_least(1, steps=steps, rounds=rounds)
@@ -53,7 +53,7 @@ def monitor(steps: int = 500, rounds: int = 15, out: Path = Path("runs/bench/mon
         with Monitor(net, probe=data.test.images[:250]):
             seconds["on a probe of 250"].append(train(rows))
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    # Within a round: the machine's own speed changes from one to the next.
+    # Ratios are taken within a round, because the machine's speed changes between rounds.
     ratios = {name: map(truediv, values, seconds["no monitor"]) for name, values in seconds.items()}
     added = {name: round(statistics.median(values) - 1, 4) for name, values in ratios.items()}
     result = {

@@ -1,4 +1,4 @@
-"""Whole training steps of a network, as its author wrote it and converted, timed in pairs within one process."""
+"""Whole training steps of a network, stock and converted, timed in pairs within one process."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ Mode = Literal[
     "evaluation", "nchw", "float32", "fp16", "bf16-weights", "checkpoint", "accumulate", "ddp", "fsdp2",
 ]  # fmt: skip
 Row = dict[str, Any]
-TURN = "turn"  # yielded by what must not be disturbed from then on
+TURN = "turn"  # yielded to ask for exclusive use of the machine, for timing
 COMPILING: tuple[Mode, ...] = ("compiled", "backend")
-# Relative. At first the losses differ by rounding in bfloat16; training amplifies that, and compiled networks draw
-# dropout masks of their own.
+# Relative tolerances. The first losses differ only by rounding in bfloat16; training amplifies that, and compiled
+# networks draw different dropout masks.
 FIRST_TOLERANCE, LOSS_TOLERANCE = 0.005, 0.03
 CHECKED_STEPS = 3
 AUXILIARY = 0.3  # the weight of GoogLeNet's and Inception's auxiliary classifiers
 RATE = 1e-3  # at 0.01, changing GoogLeNet's weights by 1e-6 changes the loss by 1% after one step
-GROUP_SECONDS = 0.1  # a host-bound step is timed with others, between two synchronizations
+GROUP_SECONDS = 0.1  # short steps are timed in groups of this length, between two synchronizations
 MIN_PAIRS = 6  # with fewer, order statistics give no 95% interval
-NARROW = 0.01  # stop at a 95% interval of the median +-1%
+NARROW = 0.01  # stop once the 95% interval is within 1% of the median
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is the same for all rows."""
+    """Settings common to all rows."""
 
     device: str
     size: int
@@ -54,19 +54,19 @@ class Settings:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether steps run in bf16 autocast and channels_last, on a GPU; on a CPU they run in float32."""
+        """Whether steps run on a GPU, in bf16 autocast and channels_last; on a CPU they run in float32."""
         return self.device == "cuda"
 
 
 class Measurement(NamedTuple):
-    """Rows of one batch size whose modes share the stock form that they are timed against."""
+    """Rows of one batch size whose modes are timed against the same stock form."""
 
     batch: int
     modes: tuple[Mode, ...]
 
 
 class NetworkJob(NamedTuple):
-    """What one process measures of one network."""
+    """The measurements of one network that one process makes."""
 
     network: str
     units: tuple[Measurement, ...]
@@ -98,14 +98,14 @@ def convert_pair(name: str, settings: Settings) -> Pair:
     began = time.perf_counter()
     converted = convert(net, example)
     seconds = time.perf_counter() - began
-    extension.wait()  # it is compiled in the background, and steps are as fast as they get once it is there
+    extension.wait()  # it compiles in the background; until it is ready, steps are slower
     with torch.no_grad():
         output = network_call.tensors_in(copy.deepcopy(net)(example))[0]
     return Pair(net, converted, example, output.shape[1], seconds, str(converted.report).partition("\n")[0])
 
 
 class Step:
-    """Training steps on one batch: forward, loss, backward, SGD with momentum; or forward alone, to evaluate."""
+    """Training steps on one batch: forward, loss, backward, SGD with momentum; for evaluation, only forward."""
 
     def __init__(self, net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> None:
         self.model, images = _as_used(net, mode, images)
@@ -142,15 +142,15 @@ class Step:
 
 
 def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
-    """Return a network as a mode uses it, and the images that it takes then."""
+    """Return the network and the images as a mode uses them."""
     match mode:
         case "compiled":
             return torch.compile(net), images
         case "backend":
-            # The function, not its name: the name is known only if the package is installed.
+            # Pass the function, because its name is only registered if the package is installed.
             return torch.compile(net, backend=import_module("batchnorm.dynamo").compile_graph), images
         case "evaluation":
-            estimate_(net, [images])  # with the statistics of a new network activations overflow
+            estimate_(net, [images])  # with initial statistics, activations would overflow
             return net.eval(), images
         case "nchw":
             return net.to(memory_format=torch.contiguous_format), images.contiguous()  # type: ignore[call-overload]
@@ -175,7 +175,7 @@ def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
 
 
 class GraphedStep:
-    """A step that has warmed up, captured whole as one CUDA graph."""
+    """A warmed-up step, captured as one CUDA graph."""
 
     def __init__(self, step: Step) -> None:
         self.graph = torch.cuda.CUDAGraph()
@@ -196,14 +196,14 @@ class Prepared(NamedTuple):
     step: Callable[[], Tensor]
     losses: list[float]
     first_step_seconds: float
-    peak: int | None  # bytes, on a GPU; of other forms' memory it counts nothing
+    peak: int | None  # bytes on a GPU, not counting the memory of other forms
 
 
 def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepared:
     """Take the first steps of a copy of a network, and measure their time and memory.
 
-    The first step of a compiled network starts with empty caches of compiled code, and its time is the CPU's: others
-    may compile at the same time.
+    The first step of a compiled network starts without cached code. Its time is CPU time, because other processes may
+    compile at the same time.
     """
     before = torch.cuda.memory_allocated() - images.nbytes - labels.nbytes if images.is_cuda else 0
     step: Any = Step(copy.deepcopy(net), mode, images, labels)
@@ -211,7 +211,7 @@ def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepa
     clock = time.process_time if compiles else time.perf_counter
     side: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream()) if mode == "graph" else nullcontext()
     if images.is_cuda:
-        torch.cuda.synchronize()  # the copy was made in another stream
+        torch.cuda.synchronize()  # the copy was made on another stream
     began = clock()
     with side:
         with _compiling() if compiles else nullcontext():
@@ -222,18 +222,18 @@ def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepa
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     if mode == "graph":
-        step = GraphedStep(step)  # which allocates as a step does
+        step = GraphedStep(step)  # capturing allocates as much as a step does
         losses += _losses(step, range(CHECKED_STEPS, 2 * CHECKED_STEPS))
     else:
         step()
     peak = torch.cuda.max_memory_allocated() - before if images.is_cuda else None
     if compiles and images.is_cuda:
-        torch.cuda.empty_cache()  # other processes compile, too
+        torch.cuda.empty_cache()  # leave memory for other processes
     return Prepared(step, losses, seconds, peak)
 
 
 def _losses(step: Callable[[], Tensor], seeds: range) -> list[float]:
-    """Take steps, each with a seed of its own for what the network draws."""
+    """Take steps, each with its own seed for the network's random draws."""
     losses = []
     for seed in seeds:
         torch.manual_seed(seed)
@@ -242,7 +242,7 @@ def _losses(step: Callable[[], Tensor], seeds: range) -> list[float]:
 
 
 def _compiling() -> AbstractContextManager[Any]:
-    """Compile with empty caches, and the backward pass before the forward pass runs: no activations wait for it."""
+    """Compile with empty caches, and the backward pass before the forward pass runs, to hold no activations."""
     import torch._functorch.config as functorch
     from torch._inductor.utils import fresh_cache
 
@@ -254,7 +254,7 @@ def _compiling() -> AbstractContextManager[Any]:
 
 
 def loss_problem(stock: Sequence[float], ours: Sequence[float], compiled: bool = False) -> str | None:
-    """Say which step's losses differ by more than rounding does, if any.
+    """Return a message if the losses of a step differ by more than rounding, or None.
 
     >>> loss_problem([6.9, 6.8], [6.91, 6.75]), loss_problem([6.9, 6.8], [6.9, math.nan])
     (None, 'the loss of step 2 is nan and stock computes 6.8: not timed')
@@ -266,10 +266,10 @@ def loss_problem(stock: Sequence[float], ours: Sequence[float], compiled: bool =
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median and its 95% interval by order statistics, which assume nothing about the distribution.
+    """Return the median and its 95% interval from order statistics, which hold for any distribution.
 
     The k-th smallest and k-th largest of n values bound the median with probability 1 - 2 P(Binomial(n, 1/2) < k).
-    Fewer than six values give the whole range, which is less than 95%.
+    For fewer than six values it is the whole range, which covers less than 95%.
 
     >>> median_interval([5, 1, 2, 4, 3, 6])
     (3.5, 1, 6)
@@ -283,9 +283,9 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: float) -> list[list[float]]:
-    """Time forms in turns; return the seconds of a step of each, round by round.
+    """Time the forms alternately; return the seconds per step of each form, round by round.
 
-    Rounds end as soon as the speedup of each form over the first is known well enough, or when time is up.
+    Stops as soon as the speedup of each form over the first is known well enough, or when time is up.
     """
 
     def synchronize() -> None:
@@ -293,7 +293,7 @@ def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: flo
             torch.cuda.synchronize()
 
     def timed(step: Callable[[], Tensor], count: int) -> float:
-        if count > 1:  # a long step warms up by itself
+        if count > 1:  # a long step needs no warm-up
             step()
         synchronize()
         began = time.perf_counter()
@@ -319,7 +319,7 @@ def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: flo
 
 
 def measure(pair: Pair, unit: Measurement, settings: Settings) -> Generator[str, None, list[Row]]:
-    """Measure a unit, at half the batch size as often as memory runs out; yield ``TURN`` before it is timed."""
+    """Measure a unit, halving the batch size each time memory runs out; yield ``TURN`` before timing it."""
     examples = unit.batch
     while True:
         try:
@@ -338,7 +338,7 @@ def measure(pair: Pair, unit: Measurement, settings: Settings) -> Generator[str,
 
 
 def failed(unit: Measurement, why: str) -> list[Row]:
-    """Return rows that say why there is no number."""
+    """Return rows that hold the reason for the failure."""
     return [{"batch": unit.batch, "mode": mode, "failed": why} for mode in unit.modes]
 
 
@@ -348,7 +348,7 @@ def _measure(pair: Pair, modes: tuple[Mode, ...], examples: int, settings: Setti
     if settings.on_gpu and images.dim() == 4:
         images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(pair.classes, (examples,), generator=generator).to(images.device)
-    # Libraries load code and allocate workspaces when they are first used: neither form pays for it.
+    # Libraries load code and allocate workspaces on first use; do that before either form is measured.
     Step(copy.deepcopy(pair.stock), "eager", images[:8], labels[:8])()
     stock = prepare(pair.stock, "compiled" if modes[0] == "backend" else modes[0], images, labels)
     forms: dict[Mode, Prepared] = {}
@@ -358,7 +358,7 @@ def _measure(pair: Pair, modes: tuple[Mode, ...], examples: int, settings: Setti
             form = prepare(pair.stock if mode == "backend" else pair.converted, mode, images, labels)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of any kind: the row says so, and the others go on
+        except Exception as error:  # record it in the row and continue with the others
             rows.append({"mode": mode, "failed": _first_line(error)})
             continue
         if problem := loss_problem(stock.losses, form.losses, mode in COMPILING):
@@ -395,21 +395,21 @@ def _row(pair: Pair, mode: Mode, i: int, stock: Prepared, form: Prepared, rounds
 
 
 def results_of(job: NetworkJob, settings: Settings) -> Iterator[tuple[Measurement, list[Row]] | str]:
-    """Yield each unit of a job and its rows, and ``TURN`` whenever the machine must be free for timing from then on."""
+    """Yield each unit of a job with its rows, and ``TURN`` whenever timing is about to start."""
     if settings.cudnn_benchmark:
         torch.backends.cudnn.benchmark = True
     try:
         pair = convert_pair(job.network, settings)
-    except Exception as error:  # of any kind: the rows say so, and other networks go on
+    except Exception as error:  # record it in the rows and continue with other networks
         for unit in job.units:
             yield unit, failed(unit, _first_line(error))
         return
     for unit in job.units:
         if unit.modes[0] not in COMPILING:
-            yield TURN  # their first steps are timed too
+            yield TURN  # the first steps are timed too
         try:
             yield unit, (yield from measure(pair, unit, settings))
-        except Exception as error:  # of the stock network's too
+        except Exception as error:  # the stock network can fail too
             yield unit, failed(unit, f"stock: {_first_line(error)}")
 
 

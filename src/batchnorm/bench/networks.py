@@ -1,11 +1,12 @@
-"""How much faster do real networks train once they are converted? ``batchnorm bench networks`` answers with speedups.
+"""How much faster do real networks train once converted? ``batchnorm bench networks`` measures it.
 
     python -m batchnorm bench networks --out runs/bench/networks.json
 
-Whole training steps of a stock network against ``bn.convert(net, example)``: eager, as one CUDA graph, under
-``torch.compile``, and the stock network under ``torch.compile(backend="batchnorm")``. On a GPU in bf16 autocast and
-channels_last, on a CPU in float32. Both forms start from the same weights and take turns in one process. A row whose
-losses differ is not timed. Rows that the result file holds already, of the same code on the same machine, are kept.
+It times whole training steps of a stock network against ``bn.convert(net, example)``: eager, as one CUDA graph and
+under ``torch.compile``. It also times the stock network under ``torch.compile(backend="batchnorm")``. Steps run in bf16
+autocast and channels_last on a GPU, in float32 on a CPU. Both forms start from the same weights and alternate in one
+process. If their losses differ, they are not timed. Rows that the result file already has, for the same code on the
+same machine, are kept.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ Layout = tuple[Sequence[int], Sequence[tuple[Mode, ...]]]  # batch sizes, and mo
 
 
 def bars(rows: Iterable[Row], device: str) -> list[Bar]:
-    """Judge measured rows by what converted networks are to reach on an H200, or on a CPU.
+    """Check measured rows against the bars for converted networks on an H200, or on a CPU.
 
     >>> row = {"network": "torchvision/resnet50", "mode": "eager", "batch": 8, "speedup": 1.25}
     >>> for bar in bars([row], "cpu"):
@@ -124,7 +125,7 @@ def digest(mode: Mode) -> str:
 
 
 def machine(settings: Settings) -> dict[str, Any]:
-    """Return what must agree between rows of one file: hardware, versions and settings."""
+    """Return what all rows of a file have in common: hardware, versions and settings."""
     env = environment()
     versions = {}
     for package in ("triton", "torchvision", "timm"):
@@ -142,12 +143,12 @@ def machine(settings: Settings) -> dict[str, Any]:
 
 
 def earlier_rows(path: Path, here: dict[str, Any]) -> Report:
-    """Return the rows of a result file that are of the same code."""
+    """Return the rows of a result file that were measured with the same code."""
     if not path.exists():
         return {}
     report = read_json(path)
     if report["machine"] != here:
-        raise ValueError(f"{path} is of {report['machine']}, and this is {here}: give another --out")
+        raise ValueError(f"{path} was measured on {report['machine']}, but this is {here}: choose another --out")
     return {_key(row): row for row in report["rows"] if row["code"] == digest(row["mode"])}
 
 
@@ -156,7 +157,7 @@ def _key(row: Row) -> Key:
 
 
 def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int], rows: Report) -> list[NetworkJob]:
-    """Lay out the rows that are missing: eager and graph of each network, then what compiles, one batch size a job."""
+    """Return the jobs for the missing rows: first every mode that does not compile, then one job per batch size."""
     quick: Layout = batches, [(mode,) for mode in modes if mode not in COMPILING]
     compiling = [tuple(mode for mode in modes if mode in COMPILING)]
     slow: list[Layout] = [((batch,), compiling) for batch in batches]
@@ -174,10 +175,10 @@ def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int],
 
 
 class _Measuring:
-    """A job in a process of its own, one step of :func:`results_of` at a time."""
+    """A job in a separate process, which advances :func:`results_of` one step at a time."""
 
     def __init__(self, job: NetworkJob, settings: Settings) -> None:
-        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # others compile beside this process
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # other processes compile at the same time
         self.results, self.settings = results_of(job, settings), settings
         self.has_turn = self.failed = False
 
@@ -186,7 +187,7 @@ class _Measuring:
         if self.failed and self.settings.on_gpu:
             try:
                 torch.cuda.synchronize()
-            except RuntimeError as error:  # after an illegal access nothing works in this process any more
+            except RuntimeError as error:  # after an illegal memory access, this process can no longer use CUDA
                 raise BrokenDeviceError(str(error)) from error
         for found in self.results:
             if isinstance(found, tuple):
@@ -199,12 +200,12 @@ class _Measuring:
 
 
 class BrokenDeviceError(RuntimeError):
-    """Report that a process can no longer use the GPU."""
+    """Raised if a process can no longer use the GPU."""
 
 
 @dataclass
 class _Worker:
-    """A process, the units that it has not measured yet, and whether it waits for its turn to time them."""
+    """A process, the units that it has yet to measure, and whether it is waiting for its turn to time them."""
 
     job: NetworkJob
     remote: Remote
@@ -215,9 +216,9 @@ class _Worker:
 def in_turns(
     jobs: Sequence[NetworkJob], settings: Settings, processes: int, end: float
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Yield rows of jobs that prepare side by side and time one at a time, the others stopped meanwhile.
+    """Yield the rows of jobs that prepare in parallel and time one at a time, while the others are paused.
 
-    A job whose process dies goes on in a new one, behind the unit that killed it.
+    If a job's process dies, a new one continues after the unit that killed it.
     """
     waiting, workers = list(jobs), list[_Worker]()
     timing: _Worker | None = None
@@ -238,7 +239,7 @@ def in_turns(
             for worker in [worker for worker in workers if worker.remote.pipe in found]:
                 result: Any = ""
                 try:
-                    result = worker.remote.result()  # None once the object is built
+                    result = worker.remote.result()  # None when the worker's object has been built
                 except BrokenDeviceError:
                     pass
                 except Exception as error:
@@ -266,7 +267,7 @@ def in_turns(
 
 
 def here(jobs: Sequence[NetworkJob], settings: Settings, end: float) -> Iterator[tuple[str, list[Row]]]:
-    """Yield rows of jobs measured in this process, one after the other."""
+    """Yield the rows of jobs measured in this process, one after the other."""
     for job in jobs:
         for found in results_of(job, settings):
             if isinstance(found, tuple):
@@ -287,22 +288,23 @@ def networks(
     cudnn_benchmark: bool = False,
     out: Path = Path("runs/bench/networks.json"),
 ) -> list[Row]:
-    """Time training steps of networks against the same networks converted, and compare their memory.
+    """Compare the time and memory of training steps of networks, stock and converted.
 
     Args:
-        networks: torchvision/NAME, timm/NAME, or MODULE:FUNCTION, which returns a classifier, or one and an example.
-        modes: eager, graph (the whole step as one CUDA graph), compiled (both by torch.compile) and backend (the stock
-            network by torch.compile with this library's backend): these four by default on a GPU, and eager on a CPU.
-            The others are eager too: evaluation, nchw, float32, fp16 (with a GradScaler), bf16-weights, checkpoint
-            (the blocks of each stage), accumulate (two halves of a batch), ddp and fsdp2 (of one process).
-        batches: batch sizes, by default 256 and 32 on a GPU and 8 on a CPU; halved while memory runs out.
+        networks: torchvision/NAME, timm/NAME, or MODULE:FUNCTION, which returns a classifier, or a classifier and an
+            example batch.
+        modes: eager, graph (the whole step as one CUDA graph), compiled (both under torch.compile) and backend (the
+            stock network under torch.compile with this library's backend). These four are the default on a GPU, eager
+            on a CPU. The other modes are eager too: evaluation, nchw, float32, fp16 (with a GradScaler), bf16-weights,
+            checkpoint (the blocks of each stage), accumulate (two halves of a batch), ddp and fsdp2 (one process).
+        batches: batch sizes, by default 256 and 32 on a GPU and 8 on a CPU; halved if memory runs out.
         size: height and width of the images, unless the function returns an example.
         device: cpu, cuda, or auto.
-        seconds_per_row: time a row no longer than this; a row ends sooner once its speedup is known to 1%.
-        minutes: stop after so many, with what is measured by then; the same command goes on.
-        jobs: on a GPU, build and compile in so many processes, which time one at a time.
-        cudnn_benchmark: let cuDNN choose its algorithms by trial, which takes long.
-        out: the result file, with a picture beside it; the published ones are in results.
+        seconds_per_row: longest time to time a row; a row ends sooner once its speedup is known to 1%.
+        minutes: stop after this many minutes and keep the rows measured so far; run the same command again to continue.
+        jobs: on a GPU, number of processes, which build and compile in parallel and time one at a time.
+        cudnn_benchmark: let cuDNN try its algorithms to choose the fastest, which takes long.
+        out: the result file; a picture is written next to it. The published ones are in results.
     """
     end = time.monotonic() + 60 * minutes
     device = device_of(device).type
@@ -315,7 +317,7 @@ def networks(
     machine_here = machine(settings)
     rows = earlier_rows(out, machine_here)
     missing = plan(networks, modes, batches, rows)
-    print(f"{len(rows)} rows are measured already, {_count(missing)} are not", flush=True)
+    print(f"{len(rows)} rows are already measured, {_count(missing)} are not", flush=True)
     origin = {"commit": environment()["commit"], "date": time.strftime("%Y-%m-%d")}
     found = in_turns(missing, settings, jobs, end) if device == "cuda" else here(missing, settings, end)
     for network, measured in found:
@@ -331,7 +333,7 @@ def networks(
     if any("failed" not in row and row["mode"] in MODE_NAMES for row in rows.values()):
         picture_beside(out, draw)
     if left := _count(plan(networks, modes, batches, rows)):
-        print(f"{left} rows are not measured yet: the same command goes on")
+        print(f"{left} rows are not measured yet: run the same command again")
     return list(rows.values())
 
 
@@ -342,7 +344,7 @@ def _check(networks: Sequence[str], modes: Sequence[Mode], device: str, **number
         raise ValueError("networks is empty: give at least one")
     for name in networks:
         if not name.startswith(("torchvision/", "timm/")) and not name.partition(":")[2]:
-            raise ValueError(f"'{name}' names no network: write torchvision/NAME, timm/NAME or MODULE:FUNCTION")
+            raise ValueError(f"'{name}' is not a network: give torchvision/NAME, timm/NAME or MODULE:FUNCTION")
         library = name.partition("/")[0]
         if library != name and find_spec(library) is None:
             raise ValueError(f"{name} needs {library}, which is not installed; run: pip install {library}")
@@ -370,7 +372,7 @@ def line(row: Row) -> str:
 
 
 def draw(report: dict[str, Any], plt: Any) -> Any:
-    """Draw a panel for each main mode and a bar for each network and batch size, with 95% intervals."""
+    """Draw one panel per main mode, with a bar and its 95% interval for each network and batch size."""
     rows = [row for row in report["rows"] if "failed" not in row and row["mode"] in MODE_NAMES]
     modes, names, batches = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mode", "network", "batch"))
     batches.sort(reverse=True)
@@ -395,7 +397,7 @@ def draw(report: dict[str, Any], plt: Any) -> Any:
     return figure
 
 
-MODE_NAMES = {  # of those that are drawn
+MODE_NAMES = {  # modes that are drawn
     "eager": "eager",
     "graph": "one CUDA graph",
     "compiled": "torch.compile",

@@ -1,14 +1,14 @@
-"""How many images per second does the appendix network train on a GPU, against the same network of stock parts?
+"""How many images per second does the appendix network train on a GPU, compared with the same network from torch.nn?
 
 ``batchnorm bench train`` times whole steps (forward, loss, backward, SGD with momentum; bf16 autocast, channels_last,
 replayed as one CUDA graph) of
 
 - stock: ``torch.nn``'s layers as the appendix draws them, torch.compile, fused SGD;
-- stock, composed stem: the same with the stem's two convolutions as one;
+- stock, composed stem: the same, with the stem's two convolutions composed into one;
 - ours: this library's network as ``batchnorm train`` runs it.
 
-Each contender has a process of its own, so that all compile side by side; then they are timed in turns. A ratio is the
-median over the rounds of ratios within a round. Before that, their losses on the same weights and images must agree.
+Each contender has its own process, so that all compile in parallel; then they are timed alternately. Their losses on
+the same weights and images must agree. A ratio is the median of the ratios within rounds.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .contenders import OURS, STOCK, STOCK_COMPOSED, warmed_up
 from .gpu_timing import require_gpu
 
 QUESTION = "images per second of the appendix network's training step, ours over stock parts"
-IMAGES = {32: 10_500, 256: 18_500}  # a second, that ours must train on one H200 at 224 px, at least
-OVER_COMPOSED = 2.0  # what it must be over the faster of the stock rows
-LOSS_TOLERANCE = 0.02  # relative, at bfloat16
+IMAGES = {32: 10_500, 256: 18_500}  # images per second that ours must reach on one H200 at 224 px, by batch size
+OVER_COMPOSED = 2.0  # speedup that ours must reach over stock, composed stem
+LOSS_TOLERANCE = 0.02  # relative, in bfloat16
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """What was measured for one contender at one batch size; ``over_stock`` is a median of ratios within rounds."""
+    """The measurements of one contender at one batch size; ``over_stock`` is a median of ratios within rounds."""
 
     name: str
     batch: int
@@ -45,7 +45,7 @@ class StepTime:
 
 
 def measure(ready: Mapping[str, Remote], batch: int, rounds: int) -> list[StepTime]:
-    """Time contenders in turns; the first is stock, the second stock with a composed stem."""
+    """Time contenders alternately; the first is stock, the second stock with a composed stem."""
     steps = max(5, 2000 // batch)
     table = [[contender.call("seconds", steps) for contender in ready.values()] for _ in range(rounds)]
     found = []
@@ -57,7 +57,7 @@ def measure(ready: Mapping[str, Remote], batch: int, rounds: int) -> list[StepTi
 
 
 def check_same_function(losses: dict[str, float]) -> None:
-    """Refuse to time networks whose losses differ from that of the first."""
+    """Raise RuntimeError if a contender's loss differs from the first one's."""
     expected = next(iter(losses.values()))
     if any(not abs(loss - expected) <= LOSS_TOLERANCE * abs(expected) for loss in losses.values()):
         raise RuntimeError(f"the contenders do not compute the same loss, so nothing is timed: {losses}")
@@ -69,20 +69,20 @@ def train(
     rounds: int = 15,
     out: Path | None = None,
 ) -> None:
-    """Time the appendix network's training step on this GPU, against stock parts.
+    """Time the appendix network's training step on this GPU, against the same network from torch.nn.
 
     Args:
         batches: batch sizes.
         size: height and width of the images.
-        rounds: how often each contender is timed, in turns.
-        out: write the numbers to this file.
+        rounds: number of rounds, each of which times every contender.
+        out: the result file.
     """
     at_least(1, batches=tuple(batches), rounds=rounds)
     at_least(32, size=size)
     require_gpu()
     check_writable(out)
     contenders = (STOCK, STOCK_COMPOSED, OURS)
-    # Their processes share the cores: the compiler's own pool in every one of them would be too many.
+    # The contenders' processes share the cores, so each gets only a part of the compiler's usual threads.
     compiling = sum(contender.stock for contender in contenders) * len(batches)
     threads = max(1, (os.cpu_count() or 1) // compiling)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
@@ -95,7 +95,7 @@ def train(
         for batch, ready in by_batch.items():
             rows += measure(ready, batch, rounds)
             print(report(rows, batch), flush=True)
-            if out is not None:  # after each size, so that an interrupted run leaves what it has
+            if out is not None:  # after each size, so that an interrupted run keeps its results
                 write_result(out, QUESTION, size=size, rounds=rounds, rows=[asdict(row) for row in rows])
     finally:
         for contender in (contender for ready in by_batch.values() for contender in ready.values()):
@@ -111,7 +111,7 @@ def _first_loss(name: str, batch: int, contender: Remote) -> float:
 
 
 def report(rows: Sequence[StepTime], batch: int) -> str:
-    """Return the table of one batch size and whether ours is fast enough."""
+    """Return the table of one batch size, and whether ours meets its bars."""
     here = [row for row in rows if row.batch == batch]
     width = max(len(row.name) for row in here)
     lines = [f"batch {batch:<{width - 6}} {'ms/step':>9} {'images/s':>9} {'x stock':>8} {'x composed':>10}"]

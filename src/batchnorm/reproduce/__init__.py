@@ -1,1 +1,1 @@
-"""The paper's figures, tables and claims, one file each; each is also a command."""
+"""The paper's figures, tables and claims: one file and one command each."""

@@ -1,4 +1,4 @@
-"""``batchnorm compare``: a network of your own without and with batch normalization, each at its best rate."""
+"""``batchnorm compare``: your own network without and with batch normalization, each at its best rate."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ def compare(
 ) -> None:
     """Train your network without and with batch normalization at several rates, and compare best against best.
 
-    A network that has batch normalization is compared with itself without it; into any other, batch normalization is
-    inserted.
+    If the network has batch normalization, it is compared with a copy without it; otherwise, with a copy into which
+    batch normalization is inserted.
 
-    Every training is a run in a folder of its own below --out, by default runs/compare-NAME, where report.html and
-    compare.json are written at the end. Start the same command again after an interruption to go on; with more
-    --rates or --seeds, only what is missing is trained.
+    Each run has its own folder below --out, by default runs/compare-NAME. At the end, report.html and compare.json are
+    written there. After an interruption, run the same command again to resume; with more --rates or --seeds, only the
+    missing runs are trained.
 
     Args:
         options: data, folder, device, how often to report.
         recipe: schedule and augmentation, as for train.
         overrides: fields of the recipe to change.
         rates: learning rates to try.
-        seeds: trainings of each network at each rate.
-        jobs: trainings side by side.
-        minutes: save and stop after so long.
+        seeds: runs of each network at each rate.
+        jobs: runs to train in parallel.
+        minutes: save and stop after this many minutes.
 
     Paper: Fig. 2, for a network of your own
     """
@@ -78,9 +78,9 @@ def compare(
     at_least(0, minutes=minutes)
     for name, option in (("rate", "rate"), ("seed", "seed"), ("normalize", "normalize"), ("start", "from")):
         if getattr(overrides, name) is not None:
-            raise ValueError(f"compare trains from the start, with --rates and --seeds: leave out --{option}")
+            raise ValueError(f"compare starts from new weights and takes --rates and --seeds: remove --{option}")
     if not overrides.factory:
-        raise ValueError("nothing to compare: give a network of your own, --network FILE.py:FUNCTION")
+        raise ValueError("nothing to compare: add --network FILE.py:FUNCTION, your own network")
     chosen = resolve(RECIPES[recipe], overrides)
     out = options.out or Path("runs") / f"compare-{chosen.name}"
     on_gpu = device_of(options.device).type == "cuda"
@@ -107,7 +107,7 @@ def compare(
     }
     trainings = [job for network in networks.values() for job in network.jobs]
     for one in trainings:
-        if (one.folder / "recipe.json").exists():  # if it is of other settings, say so before anything is trained
+        if (one.folder / "recipe.json").exists():  # reject other settings before training anything
             claim_folder(one.folder, one.recipe, data)
     waiting = [one for one in trainings if not one.finished()]
     print(
@@ -119,15 +119,15 @@ def compare(
     with shared_gpu(min(jobs, len(waiting)) if on_gpu else 1):
         complete = run_side_by_side(waiting, jobs=jobs, minutes=minutes)
     if not complete:
-        raise KeyboardInterrupt("stopped; the same command goes on from here")
+        raise KeyboardInterrupt("stopped; run the same command again to resume")
     publish(networks, out, network=chosen.factory, changes={label(k): v for k, v in changes.items()}, data=data)
 
 
 def _changes(recipe: Recipe, classes: int) -> dict[bool, Change]:
-    """Return what is done to the network to have it without and with batch normalization; try both.
+    """Return how to change the network to get it without and with batch normalization, and try both.
 
     Raises:
-        ValueError: if one of them cannot be made, trained or folded.
+        ValueError: if one of the two cannot be built, trained or folded.
     """
     has = any(isinstance(m, TorchBatchNorm) for m in recipe.network(classes).modules())
     changes: dict[bool, Change] = {False: "remove", True: "as-is"} if has else {False: "as-is", True: "insert"}
@@ -138,13 +138,13 @@ def _changes(recipe: Recipe, classes: int) -> dict[bool, Change]:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """One training of the comparison, in a folder of its own."""
+    """One run of the comparison, in its own folder."""
 
     recipe: Recipe
     options: Options
     steps: int
     neighbours: int
-    """trainings that share the cores with it, itself included"""
+    """number of runs that share the cores, including this one"""
 
     @property
     def name(self) -> str:
@@ -153,24 +153,24 @@ class TrainingJob:
 
     @property
     def folder(self) -> Path:
-        """The folder of the run."""
+        """The run's folder."""
         return self.options.folder(self.recipe)
 
     def finished(self) -> bool:
-        """Return whether it has come to its end."""
+        """Return whether the run is finished."""
         path = self.folder / "result.json"
         result = read_json(path) if path.is_file() else {"diverged": False, "steps": None}
         return bool(result["diverged"] or result["steps"] == self.steps)
 
     def __call__(self) -> None:
-        """Train, or resume."""
+        """Train, or resume training."""
         torch.set_num_threads(max(1, torch.get_num_threads() // self.neighbours))
         train(self.recipe, self.options)
 
 
 @dataclass(frozen=True)
 class Seeds:
-    """The finished trainings of one network at one rate, which differ in the seed.
+    """The finished runs of one network at one rate, with different seeds.
 
     Paper: Fig. 2
     """
@@ -179,21 +179,21 @@ class Seeds:
     rate: float
     jobs: Sequence[TrainingJob]
     images: int
-    """of the validation set"""
+    """number of validation images"""
 
     @cached_property
     def accuracies(self) -> list[float]:
-        """Each seed's validation accuracy at the end, folded; 0 if it diverged."""
+        """Each seed's final validation accuracy, of the folded network; 0 if the run diverged."""
         return [read_json(job.folder / "result.json")["top1"] or 0.0 for job in self.jobs]
 
     @property
     def mean(self) -> float:
-        """Their mean."""
+        """The mean accuracy over seeds."""
         return statistics.fmean(self.accuracies)
 
     @cached_property
     def run(self) -> Run:
-        """The mean over seeds for the page, with its 95% interval as a band."""
+        """The mean curve over seeds for the page, with its 95% interval as a band."""
         curves = [dict(curve(read(job.folder / "metrics.jsonl"))) for job in self.jobs]
         middle = mean_curve([list(one.items()) for one in curves])
         edges = [(step, interval([one[step] for one in curves], self.images)) for step, _ in middle]
@@ -214,7 +214,7 @@ def _fields(recipe: Recipe) -> dict[str, Any]:
 
 
 def interval(values: Sequence[float], images: int) -> tuple[float, float]:
-    """Return the 95% interval of a mean accuracy over seeds, measured on so many images.
+    """Return the 95% interval of a mean accuracy over seeds, measured on ``images`` validation images.
 
     >>> [round(edge, 3) for edge in interval([0.48, 0.50, 0.52], 10_000)]
     [0.449, 0.551]
@@ -234,7 +234,7 @@ def difference(before: Sequence[float], after: Sequence[float], images: int) -> 
 
 
 def _half_width(groups: Sequence[Sequence[float]], images: int) -> float:
-    """Combine Welch's t interval over the seeds with the normal interval of a share of independent images."""
+    """Combine Welch's t interval over seeds with the normal interval of a proportion of independent images."""
     means = [statistics.fmean(values) for values in groups]
     of_images = 1.96 * math.sqrt(sum(p * (1 - p) for p in means) / images)
     parts = [(statistics.variance(values) / len(values), len(values) - 1) for values in groups]
@@ -247,7 +247,7 @@ def _half_width(groups: Sequence[Sequence[float]], images: int) -> float:
 
 
 def verdict(gap: float, low: float, high: float) -> str:
-    """Say in one sentence what the interval of the difference shows.
+    """Return one sentence on what the interval of the difference shows.
 
     >>> verdict(0.02, -0.01, 0.05)
     'inconclusive: the difference is +2.0 points, and its 95% interval, -1.0 to +5.0, contains 0'
@@ -260,12 +260,12 @@ def verdict(gap: float, low: float, high: float) -> str:
 
 
 def publish(networks: Mapping[tuple[bool, float], Seeds], out: Path, **told: Any) -> None:
-    """Compare best against best, write compare.json and report.html, and print the finding.
+    """Compare best against best, write compare.json and report.html, and print the result.
 
     Args:
-        networks: by whether they have batch normalization, and rate.
+        networks: the runs, by whether they have batch normalization and by rate.
         out: folder for the files.
-        told: what else compare.json says.
+        told: other entries of compare.json.
 
     Paper: Figs. 2, 3
     """
@@ -330,7 +330,7 @@ def _steps(times: float | None, top: tuple[int, float] | None) -> str:
 
 
 def _edges(networks: Mapping[tuple[bool, float], Seeds], *chosen: Seeds) -> str:
-    """Explain the table of rates; say if a better rate may lie outside the sweep."""
+    """Explain the table of rates, and warn if a better rate may lie outside the sweep."""
     rates = sorted({rate for _, rate in networks})
     edges = [seeds.run.name for seeds in chosen if seeds.rate in (rates[0], rates[-1])]
     note = f" The best rate is at an end of the sweep ({'; '.join(edges)}): extend --rates." if edges else ""

@@ -1,4 +1,4 @@
-"""A claim of the paper as a command: its options, and its result as a JSON file with a picture beside it."""
+"""A claim of the paper as a command: its options, and its result as a JSON file and a picture."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ..results import check_writable, environment, write_json
 Given = TypeVar("Given")
 Found = TypeVar("Found")
 
-# With batch normalization, without, and two more.
+# The first two are the networks with and without batch normalization.
 BLUE, ORANGE, GREEN, GREY = "#2a6fc9", "#d9622b", "#14835b", "#8b8a84"
 
 
-# Options of several commands: numbers above 0, and counts.
+# Options that must be above 0, and options that must be at least 1, in any command.
 POSITIVE = ("rate", "rates", "equal_rate", "std", "stds", "factors", "tail")
 COUNTS = ("steps", "batch_steps", "bias_steps", "marks", "seeds", "examples", "processes")
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """The options that all commands for a claim have; a command has the name of its class."""
+    """The options common to the commands for a claim. The class name is the command's name."""
 
     processes: int | None = None
-    """Processes; by default one per core."""
+    """Number of processes; by default one per core."""
     out: Path = Path("runs")
-    """Folder for the result, a JSON file, and its picture; the published ones are in results."""
+    """Folder for the JSON result and its picture; the published ones are in results."""
 
     def __post_init__(self) -> None:
         given = vars(self)
@@ -44,14 +44,14 @@ class Experiment:
 
     @property
     def name(self) -> str:
-        """The command's name, and that of its files."""
+        """The name of the command and of its files."""
         return type(self).__name__.lower()
 
     def run(self, work: Callable[[Given], Found], jobs: Sequence[Given]) -> list[Found]:
-        """Return ``[work(job) for job in jobs]``, computed by several processes.
+        """Return ``[work(job) for job in jobs]``, computed in several processes.
 
         Raises:
-            OSError: if the result could not be written afterwards.
+            OSError: if the result file cannot be written; raised before any work is done.
         """
         check_writable(self.out / f"{self.name}.json")
         return map_on_cores(work, jobs, self.processes)
@@ -64,13 +64,13 @@ def publish(
     verdicts: Mapping[str, bool],
     draw: Callable[[Any], Any],
 ) -> dict[str, Any]:
-    """Write ``name.json`` and ``name.png`` into ``options.out``, print the finding and return what the file holds.
+    """Write ``name.json`` and ``name.png`` to ``options.out``, print the result and return the file's content.
 
-    The verdicts are statements that follow from the claim, and whether they hold here.
+    The verdicts map statements that follow from the claim to whether they hold here.
     """
     name, out = options.name, options.out
     given = {key: value for key, value in asdict(options).items() if key != "out"}
-    # Whatever this process may use, each training ran on one thread: map_on_cores.
+    # map_on_cores gives each run one thread, whatever this process uses.
     result = {"claim": claim, "options": given, "environment": {**environment(), "threads": 1}, **findings}
     result["verdicts"] = dict(verdicts)
     path = write_json(out / f"{name}.json", result)
@@ -84,7 +84,7 @@ def publish(
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean over seeds, as result files state it."""
+    """Return the mean over seeds, rounded for result files."""
     return round(statistics.fmean(values), 5)
 
 
@@ -94,10 +94,10 @@ def spread(values: Sequence[float]) -> float | None:
 
 
 def colour(network: bool | str) -> str:
-    """Return a network's colour in every picture, by its label or by whether it has batch normalization."""
+    """Return a network's colour in pictures, by its label or by whether it has batch normalization."""
     return BLUE if network in (True, label(True)) else ORANGE
 
 
 def label(batch_norm: bool) -> str:
-    """Return a network's name in every picture."""
+    """Return a network's label in pictures."""
     return "with BN" if batch_norm else "without BN"

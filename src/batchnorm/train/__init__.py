@@ -1,4 +1,4 @@
-"""Training the paper's network: recipes, the loop, checkpoints."""
+"""Training: recipes, the loop, checkpoints, saved runs."""
 
 from ..jobs import Stopped
 from .loop import train

@@ -1,7 +1,7 @@
-"""Checkpoints: written atomically, and verified when read.
+"""Checkpoints, written atomically and verified when read.
 
 A checkpoint is a folder ``step-000001234`` of three files: ``model.safetensors`` (parameters and buffers), ``state.pt``
-(optimizer, position, counters; loadable with ``weights_only=True``) and ``manifest.json`` (sizes and SHA-256 of both).
+(optimizer, position, counters; loadable with ``weights_only=True``) and ``manifest.json`` (size and SHA-256 of both).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ KEPT = 2
 
 
 class CheckpointError(ValueError):
-    """Report a checkpoint that cannot be used, and the reason."""
+    """Raised for a checkpoint that cannot be used; the message says why."""
 
 
 class Checkpoint(NamedTuple):
-    """Hold what a run needs to resume, and what was wrong with newer checkpoints that were skipped.
+    """Hold a checkpoint, and why any newer ones were skipped.
 
     Beyond the paper: resuming.
     """
@@ -43,15 +43,15 @@ class Checkpoint(NamedTuple):
 
 
 def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any]) -> Path:
-    """Write a checkpoint atomically, so that a crash leaves all of it or none, and remove old ones.
+    """Write a checkpoint atomically and remove old ones.
 
-    The two newest are kept: an old one is removed only once two newer ones are complete.
+    A crash leaves a complete checkpoint or none. The two newest are kept.
 
     Args:
-        folder: for the run's checkpoints; made if missing.
-        step: steps taken so far.
-        model: tensors, as ``state_dict()`` gives them.
-        state: tensors, numbers, strings, lists and dicts.
+        folder: the folder of the run's checkpoints; created if missing.
+        step: number of steps taken so far.
+        model: the network's ``state_dict()``.
+        state: a dict of tensors, numbers, strings, lists and dicts.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -67,11 +67,11 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
     final, temporary = folder / f"step-{step:09d}", folder / f".writing-{step:09d}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    # Copies, because safetensors refuses views and shared memory.
+    # safetensors rejects views and shared memory, so copy.
     tensors = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in model.items()}
     pickled = io.BytesIO()
     torch.save(state, pickled)
-    # Serialized in memory: on a full disk both packages would raise their own errors, without the file's name.
+    # Serialize in memory: on a full disk both packages raise errors of their own, without the file's name.
     contents = {"model.safetensors": safetensors.save(tensors), "state.pt": pickled.getvalue()}
     files = {
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -86,7 +86,7 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
             shutil.rmtree(final)
         os.rename(temporary, final)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)  # it may fill the disk
+        shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full
         raise
     sync(folder)
     for old in _newest_first(folder)[KEPT:]:
@@ -95,10 +95,10 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
-    """Return the newest intact checkpoint, or None if there is none at all.
+    """Return the newest intact checkpoint, or None if there are no checkpoints.
 
     Raises:
-        CheckpointError: if there are checkpoints but none can be used; it says what is wrong with each.
+        CheckpointError: if there are checkpoints but none is usable; the message says why, for each.
 
     Beyond the paper: resuming.
     """
@@ -119,7 +119,7 @@ def load(path: Path) -> Checkpoint:
     """Read one checkpoint and verify it against its manifest.
 
     Raises:
-        CheckpointError: if a file is missing, cut short, altered, or was not written by :func:`save`.
+        CheckpointError: if a file is missing, truncated, modified, or was not written by :func:`save`.
 
     Beyond the paper: resuming.
     """
@@ -132,17 +132,17 @@ def load(path: Path) -> Checkpoint:
         if expected.get("bytes") != actual["bytes"]:
             raise CheckpointError(f"{path}: {name} has {actual['bytes']} bytes instead of {expected.get('bytes')}")
         if expected.get("sha256") != actual["sha256"]:
-            raise CheckpointError(f"{path}: {name} was altered after it was written (its SHA-256 differs)")
+            raise CheckpointError(f"{path}: {name} was modified after it was written (its SHA-256 differs)")
     try:
         model = safetensors.load_file(path / "model.safetensors")
         with zipfile.ZipFile(path / "state.pt") as file:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
-                raise ValueError("state.pt is compressed, and could unpack to any size")
+                raise ValueError("state.pt is compressed and could unpack to any size")
         state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
         if not isinstance(state, dict):
-            raise TypeError("state.pt holds no dict")
+            raise TypeError("state.pt does not hold a dict")
     except Exception as error:
-        # The hashes match, so nothing was damaged: something else wrote it.
+        # The hashes match, so the file is not damaged: another program wrote it.
         why = str(error).partition("\n")[0]
         raise CheckpointError(f"{path}: model.safetensors or state.pt cannot be read ({why})") from error
     return Checkpoint(step, model, state)
@@ -168,7 +168,7 @@ def _manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
         raise CheckpointError(f"{path}: no readable manifest.json ({error}); this is not a checkpoint") from error
     if manifest.get("format") != FORMAT:
         found = manifest.get("format")
-        raise CheckpointError(f"{path}: its format is {found!r:.80}, not {FORMAT!r}; it was made by another version")
+        raise CheckpointError(f"{path}: its format is {found!r:.80}, not {FORMAT!r}; it was written by another version")
     step, known = manifest.get("step"), manifest.get("files")
     files = {name: known.get(name) if isinstance(known, dict) else None for name in ("model.safetensors", "state.pt")}
     if not isinstance(step, int) or step < 0 or not all(isinstance(file, dict) for file in files.values()):

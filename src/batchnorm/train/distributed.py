@@ -1,4 +1,4 @@
-"""Training in one process or many: ranks, devices, and what the ranks share."""
+"""Training in one process or many: ranks, devices and communication."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Ranks:
-    """Describe this process among those that train together; alone it is rank 0 of 1.
+    """Describe this process's place among those that train together; a single process is rank 0 of 1.
 
     >>> Ranks().any(True), Ranks().main
     (True, True)
@@ -32,7 +32,7 @@ class Ranks:
     world_size: int = 1
     device: torch.device = CPU
     control: distributed.ProcessGroup | None = None
-    """for decisions on the host, beside nccl's group"""
+    """a group for decisions on the host, next to the NCCL group"""
 
     @property
     def main(self) -> bool:
@@ -40,7 +40,7 @@ class Ranks:
         return self.rank == 0
 
     def sum_(self, values: Tensor) -> Tensor:
-        """Add up a tensor over all ranks, in place."""
+        """Sum a tensor over all ranks, in place."""
         if self.world_size > 1:
             distributed.all_reduce(values)
         return values
@@ -59,9 +59,9 @@ class Ranks:
             distributed.barrier(self.control)
 
     def average_statistics_(self, net: nn.Module) -> None:
-        """Replace each running average by its mean over the ranks, so that every rank's data counts.
+        """Replace each running average by its mean over the ranks.
 
-        DistributedDataParallel would keep only rank 0's. One all-reduce; none with a single rank, ``Sync`` or
+        DistributedDataParallel would keep only rank 0's. Takes one all-reduce, or none with a single rank, ``Sync`` or
         ``nn.SyncBatchNorm``.
         """
         if self.world_size == 1:
@@ -72,7 +72,7 @@ class Ranks:
             if isinstance(m, TorchBatchNorm)
             and not isinstance(m, nn.SyncBatchNorm)
             and getattr(m, "statistics", None) is None
-            and not getattr(m, "frozen_statistics", False)  # a mean of equal numbers can differ in the last bit
+            and not getattr(m, "frozen_statistics", False)  # averaging equal numbers could change the last bit
         ]
         running = [b for m in layers for b in (m.running_mean, m.running_var) if b is not None]
         if not running:
@@ -88,7 +88,7 @@ def device_of(name: str) -> torch.device:
     """Return the device for a command: "cpu", "cuda", or "auto" for a GPU if there is one.
 
     Raises:
-        ValueError: for another name, or if "cuda" is asked for and there is none.
+        ValueError: for another name, or for "cuda" if there is no GPU.
 
     >>> device_of("gpu")
     Traceback (most recent call last):
@@ -101,19 +101,19 @@ def device_of(name: str) -> torch.device:
         raise ValueError(f"device={name!r} is unknown: choose cpu, cuda or auto")
     found = torch.cuda.is_available()
     if name == "cuda" and not found:
-        raise ValueError(f"device={name!r}, but torch finds no CUDA device; use --device cpu")
+        raise ValueError(f"device={name!r}, but torch finds no CUDA device: use --device cpu")
     return torch.device("cuda") if name == "cuda" or (name == "auto" and found) else CPU
 
 
 @contextmanager
 def ranks(device: str = "auto") -> Iterator[Ranks]:
-    """Join the other processes that ``torchrun`` started, or run alone.
+    """Join the processes that ``torchrun`` started, or run as a single one.
 
     Args:
-        device: "cpu", "cuda", or "auto" for a GPU if there is one. Each rank of a machine takes its own GPU.
+        device: "cpu", "cuda", or "auto" for a GPU if there is one. Each rank on a machine takes its own GPU.
 
     Raises:
-        ValueError: if "cuda" is asked for and there is none, or fewer GPUs than ranks on this machine.
+        ValueError: for "cuda", if this machine has no GPU or fewer GPUs than ranks.
 
     >>> with ranks("cpu") as alone: print(alone.rank, alone.world_size)
     0 1
@@ -123,7 +123,9 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
     cuda = device_of(device).type == "cuda"
     world_size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     if cuda and local >= torch.cuda.device_count():
-        raise ValueError(f"local rank {local} needs a GPU of its own, there are {torch.cuda.device_count()}")
+        raise ValueError(
+            f"local rank {local} needs its own GPU, but there are only {torch.cuda.device_count()}: start fewer ranks"
+        )
     place = torch.device("cuda", local) if cuda else CPU
     if cuda:
         torch.cuda.set_device(place)
@@ -131,7 +133,7 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
         yield Ranks(device=place)
         return
     store, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
-    # Workers restarted by torchrun must not read the addresses that the dead ones left in its store.
+    # Workers that torchrun restarts must not read the dead ones' addresses from its store.
     store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     backend = "nccl" if cuda else "gloo"
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)

@@ -1,4 +1,4 @@
-"""``batchnorm evaluate``: score finished runs, with any number of crops and networks."""
+"""``batchnorm evaluate``: score finished runs, alone and averaged, on one or many crops."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def evaluate(
     out: Path | None = None,
     trust: bool = False,
 ) -> EnsembleReport:
-    """Print the top-1 and top-5 error of finished runs and of the mean of their class probabilities.
+    """Print the top-1 and top-5 error of finished runs, and of their averaged class probabilities.
 
-    Networks are folded, and one is in memory at a time. Under torchrun the images are divided among the ranks.
+    The networks are folded and loaded one at a time. Under torchrun the images are divided among the ranks.
 
     Args:
-        runs: folders that batchnorm train has left; several are also averaged.
+        runs: folders written by batchnorm train; several are also averaged.
         data: folder with val/CLASS/*.jpg or with val-*.tar.
-        crops: of each image: 1 (centre), 10, or 144 (4 scales x 3 squares x 6 crops x 2 mirrors).
+        crops: crops per image: 1 (centre), 10, or 144 (4 scales x 3 squares x 6 crops x 2 mirrors).
         split: which part of the data.
         device: cpu, cuda, or auto.
-        batch_size: crops that a network takes at a time.
-        workers: processes that decode images, for each rank.
+        batch_size: crops per forward pass.
+        workers: processes per rank that decode images.
         out: JSON file for the result.
-        trust: call the functions that runs of networks of your own name in their recipe.json.
+        trust: allow calling the functions named in the runs' recipe.json, for networks of your own.
 
     Raises:
         FileNotFoundError: if a run or the data is not found.

@@ -18,17 +18,17 @@ from ..population import estimate_
 def population_network(
     net: nn.Module, batches: ImageBatches, augment: Augment, *, epoch: int, seed: int, count: int, bf16: bool = False
 ) -> nn.Module:
-    """Return a copy of the network whose running averages are replaced by population statistics.
+    """Return a copy of the network with population statistics in place of its running averages.
 
     A network without batch normalization, or with frozen statistics, is only copied. Every rank calls this.
 
     Args:
         net: the trained network.
-        batches: training data, of which the first ``count`` batches of ``epoch`` are used, augmented as in training.
-        augment: on the network's device.
-        epoch: one that training has not seen, so that its order and crops are new.
-        seed: of the augmentation.
-        count: how many batches.
+        batches: training data; the first ``count`` batches of ``epoch`` are used, augmented as in training.
+        augment: the training augmentation, on the network's device.
+        epoch: an epoch that training has not seen, so its order and crops are new.
+        seed: seed of the augmentation.
+        count: number of batches.
         bf16: run under autocast, as in training.
 
     Paper: Alg. 2, l. 7-10
@@ -42,13 +42,13 @@ def population_network(
 
 
 def folded_network(net: nn.Module, size: int) -> nn.Module:
-    """Return the inference network with its batch normalization folded into the weights, on the network's device.
+    """Fold the network's batch normalization into its weights and return the result on the same device.
 
-    It is made, and checked against the original, on the CPU: a GPU's reduced precision would hide a mistake.
+    Folding, and checking against the original, happen on the CPU: a GPU's reduced precision could hide a mistake.
 
     Args:
-        net: with population statistics.
-        size: height and width of its images.
+        net: a network with population statistics.
+        size: height and width of its input images.
 
     Paper: Alg. 2, l. 11
     """
@@ -60,7 +60,7 @@ def folded_network(net: nn.Module, size: int) -> nn.Module:
 
 
 def example_images(size: int) -> Tensor:
-    """Return a batch to trace a network with: noise, so that no activation is constant."""
+    """Return a batch for tracing a network; it is noise, so no activation is constant."""
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
 
 

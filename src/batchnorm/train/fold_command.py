@@ -1,4 +1,4 @@
-"""``batchnorm fold``: from a run, or from weights, to an inference network in a file."""
+"""``batchnorm fold``: write the inference network of a run, or of weights, to a file."""
 
 from __future__ import annotations
 
@@ -31,37 +31,36 @@ def fold(
     fixed_batch: bool = False,
     trust: bool = False,
 ) -> None:
-    """Fold a network's batch normalization into its weights and write it as ONNX or torch.export, checked.
+    """Fold a network's batch normalization into its weights and write it as ONNX or torch.export.
 
-    A run's file also holds the names of its classes and the constants of its preprocessing, as JSON: classes, size,
-    mean, std and crop. Validation cuts out the centre square, whose side is crop times the short side but at least
-    size (or the whole short side). The file's input is (n, 3, size, size), RGB, (x / 255 - mean) / std; its output is
-    class scores before softmax.
+    The file is checked against the network. For a run it also holds, as JSON, the class names and the preprocessing:
+    classes, size, mean, std and crop. Crop the centre square, whose side is crop times the image's short side, but at
+    least size (or the whole short side). The input is (n, 3, size, size), RGB, (x / 255 - mean) / std; the output is
+    the class scores before softmax.
 
     Args:
-        network: the folder of a finished run, or the function that makes the network, MODULE:FUNCTION or
-            FILE.py:FUNCTION; the module may be in the current folder. Called without arguments, it returns the
+        network: the folder of a finished run, or the function that builds the network, MODULE:FUNCTION or
+            FILE.py:FUNCTION; the module may be in the current folder. The function takes no arguments and returns the
             network, or the network and an example batch.
-        output: where to write: net.onnx or net.pt2.
-        weights: a state dict to load: .safetensors, or .pt (read with weights_only); a run has its own.
-        input: the shape of an example batch, such as 1 3 224 224; not needed for a run, or if the function returns an
-            example batch.
+        output: the file to write, NAME.onnx or NAME.pt2.
+        weights: a state dict to load, .safetensors or .pt (read with weights_only); not for a run, which has its own.
+        input: the shape of an example batch, such as 1 3 224 224; not for a run, or if the function returns a batch.
         fixed_batch: write a network for the example's batch size only.
-        trust: if the run is of a network of your own, call the function that its recipe.json names.
+        trust: allow calling the function named in the run's recipe.json, for a network of your own.
     """
     if output.suffix == ".onnx":
         check_installed("onnx", "onnxscript", "onnxruntime")
     is_run = Path(network).is_dir()
     if not is_run and ":" not in network:
         raise ValueError(
-            f"'{network}' is neither the folder of a run nor a function: write module:function, such as mynets:resnet"
+            f"'{network}' is neither the folder of a run nor a function: give MODULE:FUNCTION, such as mynets:resnet"
         )
     if is_run or (weights is not None and weights.suffix == ".safetensors"):
         check_installed("safetensors")
     metadata: dict[str, str] = {}
     if is_run:
         if weights is not None or input:
-            raise ValueError(f"{network} is a run, with weights and an image size: leave out --weights and --input")
+            raise ValueError(f"{network} is a run, with its own weights and image size: remove --weights and --input")
         run = load(network, trust=trust)
         net, example, metadata = run.trained, example_images(run.preprocessing.size), _metadata(run)
     else:
@@ -76,8 +75,8 @@ def fold(
         if input:
             example = _example(net, input)
     if example is None:
-        raise ValueError(f"{network} returned a network without an example batch: give its shape, --input 1 3 224 224")
-    # In evaluation mode: the user asked for folding, so a warning about training mode would be noise.
+        raise ValueError(f"{network} returned a network without an example batch: add its shape, --input 1 3 224 224")
+    # The user asked for folding, so a warning about training mode would be noise.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         done = export(net.eval(), example, output, dynamic_batch=not fixed_batch, metadata=metadata)
@@ -95,11 +94,11 @@ def _example(net: nn.Module, shape: tuple[int, ...]) -> Tensor:
     """Draw a random batch of this shape and check that the network accepts it."""
     dtype = next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
     if min(shape) < 1:
-        raise ValueError(f"--input {' '.join(map(str, shape))} is no shape of a batch: all sizes must be 1 or more")
+        raise ValueError(f"--input {' '.join(map(str, shape))} is not a batch shape: all sizes must be 1 or more")
     try:
         example = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         outputs(net, example, training=False)
     except Exception as error:
         why = str(error).partition("\n")[0]
-        raise ValueError(f"the network cannot be called on --input {' '.join(map(str, shape))}: {why}") from error
+        raise ValueError(f"the network fails on --input {' '.join(map(str, shape))}: {why}") from error
     return example

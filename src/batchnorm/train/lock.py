@@ -1,4 +1,4 @@
-"""Lock a run's folder: one process at a time trains in it."""
+"""Lock a run's folder so that only one process trains in it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LOCK_FILE = "train.lock"
 def locked(folder: Path) -> Iterator[None]:
     """Keep other processes out of a run's folder inside the block.
 
-    The operating system releases the lock however the process ends: a killed run can be resumed at once. On a network
-    file system the lock is as reliable as that system's.
+    The operating system releases the lock however the process ends, so a killed run can be resumed at once. A network
+    file system may not lock reliably.
 
     Args:
-        folder: made if missing, and removed again if nothing was put into it.
+        folder: created if missing, and removed again if it stays empty.
 
     Raises:
         ValueError: if another process has locked it.
@@ -46,7 +46,8 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Removed while still locked, so that nobody locks a file about to be removed; Windows does not allow that.
+        # Remove the file before unlocking it, so that nobody else locks a file about to be removed. Windows cannot
+        # remove an open file; there it is removed after closing.
         with contextlib.suppress(OSError):
             path.unlink()
         file.close()
@@ -75,7 +76,7 @@ def _open(path: Path, folder: Path) -> IO[bytes]:
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Return whether the locked file is still the one at this path, and not one that its last holder removed."""
+    """Return whether the locked file is still the one at this path; its last holder may have removed it."""
     if sys.platform == "win32":
         return True  # an open file cannot be removed
     try:

@@ -29,32 +29,32 @@ from .resume import RunState, claim_folder, resume_, save_state
 from .state_dicts import start_from_
 from .step import TrainStep, make_optimizer
 
-# Steps between agreements of the ranks on a stop: often enough for a scheduler's grace period, and cheap.
+# The ranks agree on whether to stop every so many steps: cheap, and well within a scheduler's grace period.
 AGREE_EVERY = 10
-# Steps of this process between which it is timed, to say how long the run will take.
+# The time between these two steps of this process gives the estimate of the time left.
 TIMED = (10, 100)
 
 
 def train(recipe: Recipe, options: Options) -> Result:
-    """Train a network by a recipe; an interrupted run is resumed from its last checkpoint.
+    """Train a network by a recipe, resuming an interrupted run from its last checkpoint.
 
-    On the CPU, with the same number of threads and ranks, a resumed run ends with the same bits as an uninterrupted
+    On the CPU, with the same number of threads and ranks, a resumed run is bit-for-bit identical to an uninterrupted
     one. Under ``torchrun`` the batch is divided among the ranks.
 
     Args:
         recipe: what to train and how.
-        options: on what data, on which device, and how often to report.
+        options: data, device, and how often to report.
 
     Returns:
-        The result, which is also in ``result.json``; the metrics are in ``metrics.jsonl``, the network in ``final/``.
+        The result, also written to ``result.json``; the metrics are in ``metrics.jsonl``, the network in ``final/``.
 
     Raises:
-        Stopped: after SIGTERM or Ctrl-C; the state is saved.
+        Stopped: after SIGTERM or Ctrl-C, once the state is saved.
         ValueError: if the data, the folder or its checkpoints do not fit the recipe, or another process trains there.
 
     Paper: Sec. 4.2.2; Alg. 2 at the end
     """
-    # Batches have one shape, so cuDNN's trials of its algorithms at the first pay for all that follow.
+    # All batches have one shape, so it pays to let cuDNN benchmark its algorithms once.
     tuned = torch.backends.cudnn.flags(enabled=True, benchmark=True)
     with (
         ranks(options.device) as here,
@@ -73,17 +73,17 @@ class _Training:
         self.batches = self._open(splits[0], recipe.batch_size, train=True)
         self.validation = self._open(splits[1], options.evaluate_batch, train=False)
         if self.validation.classes != self.batches.classes:
-            raise ValueError(f"{options.data}: train and val do not have the same classes")
+            raise ValueError(f"{options.data}: train and val must have the same classes")
         cuda = here.device.type == "cuda"
         self.bf16 = cuda if options.precision == "auto" else options.precision == "bf16"
         self.net = recipe.network(len(self.batches.classes))
         resumed = any((self.folder / "checkpoints").glob("step-*"))
         started = start_from_(self.net, recipe.start, len(self.batches.classes)) if recipe.start and not resumed else ""
-        if recipe.factory:  # a network that cannot be folded must not fail after days of training
+        if recipe.factory:  # find out now, not after days of training, whether it can be folded
             folded_network(self.net.eval(), recipe.size)
         self.net.train().to(here.device)
-        # Only now that the data and the network are known to be good: a mistyped --data or --size must not leave a
-        # folder that looks like a run and then refuses the right one.
+        # Only now, with data and network checked: a mistyped --data or --size must not leave a folder that looks like
+        # a run and then rejects the corrected command.
         if here.main:
             claim_folder(self.folder, recipe, describe_data(options.data, splits))
             print(self._plan(), *filter(None, [started]), sep="\n", flush=True)
@@ -99,7 +99,8 @@ class _Training:
         state = resume_(self.folder, self.net, self.optimizer, here, self.total_steps)
         self.step, self.evaluated = state.step, state.evaluated
         self.first, self.began = state.step, 0.0
-        # Compiling, capturing and casting ahead are tried on the paper's networks; others may compute on the host.
+        # Compilation, CUDA graphs and casting once are only tested on the paper's networks; others may compute on the
+        # host.
         fast = cuda and not recipe.factory
         self.train_step = TrainStep(
             self.net,
@@ -120,7 +121,7 @@ class _Training:
 
     @property
     def total_steps(self) -> int:
-        """The steps of the whole run."""
+        """The number of steps of the whole run."""
         planned = round(self.recipe.epochs * len(self.batches))
         return planned if self.options.max_steps is None else min(planned, self.options.max_steps)
 
@@ -137,7 +138,7 @@ class _Training:
         )
 
     def finish(self) -> Result:
-        """Train to the end, then replace the running averages by population statistics and fold."""
+        """Train to the end, then estimate population statistics and fold."""
         try:
             diverged = self._train()
             return self._conclude(diverged)
@@ -157,7 +158,7 @@ class _Training:
                 self._monitor_if_due()
                 if self._stop_requested():
                     self._save()
-                    raise Stopped(f"stopped at step {self.step:,}; the same command goes on from there")
+                    raise Stopped(f"stopped at step {self.step:,}; run the same command again to resume")
                 self._evaluate_if_due()
                 ended = self.step == self.total_steps
                 if ended or self.step % self.options.checkpoint_every == 0:
@@ -179,7 +180,7 @@ class _Training:
             self._tell_time_left(self.logger)
 
     def _tell_time_left(self, logger: Logger) -> None:
-        """Say once how long the rest will take, without the first steps, which are slow."""
+        """Print once how long the rest will take, not counting the slow first steps."""
         taken, left = self.step - self.first, self.total_steps - self.step
         if taken not in TIMED or not left:
             return
@@ -191,7 +192,7 @@ class _Training:
         self.began = now
 
     def _log(self) -> bool:
-        """Log the mean over the steps since the last line; return whether the loss is finite."""
+        """Log the means over the steps since the last line; return whether the loss is finite."""
         sums = self.ranks.sum_(self.train_step.sums.clone())
         self.train_step.sums.zero_()
         loss, right, count = sums.tolist()
@@ -200,7 +201,7 @@ class _Training:
         return math.isfinite(loss)
 
     def _monitor_if_due(self) -> None:
-        """Record percentiles on the first validation batch, without any effect on the training."""
+        """Record percentiles on the first validation batch, without affecting training."""
         if self.options.monitor_every == 0 or self.step % self.options.monitor_every:
             return
         if self.monitor is None:
@@ -232,10 +233,10 @@ class _Training:
 
     def _interruptible(self, batches: ImageBatches) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in batches.epoch(0):
-            # With several ranks the others would wait for this one: then the run stops after the validation.
+            # With several ranks the others would wait for this one, so the run stops after validation instead.
             if self.stop.requested and self.ranks.world_size == 1 and self.step > self.evaluated:
                 self._save()
-                raise Stopped(f"stopped at step {self.step:,}, in validation; the same command goes on from there")
+                raise Stopped(f"stopped at step {self.step:,}, in validation; run the same command again to resume")
             yield batch
 
     def _stop_requested(self) -> bool:
@@ -249,7 +250,7 @@ class _Training:
         save_state(self.folder, state, self.net, self.optimizer, self.ranks)
 
     def _conclude(self, diverged: bool) -> Result:
-        """Finish Algorithm 2, save the final network and write the result."""
+        """Finish Algorithm 2, save the final network and write the result file."""
         accuracy = on_training = None
         net = None if diverged else self._inference_network()
         if net is not None:
@@ -279,7 +280,7 @@ class _Training:
         return result
 
     def _inference_network(self) -> nn.Module | None:
-        """Save the final network and return it folded; None if the last steps made its outputs infinite or NaN."""
+        """Save the final network and return it folded, or None if its outputs are infinite or NaN."""
         epoch = -(-self.step // len(self.batches))
         count, seed = self.options.estimate_batches, self.recipe.seed
         final = population_network(

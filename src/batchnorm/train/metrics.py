@@ -1,4 +1,4 @@
-"""The metrics of a run: logged while it trains, read back, and summed up in ``result.json``."""
+"""The metrics of a run: logged while it trains, read back, and summarized in ``result.json``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .distributed import Ranks
 
 
 class Metrics:
-    """Append records to a file of JSON lines; a resumed run continues it without gaps or duplicates.
+    """Append records to a JSON Lines file; a resumed run continues it without gaps or duplicates.
 
-    A checkpoint notes :meth:`position` once the lines are on the disk; a resumed run truncates the file there and
-    writes the later lines again.
+    A checkpoint stores :meth:`position`, the length that is safely on disk. A resumed run truncates the file to that
+    length and writes the later lines again.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "metrics.jsonl")
@@ -49,14 +49,14 @@ class Metrics:
         self._file = path.open("ab", buffering=0)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record; numbers that are not finite become null."""
+        """Append a record; NaN and infinities become null."""
         line = memoryview((json.dumps({k: _finite(v) for k, v in record.items()}) + "\n").encode())
         with self._named():
-            while line:  # a full disk may take only a part of it
+            while line:  # on a full disk, only part of it may be written
                 line = line[self._file.write(line) :]
 
     def position(self) -> int:
-        """Flush the file to the disk and return its length."""
+        """Flush the file to disk and return its length."""
         with self._named():
             os.fsync(self._file.fileno())
         return self._file.tell()
@@ -67,7 +67,7 @@ class Metrics:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Add the file's name to an OSError: writing to an open file does not give it."""
+        """Add the file's name to an OSError: errors from writing to an open file lack it."""
         try:
             yield
         except OSError as error:
@@ -75,14 +75,14 @@ class Metrics:
 
 
 class Logger:
-    """Write a run's records to its folder and show them: a line each; on a terminal a bar, and lines for validations.
+    """Write a run's records to its folder and print them; on a terminal, show a progress bar and print validations.
 
     Only rank 0 has one.
 
     Args:
-        folder: of the run.
-        positions: how much of metrics.jsonl and monitor.jsonl to keep.
-        total: steps of the whole run.
+        folder: the run's folder.
+        positions: lengths at which to continue metrics.jsonl and monitor.jsonl.
+        total: number of steps of the whole run.
         tensorboard: also write scalars for TensorBoard.
 
     Beyond the paper: watching a run.
@@ -102,11 +102,11 @@ class Logger:
         self.display.add("training", total)
 
     def advance(self, step: int) -> None:
-        """Move the bar."""
+        """Move the progress bar."""
         self.display.update("training", step, self._text)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record to metrics.jsonl, and to TensorBoard if asked for, and show it."""
+        """Write a record to metrics.jsonl, and to TensorBoard if requested, and show it."""
         self.metrics.write({**record, "seconds": round(time.perf_counter() - self.started, 3)})
         self._text = "  ".join(_shown(key, value) for key, value in record.items())
         if self.display.bars is None or "val_top1" in record:
@@ -122,7 +122,7 @@ class Logger:
         self.monitor.write(as_json(record))
 
     def positions(self) -> tuple[int, int]:
-        """Flush both files to the disk and return their lengths."""
+        """Flush both files to disk and return their lengths."""
         return self.metrics.position(), self.monitor.position()
 
     def close(self) -> None:
@@ -131,10 +131,10 @@ class Logger:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file, without a last line that is still being written.
+    """Return the records of a metrics file, except a last line that is still being written.
 
     Raises:
-        ValueError: naming the file and the line, if a line is not a record.
+        ValueError: if a line is not a record; the message names the file and the line.
 
     Beyond the paper: results.
     """
@@ -143,7 +143,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def curve(records: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Return (step, validation accuracy at 1) in order: Figure 2.
+    """Return the points (step, top-1 validation accuracy) of Figure 2, in order.
 
     >>> curve([{"step": 5, "loss": 1.0}, {"step": 10, "val_top1": 0.5}])
     [(10, 0.5)]
@@ -166,7 +166,7 @@ def steps_to(points: Sequence[tuple[int, float]], accuracy: float) -> int | None
 
 @dataclass
 class Result:
-    """Tell how a run went; ``result.json`` in the run's folder.
+    """Summarize a run, as in its ``result.json``.
 
     Paper: Fig. 3 (steps to an accuracy, maximum accuracy, steps to it)
     """
@@ -179,23 +179,23 @@ class Result:
     best_top1: float | None = None
     best_step: int | None = None
     top1: float | None = None
-    """of the folded network with estimated population statistics"""
+    """top-1 and top-5 validation accuracy of the folded network, with estimated population statistics"""
     top5: float | None = None
     train_top1: float | None = None
-    """of the same network on the training images, if ``score_training`` asked for it"""
+    """its top-1 accuracy on the training images, if ``score_training`` is set"""
     running_top1: float | None = None
-    """of the same network with running averages, at the last step"""
+    """top-1 validation accuracy with running averages, at the last step"""
     steps_to: dict[str, int | None] = field(default_factory=dict)
     corrupt: int = 0
     corrupt_files: tuple[str, ...] = ()
-    """the first files of both splits that could not be read"""
+    """the first few unreadable files of both splits"""
     hardware: dict[str, Any] = field(default_factory=dict)
 
 
 def write_result(folder: Path, result: Result, targets: Sequence[float]) -> None:
     """Complete a result from the run's ``metrics.jsonl`` and write it to ``result.json``.
 
-    From the metrics come the best and the last validation accuracy, and the first steps that reach the targets.
+    The metrics supply the best and the last validation accuracy, and the first step that reaches each target.
 
     Paper: Fig. 3
     """
@@ -208,7 +208,7 @@ def write_result(folder: Path, result: Result, targets: Sequence[float]) -> None
 
 
 def hardware(here: Ranks) -> dict[str, Any]:
-    """Describe what a run ran on, for its result file."""
+    """Describe a run's hardware, for its result file."""
     cuda = here.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(here.device) if cuda else platform.processor() or platform.machine(),
@@ -234,5 +234,5 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
     record = parse_json(line, where)
     accuracy = record.get("val_top1")
     if not isinstance(record.get("step"), int) or not (accuracy is None or isinstance(accuracy, int | float)):
-        raise ValueError(f"{where} is not a record of a step and numbers")
+        raise ValueError(f"{where} is not a record with a step and numbers")
     return record

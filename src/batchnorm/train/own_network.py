@@ -1,4 +1,4 @@
-"""A network of the user's: made by its function, tried on a batch, then batch-normalized, converted or stripped."""
+"""The user's own network: built, tried on a batch, then with batch normalization inserted, converted or removed."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Change = Literal["as-is", "insert", "convert", "remove"]
 
 
 def own_network(factory: str, change: Change, *, classes: int, size: int, seed: int) -> nn.Module:
-    """Return the user's network with initial weights that depend on the seed.
+    """Build the user's network, with initial weights that depend on the seed.
 
     Args:
-        factory: see :func:`~batchnorm.network_factory.make_network`.
+        factory: what builds it; see :func:`~batchnorm.network_factory.make_network`.
         change: "insert" batch normalization, "convert" it to this library's layers, "remove" it, or leave it "as-is".
-        classes: how many the data has.
+        classes: number of classes in the data.
         size: height and width of the images.
-        seed: of the initial weights.
+        seed: seed of the initial weights.
 
     Raises:
-        ValueError: if there is no such network, it does not take the images or does not score the classes, or there is
-            nothing to change.
+        ValueError: if there is no such network, if it does not fit the images or the classes, or if there is nothing
+            to change.
 
     Beyond the paper: any network.
     """
@@ -49,17 +49,19 @@ def own_network(factory: str, change: Change, *, classes: int, size: int, seed: 
         net = without_batch_norm(net)
     if change == "insert" and _count(net) == before:
         why = "already has batch normalization everywhere" if before else "has no layer to normalize"
-        raise ValueError(f"{factory} {why}, so normalize=insert does nothing: leave it out")
+        raise ValueError(f"{factory} {why}, so normalize=insert does nothing: remove that option")
     if change in ("convert", "remove") and not before:
-        raise ValueError(f"{factory} has no batch normalization, so normalize={change} does nothing: leave it out")
+        raise ValueError(
+            f"{factory} has no batch normalization, so normalize={change} does nothing: remove that option"
+        )
     return net.train()
 
 
 def without_batch_norm(net: nn.Module) -> nn.Module:
-    """Return a copy of the network without its batch normalization layers; activations fused into them stay.
+    """Return a copy of the network without its batch normalization layers, but with activations fused into them.
 
     Raises:
-        ValueError: if a layer does more than normalize, in a way that is not known.
+        ValueError: if a layer of an unknown class may do more than normalize.
 
     Beyond the paper: the network to compare with.
     """
@@ -68,12 +70,12 @@ def without_batch_norm(net: nn.Module) -> nn.Module:
     for layer, name in layers.items():
         known = (TorchBatchNorm.forward, nn.SyncBatchNorm.forward)
         if type(layer).forward not in known and not is_norm_act(type(layer)):
-            raise ValueError(f"{name} cannot be removed: {type(layer).__name__} has a forward of its own")
+            raise ValueError(f"{name} cannot be removed: {type(layer).__name__} overrides forward")
     return copy_with(plain, {layer: partial(_rest, layer) for layer in layers})
 
 
 def _rest(layer: Any, memo: Memo) -> nn.Module:
-    """Return what is left of a layer that does not normalize."""
+    """Return what a layer does besides normalizing."""
     if is_norm_act(type(layer)):
         return nn.Sequential(copy.deepcopy(layer.drop, memo), copy.deepcopy(layer.act, memo))
     return nn.Identity()
@@ -84,7 +86,7 @@ def _count(net: nn.Module) -> int:
 
 
 def _check(net: nn.Module, factory: str, example: Tensor, classes: int) -> None:
-    """Try the network on two images, as in training."""
+    """Try the network on two images, in training mode."""
     try:
         scores = outputs(net, example, training=True)
     except Exception as error:
@@ -94,7 +96,7 @@ def _check(net: nn.Module, factory: str, example: Tensor, classes: int) -> None:
     if not isinstance(scores, Tensor):
         raise ValueError(
             f"{factory} returns {type(scores).__name__} in training, not one tensor of class scores: wrap it in a"
-            " function of your own that does"
+            " module that returns only the scores"
         )
     if scores.dim() != 2 or len(scores) != 2:
         raise ValueError(
@@ -102,6 +104,6 @@ def _check(net: nn.Module, factory: str, example: Tensor, classes: int) -> None:
         )
     if scores.shape[1] != classes:
         raise ValueError(
-            f"{factory} has {scores.shape[1]} outputs, and the data has {classes} classes: let the function take"
-            " classes= and use it"
+            f"{factory} has {scores.shape[1]} outputs, but the data has {classes} classes: add a classes= argument to"
+            " the function and use it"
         )

@@ -1,4 +1,4 @@
-"""``batchnorm predict``: what a finished run says about images."""
+"""``batchnorm predict``: classify images with a finished run."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def predict(
     batch_size: int = 64,
     trust: bool = False,
 ) -> None:
-    """Print the most probable classes of images, by the folded network of a finished run.
+    """Print the most probable classes of images, predicted by a finished run's folded network.
 
-    Images are cropped and normalized as in the run's validation. Files that cannot be read are named and skipped; the
-    exit status is 1 then.
+    Images are cropped and normalized as in the run's validation. Files that cannot be read are skipped and listed, and
+    the exit status is then 1.
 
     Args:
-        run: folder that batchnorm train has left.
-        images: files, or folders, which stand for the images in them and in their subfolders.
-        top: how many classes to print for each image.
-        csv: file for the probabilities of all classes, a row for each image.
+        run: a folder written by batchnorm train.
+        images: image files, or folders, which are searched with their subfolders.
+        top: number of classes to print for each image.
+        csv: file for the probabilities of all classes, one row per image.
         device: cpu, cuda, or auto.
-        batch_size: images that the network takes at a time.
-        trust: if the run is of a network of your own, call the function that its recipe.json names.
+        batch_size: images per forward pass.
+        trust: allow calling the function named in the run's recipe.json, for a network of your own.
 
     Raises:
         FileNotFoundError: if the run or an image is not found.
-        ValueError: if the run has not ended.
-        JobsFailedError: if images cannot be read, after the others are printed and written.
+        ValueError: if the run is unfinished.
+        JobsFailedError: if images cannot be read; raised after the others are printed and written.
 
     Beyond the paper: using a trained network.
     """
@@ -59,7 +59,7 @@ def predict(
     files = [file for image in images for file in _files(image)]
     trained = load(run, device=where, trust=trust)
     readable, probabilities, unreadable = _predict(trained, files, batch_size)
-    # Stable, so that of equal classes the first comes first, as in validation.
+    # A stable sort keeps equally probable classes in order, as validation does.
     values, order = probabilities.sort(dim=1, descending=True, stable=True)
     for file, row, classes in zip(readable, values.tolist(), order.tolist(), strict=True):
         best = zip(row[:top], classes[:top], strict=True)
@@ -73,7 +73,7 @@ def predict(
 
 
 def _predict(trained: TrainedRun, files: list[Path], batch_size: int) -> tuple[list[Path], Tensor, list[str]]:
-    """Return the files that can be read, their probabilities, and sentences about the others."""
+    """Return the readable files, their probabilities, and an error message for each other file."""
     readable, parts, unreadable = list[Path](), list[Tensor](), list[str]()
     for start in progress(range(0, len(files), batch_size), f"batches of {batch_size} images"):
         crops: list[Tensor] = []
@@ -91,7 +91,7 @@ def _predict(trained: TrainedRun, files: list[Path], batch_size: int) -> tuple[l
 def _files(image: Path) -> list[Path]:
     if not image.is_dir():
         if not image.exists():
-            raise FileNotFoundError(f"{image} does not exist: give images, or folders of images")
+            raise FileNotFoundError(f"{image} does not exist: give image files, or folders of images")
         return [image]
     files = sorted(file for file in image.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(image).parts)]
@@ -105,5 +105,5 @@ def _write(path: Path, classes: tuple[str, ...], files: list[Path], probabilitie
     rows = csv_format.writer(text, lineterminator="\n")
     rows.writerow(["image", *classes])
     for file, row in zip(files, probabilities.tolist(), strict=True):
-        rows.writerow([file, *(f"{p:.9g}" for p in row)])  # nine digits tell any two float32 apart
+        rows.writerow([file, *(f"{p:.9g}" for p in row)])  # nine digits identify a float32
     write_atomically(path, text.getvalue().encode())

@@ -27,7 +27,7 @@ PAPERS_FIELDS = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Hold everything that decides what a run learns; the defaults are the paper's Inception.
+    """Hold all settings that affect what a run learns; the defaults are the paper's Inception.
 
     Comments mark what the paper does not say. The seven modifications of Section 4.2.1 are ``rate``, ``dropout``,
     ``weight_decay``, ``decay_epochs``, ``local_response``, ``shuffle`` and ``photometric``.
@@ -40,80 +40,80 @@ class Recipe:
     """
 
     name: str = "inception"
-    """what the run is called"""
+    """name of the run"""
 
-    factory: str = ""  # not called network, as the method is
+    factory: str = ""  # on the command line --network; here that is the method's name
     """train a network of your own: FILE.py:FUNCTION or MODULE:FUNCTION, called with classes= if it takes that, or
     torchvision:NAME or timm:NAME"""
     normalize: Change = "as-is"
     """first insert batch normalization into that network, convert it to this library's layers, or remove it"""
 
     start: str = ""  # on the command line --from, which is no name in Python
-    """begin with the weights of a finished run, or of a state dict in a .safetensors or .pt file; a last layer for
-    another number of classes starts anew"""
+    """start with the weights of a finished run, or of a state dict in a .safetensors or .pt file; a last layer for a
+    different number of classes is initialized again"""
     freeze_statistics: bool = False
-    """normalize by the statistics of --from in training too, and leave them as they are"""
+    """normalize by the statistics of --from during training too, and do not update them"""
 
     batch_norm: bool = False
     """normalize before each nonlinearity"""
     activation: Literal["relu", "sigmoid"] = "relu"
     """the nonlinearity"""
     dropout: float = 0.4
-    """probability before the classifier"""
-    local_response: bool = True  # not in the paper: where, and its constants
+    """dropout probability before the classifier"""
+    local_response: bool = True  # not in the paper: its position and constants
     """local response normalization"""
     per_activation: tuple[str, ...] = ()  # not in the paper: which layers are "the last hidden layers"
-    """rows of the table normalized per activation"""
+    """layers (rows of the paper's table) that are normalized per activation"""
     stem: Literal["separable", "plain"] = "separable"
     """the first convolution"""
     projection: Literal[96, 128] = 96  # the paper's table contradicts itself
     """pool projection in 4c and 4d"""
     width: float = 1.0
-    """factor on all numbers of filters"""
+    """factor on every layer's number of filters"""
     init: Literal["kaiming", "xavier"] = "kaiming"  # not in the paper
-    """initial weights"""
+    """initialization of the weights"""
     init_scale: float = 1.0
     """factor on the initial weights"""
     eps: float = 1e-3  # not in the paper: TF-slim's
     """added to the variance"""
     averaging: float = 0.1  # not in the paper
-    """weight of a new batch in the running averages"""
+    """weight of each new batch in the running averages"""
     statistics: Literal["batch", "sync"] = "batch"  # not in the paper
-    """of each rank's own part of the batch, or of the whole batch"""
+    """batch: each rank normalizes by its own part of the batch; sync: by the whole batch"""
 
     rate: float = 0.0015
     """initial learning rate"""
     momentum: float = 0.9  # not in the paper, which says "a version of SGD with momentum"
-    """of SGD"""
+    """momentum of SGD"""
     weight_decay: float = 2e-4  # not in the paper: a fifth of it is TF-slim's 4e-5; none on gamma and beta
     """weight of the L2 loss on all parameters but gamma and beta"""
     decay: float = 0.96  # not in the paper: GoogLeNet's
-    """factor on the learning rate ..."""
+    """factor on the learning rate, applied every decay_epochs"""
     decay_epochs: float = 8.0  # not in the paper: GoogLeNet's
-    """... every so many epochs"""
+    """epochs between decays of the learning rate"""
     batch_size: int = 32
-    """examples of a step, over all ranks"""
+    """examples per step, over all ranks"""
     epochs: float = 775.0
-    """length of the run; 775 are the paper's 31 million steps of 32 on ImageNet"""
+    """length of the run; 775 epochs are the paper's 31 million steps of 32 images on ImageNet"""
 
     size: int = 224
     """height and width of the crops"""
     validate: float = 0.0
-    """share of the training images to validate with, if the data has no validation set; the files' names decide which
-    images, so all seeds have the same"""
+    """fraction of the training images to hold out for validation, if the data has no validation set; the file names
+    decide which, so every seed holds out the same images"""
     shuffle: Literal["fixed", "epoch"] = "fixed"
-    """one random order within shards, or a new one each epoch"""
+    """fixed: one random order within shards; epoch: a new order each epoch"""
     photometric: Literal["none", "reduced", "full"] = "full"  # not in the paper: their strengths
-    """distortions of the colours"""
+    """colour distortions"""
 
     seed: int = 0
-    """of initial weights, order, crops, distortions and dropout"""
+    """seed of the initial weights, order, crops, distortions and dropout"""
 
     def __post_init__(self) -> None:
         """Check the fields before any work is done.
 
         Raises:
-            ValueError: naming the first field that no run can have.
+            ValueError: if a field is invalid; the message names it.
         """
         above(0, width=self.width, init_scale=self.init_scale, decay=self.decay)
         above(0, decay_epochs=self.decay_epochs, epochs=self.epochs)
@@ -123,15 +123,15 @@ class Recipe:
         between(0, 0.9, validate=self.validate)
         between(0, SEED_MAX, seed=self.seed)
         if self.factory == "" and self.normalize not in (None, "as-is"):  # fields of overrides may be None
-            raise ValueError(f"normalize={self.normalize} changes a network of your own: give --network too")
+            raise ValueError(f"normalize={self.normalize} applies to a network of your own: add --network")
         if self.freeze_statistics and self.start == "":
-            raise ValueError("freeze_statistics keeps the statistics of a trained network: give --from too")
+            raise ValueError("freeze_statistics keeps the statistics of a trained network: add --from")
 
     def network(self, classes: int) -> nn.Module:
         """Build the recipe's network with its initial weights.
 
         Raises:
-            ValueError: if a network of the user's cannot be made, or does not fit the images or the classes.
+            ValueError: if the user's network cannot be built, or does not fit the images or the classes.
         """
         if self.factory:
             net = own_network(self.factory, self.normalize, classes=classes, size=self.size, seed=self.seed)
@@ -144,7 +144,9 @@ class Recipe:
                     layer.statistics = Sync() if sync else layer.statistics
                 elif isinstance(layer, TorchBatchNorm) and not (sync and isinstance(layer, nn.SyncBatchNorm)):
                     field = "statistics=sync" if sync else "freeze_statistics"
-                    raise ValueError(f"{field}: {name} is a layer of torch.nn; add --normalize convert")
+                    raise ValueError(
+                        f"{field} needs this library's layers, but {name} is torch.nn's: add --normalize convert"
+                    )
         if self.freeze_statistics:
             freeze_(net, affine=False)
         return net
@@ -171,7 +173,7 @@ class Recipe:
     def rate_at(self, step: int, steps_per_epoch: int) -> float:
         """Return the learning rate at a step: rate * decay^floor(step / (decay_epochs * steps_per_epoch)).
 
-        The paper decays exponentially; the stairs are GoogLeNet's (x 0.96 every 8 epochs).
+        The paper says only "exponentially"; decaying in steps is GoogLeNet's schedule (x 0.96 every 8 epochs).
 
         >>> recipe = Recipe(rate=1.0, decay=0.5, decay_epochs=10)
         >>> [recipe.rate_at(step, steps_per_epoch=1) for step in (0, 9, 10, 25)]
@@ -183,7 +185,7 @@ class Recipe:
 
     @property
     def needs_trust(self) -> bool:
-        """Whether building the network calls a function of the user's, which could do anything.
+        """Whether building the network calls a user's function, which could do anything.
 
         >>> Recipe(factory="mynet.py:build").needs_trust, Recipe(factory="timm:resnet50").needs_trust
         (True, False)
@@ -217,7 +219,7 @@ class Recipe:
         """
         values: Any = json.loads(text)
         if not isinstance(values, dict):
-            raise ValueError(f"a recipe has named fields, and this is {type(values).__name__}")
+            raise ValueError(f"a recipe is an object with named fields, not {type(values).__name__}")
         unknown = set(values) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"a recipe has no field {', '.join(sorted(unknown))}")
@@ -232,7 +234,7 @@ class Recipe:
         """Read a run's recipe.json.
 
         Raises:
-            ValueError: if it is none, or was made by another version of this library.
+            ValueError: if the file is not a recipe, or is one of another version of this library.
         """
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
@@ -248,7 +250,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
             fits = value in get_args(kind)
         elif get_origin(kind) is tuple:
             fits = isinstance(value, tuple) and all(isinstance(part, str) for part in value)
-        else:  # JSON does not tell 1.0 from 1, and Python takes True for 1
+        else:  # JSON does not distinguish 1.0 from 1, and Python treats True as 1
             fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (
                 kind is bool
             )

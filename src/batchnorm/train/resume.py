@@ -1,4 +1,4 @@
-"""Resume a run: the recipe and data of its folder, the state in the newest checkpoint."""
+"""Resuming a run: check its recipe and data, and load its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .recipe import Recipe
 
 
 def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) -> None:
-    """Write the recipe and a description of the data into a run's folder, or check that they match those there.
+    """Write the recipe and a description of the data to a run's folder, or check that they match those already there.
 
-    ``epochs`` may differ: a run can be resumed for longer.
+    ``epochs`` may differ, so that a finished run can be trained for longer.
 
     Raises:
-        ValueError: if the folder belongs to another recipe (it names the fields) or to other data.
+        ValueError: if the folder belongs to a run with other fields, which the message names, or other data.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp()); claim_folder(folder, Recipe()); claim_folder(folder, Recipe(epochs=3))
@@ -41,18 +41,18 @@ def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) 
         other = [f"{k} is {there[k]} there, {here[k]} here" for k in here if k != "epochs" and there[k] != here[k]]
         if other:
             raise ValueError(
-                f"{path} is of another run: {'; '.join(other)}; choose another --out, or remove that folder"
+                f"{path} belongs to another run: {'; '.join(other)}; choose another --out, or remove that folder"
             )
     known = out / "data.json"
     if data is not None and known.exists():
-        check_same_data({f"the run in {out}": read_json(known), "the data given": data})
+        check_same_data({f"the run in {out}": read_json(known), "the given data": data})
     elif data is not None:
         write_atomically(known, json.dumps(data).encode())
     write_atomically(path, recipe.to_json().encode())
 
 
 class RunState(NamedTuple):
-    """Hold how far a run has come; its network and optimizer are saved beside it.
+    """Hold a run's progress; its network and optimizer are saved separately.
 
     Beyond the paper: resuming.
     """
@@ -61,13 +61,13 @@ class RunState(NamedTuple):
     evaluated: int = 0
     """the last step that was validated"""
     positions: tuple[int, int] = (0, 0)
-    """lengths of metrics.jsonl and monitor.jsonl"""
+    """lengths of metrics.jsonl and monitor.jsonl, in bytes"""
     sums: Tensor | None = None
     """this rank's sums of loss, correct predictions and examples since the last line of metrics.jsonl"""
 
 
 def save_state(folder: Path, state: RunState, net: nn.Module, optimizer: torch.optim.Optimizer, here: Ranks) -> None:
-    """Write a checkpoint that :func:`resume_` reads; every rank calls this, rank 0 writes.
+    """Write a checkpoint that :func:`resume_` reads. Every rank must call this; rank 0 writes.
 
     Beyond the paper: resuming.
     """
@@ -89,9 +89,9 @@ def save_state(folder: Path, state: RunState, net: nn.Module, optimizer: torch.o
 
 
 def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here: Ranks, total_steps: int) -> RunState:
-    """Load the newest good checkpoint into the network and its optimizer; return how far the run was.
+    """Load the newest intact checkpoint into the network and its optimizer, and return the run's progress.
 
-    Without a checkpoint nothing changes, and the run starts at step 0.
+    If there is no checkpoint, nothing changes and the run starts at step 0.
 
     Raises:
         ValueError: if no checkpoint can be read, or the newest one does not fit the network.
@@ -102,14 +102,14 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
     if found is None:
         return RunState()
     for problem in found.passed_over if here.main else ():
-        print(f"passed over a checkpoint: {problem}")
+        print(f"skipped a checkpoint: {problem}")
     state = found.state
     try:
         net.load_state_dict(found.model)
         rates = [group["lr"] for group in optimizer.param_groups]
         optimizer.load_state_dict(state["optimizer"])
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate  # on a GPU the tensor itself, on its device; its value is set before each step
+            group["lr"] = rate  # keep the tensor that a captured graph reads; each step sets its value
         evaluated = int(state["evaluated"])
         metrics, monitor = map(int, state["positions"])
         sums, threads = state["sums"].view(-1, 3), int(state["threads"])
@@ -117,11 +117,11 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
         raise ValueError(f"the checkpoint in {folder} does not fit the network: {error!r}") from error
     same = len(sums) == here.world_size and threads == torch.get_num_threads()
     if here.main and found.step < total_steps:
-        note = "" if same else "; the number of ranks or threads differs, so the last bits will"
-        print(f"going on from step {found.step:,}{note}", flush=True)
+        note = "" if same else "; results will differ in the last bits, because the number of ranks or threads does"
+        print(f"resuming from step {found.step:,}{note}", flush=True)
     elif here.main and (folder / "result.json").exists():
         print(
-            "this run is finished, and is only scored again: to train it longer, give more --epochs (or --max-steps);"
+            "this run is finished and will only be scored again: to train longer, increase --epochs (or --max-steps);"
             f" to start over, choose another --out or remove {folder}",
             flush=True,
         )

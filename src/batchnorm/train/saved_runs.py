@@ -1,4 +1,4 @@
-"""Saved runs: from a run's folder to its folded inference network, with the data to evaluate it on."""
+"""Saved runs: load the folded network from a run's folder, and open the data to evaluate it on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .recipe import Recipe
 
 
 class SavedRun(NamedTuple):
-    """Refer to a run in its folder; :meth:`load` reads its network.
+    """Represent a run in a folder; :meth:`load` reads its network.
 
     Beyond the paper: evaluating a run.
     """
@@ -29,7 +29,7 @@ class SavedRun(NamedTuple):
     folder: Path
     recipe: Recipe
     trust: bool = False
-    """call the function that the recipe names"""
+    """whether the function that the recipe names may be called"""
 
     @property
     def name(self) -> str:
@@ -42,14 +42,14 @@ class SavedRun(NamedTuple):
         return checkpoint.weights_digest(self.folder / "final")
 
     def load(self, classes: Sequence[str]) -> nn.Module:
-        """Return the folded network, with the population statistics that were estimated at the end of training.
+        """Return the folded network, with the population statistics estimated at the end of training.
 
         Args:
             classes: names of the data's classes.
 
         Raises:
-            ValueError: if the run has not ended or has diverged, its files are damaged, its weights do not fit its
-                recipe, its classes are not the data's, or its network is made by a function that is not trusted.
+            ValueError: if the run is unfinished or diverged, its files are damaged, its weights do not fit its recipe,
+                its classes are not the data's, or its network needs trust.
         """
         return folded_network(self.trained(classes)[0], self.recipe.size)
 
@@ -65,7 +65,7 @@ class SavedRun(NamedTuple):
         """Return the network with its batch normalization and population statistics, and the names of its classes.
 
         Args:
-            classes: names of the data's classes, to compare; None takes the run's own.
+            classes: names of the data's classes, to compare with the run's; None skips the comparison.
 
         Raises:
             ValueError: as :meth:`load`.
@@ -73,13 +73,13 @@ class SavedRun(NamedTuple):
         saved = self.final()
         trained, network = saved.state.get("classes"), saved.state.get("network", {})
         if not _is_names(trained) or not isinstance(network, dict):
-            raise ValueError(f"{self.folder / 'final'} does not say which classes and network it is of")
+            raise ValueError(f"{self.folder / 'final'} does not name its classes and network")
         if classes is not None:
             check_classes(self.folder, trained, classes)
         if self.recipe.needs_trust and not self.trust:
             raise ValueError(
-                f"loading {self.folder} calls {self.recipe.factory}, which its recipe.json names and which could do"
-                " anything: if you trust it, say --trust (in Python: trust=True)"
+                f"loading {self.folder} calls {self.recipe.factory}, the function in its recipe.json, which could do"
+                " anything: if you trust it, add --trust (in Python, trust=True)"
             )
         net = self.recipe.network(len(trained))
         _load_weights(net, saved.model, self.folder, len(trained), self.recipe.factory)
@@ -90,7 +90,7 @@ class SavedRun(NamedTuple):
         """Return the final network's weights and classes, without building the network.
 
         Raises:
-            ValueError: if the run has not ended or has diverged, or its files are damaged.
+            ValueError: if the run is unfinished or diverged, or its files are damaged.
         """
         saved = checkpoint.load_latest(self.folder / "final")
         if saved is None:
@@ -98,32 +98,32 @@ class SavedRun(NamedTuple):
         return saved
 
     def _check_recipe(self, trained: Mapping[str, Any]) -> None:
-        """Check what the weights do not show, such as the activation."""
+        """Check settings that the weights do not show, such as the activation."""
         now = self.recipe.network_fields
         for name, value in trained.items():
             if now.get(name) != value:
                 raise ValueError(
-                    f"the weights in {self.folder / 'final'} were trained with {name} {value}, and"
+                    f"the weights in {self.folder / 'final'} were trained with {name} {value}, but"
                     f" {self.folder / 'recipe.json'} has {now.get(name)}: was the recipe edited or the folder mixed up?"
                 )
 
     def _why(self) -> str:
         result = self.folder / "result.json"
         if result.exists() and read_json(result).get("diverged"):
-            return "it diverged in training, so leave it out"
-        return "its training has not ended; start its command again and it goes on"
+            return "it diverged in training; leave it out"
+        return "its training is unfinished; run its command again to resume it"
 
 
 def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
     """Open the folder of a run of ``batchnorm train``.
 
     Args:
-        folder: of the run.
-        trust: call the function that its recipe names, if it is a run of your own network.
+        folder: the run's folder.
+        trust: allow calling the function that its recipe names, for a network of your own.
 
     Raises:
-        FileNotFoundError: if it is not one.
-        ValueError: if its recipe was made by another version.
+        FileNotFoundError: if the folder is not a run's.
+        ValueError: if its recipe was written by another version.
 
     Beyond the paper: evaluating a run.
     """
@@ -133,17 +133,17 @@ def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
             found = "it does not exist"
         else:
             found = f"it holds: {', '.join(sorted(entry.name for entry in folder.iterdir())[:8]) or 'nothing'}"
-        raise FileNotFoundError(f"{folder} is not the folder of a run, with recipe.json and final/; {found}")
+        raise FileNotFoundError(f"{folder} is not the folder of a run, which has recipe.json and final/; {found}")
     return SavedRun(folder, Recipe.read(path), trust)
 
 
 def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) -> None:
-    """Check that a label means the same class in training and here.
+    """Check that a run's classes are those of the data.
 
-    Classes of shards without classes.txt have numbers for names; then only the number of classes is compared.
+    Shards without classes.txt have numbers for class names; then only the number of classes is compared.
 
     Raises:
-        ValueError: if it does not.
+        ValueError: if they differ.
 
     >>> check_classes(Path("run"), ["cat", "dog"], ["0", "1"])
     >>> check_classes(Path("run"), ["cat", "dog"], ["cat", "eel"])
@@ -154,7 +154,7 @@ def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) ->
     Beyond the paper: evaluating a run.
     """
     if len(trained) != len(found):
-        raise ValueError(f"{folder} was trained on {len(trained)} classes, the data has {len(found)}")
+        raise ValueError(f"{folder} was trained on {len(trained)} classes, but the data has {len(found)}")
     if _numbers(trained) or _numbers(found):
         return
     for k, (mine, theirs) in enumerate(zip(trained, found, strict=True)):
@@ -188,7 +188,7 @@ def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path, classe
     if missing or foreign or shapes:
         first = min([*missing, *foreign, *shapes])
         raise ValueError(
-            f"the weights in {folder / 'final'} are of another architecture than {folder / 'recipe.json'}:"
+            f"the weights in {folder / 'final'} do not fit the network of {folder / 'recipe.json'}:"
             f" {len(missing)} are missing, {len(foreign)} unknown, {len(shapes)} of another shape (first: {first});"
             f" was {f'{factory} or ' if factory else ''}the recipe edited, or the folder mixed up?"
         )
@@ -199,28 +199,28 @@ def open_runs(folders: Sequence[Path], *, trust: bool = False) -> dict[str, Save
     """Open runs whose predictions can be averaged, under unique names; ``trust`` as for :func:`open_run`.
 
     Raises:
-        ValueError: without runs, or if they take images of different sizes.
+        ValueError: if there are no runs, or they take images of different sizes.
 
     Beyond the paper: evaluating runs.
     """
     if not folders:
-        raise ValueError("give at least one run: a folder that batchnorm train has left")
+        raise ValueError("give at least one run: a folder written by batchnorm train")
     opened = [open_run(folder, trust=trust) for folder in folders]
     sizes = {run.recipe.size: run.folder for run in opened}
     if len(sizes) > 1:
         (a, first), (b, second), *_ = sizes.items()
-        raise ValueError(f"{first} takes images of {a} px and {second} of {b} px: evaluate them one at a time")
+        raise ValueError(f"{first} takes images of {a} px but {second} of {b} px: evaluate them one at a time")
     unique = len({run.name for run in opened}) == len(opened)
     named = {run.name if unique else str(run.folder): run for run in opened}
     if len(named) < len(opened):
-        raise ValueError("a run is given twice, which would count it twice in the mean: name each once")
+        raise ValueError("a run is given twice and would count twice in the mean: name each once")
     return named
 
 
 def open_for(
     runs: dict[str, SavedRun], data: Path, crops: Count, split: str, here: Ranks, batch_size: int, workers: int
 ) -> SquareBatches:
-    """Open the data at the size that the runs take; ``val`` is what the runs held out, if the data has no such split.
+    """Open the data at the runs' image size; if it has no ``val`` split, use the images that the runs held out.
 
     Raises:
         ValueError: if the runs held out different images.
@@ -229,7 +229,7 @@ def open_for(
     shares = {run.recipe.validate for run in runs.values()}
     if split == "val" and shares != {0.0} and not has_split(data, "val"):
         if len(shares) > 1:
-            raise ValueError("the runs were validated on different images (validate differs): evaluate them one by one")
+            raise ValueError("the runs held out different images (validate differs): evaluate them one at a time")
         _, split = training_splits(data, shares.pop())
     return open_squares(
         data,
@@ -244,7 +244,7 @@ def open_for(
 
 
 def loaders(runs: dict[str, SavedRun], batches: SquareBatches) -> dict[str, Callable[[], nn.Module]]:
-    """Return, by name, functions that load the runs' networks for the batches' device."""
+    """Return, by name, functions that load each run's network onto the batches' device."""
     return {name: partial(_load, run, batches) for name, run in runs.items()}
 
 

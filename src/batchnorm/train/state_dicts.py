@@ -1,4 +1,4 @@
-"""Weights from elsewhere: read a state dict, compare it with a network, start a training from it."""
+"""Weights from elsewhere: read a state dict, compare it with a network, start training from it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .saved_runs import open_run
 
 
 def read_state_dict(path: Path) -> dict[str, Any]:
-    """Read a state dict from a .safetensors file, or from one of torch.save with ``weights_only=True``.
+    """Read a state dict from a .safetensors file or, with ``weights_only=True``, from a file of torch.save.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: naming the file, if it holds no state dict.
+        ValueError: if the file does not hold a state dict; the message names it.
     """
     try:
         if path.suffix == ".safetensors":
@@ -31,9 +31,9 @@ def read_state_dict(path: Path) -> dict[str, Any]:
         raise
     except UnpicklingError as error:
         raise ValueError(
-            f"{path} holds more than tensors, or is no file of torch.save: save net.state_dict()"
+            f"{path} holds more than tensors, or was not written by torch.save: save net.state_dict()"
         ) from error
-    except Exception as error:  # each format has errors of its own
+    except Exception as error:  # each format raises its own errors
         raise ValueError(f"{path} cannot be read as a state dict: {str(error).splitlines()[0]}") from error
     if not isinstance(state, Mapping):
         raise ValueError(f"{path} holds a {type(state).__name__}, not a state dict: save net.state_dict()")
@@ -41,26 +41,26 @@ def read_state_dict(path: Path) -> dict[str, Any]:
 
 
 def start_from_(net: nn.Module, source: str, classes: int) -> str:
-    """Load the weights of a finished run, or of a file with a state dict, into a network that is to be trained.
+    """Load the weights of a finished run or of a state dict file into a network before training.
 
-    A last layer for another number of classes keeps its new weights. No code of the run is called.
+    A last layer for a different number of classes keeps its initial weights. No code of the run is called.
 
     Args:
         net: the network.
-        source: the folder of the run, or the file.
-        classes: how many the new data has.
+        source: the run's folder, or the file.
+        classes: number of classes in the new data.
 
     Returns:
-        A sentence that says what was loaded.
+        A sentence about what was loaded.
 
     Raises:
         FileNotFoundError: if there is no such run or file.
-        ValueError: if anything but the last layer does not fit.
+        ValueError: if a layer other than the last one does not fit.
     """
     path = Path(source).expanduser()
     state = dict(open_run(path).final().model) if path.is_dir() else read_state_dict(path)
-    consume_prefix_in_state_dict_if_present(state, "module.")  # of DistributedDataParallel
-    # Whether layers are frozen is for this training to say; old checkpoints lack the counters.
+    consume_prefix_in_state_dict_if_present(state, "module.")  # from DistributedDataParallel
+    # The new run decides which layers are frozen; old checkpoints lack the counters.
     state = {name: value for name, value in state.items() if name.rpartition(".")[2] != "frozen"}
     optional = ("frozen", "num_batches_tracked")
     expected = {k: v for k, v in net.state_dict().items() if k in state or k.rpartition(".")[2] not in optional}
@@ -69,10 +69,10 @@ def start_from_(net: nn.Module, source: str, classes: int) -> str:
     if problems:
         raise ValueError(f"{source} does not fit the network: {problems}")
     net.load_state_dict({name: value for name, value in state.items() if name not in new}, strict=False)
-    told = f"starts from {source}: {len(state) - len(new)} of {len(expected)} tensors loaded"
+    told = f"starting from {source}: {len(state) - len(new)} of {len(expected)} tensors loaded"
     if not new:
         return told
-    return f"{told}; {', '.join(new)} start anew, for {classes} classes instead of {len(state[new[0]])}"
+    return f"{told}; {', '.join(new)} initialized for {classes} classes instead of {len(state[new[0]])}"
 
 
 def _is_for_other_classes(mine: Tensor, theirs: Any, classes: int) -> bool:

@@ -1,4 +1,4 @@
-"""One training step: augment, forward, backward, update; on a GPU compiled and replayed as one CUDA graph."""
+"""One training step: augment, forward, backward, update; on a GPU, optionally compiled or replayed as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadc
 
 
 def make_optimizer(net: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.SGD:
-    """Return SGD with momentum whose weight decay leaves gamma and beta alone.
+    """Return SGD with momentum, and with weight decay on all parameters but gamma and beta.
 
     >>> optimizer = make_optimizer(nn.Conv2d(1, 1, 1), Recipe(), torch.device("cpu"))
     >>> [group["weight_decay"] for group in optimizer.param_groups]
@@ -36,7 +36,7 @@ def make_optimizer(net: nn.Module, recipe: Recipe, device: torch.device) -> torc
 
     Paper: Sec. 4.2, "a version of Stochastic Gradient Descent with momentum"
     """
-    # On a GPU the rate is a tensor that the captured graph reads.
+    # On a GPU the rate is a tensor, so that a captured graph sees its changes.
     cuda = device.type == "cuda"
     rate = torch.tensor(recipe.rate, device=device) if cuda else recipe.rate
     return torch.optim.SGD(param_groups(net, recipe.weight_decay), rate, recipe.momentum, fused=True if cuda else None)
@@ -52,14 +52,14 @@ def set_rate_(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 class Shadows:
-    """Run a network with bfloat16 copies of its kernels and matrices, all cast at once.
+    """Run a network with bfloat16 copies of its kernels and matrices, cast all at once.
 
-    Autocast casts each one when it is used, and each gradient in the backward pass: two launches per layer. The
-    separable stem keeps its precision, because its composed kernel is computed in it.
+    Autocast casts each weight when it is used, and each gradient in the backward pass: two launches per layer. The
+    separable stem stays in full precision, because its two kernels are composed in full precision.
 
     Args:
         net: the network.
-        aside: on a GPU, compute the kernels' gradients on a stream of their own.
+        aside: on a GPU, compute the kernels' gradients on a separate stream.
 
     Beyond the paper: speed; autocast computes the same.
     """
@@ -79,7 +79,7 @@ class Shadows:
         self.used = [self.copies.get(name, p) for name, p in trained.items()]
 
     def _join(self, net: nn.Module, names: dict[int, str]) -> None:
-        """Put the kernels that a module convolves with as one next to each other, so that it need not copy them."""
+        """Store the kernels that a module applies as one convolution next to each other, to save copying them."""
         for module in net.modules():
             kernels = module.joined_kernels() if isinstance(module, InceptionModule) else []
             joined = [names.get(id(kernel), "") for kernel in kernels]
@@ -93,8 +93,8 @@ class Shadows:
         return y
 
     def backward(self, loss: Tensor) -> None:
-        """Give the parameters the gradients of their copies, in the parameters' precision."""
-        # Not loss.backward(), which copies gradients that are views of others, as those of joined kernels are.
+        """Set the parameters' gradients to those of their copies, in the parameters' precision."""
+        # loss.backward() would copy gradients that are views, as those of joined kernels are.
         grads = torch.autograd.grad(loss, self.used)
         if self.weight_gradients is not None:
             self.weight_gradients.wait()
@@ -116,33 +116,33 @@ class Shadows:
 
 
 def _with_strides_of(like: Tensor, t: Tensor) -> Tensor:
-    """Return ``t``, with the strides of ``like`` if both have the same layout in memory.
+    """Return ``t``, with the strides of ``like`` if both have the same memory layout.
 
-    Strides of dimensions of one element are arbitrary: the kernel of a 1x1 convolution is both contiguous and channels
-    last. Torch copies many tensors in one launch only if all strides are the same.
+    A dimension of size 1 can have any stride: the kernel of a 1x1 convolution is both contiguous and channels last.
+    Torch copies many tensors in one launch only if all strides are equal.
     """
     alike = all(n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), like.stride(), strict=True))
     return t.as_strided(like.shape, like.stride()) if alike else t
 
 
 class TrainStep:
-    """Train a network on one batch per call, and add up in ``sums``: loss, correct predictions, examples.
+    """Train a network on one batch per call; add the loss, correct predictions and examples to ``sums``.
 
-    The gradient is that of the mean loss over all ranks' examples, however unevenly they are spread.
+    The gradient is that of the mean loss over the examples of all ranks, even if the ranks have different numbers.
 
     Args:
-        net: gives class scores; on the ranks' device.
-        optimizer: of its parameters.
-        augment: augments the images on the device.
+        net: a network that returns class scores, on the rank's device.
+        optimizer: optimizer of its parameters.
+        augment: augmentation, on the same device.
         ranks: the processes that train together.
         bf16: run forward and backward under autocast.
         compile: what torch.compile compiles: the whole "network", or "nothing".
         cast_once: with ``bf16`` and in one process, cast all kernels and matrices together after each update instead
-            of one by one in each forward and backward pass: the same numbers from two launches instead of hundreds.
-        graph: capture the whole step as a CUDA graph. Branches of a network that is not compiled then run in parallel;
-            with ``cast_once`` so do the gradients of its kernels.
-        batch: this rank's examples of a full batch. Smaller batches at the end of an epoch run without graph and
-            compilation: neither a second graph nor another minute of compilation is worth it.
+            of one by one in each forward and backward pass. The numbers are the same; two launches replace hundreds.
+        graph: capture the whole step as a CUDA graph. If the network is not compiled, its branches then run in
+            parallel, and with ``cast_once`` so do the gradients of its kernels.
+        batch: examples in this rank's part of a full batch. A smaller batch at the end of an epoch runs without the
+            graph and without compilation.
 
     Beyond the paper: speed; the step computes the same as the paper's.
     """
@@ -180,7 +180,7 @@ class TrainStep:
         self._rate = -1.0
 
     def __call__(self, images: Tensor, labels: Tensor, draws: Tensor, rate: float) -> None:
-        """Take one step at the given learning rate; returns before a GPU is done."""
+        """Take one step at the given learning rate, without waiting for a GPU to finish."""
         if rate != self._rate:
             set_rate_(self.optimizer, rate)
             self._rate = rate
@@ -212,16 +212,16 @@ class TrainStep:
         self.sums += torch.stack([loss.detach().double() * len(labels), right, torch.full_like(right, len(labels))])
 
     def _share(self, labels: Tensor) -> Tensor | float:
-        """Return the factor that turns the mean of the ranks' means into the mean over all examples."""
+        """Return the factor that turns the mean over ranks of their mean losses into the mean over all examples."""
         if self.ranks.world_size == 1:
             return 1.0
-        # In double precision, so that a third of a batch weighs a third.
+        # float64, because float32 would round a share such as 1/3.
         total = self.ranks.sum_(torch.full((), len(labels), dtype=torch.float64, device=labels.device))
         return len(labels) * self.ranks.world_size / total
 
 
 class _Graph:
-    """Run a function of tensors of fixed shapes a few times, then capture and replay it as a CUDA graph."""
+    """Run a function on tensors of fixed shapes a few times, then capture it as a CUDA graph and replay that."""
 
     def __init__(self, function: Any, warmup: int) -> None:
         self.function, self.left = function, warmup
@@ -243,7 +243,7 @@ class _Graph:
             static.copy_(v)
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
-            # Other threads, such as nccl's watchdog, may call CUDA meanwhile.
+            # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.function(*self.inputs)
         self.graph.replay()

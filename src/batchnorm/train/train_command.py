@@ -38,7 +38,7 @@ def _metavar(kind: Any) -> str:
 
 
 def _defaults(name: str) -> str:
-    """Show a field's value in most recipes, then the recipes with other values."""
+    """Describe a field's default: its most common value, then the recipes with other values."""
     of_value: dict[str, list[str]] = {}
     for recipe in RECIPES.values():
         of_value.setdefault(_shown(getattr(recipe, name)), []).append(recipe.name)
@@ -69,8 +69,7 @@ def _field(name: str, kind: Any) -> tuple[str, Any, Any]:
 if TYPE_CHECKING:
     Overrides = Recipe
 else:
-    # Every field of a recipe, of the same type or None: a field that is not given keeps the recipe's value. A subclass
-    # inherits the fields' descriptions.
+    # Every field of a recipe, or None to keep the recipe's value. As a subclass it inherits the fields' descriptions.
     Overrides = make_dataclass(
         "Overrides",
         [_field(name, kind) for name, kind in get_type_hints(Recipe).items()],
@@ -84,26 +83,27 @@ def train(
     recipe: RecipeName | None = None,
     overrides: Annotated[Overrides, OmitArgPrefixes] = Overrides(),  # noqa: B008 - frozen
 ) -> None:
-    """Train the paper's network, a variant of it, or a network of your own, on images of your own.
+    """Train the paper's network, a variant of it, or your own network, on your own images.
 
-    For the paper's: batchnorm train --recipe bn-x30 --data images. For your own, write a function that returns it,
-    def build(classes): ..., in mynet.py, and name it with --network. --normalize insert trains it with batch
-    normalization, --normalize remove without.
+    For the paper's network: batchnorm train --recipe bn-x30 --data images. For your own, write a function that returns
+    it, def build(classes): ..., in mynet.py, and add --network mynet.py:build. --normalize insert adds batch
+    normalization to it; --normalize remove removes it.
 
-    Start the same command again after an interruption to resume from the last checkpoint. Under torchrun
+    After an interruption, run the same command again to resume from the last checkpoint. Under torchrun
     (torchrun --nproc-per-node 8 -m batchnorm train ...) the batch is divided among the GPUs. The exit status is 0 if
-    the run has ended, 1 if it diverged, 130 if it was stopped.
+    the run finished, 1 if it diverged, 130 if it was stopped.
 
     Args:
-        recipe: which of the paper's runs; with --network, whose rate, schedule and augmentation (default: bn-x5).
+        recipe: one of the paper's runs; with --network, the run whose rate, schedule and augmentation to use (default:
+            bn-x5).
         options: data, folder, device, how often to report.
         overrides: fields of the recipe to change.
     """
     if recipe is None and not overrides.factory:
-        raise ValueError("nothing to train: give --recipe, such as bn-x30, or a network of your own, --network")
+        raise ValueError("nothing to train: add --recipe, such as bn-x30, or --network for your own network")
     chosen = resolve(RECIPES[recipe or "bn-x5"], overrides)
     if not chosen.name:
-        raise ValueError("name is empty: a run has one, and its folder is called so")
+        raise ValueError("name is empty: give the run a name, which is also the name of its folder")
     silent = os.environ.get("RANK", "0") != "0"  # only one of torchrun's processes prints
     _, note = check_before_training(chosen, options)
     if note is not None and not silent:
@@ -124,7 +124,7 @@ def train(
 def check_before_training(recipe: Recipe, options: Options) -> tuple[int, str | None]:
     """Check the device, the packages and that every class has images; return the number of classes and a note."""
     if options.graph and device_of(options.device).type != "cuda":
-        raise ValueError("--graph True captures CUDA graphs, and this run is on the CPU: leave it out")
+        raise ValueError("--graph True captures CUDA graphs, but this run is on the CPU: remove that option")
     if options.tensorboard:
         check_installed("tensorboard")
     sources = {split: open_source(options.data, split) for split in training_splits(options.data, recipe.validate)}
@@ -143,12 +143,12 @@ def describe(
     stem: Literal["separable", "plain"] = "separable",
     projection: Literal[96, 128] = 96,
 ) -> None:
-    """Print the network's layers, parameters and multiply-adds, beside what the paper's appendix claims.
+    """Print the network's layers, parameters and multiply-adds next to those in the paper's appendix.
 
     Args:
-        network: which network; inception is the only one yet.
-        recipe: of which of the paper's runs.
-        classes: the number of classes.
+        network: the network; only inception.
+        recipe: one of the paper's runs, for its network.
+        classes: number of classes.
         size: height and width of the images.
         stem: the first convolution.
         projection: pool projection in 4c and 4d, where the table contradicts itself.
@@ -169,7 +169,7 @@ def describe(
 
 
 def resolve(recipe: Recipe, overrides: Recipe) -> Recipe:
-    """Return the recipe with the fields that the overrides give replaced.
+    """Return the recipe with the overridden fields replaced.
 
     >>> resolve(RECIPES["bn-x30"], Overrides(batch_size=64)).batch_size
     64
@@ -181,7 +181,7 @@ def resolve(recipe: Recipe, overrides: Recipe) -> Recipe:
     chosen = replace(recipe, **given)
     papers = [name for name in PAPERS_FIELDS if name in given]
     if chosen.factory and papers:
-        raise ValueError(f"--network goes without {', '.join(papers)}: only the paper's network has that")
+        raise ValueError(f"--network does not take {', '.join(papers)}, an option of the paper's network: remove it")
     return replace(chosen, name=_name(chosen)) if chosen.factory and "name" not in given else chosen
 
 

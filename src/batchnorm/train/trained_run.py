@@ -1,4 +1,4 @@
-"""A finished run as an object: its network, classes, preprocessing and metrics, and predictions for any images."""
+"""A finished run as an object: its network, classes, preprocessing and metrics, and predictions for images."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Preprocessing:
 
     Args:
         size: height and width of the input.
-        mean, std: of each channel (red, green, blue), for values from 0 to 1.
+        mean, std: mean and standard deviation of each channel (red, green, blue), for values from 0 to 1.
 
     >>> Preprocessing(32)(torch.zeros(3, 48, 64, dtype=torch.uint8)).shape
     torch.Size([1, 3, 32, 32])
@@ -55,13 +55,13 @@ class Preprocessing:
         """Return the images' centre squares, as uint8 of shape (images, 3, size, size).
 
         Args:
-            images: one or several files, Pillow images or uint8 tensors of shape (3, height, width), also as one
-                tensor of shape (images, 3, height, width). A large JPEG gives slightly different pixels if Pillow has
-                decoded it: from a file it is decoded at a reduced size, which is faster.
+            images: one or several files, Pillow images or uint8 tensors of shape (3, height, width), or one tensor of
+                shape (images, 3, height, width). Large JPEG files are decoded at a reduced size, which is faster, so
+                their pixels differ slightly from those of a Pillow image.
 
         Raises:
             OSError: if a file cannot be read.
-            ValueError: naming an image that cannot be decoded, or is none of these.
+            ValueError: if an image cannot be decoded or is none of these; the message names it.
         """
         given = _as_list(images)
         out = torch.empty(len(given), self.size, self.size, 3, dtype=torch.uint8)
@@ -70,7 +70,7 @@ class Preprocessing:
         return out.movedim(-1, 1)
 
     def __call__(self, images: AnImage | Sequence[AnImage]) -> Tensor:
-        """Return the normalized float32 batch that a network takes; see :meth:`crops`."""
+        """Return the images as a normalized float32 batch; see :meth:`crops`."""
         normalized: Tensor = Normalize(self.mean, self.std)(self.crops(images))
         return normalized
 
@@ -92,11 +92,11 @@ class Preprocessing:
                 crop_image(image, choose, out)
         except CorruptImageError as error:
             name = str(image) if isinstance(image, str | os.PathLike) else f"image {position}"
-            raise ValueError(f"{name} is not an image that can be read ({error})") from error
+            raise ValueError(f"{name} cannot be read as an image ({error})") from error
 
 
 class Prediction(NamedTuple):
-    """Hold what a network says about images.
+    """Hold a network's predictions for images.
 
     Beyond the paper: using a trained network.
     """
@@ -108,7 +108,7 @@ class Prediction(NamedTuple):
 
 
 class TrainedRun:
-    """A finished run of ``batchnorm train``; made by :func:`load`.
+    """A finished run of ``batchnorm train``, as returned by :func:`load`.
 
     Beyond the paper: using a trained network.
     """
@@ -117,11 +117,11 @@ class TrainedRun:
         net, classes = saved.trained()
         self.folder: Path = saved.folder
         self.recipe: Recipe = saved.recipe
-        """how it was trained"""
+        """the settings it was trained with"""
         self.classes: tuple[str, ...] = classes
         """the names of the classes; a label is an index into them"""
         self.preprocessing = Preprocessing(saved.recipe.size)
-        """what validation does to images"""
+        """the preprocessing of images in validation"""
         self.trained: nn.Module = net.to(device)
         """the network with its batch normalization and population statistics, in evaluation mode"""
 
@@ -132,24 +132,24 @@ class TrainedRun:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The records of metrics.jsonl: losses, accuracies and the steps they belong to."""
+        """The records of metrics.jsonl: losses and accuracies, with their steps."""
         return read(self.folder / "metrics.jsonl")
 
     def __repr__(self) -> str:
-        """Return the folder and what the network takes and gives."""
+        """Return the folder, the image size and the number of classes."""
         return f"TrainedRun({str(self.folder)!r}, {self.recipe.size} px, {len(self.classes)} classes)"
 
     @torch.no_grad()
     def predict(self, images: AnImage | Sequence[AnImage], *, batch_size: int = 64) -> Prediction:
-        """Return class probabilities of images by the folded network, as validation computes them.
+        """Return the folded network's class probabilities of images, preprocessed as in validation.
 
         Args:
             images: as for :meth:`Preprocessing.crops`.
-            batch_size: images that the network takes at a time.
+            batch_size: images per forward pass.
 
         Raises:
             OSError: if a file cannot be read.
-            ValueError: naming an image that cannot be decoded.
+            ValueError: if an image cannot be decoded; the message names it.
         """
         at_least(1, batch_size=batch_size)
         given = _as_list(images)
@@ -167,23 +167,22 @@ class TrainedRun:
 def load(run: str | os.PathLike[str], *, device: torch.device | str = "cpu", trust: bool = False) -> TrainedRun:
     """Load a finished run of ``batchnorm train``: its network, classes, recipe, preprocessing and metrics.
 
-    The weights are read from safetensors and the rest with ``weights_only=True``, so that a file from elsewhere cannot
-    run code; both are checked against the SHA-256 in their manifest. To load a run of a network of your own, the
-    function that made it is called again: recipe.json names it, so this needs ``trust=True``. Networks of the paper,
-    torchvision and timm need no trust.
+    The weights are read from safetensors and the rest with ``weights_only=True``, so a file from elsewhere cannot run
+    code. Both are checked against the SHA-256 in their manifest. If you trained a network of your own, loading calls
+    the function that recipe.json names, so it needs ``trust=True``. Networks of the paper, torchvision and timm do not.
 
         run = bn.load("runs/mine")
         run.predict(["cat.jpg", "dog.jpg"]).classes
 
     Args:
         run: the run's folder.
-        device: where its networks are.
-        trust: call the function that recipe.json names. Only do this with runs from someone you trust.
+        device: the device for its networks.
+        trust: allow calling the function that recipe.json names. Only do this with runs from someone you trust.
 
     Raises:
-        FileNotFoundError: if it is not the folder of a run.
-        ValueError: if the run has not ended or has diverged, its files are damaged, its weights do not fit its recipe
-            or classes, or it needs trust.
+        FileNotFoundError: if it is not a run's folder.
+        ValueError: if the run is unfinished or diverged, its files are damaged, its weights do not fit its recipe or
+            classes, or it needs trust.
 
     Beyond the paper: using a trained network.
     """
@@ -195,7 +194,7 @@ def _is_rgb(image: Tensor) -> bool:
 
 
 def _as_list(images: AnImage | Sequence[AnImage]) -> list[AnImage]:
-    """Return several images as a list; one image becomes a list of one."""
+    """Return the images as a list; one image becomes a list of one."""
     if isinstance(images, Tensor):
         return list(images) if images.dim() == 4 else [images]
     if isinstance(images, str | os.PathLike) or not hasattr(images, "__iter__"):

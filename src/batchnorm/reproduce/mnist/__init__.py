@@ -1,1 +1,1 @@
-"""Figure 1 and the claims that Section 4.1's network on MNIST can show."""
+"""Figure 1, and the claims that can be tested with Section 4.1's network on MNIST."""

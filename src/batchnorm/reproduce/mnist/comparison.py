@@ -1,4 +1,4 @@
-"""Section 4.1's comparison made fair: each network at its own best rate, several seeds, mean and spread."""
+"""A fair version of Section 4.1's comparison: each network at its own best rate, with several seeds."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Comparison(Experiment):
     """
 
     rates: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-    """Rates of the sweep."""
+    """Learning rates of the sweep."""
     sweep_steps: int = 5000
-    """Updates of each run of the sweep, on 55,000 digits; the best rate is chosen on the other 5,000."""
+    """Updates per run of the sweep, on 55,000 digits; the best rate is chosen on the other 5,000."""
     marks: tuple[int, ...] = (1000, 5000, 15_000, 50_000)
     """Step counts at which the test accuracies are compared; the last is the length of the runs."""
     equal_rate: float = 0.1
-    """The rate of the comparison at an equal rate, Figure 1's."""
+    """Learning rate of the comparison at an equal rate; by default Figure 1's."""
     std: float = 0.1
-    """Width of the initial Gaussians."""
+    """Standard deviation of the initial weights."""
     seeds: int = 3
-    """Seeds of each run."""
+    """Number of seeds per setting."""
     out: Path = Path("runs/comparison")
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ Table = dict[tuple[bool, float], list[list[float]]]
 
 
 def _trained(options: Comparison, pairs: Iterable[tuple[bool, float]], marks: Sequence[int], hold_out: bool) -> Table:
-    """Return the accuracies at the marks, seed by seed, of networks without and with BN at these rates."""
+    """Return each network's accuracies at the marks, for every seed."""
     jobs = [
         (Setting(kind, marks[-1], rate, options.std, seed=seed), marks)
         for kind, rate in pairs
@@ -93,7 +93,7 @@ def _mean(runs: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _row(kind: bool, rate: float, runs: Sequence[Sequence[float]], marks: Sequence[int]) -> dict[str, Any]:
-    """Tabulate the mean and the spread (sample standard deviation) over seeds at each mark."""
+    """Return the mean and the spread (sample standard deviation) over seeds at each mark."""
     columns = list(zip(*runs, strict=True))
     return {
         "network": label(kind),

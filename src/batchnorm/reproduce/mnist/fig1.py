@@ -1,4 +1,4 @@
-"""Figure 1: test accuracy and sigmoid inputs of Section 4.1's network over training, with and without BN."""
+"""Figure 1: test accuracy and sigmoid inputs of Section 4.1's network during training, with and without BN."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from .training import Setting
 class Fig1:
     """Train Section 4.1's network with and without batch normalization, and draw Figure 1.
 
-    The paper gives neither the learning rate nor the width of the Gaussians; the defaults here are this project's.
+    The paper gives neither the learning rate nor the standard deviation of the initial weights; the defaults are this
+    project's.
 
     Paper: Sec. 4.1; Fig. 1
     """
 
     steps: int = 50_000
-    """Updates of each network."""
+    """Updates per network."""
     rate: float = 0.1
-    """Learning rate of plain stochastic gradient descent, for both networks."""
+    """Learning rate of plain SGD, for both networks."""
     std: float = 0.1
-    """Width of the Gaussians that the weights start from."""
+    """Standard deviation of the initial weights."""
     batch_size: int = 60
     """Examples in a mini-batch."""
     seed: int = 0
@@ -44,7 +45,7 @@ class Fig1:
     resume: bool = False
     """Continue from the checkpoints in the folder."""
     processes: int = 2
-    """2 trains both networks side by side, one core each; 1 trains one after the other."""
+    """2 trains both networks in parallel, one core each; 1 trains one after the other."""
 
     def __post_init__(self) -> None:
         between(1, 2, processes=self.processes)
@@ -61,11 +62,11 @@ class Fig1:
 def fig1(options: Fig1) -> Path:
     """Run the experiment of Figure 1 and return the path of its report.
 
-    Ctrl-C lets every network stop within 100 steps and save a checkpoint; a second one does not wait.
+    After Ctrl-C every network saves a checkpoint and stops within 100 steps; a second Ctrl-C stops at once.
     """
     check_writable(options.out / "result.json")
     if not _train(options):
-        print(f"stopped before the end; what there is follows. Go on with --resume --out {options.out}")
+        print(f"stopped before the end; results so far follow. Resume with --resume --out {options.out}")
     folders = [options.out / name for name in options.settings()]
     runs = read_runs([folder for folder in folders if (folder / "metrics.jsonl").exists()])
     draw(runs, options.out)
@@ -81,7 +82,7 @@ def fig1(options: Fig1) -> Path:
 
 
 def _train(options: Fig1) -> bool:
-    """Train each network into its folder; return whether all reached their last step."""
+    """Train each network in its folder; return whether all reached their last step."""
     runs = [NetworkRun(options.out / name, setting, options.resume) for name, setting in options.settings().items()]
     for run in runs:
         run.prepare()

@@ -13,19 +13,19 @@ from .training import Setting, accuracies
 
 @dataclass(frozen=True)
 class Init(Experiment):
-    """Train both networks from Gaussians of widths from 1e-3 to 10 and compare their final accuracy.
+    """Train both networks from initial weights of standard deviations from 1e-3 to 10 and compare their accuracy.
 
     Paper: Abstract, "be less careful about initialization"; Sec. 3.3
     """
 
     stds: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
-    """Widths of the initial Gaussians."""
+    """Standard deviations of the initial weights."""
     steps: int = 5000
-    """Updates of each run."""
+    """Updates per run."""
     rate: float = 1.0
-    """Learning rate of both networks; the plain one's best at these widths is near it."""
+    """Learning rate of both networks; it is near the best one for the network without BN."""
     seeds: int = 3
-    """Seeds of each run."""
+    """Number of seeds per setting."""
     out: Path = Path("runs/init")
 
 

@@ -24,11 +24,11 @@ class Jacobian(Experiment):
     """
 
     steps: int = 5000
-    """Updates of each network; J is measured before and after."""
+    """Updates per network; J is measured before and after."""
     rate: float = 0.1
     """Learning rate."""
     std: float = 0.1
-    """Width of the initial Gaussians."""
+    """Standard deviation of the initial weights."""
     examples: int = 100
     """Test digits at which J is taken."""
     seed: int = 0
@@ -37,9 +37,9 @@ class Jacobian(Experiment):
 
 
 class HiddenLayer(NamedTuple):
-    """Hold a hidden layer as y = gamma x_hat + beta of x_hat = (Wu + b - mu) / sd, by population statistics.
+    """Hold a hidden layer y = gamma x_hat + beta with x_hat = (Wu + b - mu) / sd, from population statistics.
 
-    A network without batch normalization is the case gamma = sd, beta = mu.
+    Without batch normalization, gamma = sd and beta = mu.
     """
 
     weight: Tensor
@@ -101,7 +101,7 @@ def _measure(job: tuple[Setting, int]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def population_layers(net: nn.Sequential, batches: Sequence[Tensor]) -> list[HiddenLayer]:
-    """Read a perceptron's hidden layers with population statistics, each from the normalized ones below it.
+    """Return a perceptron's hidden layers with population statistics, estimated from the bottom layer up.
 
     Paper: Alg. 2, l. 10; Sec. 3.3
     """
@@ -131,7 +131,7 @@ def population_layers(net: nn.Sequential, batches: Sequence[Tensor]) -> list[Hid
 def layer_jacobian(x_hat: Tensor, below: HiddenLayer, above: HiddenLayer) -> Tensor:
     """Return J = diag(1/sd') W' diag(g'(gamma x_hat + beta) gamma) for each example, (examples, K', K).
 
-    z_hat = (W' g(gamma x_hat + beta) - mu') / sd', with the primes for the layer above.
+    z_hat = (W' g(gamma x_hat + beta) - mu') / sd'; primes mark the layer above.
 
     Paper: Sec. 3.3, z_hat = F(x_hat)
     """
@@ -141,7 +141,7 @@ def layer_jacobian(x_hat: Tensor, below: HiddenLayer, above: HiddenLayer) -> Ten
 
 
 def like_random(matrices: Tensor) -> Tensor:
-    """Return Gaussian matrices of the same sizes and Frobenius norms, which have no structure."""
+    """Return Gaussian matrices, which have no structure, of the same sizes and Frobenius norms."""
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(matrices.shape, generator=generator, dtype=matrices.dtype)
     given: Tensor = torch.linalg.matrix_norm(matrices, keepdim=True)
@@ -159,7 +159,7 @@ def _pairs(layers: Sequence[HiddenLayer], images: Tensor) -> list[tuple[Tensor, 
 
 
 def _summary(values: Tensor) -> dict[str, Any]:
-    """Summarize singular values (examples, K): percentiles of all, the mean spectrum, and how many are near 1."""
+    """Summarize singular values (examples, K): percentiles, the mean spectrum, and the fraction near 1."""
     q = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95], dtype=values.dtype)
     near = ((values > 0.5) & (values < 2)).double().mean()
     return {

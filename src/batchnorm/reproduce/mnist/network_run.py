@@ -1,4 +1,4 @@
-"""One network of Figure 1: trained, monitored, estimated and folded, in a folder that the run can be resumed from.
+"""One network of Figure 1: a resumable run that trains, monitors, estimates statistics and folds.
 
 The folder holds ``config.json``, ``metrics.jsonl``, ``checkpoint.pt`` and, at the end, ``summary.json``.
 """
@@ -40,7 +40,7 @@ Show = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class NetworkRun:
-    """The training of one network, which several processes can do side by side: a :class:`batchnorm.jobs.Job`."""
+    """The training run of one network, as a :class:`batchnorm.jobs.Job` that can run in parallel with others."""
 
     folder: Path
     setting: Setting
@@ -48,32 +48,32 @@ class NetworkRun:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of the run in messages."""
         return self.folder.name
 
     @property
     def steps(self) -> int:
-        """Training steps."""
+        """The number of training steps."""
         return self.setting.steps
 
     def prepare(self) -> None:
-        """Make the folder and check that it holds no run of other options, before any process starts."""
+        """Create the folder, and check that it does not hold a run with other options."""
         self.folder.mkdir(parents=True, exist_ok=True)
         check_config(self.folder, self.setting, resume=self.resume)
-        (self.folder / "summary.json").unlink(missing_ok=True)  # an old one does not mean that this run has finished
+        (self.folder / "summary.json").unlink(missing_ok=True)  # an old one would mark this run as finished
 
     def finished(self) -> bool:
-        """Return whether the run reached its last step."""
+        """Return whether the run has reached its last step."""
         return (self.folder / "summary.json").exists()
 
     def __call__(self) -> None:
-        """Train in a process of its own, with one thread."""
+        """Train in this process, with one thread."""
         with torch_threads(1), stop_signal() as stop:
             if not self.train(stop):
                 raise Stopped("stopped before the end")
 
     def train(self, stop: StopSignal, show: Show = lambda step, text: None) -> bool:
-        """Train until the end, or until a stop is requested; return whether it was the end."""
+        """Train until the end or until a stop is requested; return whether the end was reached."""
         return run(self.setting, self.folder, resume=self.resume, stopped=lambda: stop.requested, show=show)
 
 
@@ -85,14 +85,14 @@ def run(
     stopped: Callable[[], bool] = lambda: False,
     show: Show = lambda step, text: None,
 ) -> bool:
-    """Train one network into ``folder``; return whether it reached its last step.
+    """Train one network in ``folder``; return whether it reached its last step.
 
     Args:
         setting: what to train.
-        folder: the run's folder; it is made if missing.
+        folder: the run's folder; created if missing.
         resume: continue from the folder's checkpoint, if there is one.
-        stopped: asked at least every 100 steps; if it returns True, the run saves a checkpoint and ends.
-        show: called every 100 steps with the step and a text, the loss and the last test accuracy.
+        stopped: called at least every 100 steps; if it returns True, the run saves a checkpoint and ends.
+        show: called every 100 steps with the step and a text with the loss and the last test accuracy.
 
     Paper: Sec. 4.1; Alg. 2
     """
@@ -122,7 +122,7 @@ def run(
 def check_config(folder: Path, setting: Setting, *, resume: bool) -> dict[str, Any]:
     """Return the configuration of the run in the folder, or {} if it has no checkpoint.
 
-    A resumed run may have another number of steps.
+    A resumed run may have a different number of steps.
     """
     if not (folder / "checkpoint.pt").exists():
         return {}
@@ -139,14 +139,14 @@ def check_config(folder: Path, setting: Setting, *, resume: bool) -> dict[str, A
 
 
 def save(folder: Path, net: nn.Module, step: int, seconds: float, metrics_size: int) -> None:
-    """Replace the checkpoint atomically by one of this step, ``seconds`` into the run."""
+    """Atomically replace the checkpoint by one at this step, ``seconds`` into the run."""
     content = io.BytesIO()
     torch.save({"net": net.state_dict(), "step": step, "seconds": seconds, "metrics_size": metrics_size}, content)
     write_atomically(folder / "checkpoint.pt", content.getvalue())
 
 
 def _start(folder: Path, setting: Setting) -> tuple[int, float, int]:
-    """Begin at step 0, after 0 seconds, with no metrics; an earlier run of the same options is repeated."""
+    """Start at step 0, with 0 seconds and no metrics, even if there is an earlier run with the same options."""
     check_config(folder, setting, resume=False)
     for old in ("checkpoint.pt", "summary.json"):
         (folder / old).unlink(missing_ok=True)
@@ -155,7 +155,7 @@ def _start(folder: Path, setting: Setting) -> tuple[int, float, int]:
 
 
 def _resume(folder: Path, net: nn.Module, setting: Setting) -> tuple[int, float, int]:
-    """Load the checkpoint into ``net``; return its step, its seconds and the length of the metrics then."""
+    """Load the checkpoint into ``net``; return its step, its seconds and the length of the metrics at that step."""
     there = check_config(folder, setting, resume=True)
     path = folder / "checkpoint.pt"
     if not path.exists():
@@ -166,9 +166,9 @@ def _resume(folder: Path, net: nn.Module, setting: Setting) -> tuple[int, float,
         state = torch.load(path, weights_only=True)
         net.load_state_dict(state["net"])
         return int(state["step"]), float(state["seconds"]), int(state["metrics_size"])
-    except Exception as error:  # torch.load raises errors of many kinds
+    except Exception as error:  # torch.load raises many kinds of errors
         why = str(error).partition("\n")[0]
-        raise ValueError(f"{path} cannot be read ({why}): remove it to train anew") from error
+        raise ValueError(f"{path} cannot be read ({why}): remove it to start over") from error
 
 
 def _config(setting: Setting) -> dict[str, Any]:
@@ -176,11 +176,11 @@ def _config(setting: Setting) -> dict[str, Any]:
 
 
 class _Watch:
-    """Decide what is measured at which steps, measure it and write it to the metrics."""
+    """Decide what to measure at which steps, measure it and write it to the metrics."""
 
     def __init__(self, setting: Setting, net: nn.Sequential, data: MNIST, metrics: Metrics, show: Show) -> None:
         self.setting, self.net, self.data, self.metrics, self.show = setting, net, data, metrics, show
-        # Not entered as a context: it would count the training passes, and record some of them by itself.
+        # Not used as a context manager: it would count the training passes, and record some of them by itself.
         self.monitor = Monitor(net, percentiles=PERCENTILES, probe=data.test.images[:PROBE])
         steps = setting.steps
         self.accuracy_at = {0, *accuracy_steps(steps)}
@@ -203,7 +203,7 @@ class _Watch:
         if step in self.record_at:
             self.metrics.write(as_json(self.monitor.record(step)))
         if step in self.gradients_at:
-            # The examples that the next step would take.
+            # The examples of the next step.
             rows = order(self.setting, len(self.data.train.images), step, step + 1)[0]
             batch = (self.data.train.images[rows], self.data.train.labels[rows])
             change = self.monitor.record_gradient_change(step, _loss, batch, self.setting.rate)
@@ -238,7 +238,7 @@ def finish(net: nn.Sequential, setting: Setting, data: MNIST) -> dict[str, Any]:
     """
     accuracies = {"running": accuracy(net, data.test)}
     if setting.batch_norm:
-        # One epoch in mini-batches of the training size, in the order a further epoch would take.
+        # One epoch of mini-batches of the training size, in a new order.
         rows = order(setting, len(data.train.images), 0, len(data.train.images) // setting.batch_size)
         estimate_(net, (data.train.images[row] for row in rows.unbind()))
         accuracies["population"] = accuracy(net, data.test)

@@ -1,4 +1,4 @@
-"""Section 3.1: batch normalization trains with batch gradient descent, SGD and its variants such as Adagrad."""
+"""Section 3.1: a network with BN can be trained by batch gradient descent, SGD and variants such as Adagrad."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Optimizers(Experiment):
     """
 
     steps: int = 2000
-    """Updates of each network on mini-batches of 60."""
+    """Updates per network on mini-batches of 60."""
     batch_steps: int = 200
     """Updates of batch gradient descent."""
     batch: int = 6000
-    """Training digits that batch gradient descent uses, all of them in each step."""
+    """Training digits for batch gradient descent, which uses all of them in each step."""
     std: float = 0.1
-    """Width of the initial Gaussians."""
+    """Standard deviation of the initial weights."""
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     out: Path = Path("runs/optimizers")

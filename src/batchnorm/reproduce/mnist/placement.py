@@ -1,4 +1,4 @@
-"""Sections 3.2 and 5: normalize Wu, before the nonlinearity, or its output?"""
+"""Sections 3.2 and 5: should BN normalize the nonlinearity's input, Wu, or its output?"""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ STATISTICS = ("skewness", "excess kurtosis", "sparsity")
 
 @dataclass(frozen=True)
 class Placement(Experiment):
-    """Compare BN before and after the nonlinearity: the shapes of the distributions of u and Wu, and accuracy.
+    """Compare BN before and after the nonlinearity: accuracy, and the shapes of the distributions of u and Wu.
 
     Paper: Sec. 3.2, "more Gaussian"; Sec. 5, the standardization layer
     """
 
     steps: int = 3000
-    """Updates of each network."""
+    """Updates per network."""
     rate: float = 0.1
     """Learning rate."""
     std: float = 0.1
-    """Width of the initial Gaussians."""
+    """Standard deviation of the initial weights."""
     seeds: int = 3
-    """Seeds of each run."""
+    """Number of seeds per setting."""
     out: Path = Path("runs/placement")
 
 
@@ -71,7 +71,7 @@ def _verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
 
 
 def build(where: Where, nonlinearity: str, std: float, seed: int) -> nn.Sequential:
-    """Build Section 4.1's network with z = g(BN(Wu)), or with z = BN(g(Wu + b))."""
+    """Build Section 4.1's network with z = g(BN(Wu)) or z = BN(g(Wu + b))."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for name, layer in perceptron(batch_norm=where == "before", std=std, seed=seed).named_children():
         if isinstance(layer, nn.Sigmoid):
@@ -95,7 +95,7 @@ def _train(job: tuple[Where, str, Setting]) -> dict[str, Any]:
 
 @torch.no_grad()
 def shapes(net: nn.Sequential, images: Tensor) -> dict[str, dict[str, float]]:
-    """Return skewness, excess kurtosis and sparsity of each layer's Wu and u, in evaluation mode.
+    """Return the skewness, excess kurtosis and sparsity of each layer's Wu and u, in evaluation mode.
 
     Paper: Sec. 3.2, "symmetric, non-sparse"
     """
@@ -112,11 +112,11 @@ def shapes(net: nn.Sequential, images: Tensor) -> dict[str, dict[str, float]]:
 
 
 def shape(v: Tensor) -> dict[str, float]:
-    """Return three numbers for the shape of (examples, units).
+    """Return three numbers that describe the distribution of values (examples, units).
 
-    Skewness E[c^3] / s^3 and excess kurtosis E[c^4] / s^4 - 3 with c = v - E[v] are a unit's over examples, as the
-    mean of their absolute and plain values over units. Sparsity is Hoyer's, (sqrt(K) - |v|_1 / |v|_2) / (sqrt(K) - 1)
-    of an example's K units: 0 if all are equal, 1 if only one is not zero; about 0.2 for a Gaussian.
+    With c = v - E[v] over examples, skewness is |E[c^3] / s^3| and excess kurtosis E[c^4] / s^4 - 3, both averaged
+    over units. Sparsity is Hoyer's, (sqrt(K) - |v|_1 / |v|_2) / (sqrt(K) - 1), of an example's K units: 0 if all are
+    equal, 1 if only one is not zero, about 0.2 for a Gaussian.
     """
     c = v - v.mean(0)
     s = c.square().mean(0).sqrt()

@@ -24,15 +24,15 @@ class Saturation(Experiment):
     """
 
     steps: int = 5000
-    """Updates of each run."""
+    """Updates per run."""
     rate: float = 0.1
     """Learning rate."""
     stds: tuple[float, ...] = (0.1, 1.0)
-    """Widths of the initial Gaussians: a small one and a careless one."""
+    """Standard deviations of the initial weights: a small one and a careless one."""
     tail: float = 0.05
     """A sigmoid is saturated if its output is within this distance of 0 or 1."""
     points: int = 25
-    """Measurements of each run."""
+    """Measurements per run."""
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     out: Path = Path("runs/saturation")

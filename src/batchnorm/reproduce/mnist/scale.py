@@ -1,4 +1,4 @@
-"""Section 3.3: batch normalization is unaffected by the scale of a layer's parameters, and holds their growth."""
+"""Section 3.3: batch normalization does not depend on the scale of a layer's weights, and limits their growth."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from .training import Setting, digits, evenly, train_
 
 @dataclass(frozen=True)
 class Scale(Experiment):
-    """Check Section 3.3's identities along training and follow the growth of weights under large rates.
+    """Check Section 3.3's identities during training, and measure the growth of weights at large rates.
 
     Paper: Sec. 3.3
     """
 
     steps: int = 3000
-    """Updates of each run."""
+    """Updates per run."""
     rates: tuple[float, ...] = (0.1, 1.0, 10.0)
     """Learning rates."""
     factors: tuple[float, ...] = (0.1, 0.5, 2.0, 10.0)
     """The scalars a > 0 that W is multiplied by."""
     std: float = 0.1
-    """Width of the initial Gaussians."""
+    """Standard deviation of the initial weights."""
     points: int = 20
-    """Measurements of each run."""
+    """Measurements per run."""
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     out: Path = Path("runs/scale")
@@ -61,16 +61,16 @@ def scale(options: Scale) -> dict[str, Any]:
 
 
 def identity_gaps(u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: float, a: float) -> dict[str, float]:
-    """Return how far each of Section 3.3's identities is from holding, and the bound that eps sets on the first.
+    """Return how far each of Section 3.3's identities is from holding.
 
-    |BN(aWu) - BN(Wu)| <= |gamma x_hat| eps |1 - 1/a^2| / (sigma^2 + eps/a^2), element by element; "output" is the
-    largest ratio of the two sides, at most 1. "du" and "dW" are relative distances of
-    the gradients under one fixed random cotangent.
+    Because of eps, |BN(aWu) - BN(Wu)| <= |gamma x_hat| eps |1 - 1/a^2| / (sigma^2 + eps/a^2), elementwise. "output" is
+    the largest ratio of the two sides, at most 1. "du" and "dW" are relative distances between the gradients for one
+    fixed random output gradient.
     """
     values = [_forward_and_gradients(u, factor * weight, gamma, beta, eps) for factor in (1.0, a)]
     (one, du, dw), (other, du_a, dw_a) = values
     bound = (one.y - beta).abs() * eps * abs(1 - a**-2) / (one.var + eps / a**2)
-    # Plus the rounding of float64: the bound is 0 for units that are constant on the batch.
+    # Allow for float64 rounding: the bound is 0 for units that are constant on the batch.
     ratio = (other.y - one.y).abs() / (bound + 1e-12 * one.y.abs().clamp(min=1))
     return {
         "output": ratio.max().item(),

@@ -1,4 +1,4 @@
-"""Section 2: normalization outside the gradient step lets parameters grow while the loss stays."""
+"""Section 2: if the gradient step ignores the normalization, parameters grow while the loss does not change."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Section2(Experiment):
     """
 
     bias_steps: int = 1000
-    """Full-batch steps on b alone."""
+    """Full-batch steps on b."""
     steps: int = 2000
-    """Steps of the whole network, on mini-batches of 60."""
+    """Steps on the whole network, with mini-batches of 60."""
     rates: tuple[float, ...] = (0.1, 1.0)
-    """Learning rates of the whole network; the first one also trains b."""
+    """Learning rates for the whole network; the first is also used for b."""
     std: float = 0.1
-    """Width of the initial Gaussians."""
+    """Standard deviation of the initial weights."""
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     out: Path = Path("runs/section2")
@@ -74,10 +74,10 @@ def section2(options: Section2) -> dict[str, Any]:
 
 
 def train_bias(data: Digits, steps: int, rate: float, seed: int, *, through: bool) -> dict[str, list[float]]:
-    """Train the bias of x_hat = u + b - E[u + b] alone, and return its norm and the loss before each step.
+    """Train only the bias of x_hat = u + b - E[u + b], and return its norm and the loss before each step.
 
-    u is a first layer's Wu over all the data, and x_hat goes through fixed sigmoids and a fixed linear layer to the
-    cross-entropy. ``through`` says whether the gradient sees that E depends on b.
+    u is a first layer's Wu over all the data; x_hat goes through fixed sigmoids and a fixed linear layer to the
+    cross-entropy. If ``through`` is True, the gradient includes E's dependence on b.
     """
     net = perceptron(batch_norm=False, widths=(100,), std=0.1, seed=seed).double()
     u = net.linear1(data.images.double()).detach()  # type: ignore[operator]
@@ -97,7 +97,7 @@ def train_bias(data: Digits, steps: int, rate: float, seed: int, *, through: boo
 
 
 class OutsideTheGradient(nn.Module):
-    """Normalize by the batch's mean, or mean and deviation, as if these did not depend on the parameters.
+    """Normalize by the batch's mean, or mean and standard deviation, as if they did not depend on the parameters.
 
     Paper: Sec. 2, "ignores the dependence of E[x] on b"
     """
@@ -117,7 +117,7 @@ class OutsideTheGradient(nn.Module):
 
 
 def build(variant: str, std: float, seed: int) -> nn.Sequential:
-    """Build Section 4.1's network with a bias b before each normalization, of the given variant."""
+    """Build Section 4.1's network with the given kind of normalization, and a bias b before each."""
     plain = perceptron(batch_norm=False, std=std, seed=seed)
     layers: list[nn.Module] = []
     for layer in plain:
@@ -136,7 +136,7 @@ def _whole(job: tuple[str, Setting, Sequence[int]]) -> dict[str, Any]:
     for step, loss in train_(net, data.train, setting, marks):
         b = torch.cat([m.bias for m in hidden]).norm().item()
         w = torch.cat([m.weight.flatten() for m in hidden]).norm().item()
-        with torch.no_grad():  # with the test set's own statistics, for every variant alike
+        with torch.no_grad():  # every variant uses the test set's own statistics
             correct = net(data.test.images).argmax(1) == data.test.labels
         accuracy = correct.double().mean().item()
         rows.append({"step": step, "loss": loss, "norm of b": b, "norm of W": w, "accuracy": accuracy})

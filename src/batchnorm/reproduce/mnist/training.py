@@ -1,4 +1,4 @@
-"""Train Section 4.1's network: the setting, the order of the examples, the loop, the accuracy."""
+"""Training Section 4.1's network: settings, order of the examples, loop and accuracy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ...models import perceptron
 
 @dataclass(frozen=True)
 class Setting:
-    """Describe one training run of Section 4.1's network completely.
+    """Hold all settings of one training run of Section 4.1's network.
 
-    The paper gives neither the learning rate nor the width of the Gaussians.
+    The paper gives neither the learning rate nor the standard deviation of the initial weights.
 
     Paper: Sec. 4.1
     """
@@ -44,9 +44,9 @@ class Setting:
 
 
 def order(setting: Setting, examples: int, start: int, stop: int) -> Tensor:
-    """Return the examples of the steps ``start`` to ``stop``, (steps, m): each epoch is a new permutation of all.
+    """Return the indices of the examples of steps ``start`` to ``stop``, (steps, m); each epoch is a new permutation.
 
-    It depends on the seed and the step alone, so a resumed run sees the same batches as an uninterrupted one.
+    They depend only on the seed and the step, so a resumed run sees the same batches as an uninterrupted one.
 
     >>> a, b = (order(Setting(), 6000, *span) for span in ((0, 150), (90, 150)))
     >>> torch.equal(a[90:], b), len(a[:100].unique())
@@ -71,17 +71,17 @@ def train_(
     start: int = 0,
     optimizer: Optimizer | None = None,
 ) -> Iterator[tuple[int, float]]:
-    """Train on the mean cross-entropy and yield (step, loss of its batch) at each of the marks, in order.
+    """Train on the mean cross-entropy and yield (step, loss of its batch) at each mark, in order.
 
-    Step t means that t updates were made; ``start`` of them were made before. Marks up to there and after the last step
-    are skipped. The default optimizer is plain stochastic gradient descent at the setting's rate.
+    Step t means after t updates, of which ``start`` were made earlier. Marks up to ``start`` and after the last step
+    are skipped. The default optimizer is plain SGD at the setting's rate.
 
     Paper: Sec. 3.1; Sec. 4.1
     """
     optimizer = optimizer or SGD(net.parameters(), lr=setting.rate)
     for mark in sorted({m for m in marks if start < m <= setting.steps}):
         for rows in order(setting, len(data.images), start, mark).unbind():
-            # images[rows] would take longer.
+            # Faster than images[rows].
             images, labels = data.images.index_select(0, rows), data.labels.index_select(0, rows)
             loss = F.cross_entropy(net(images), labels)
             optimizer.zero_grad()
@@ -92,7 +92,7 @@ def train_(
 
 
 def evenly(steps: int, count: int) -> list[int]:
-    """Return ``count`` evenly spaced steps from 1 on, of which the last is ``steps``.
+    """Return ``count`` evenly spaced steps; the last is ``steps``.
 
     >>> evenly(100, 4)
     [25, 50, 75, 100]
@@ -102,11 +102,11 @@ def evenly(steps: int, count: int) -> list[int]:
 
 @torch.no_grad()
 def accuracy(net: nn.Module, digits: Digits) -> float:
-    """Return the fraction of correct predictions in evaluation mode; the network's mode is kept."""
+    """Return the fraction of correct predictions in evaluation mode, and restore the network's mode."""
     mode = net.training
     net.eval()
     try:
-        # In parts that are small enough for their activations to stay in the cache.
+        # Small parts, so that their activations stay in the cache.
         predictions = torch.cat([net(part).argmax(1) for part in digits.images.split(2000)])
         return float((predictions == digits.labels).double().mean())
     finally:
@@ -115,12 +115,12 @@ def accuracy(net: nn.Module, digits: Digits) -> float:
 
 @lru_cache(maxsize=1)
 def digits() -> MNIST:
-    """Return MNIST, unpacked once a process."""
+    """Return MNIST, unpacked once per process."""
     return mnist()
 
 
 def held_out(count: int = 5000) -> MNIST:
-    """Return the training digits without the last ``count``, and these in place of the test digits."""
+    """Return MNIST with the last ``count`` training digits as its test set, and the others as its training set."""
     images, labels = digits().train
     return MNIST(Digits(images[:-count], labels[:-count]), Digits(images[-count:], labels[-count:]))
 
