@@ -23,7 +23,7 @@ def sequential():
 
 @pytest.mark.parametrize(
     "name", sorted(ZOO.keys() - {"fused_residual", "per_activation"})
-)  # torch.nn has no equal for these
+)  # torch.nn has no equivalent for these
 def test_outputs_and_gradients_stay_and_revert_is_the_inverse(name):
     make, example, _ = ZOO[name]
     net, x = scramble_(make()).double(), example().double()

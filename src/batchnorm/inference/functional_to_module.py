@@ -149,7 +149,7 @@ class _ForwardTracer(fx.Tracer):
 
 
 def _keeps_its_forward(module: nn.Module) -> bool:
-    """Say whether a module runs the forward of ``torch.nn`` or, if it is a batch normalization, of this library."""
+    """Return whether a module runs the forward of ``torch.nn`` or, if it is a batch normalization, of this library."""
     if isinstance(module, BatchNorm):
         return type(module).forward is BatchNorm.forward
     if isinstance(module, TorchBatchNorm):
@@ -214,7 +214,7 @@ def _fixed_arguments(module: nn.Module, calls: list[Any]) -> dict[str, Any]:
         given = list(bound.arguments.items())[1:]
         found.append({k: v for k, v in given if k in single and not network_call.tensors_in(v)})
     if any(fixed != found[0] for fixed in found):
-        raise ValueError("its calls differ in arguments that are no tensors")
+        raise ValueError("its calls differ in arguments that are not tensors")
     return found[0] if found else {}
 
 
