@@ -1,6 +1,7 @@
-"""A convolution's bias and the nonlinearity after it in one pass, on channels-last CUDA tensors: what BN replaces.
+"""Add a convolution's bias and apply the nonlinearity in one pass, on channels-last CUDA tensors.
 
-Torch adds the bias in one pass, applies the nonlinearity in another, and sums the bias's gradient in a third.
+Networks without batch normalization need this. Torch adds the bias in one pass, applies the nonlinearity in another,
+and sums the bias's gradient in a third.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ...ops.cuda.layout import row_stride
 from ...ops.cuda.schedule import up
 from .channels_last import ChannelTiles, empty, readable
 
-PARTS = 256  # programs of a backward pass that keep a GPU busy; each sums over some of the pixels
+PARTS = 256  # programs of a backward pass, enough to keep a GPU busy; each sums over some of the pixels
 
 
 def bias_act(x: Tensor, bias: Tensor, activation: Literal["relu", "sigmoid"]) -> Tensor:

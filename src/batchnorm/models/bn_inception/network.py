@@ -33,7 +33,7 @@ APPENDIX = (
 )
 # fmt: on
 AMBIGUOUS = ("4c", "4d")
-SMALLEST_MAP = 4  # not in the paper, which has 224 px alone
+SMALLEST_MAP = 4  # not in the paper, which uses only 224 px
 
 
 def inception(
@@ -66,8 +66,8 @@ def inception(
         norm: "batch" normalizes before every nonlinearity; None uses biases instead.
         activation: the nonlinearity.
         stem: the 7x7 convolution, "separable" with depth multiplier 8, or "plain".
-        projection: filters of the pool projection in 4c and 4d. The table prints 128 and outputs that need 96; the
-            outputs are the default.
+        projection: filters of the pool projection in 4c and 4d. The table prints 128, but its output column adds up
+            only with 96, the default.
         local_response: local response normalization after the first pool and before the second, as in GoogLeNet; the
             paper does not say where.
         dropout: its probability, before the classifier.
@@ -159,7 +159,7 @@ def early_strides(size: int) -> tuple[int, int]:
 
 
 def early_strides_note(size: int) -> str | None:
-    """Say which early strides are dropped for images of ``size`` px; None if none are.
+    """Describe which early strides are dropped for images of ``size`` px; None if none are.
 
     >>> early_strides_note(64)
     'at 64 px the first max pool is left out'
@@ -223,7 +223,7 @@ class LocalResponseNorm(nn.LocalResponseNorm):
     def convolved(self, x: Tensor) -> Tensor:
         """Normalize images by a convolution."""
         weight = _neighbours(x.shape[1], self.size, self.alpha / self.size, x.dtype, x.device)
-        # In full precision: in bfloat16 most sums would be lost beside k = 1.
+        # In full precision: in bfloat16 most sums would be lost next to k = 1.
         return x * (F.conv2d(x * x, weight).to(torch.promote_types(x.dtype, torch.float32)) + self.k).pow(
             -self.beta
         ).to(x.dtype)

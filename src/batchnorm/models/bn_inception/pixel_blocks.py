@@ -10,7 +10,7 @@ from ...ops.cuda.autograd import DTYPES, HAS_TRITON
 from ...ops.cuda.schedule import power_up, up
 from ...ops.torch_state import is_forward_mode, is_unseen
 
-BLOCKS = 128  # of a program
+BLOCKS = 128  # per program
 
 
 def pixel_blocks(x: Tensor, before: int, taps: int) -> Tensor:

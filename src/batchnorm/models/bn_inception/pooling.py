@@ -1,7 +1,7 @@
 """Pooling of 3x3 windows: torch's modules, computed on channels-last CUDA tensors by this library's kernels.
 
-Torch's kernels take several times as long as the memory needs. For the backward pass of a maximum these keep one byte
-per window, and torch an index of eight.
+Torch's kernels take several times as long as their memory traffic needs. For max pooling's backward pass, torch keeps
+an index of eight bytes per window; these kernels keep one byte.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, widt
 def max_pool_gradient(
     dy: Tensor, where: Tensor, stride: int, height: int, width: int, plus: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient of the maxima's input, plus another gradient of its shape; not differentiable again."""
+    """Return the gradient of max pooling's input, plus ``plus`` if given; it cannot be differentiated again."""
     from .triton.pool import max_backward_1, max_backward_2
 
     dy, row = readable(dy)
