@@ -13,7 +13,7 @@ Colour = tuple[float, float, float]
 # Not in the paper: means and deviations of ImageNet's training images, as commonly used.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-# Rec. 601's weights of grey. They sum to 1, so that the grey of a grey is itself.
+# Rec. 601's weights of grey. They sum to 1, so grey colours keep their value.
 GREY = (0.299, 0.587, 0.114)
 # Krizhevsky et al. (2012), Sec. 4.1: principal components of ImageNet's colours, each times its eigenvalue;
 # the numbers as published with fb.resnet.torch. Columns are components.
@@ -68,7 +68,7 @@ class Normalize(nn.Module):
 
 
 class Augment(Normalize):
-    """Mirror, distort the colours of and normalize a batch, each image by its own random draws.
+    """Mirror, distort the colours of and normalize a batch, each image with its own random numbers.
 
     With x in [0, 1] and grey(x) = w x, in a random order for each image:
 
@@ -118,9 +118,9 @@ class Augment(Normalize):
         self.distortions = None if photometric == "none" else Distortions(STRENGTHS[photometric], mean, std)
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
-        """Draw the random numbers for ``n`` images, one row each; ranks that share a batch take their rows of it.
+        """Draw the random numbers for ``n`` images, one row each; ranks that share a batch each take their own rows.
 
-        A row has a number that mirrors the image if it is below 0.5 and, if colours are distorted, A, T and t.
+        A row's first number mirrors the image if it is below 0.5; A, T and t follow if colours are distorted.
         """
         uniform = torch.rand(n, 8, generator=generator, device=generator.device)
         normal = torch.randn(n, 3, generator=generator, device=generator.device)

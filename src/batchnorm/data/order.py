@@ -90,7 +90,7 @@ class Order:
         return slice(start, start + each + (self.rank < extra))
 
     def batch(self, permuted: NDArray[np.int64], step: int) -> NDArray[np.int64]:
-        """Return this rank's examples of a step, out of :meth:`examples` of its epoch."""
+        """Return this rank's examples of a step, given :meth:`examples` of its epoch."""
         lo, hi = self._bounds(step)
         return permuted[lo:hi][self.rows(step)]
 
