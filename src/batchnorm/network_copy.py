@@ -51,7 +51,7 @@ def _uncopied(net: nn.Module) -> Memo:
     memo: Memo = {}
     for module in net.modules():
         for value in vars(module).values():
-            # Results that old-style weight_norm and spectral_norm keep as attributes.
+            # Old-style weight_norm and spectral_norm keep computed weights as attributes.
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
             # A process group does not belong to the network; the copy uses the same one.
@@ -119,7 +119,7 @@ def isolated(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]
         that runs; callers that know which tensors are read should call it with those too.
 
     Raises:
-        SharedWithOriginalError: if a part of the original was used, even if the user's code caught that error.
+        SharedWithOriginalError: if a part of the original was used, even if the user's code caught the first error.
     """
     copied = _held(twin)
     foreign = {key: name for key, (name, _) in _held(net).items() if key not in copied}

@@ -224,7 +224,7 @@ def torch_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-_lock: AbstractContextManager[Any] | None = None  # this process's, if it is a worker that shares a device
+_lock: AbstractContextManager[Any] | None = None  # set in workers that share a device
 _held = False
 
 

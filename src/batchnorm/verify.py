@@ -213,7 +213,7 @@ def _errors(new: _Seen, old: _Seen) -> dict[str, float]:
             raise DifferenceError(f"a forward pass no longer keeps a tensor in '{path}'")
         found[path] = _error(path, new.kept[path], t)
     for path, t in old.buffers.items():
-        if path in new.buffers:  # another kind of layer may keep its statistics elsewhere
+        if path in new.buffers:  # a layer of another kind may not have this buffer
             found[path] = relative(new.buffers[path], t)
     return found
 

@@ -138,7 +138,7 @@ class Augment(Normalize):
         mean = images.mean((2, 3), dtype=torch.float32)
         # Not a matrix product: autocast would round it, and it would take two launches as well.
         sums = torch.addcmul(third, of_mean, mean[:, None]).sum(2)[:, :, None, None]
-        # Allocated here: a result of broadcast single channels would lose the images' memory format.
+        # Allocate the output: broadcasting single channels would lose the images' memory format.
         y = torch.empty_like(images, dtype=torch.float32)
         for channel in range(3):
             sums = torch.addcmul(sums, of_pixel[:, :, channel, None, None], images[:, channel : channel + 1], out=y)

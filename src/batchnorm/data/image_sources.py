@@ -94,7 +94,7 @@ class PartSource:
     def open(cls, root: Path, split: str, share: float, *, held_out: bool) -> PartSource:
         """Hold out a share of every class, at least one image of each, or keep the rest.
 
-        The names of the files decide which: the same images for every seed, on every machine.
+        File names decide which images, so they are the same for every seed, on every machine.
         """
         whole = open_source(root, split)
         names = [whole.name(k).removeprefix(str(root)) for k in range(len(whole.labels))]

@@ -95,7 +95,7 @@ class Order:
         return permuted[lo:hi][self.rows(step)]
 
     def examples(self, epoch: int) -> NDArray[np.int64]:
-        """Return all examples of an epoch, over all ranks, in its order."""
+        """Return all examples of an epoch, over all ranks, in the epoch's order."""
         if not self.train:
             return np.arange(self.num_examples)
         key = seed_at(self.seed, epoch if self.shuffle == "epoch" else 0)

@@ -76,7 +76,7 @@ class TarSource:
 def classes_text(classes: Sequence[str]) -> bytes:
     """Return the content of ``classes.txt``: one name per line."""
     for name in classes:
-        if "\n" in name or "\r" in name:  # it would move all names after it to other labels
+        if "\n" in name or "\r" in name:  # would shift all later names to other labels
             raise ValueError(f"the class {name!r} has a line break in its name: rename its folder")
     return "".join(f"{name}\n" for name in classes).encode(errors="surrogateescape")
 

@@ -133,7 +133,7 @@ def score(probabilities: Tensor, labels: Tensor, name: str = "the network") -> S
     confidence = probabilities.amax(1).double() if len(labels) else probabilities.new_zeros(0, dtype=torch.float64)
     finite = probabilities.isfinite().all(1)
     own = probabilities.gather(1, labels[:, None])[:, 0].double()
-    # A probability that underflowed to 0 costs as much as the smallest one, not infinitely much.
+    # Clamp probabilities that underflowed to 0, or their loss would be infinite.
     loss = -own.clamp_min(torch.finfo(torch.float32).tiny).log()
     totals = torch.stack([ranks < 1, ranks < 5, loss, ~finite, torch.ones_like(loss)]).sum(1)
     bins = torch.stack([torch.ones_like(confidence), ranks < 1, confidence], dim=1)

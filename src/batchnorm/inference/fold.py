@@ -95,7 +95,7 @@ def fold(
 
 
 def warn_of_left(report: VerbReport) -> None:
-    """Warn the caller's caller if batch normalization is left."""
+    """Warn the caller's caller if the report lists a batch normalization that is left."""
     if report.paths("kept"):
         warnings.warn(report.summary, stacklevel=3)
 

@@ -86,7 +86,7 @@ def as_graph_module(net: nn.Module) -> fx.GraphModule:
 def trace_forwards_(
     net: nn.Module, owners: list[str], example: Any, forward: network_call.Forward | None
 ) -> TracedForwards:
-    """Trace the forward of each module that normalizes by itself, in place; the rest stays the user's Python.
+    """Trace, in place, the forward of each module that calls batch_norm itself; all other code stays as it is.
 
     The batch normalization becomes a child of the module. A module whose forward cannot be traced is traced as part of
     its parent's, and so on up to the network.

@@ -132,7 +132,7 @@ def _read(folder: Path, name: str) -> Run:
     for where, line in (*_lines(folder / "metrics.jsonl"), *_lines(folder / "monitor.jsonl")):
         step = line.pop("step", None)
         if step is None or line.get("final"):
-            continue  # a summary of the run, not a point of it
+            continue  # a summary of the run, not a step
         if not (_is_number(step) and isinstance(step, int) and 0 <= step < LAST_STEP):
             raise ValueError(f"{where}: step is {_short(step)}, not a whole number from 0 to 2^53")
         if "percentiles" in line:

@@ -160,7 +160,7 @@ def figures(results: Path) -> str:
 
 
 def _narrow(row: list[str]) -> list[str]:
-    """Return the columns of Figure 3 that the paper has too, without the single seeds in brackets."""
+    """Return the columns of Figure 3 that the paper has too, without the bracketed values of single seeds."""
     return [re.sub(r" \(.*", "", cell) for cell in (*row[:1], *row[2:8])]
 
 

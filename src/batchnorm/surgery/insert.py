@@ -166,14 +166,14 @@ def _measure(
 def _set_from(place: Place, norm: BatchNorm, accumulator: MomentAccumulator) -> None:
     moments = accumulator.averages()
     if moments is None:
-        raise ValueError(f"layer '{place.path}': no batch reaches it, so it has no moments to start from")
+        raise ValueError(f"layer '{place.path}': no batch reaches it, so there are no moments to initialize it with")
     assert norm.running_mean is not None and norm.running_var is not None  # noqa: PT018
     bias = torch.zeros(1) if place.bias is None else place.bias.detach().cpu().double()
     with torch.no_grad():
         norm.running_mean.copy_(moments.mean - bias.reshape(-1, *[1] * (moments.mean.dim() - 1)))
         norm.running_var.copy_(moments.var + moments.mean_spread)
         norm.bias.copy_(moments.mean)
-        # From the rounded value that evaluation divides by, so that both cancel.
+        # Use the rounded variance that evaluation divides by, so that the two cancel.
         norm.weight.copy_(torch.sqrt(norm.running_var.double() + norm.eps))
 
 

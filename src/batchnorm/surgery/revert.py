@@ -97,7 +97,7 @@ def _theirs(layer: BatchNorm, with_activation: bool, memo: Memo) -> nn.Module:
     for name in ("running_mean", "running_var"):
         buffer = new._buffers[name]
         if buffer is not None and new.weight is not None:
-            # This library keeps statistics in at least float32; torch has them in the weight's type.
+            # This library keeps statistics in at least float32, torch.nn in the weight's type.
             new._buffers[name] = buffer.to(new.weight.dtype)
     if layer.activation.name == "identity" or not with_activation:
         return new

@@ -36,7 +36,7 @@ class _BiasAct(torch.autograd.Function):
         row, y = row_stride(x), empty(x, tuple(x.shape))
         t = ChannelTiles(x, (row, c), n * h * w)
         numbers = (n * h * w, c // t.align, row // t.align)
-        with torch.cuda.device_of(x):  # Triton launches on the current one
+        with torch.cuda.device_of(x):  # Triton launches on the current device
             forward[(t.programs,)](x, bias.contiguous(), y, *numbers, sigmoid, *t.constants)
         ctx.save_for_backward(y, bias)
         ctx.sigmoid = sigmoid

@@ -185,7 +185,7 @@ class SeparableConv2d(nn.Sequential):
 def _convolve_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Convolve at stride 2 with an odd kernel, padded by half of it, as stride 1 over blocks of 2x2 pixels."""
     inputs, kernel = weight.shape[1], weight.shape[-1]
-    # A zero tap, before or after the others, makes the kernel even and lets it start at a block's first pixel.
+    # Add a zero tap in front or behind: the kernel's size becomes even, and it starts at a block's first pixel.
     front = kernel // 2 % 2
     taps, before = (kernel + 1) // 2, (kernel // 2 + front) // 2
     blocks = pixel_blocks(x, before, taps)

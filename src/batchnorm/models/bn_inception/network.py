@@ -57,8 +57,8 @@ def inception(
     """Build the appendix network, from the image to the class scores.
 
     The defaults are the network of BN-x5 and BN-x30; Inception is ``norm=None, local_response=True, dropout=0.4``.
-    Small images drop early strides, the fewest that leave a last map of at least 4x4: below 97 px the first max pool
-    is left out, below 49 px the first convolution also has stride 1.
+    For small images, as few early strides are dropped as leave a last map of at least 4x4: below 97 px the first max
+    pool is left out, below 49 px the first convolution also has stride 1.
 
     Args:
         classes: the number of classes.
@@ -232,7 +232,7 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 @cache
 def _neighbours(channels: int, size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the kernel that adds up the ``size`` channels around each one, times a factor."""
-    with torch.inference_mode(False):  # cached for training as well
+    with torch.inference_mode(False):  # the cached kernel is also used in training
         c = torch.arange(channels)
         distance = c[None, :] - c[:, None]
         near = (distance >= -(size // 2)) & (distance <= (size - 1) // 2)

@@ -85,7 +85,7 @@ def max_pool_into(x: Tensor, y: Tensor, where: Tensor, stride: int) -> None:
     (n, c, h, w), (oh, ow) = x.shape, y.shape[2:]
     t = ChannelTiles(x, (row, y_row), n * oh * ow)
     numbers = (n * oh * ow, c // t.align, h, w, oh, ow, row // t.align, y_row // t.align)
-    with torch.cuda.device_of(x):  # Triton launches on the current one
+    with torch.cuda.device_of(x):  # Triton launches on the current device
         max_forward[(t.programs,)](x, y, where, *numbers, stride, *t.constants)
 
 
@@ -139,7 +139,7 @@ def average_into(x: Tensor, y: Tensor, backward: bool) -> None:
     n, c, h, w = x.shape
     t = ChannelTiles(x, (row, y_row), n * h * w)
     numbers = (n * h * w, c // t.align, h, w, row // t.align, y_row // t.align)
-    with torch.cuda.device_of(x):  # Triton launches on the current one
+    with torch.cuda.device_of(x):  # Triton launches on the current device
         average[(t.programs,)](x, y, *numbers, backward, *t.constants)
 
 
@@ -196,7 +196,7 @@ for _name, _kernel, _fake in (
     ("max_pool_backward", _max_pool_backward, _fake_max_pool_backward),
     ("average_pool", _average_pool, _fake_average_pool),
 ):
-    # For every backend, though only CUDA tensors get here: interpreted, the kernels run on CPU tensors.
+    # For every backend, not only CUDA: Triton's interpreter runs the kernels on CPU tensors.
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"batchnorm::{_name}", _fake, lib=_library)
 torch.library.register_autograd("batchnorm::max_pool", _max_gradient, setup_context=_keep_max, lib=_library)

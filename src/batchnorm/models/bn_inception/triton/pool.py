@@ -129,7 +129,7 @@ def max_backward_2(
 
 @triton.jit
 def share(row, column, H, W):
-    """Return one over the number of the image's pixels in the window around each pixel."""
+    """Return the reciprocal of the number of image pixels in the window around each pixel."""
     rows = tl.minimum(row + 1, H - 1) - tl.maximum(row - 1, 0) + 1
     columns = tl.minimum(column + 1, W - 1) - tl.maximum(column - 1, 0) + 1
     return 1.0 / (rows * columns).to(tl.float32)
