@@ -252,7 +252,7 @@ def _kind(item: Any) -> str:
 
 def _parts(item: Any) -> list[tuple[str, Any]]:
     found = network_call.parts(item)
-    if isinstance(item, Set):  # its order is arbitrary; the labels stay in order
+    if isinstance(item, Set):  # sets have no order, so sort the items
         in_order = sorted((part for _, part in found), key=_sort_key)
         found = [(label, part) for (label, _), part in zip(found, in_order, strict=False)]
     return found

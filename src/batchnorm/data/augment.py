@@ -184,7 +184,7 @@ class Distortions:
         parts[6:9, :, 6] = ((eye - grey) @ components).T
         constant = torch.zeros(3, 7, dtype=torch.float64)
         constant[:, 6] = -torch.tensor(mean).double()
-        # The offset is a term of each of the three products that are summed for the mean.
+        # Three products are summed; each contains a third of the offset.
         scale = torch.tensor([1 / 255] * 6 + [1 / 3]).double() / torch.tensor(std).double()[:, None]
         self.parts, self.constant = (parts * scale).flatten(1), (constant * scale).flatten()
 

@@ -108,7 +108,7 @@ def fold_with_report(
     forward: network_call.Forward | None = None,
 ) -> tuple[nn.Module, VerbReport]:
     """Fold a network as :func:`fold` does, and return the report instead of warning."""
-    # Trace the network itself first: a copy of a copy would hide that copies still use the network's own modules.
+    # Trace the network itself, not a copy of it: this detects copies that still use the network's own modules.
     paths = modules_that_normalize(net, trace(net, example, forward, training=False))
     source = _copy(net)
     if traced:

@@ -19,7 +19,7 @@ from .figure1 import paper_versus_here, steps_to
 from .runs import ACCURACIES, Curve, Run
 
 PageSection = tuple[str, str, Sequence[Sequence[str]]]
-# Percentiles that one run may put into the page, in floats: 125 records of three layers of 100 units.
+# The most percentile values that one run may put into the page: 125 records of three layers of 100 units.
 BUDGET = 125 * 3 * 3 * 100
 
 MEASURES = (

@@ -217,7 +217,7 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize."""
-        # A compiler fuses torch's own implementation.
+        # When compiling, use torch's implementation, which the compiler can fuse.
         return self.convolved(x) if not torch.compiler.is_compiling() and takes(x) else super().forward(x)
 
     def convolved(self, x: Tensor) -> Tensor:
