@@ -260,7 +260,7 @@ def join_kernels(kernels: Sequence[Tensor]) -> Tensor:
 class _JoinedKernels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *kernels: Tensor) -> Tensor:
-        ctx.save_for_backward(*kernels)  # a view that autograd does not know hides changes in place
+        ctx.save_for_backward(*kernels)  # to detect in-place changes, which the view hides
         return joined_view(kernels) if are_neighbours(kernels) else torch.cat(kernels)
 
     @staticmethod
