@@ -129,7 +129,7 @@ def test_a_difference_in_statistics_is_an_error():
     ("form", "message"),
     [
         (lambda self, f, out: [out, f], r"the output is list, and was tuple"),
-        (lambda self, f, out: (out,), r"the output holds 1 things, and held 2"),
+        (lambda self, f, out: (out,), r"the output holds 1 items, and held 2"),
         (lambda self, f, out: (out, None), r"the output\[1\] is NoneType"),
         (lambda self, f, out: (out, f[:2]), r"of shape \(2, 4, 4, 4\), and was"),
         (lambda self, f, out: (out.double(), f), r"float64 of shape"),

@@ -1,4 +1,4 @@
-"""Read a typed function's arguments from a command's words: by tyro, or by argparse if tyro is not installed."""
+"""Parse the command line for a typed function: with tyro, or with argparse if tyro is not installed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ try:
     from tyro.conf import OmitArgPrefixes, Positional, arg
 
     TYRO: Any = tyro
-except ImportError:  # a bare GPU machine: the same annotations, read by argparse below
+except ImportError:  # argparse reads the same annotations below
     TYRO = None
 
     class OmitArgPrefixes:  # type: ignore[no-redef]
-        """Options of a nested dataclass have no prefix; here they never have one."""
+        """Do nothing: options that argparse reads never have a prefix."""
 
     class Positional:  # type: ignore[no-redef]
         """Mark an argument without a name."""
@@ -27,7 +27,7 @@ except ImportError:  # a bare GPU machine: the same annotations, read by argpars
             return Annotated[kind, cls]
 
     class arg:  # type: ignore[no-redef]
-        """What an argument is called, how it is shown, and its other names."""
+        """Set an argument's name, its name in the help, and its aliases."""
 
         def __init__(
             self, name: str | None = None, metavar: str | None = None, aliases: Sequence[str] = (), **_: str
@@ -39,9 +39,9 @@ __all__ = ["OmitArgPrefixes", "Positional", "arg", "call_with"]
 
 
 def call_with(words: Sequence[str], function: Callable[..., Any], prog: str, description: str) -> Any:
-    """Call a function, or make a dataclass, with arguments from the words of a command line, and return the result.
+    """Call a function, or build a dataclass, with arguments parsed from a command line, and return the result.
 
-    The function's annotations say what the words mean; ``prog`` and ``description`` are for the command's help.
+    The function's annotations give the arguments' types; ``prog`` and ``description`` appear in the help.
 
     >>> def shout(word: str, /, times: int = 1) -> str: return word.upper() * times
     >>> call_with(["ha", "--times", "2"], shout, "shout", "")
@@ -56,7 +56,7 @@ def call_with(words: Sequence[str], function: Callable[..., Any], prog: str, des
 
 
 def _add_arguments(parser: ArgumentParser, function: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
-    """Add a function's arguments, and return what calls it with the values that were read."""
+    """Add a function's arguments to the parser, and return a function that calls it with the parsed values."""
     hints, nested, unnamed = get_type_hints(function, include_extras=True), {}, []
     parameters = signature(function).parameters
     for name, parameter in parameters.items():
@@ -87,7 +87,7 @@ def _add_arguments(parser: ArgumentParser, function: Callable[..., Any]) -> Call
 
 
 def _options(kind: Any, default: Any) -> dict[str, Any]:
-    """Return what argparse needs to know of a type: one of str, int, float, Path, bool, Literal, or several of them."""
+    """Return argparse's options for a type: str, int, float, Path, bool, Literal, or a sequence of one of these."""
     options: dict[str, Any] = {} if default is Parameter.empty else {"default": default}
     optional = get_origin(kind) in (Union, UnionType)
     if optional:

@@ -1,4 +1,4 @@
-"""The ``batchnorm`` command: a table of words and the functions they call."""
+"""The ``batchnorm`` command: a table of subcommands and the functions that run them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .network_factory import UserCodeError
 
 
 class Command(NamedTuple):
-    """What a word of the command line calls, what it does, and the options of an example."""
+    """Describe a subcommand: the function that runs it, what it does, and an example's options."""
 
-    function: str  # module:function; the module is imported only when the word is used
+    function: str  # module:function; the module is imported only when the command runs
     does: str
     example: str
 
@@ -47,7 +47,7 @@ COMMANDS = {
     ),
     "predict": Command(
         "batchnorm.train.predict_command:predict",
-        "classes and probabilities of images, by a finished run",
+        "classify images with a finished run",
         "runs/mine photo.jpg more-photos --top 3 --csv predictions.csv",
     ),
     "fold": Command(
@@ -97,7 +97,7 @@ COMMANDS = {
     ),
     "reproduce optimizers": Command(
         "batchnorm.reproduce.mnist.optimizers:optimizers",
-        "Section 3.1: batch descent to Adagrad",
+        "Section 3.1: optimizers from batch gradient descent to Adagrad",
         "--steps 500 --out runs/optimizers-short",
     ),
     "reproduce placement": Command(
@@ -122,7 +122,7 @@ COMMANDS = {
     ),
     "reproduce init": Command(
         "batchnorm.reproduce.mnist.initialization:init",
-        "abstract: accuracy against the width of the initial Gaussians",
+        "Abstract: accuracy against the width of the initial Gaussians",
         "--stds 0.01 0.1 1 --seeds 2",
     ),
     "bench cpu": Command("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side", "--threads 1"),
@@ -140,21 +140,21 @@ COMMANDS = {
         "batchnorm.bench.fig1:fig1", "time Figure 1's experiment against plain eager PyTorch", "--steps 5000 --rounds 3"
     ),
     "bench monitor": Command(
-        "batchnorm.bench.monitor:monitor", "what a Monitor costs a training loop", "--steps 500 --rounds 5"
+        "batchnorm.bench.monitor:monitor", "time a training loop with and without a Monitor", "--steps 500 --rounds 5"
     ),
     "bench counters": Command(
         "batchnorm.bench.counters:counters",
-        "what bounds those kernels: hardware counters, by ncu",
+        "read hardware counters with ncu: what limits the CUDA kernels",
         "--out runs/bench/counters.json",
     ),
     "bench train": Command(
         "batchnorm.bench.train:train",
-        "time the appendix network's training step against stock parts",
+        "time BN-Inception's training step against torch.nn's layers",
         "--batches 32 256 --out runs/bench/train.json",
     ),
     "bench host": Command(
         "batchnorm.bench.host:host",
-        "time the host's part of eager layers against torch.nn",
+        "time the CPU overhead of eager CUDA layers against torch.nn",
         "--out runs/bench/host.json",
     ),
     "bench networks": Command(
@@ -174,18 +174,22 @@ COMMANDS = {
     ),
     "bench memory": Command(
         "batchnorm.bench.memory:memory",
-        "peak memory of that training step against stock parts",
+        "compare peak memory of BN-Inception's training step with torch.nn's layers",
         "--batch 64 --size 224",
     ),
     "bench input": Command(
-        "batchnorm.bench.input:input_rate", "images per second and core against a plain loader", "images --workers 4"
+        "batchnorm.bench.input:input_rate",
+        "time decoding and cropping of images against a plain loader",
+        "images --workers 4",
     ),
     "bench crops": Command(
-        "batchnorm.bench.crops:crops", "crops per second against the bare forward pass", "--crops 144 --images 64"
+        "batchnorm.bench.crops:crops",
+        "time multi-crop evaluation against the bare forward pass",
+        "--crops 144 --images 64",
     ),
 }
-# Optional packages that a command cannot do without. Those that only some of its options need, and GPUs, are checked by
-# its function.
+# Optional packages that a command always needs. Its function checks for a GPU and for packages that only some of its
+# options need.
 NEEDS: dict[str, tuple[str, ...]] = {
     "train": ("PIL", "safetensors"),
     "compare": ("PIL", "safetensors"),
@@ -242,7 +246,7 @@ def _run(words: list[str]) -> int:
     except BrokenPipeError:
         raise
     except (MissingExtraError, OSError, ValueError) as error:
-        # What a user can put right gets one sentence; anything else keeps its traceback.
+        # Errors that a user can fix get one sentence; all others keep their traceback.
         print(f"batchnorm {command}: {sentence(error)}", file=sys.stderr)
         return 2
     except JobsFailedError as error:
@@ -252,7 +256,7 @@ def _run(words: list[str]) -> int:
 
 
 def _call(function: Callable[..., object], command: str, words: list[str]) -> None:
-    """Read a function's arguments, or the dataclass that is its one argument, from words, and call it."""
+    """Parse a function's arguments, or the dataclass that is its only argument, and call it."""
     kinds: list[Any] = [kind for name, kind in get_type_hints(function).items() if name != "return"]
     settings = kinds[0] if len(kinds) == 1 and is_dataclass(kinds[0]) else None
     given: Any = settings or function
@@ -277,7 +281,7 @@ def _print_users_part(error: BaseException | None) -> None:
 
 
 def _description(given: object) -> str:
-    """Return the paragraphs of a docstring that a user wants to read, without markup."""
+    """Return the paragraphs of a docstring that belong in a help text, without markup."""
     paragraphs = (getdoc(given) or "").replace("``", "'").split("\n\n")
     ends = ("Args:", "Raises:", ">>>", "Paper:", "Beyond the paper:")
     return "\n\n".join(" ".join(p.split()) for p in takewhile(lambda p: not p.startswith(ends), paragraphs))

@@ -69,7 +69,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
         ctx.group = group
-        # A sum of rows that are zero on all ranks but one is exact, and every backend and version has it.
+        # All-reduce, not all-gather: every backend and version has it, and adding zeros is exact.
         rows = flat.new_zeros(world_size(group), flat.numel())
         rows[distributed.get_rank(group)] = flat
         distributed.all_reduce(rows, group=group)

@@ -30,7 +30,7 @@ from .graph.patterns import Match, Matcher
 
 log = logging.getLogger(__name__)
 
-# The order in which each function takes what F.batch_norm takes.
+# The order of each function's arguments, by their names in F.batch_norm.
 PARAMETERS: dict[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
@@ -47,7 +47,7 @@ def compile_graph(
     inner: str | Callable[..., Any] = "inductor",
     everywhere: bool = False,
 ) -> Callable[..., Any]:
-    """Fuse the batch normalizations in a graph of Dynamo's and compile it; the backend "batchnorm".
+    """Fuse the batch normalizations in a Dynamo graph and compile it: the backend "batchnorm".
 
     Args:
         module: the graph; it is changed in place.
@@ -55,7 +55,7 @@ def compile_graph(
         mode: as for ``torch.compile``: "reduce-overhead", "max-autotune", ...
         options: Inductor's options, as for ``torch.compile``.
         inner: the backend that compiles the result, or its name; only Inductor takes ``mode`` and ``options``.
-        everywhere: also fuse calls that the fused kernels do not take, such as those on a CPU. They gain nothing.
+        everywhere: also fuse calls that the fused kernels do not support, such as calls on a CPU; they gain no speed.
 
     Beyond the paper: z = g(BN(Wu) + residual) as one call.
     """
@@ -80,7 +80,7 @@ compile_graph.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.rese
 
 
 def fuse_(module: fx.GraphModule, *, everywhere: bool = False) -> int:
-    """Fuse the batch normalizations in a graph of Dynamo's, in place, and return their number.
+    """Fuse the batch normalizations in a Dynamo graph, in place, and return their number.
 
     ``TORCH_LOGS=batchnorm.dynamo`` shows what was fused, ``torch._dynamo.utils.counters["batchnorm"]`` counts it.
 
@@ -124,7 +124,7 @@ def normalize_batch(
 
 
 def move_averages_(averages: list[Tensor], moments: list[Tensor], momentum: float) -> None:
-    """Move running averages by torch's rule, all at once: Inductor makes one kernel of it."""
+    """Update all running averages at once by torch's rule; Inductor compiles this to one kernel."""
     with torch.no_grad():
         old = [average.to(moment.dtype) for average, moment in zip(averages, moments, strict=True)]
         new = torch._foreach_add(torch._foreach_mul(old, 1 - momentum), torch._foreach_mul(moments, momentum))
@@ -133,7 +133,7 @@ def move_averages_(averages: list[Tensor], moments: list[Tensor], momentum: floa
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Return what a call of batch_norm is given, by the names of ``F.batch_norm``; for other nodes the defaults."""
+    """Return a batch_norm call's arguments by their names in ``F.batch_norm``; for other nodes the defaults."""
     if node.op != "call_function" or node.target not in PARAMETERS:
         return DEFAULTS
     return {**DEFAULTS, **dict(zip(PARAMETERS[node.target], node.args, strict=False)), **node.kwargs}
@@ -145,7 +145,7 @@ def _fusable(graph: fx.Graph, calls: list[fx.Node], everywhere: bool) -> dict[fx
         log.info("batch normalization inside a torch.func transform is left alone")
         return {}
     norms = dict.fromkeys(node for node in calls if _is_plain(node, everywhere))
-    # The averages move at the end of the graph, so nothing else may use them before.
+    # The averages are updated at the end of the graph, so nothing else in it may use them.
     while others := [node for node in norms if any(user not in norms for a in _averages(node) for user in a.users)]:
         for node in others:
             del norms[node]
@@ -158,8 +158,8 @@ def _is_plain(node: fx.Node, everywhere: bool) -> bool:
     if type(x) is not FakeTensor or type(y) is not FakeTensor or x.dim() < 2:
         return False
     if not node.args or len(_averages(node)) == 1:
-        return False  # called in a way that torch.nn does not
-    # A permuted input: torch.nn's output is contiguous, and code after it may rely on that.
+        return False  # torch.nn makes no such calls
+    # If the input is permuted, torch.nn's output is contiguous, and code after it may rely on that.
     if not _is_known_equal(x.stride(), y.stride()) or x.dtype is not y.dtype:
         return False
     if statically_known_true(x.numel() <= x.shape[1]):
@@ -173,7 +173,7 @@ def _averages(node: fx.Node) -> list[fx.Node]:
 
 
 def _fits(norm: fx.Node, residual: fx.Node) -> bool:
-    """Say whether a sum with the residual neither promotes types nor broadcasts, and has the same strides."""
+    """Return whether the residual has the type, device, shape and strides of the layer's output."""
     y, other = _value(norm), _value(residual)
     if type(other) is not FakeTensor or other.dtype is not y.dtype or other.device != y.device:
         return False
@@ -181,7 +181,7 @@ def _fits(norm: fx.Node, residual: fx.Node) -> bool:
 
 
 def _is_known_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Compare sizes without a guard on those that are symbols."""
+    """Compare sizes without adding guards on symbolic ones."""
     return len(a) == len(b) and all(statically_known_true(p == q) for p, q in zip(a, b, strict=True))
 
 
@@ -201,7 +201,7 @@ def _replace(graph: fx.Graph, matches: list[Match]) -> None:
         y.meta = dict(match.end.meta)
         results.meta = {key: value for key, value in y.meta.items() if key != "example_value"}
         match.replace_by(y)
-        # A layer that is called twice moves its averages twice.
+        # A layer that is called twice updates its averages twice.
         turn = next((turn for turn in rounds if not turn.keys() & {*averages}), None)
         if turn is None:
             rounds.append(turn := {})
@@ -215,7 +215,7 @@ def _replace(graph: fx.Graph, matches: list[Match]) -> None:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Let ``torch.compiler.is_compiling()`` hold while AOTAutograd runs the graph, as it does since torch 2.13."""
+    """Make ``torch.compiler.is_compiling()`` true while AOTAutograd runs the graph, as torch 2.13 does itself."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -226,6 +226,6 @@ def _compiling() -> Iterator[None]:
 
 @cache
 def _digest() -> str:
-    """Return a digest of the code that a graph calls, for the key under which torch caches what it compiled."""
+    """Return a digest of the code that a graph calls, for the key of torch's compile cache."""
     files = sorted([Path(__file__), *Path(ops.__file__).parent.rglob("*.py")])
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -12,7 +12,7 @@ EXTRAS = {
     "report": ("matplotlib",),
     "export": ("onnx", "onnxscript", "onnxruntime", "safetensors"),
 }
-PACKAGES = {"PIL": "pillow"}  # packages with another name than their module
+PACKAGES = {"PIL": "pillow"}  # packages that are not named like their module
 
 
 class MissingExtraError(ImportError):
@@ -20,7 +20,7 @@ class MissingExtraError(ImportError):
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import ``module``, or raise an error that says how to install what is missing.
+    """Import ``module``, or raise an error that says how to install it.
 
     >>> require("math", "train").pi > 3
     True
@@ -32,7 +32,7 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:
-        # Not always the module itself: torch.utils.tensorboard lacks tensorboard.
+        # The missing package may be another: torch.utils.tensorboard needs tensorboard.
         raise MissingExtraError(_sentence([(error.name or module).partition(".")[0]], [extra])) from error
 
 

@@ -1,4 +1,4 @@
-"""Resumable jobs side by side, each in a process of its own, which save their state and stop together."""
+"""Run resumable jobs side by side, each in its own process; on a signal all save their state and stop."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StopSignal:
 def stop_signal() -> Iterator[StopSignal]:
     """Catch SIGTERM and Ctrl-C inside the block, and restore the handlers after it.
 
-    Only the main thread can catch signals; in another one nothing is caught.
+    Only the main thread can catch signals; in other threads this does nothing.
 
     >>> with stop_signal() as stop:
     ...     os.kill(os.getpid(), signal.SIGTERM)
@@ -67,34 +67,34 @@ class Job(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The job's name in messages."""
 
     @property
     def folder(self) -> Path:
-        """Where it writes ``metrics.jsonl``, if it trains, and where ``log.txt`` goes."""
+        """The folder for ``log.txt`` and, if the job trains, ``metrics.jsonl``."""
 
     @property
     def steps(self) -> int:
         """Training steps; 0 if it does not train."""
 
     def finished(self) -> bool:
-        """Return whether its results are there."""
+        """Return whether its results have been written."""
 
     def __call__(self) -> None:
         """Do the work, or resume it.
 
         Raises:
-            Stopped: if SIGTERM came and the state is saved.
+            Stopped: after SIGTERM, once the state is saved.
         """
 
 
 def run_side_by_side(waiting: Sequence[Job], *, jobs: int, minutes: float | None = None) -> bool:
-    """Run the jobs in their order, ``jobs`` of them at a time; return whether all are finished.
+    """Run the jobs in order, ``jobs`` of them at a time; return whether all are finished.
 
-    Ctrl-C, SIGTERM and the time limit let every job save its state and stop; the same call resumes them.
+    On Ctrl-C, SIGTERM or the time limit every job saves its state and stops; the same call resumes them.
 
     Raises:
-        JobsFailedError: naming the jobs that failed, after the others are through, with the ends of their logs.
+        JobsFailedError: once all jobs have ended, with the names of those that failed and the ends of their logs.
     """
     deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     left, running, failed = deque(waiting), dict[SpawnProcess, _Running](), dict[str, str]()
@@ -112,10 +112,10 @@ def run_side_by_side(waiting: Sequence[Job], *, jobs: int, minutes: float | None
                 asked, unfinished = True, unfinished or bool(left)
                 left.clear()
                 for process in running:
-                    process.terminate()  # SIGTERM, and once: a job saves on the first
+                    process.terminate()  # SIGTERM, only once: the job saves on the first
             for process in [process for process in running if not process.is_alive()]:
                 one = running.pop(process)
-                finished = one.job.finished()  # even if a signal then cut its exit short
+                finished = one.job.finished()  # even if a signal then interrupted its exit
                 unfinished = unfinished or not finished
                 if not finished and process.exitcode != STOPPED and not stopping:
                     failed[one.job.name] = _end_of_log(one.job, process.exitcode)
@@ -131,7 +131,7 @@ def run_side_by_side(waiting: Sequence[Job], *, jobs: int, minutes: float | None
 
 
 class _Running:
-    """A job that runs, shown by what it appends to its metrics file."""
+    """Show the progress of a running job from its metrics file."""
 
     def __init__(self, job: Job, display: Display) -> None:
         self.job, self.display = job, display
@@ -143,7 +143,7 @@ class _Running:
             display.say(f"{job.name}: started" + (f", {job.steps:,} steps" if job.steps else ""))
 
     def show(self) -> None:
-        """Show what is new."""
+        """Show the latest progress."""
         for record in self._new():
             self.step = record["step"]
             for key, name in (("val_top1", "validation"), ("accuracy", "accuracy")):
@@ -161,7 +161,7 @@ class _Running:
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
-            # A resumed run cuts off what was written after its checkpoint.
+            # A resumed run truncates the file to what its checkpoint had seen.
             self.position = min(self.position, file.seek(0, 2))
             file.seek(self.position)
             new = file.read()
@@ -171,7 +171,7 @@ class _Running:
 
 
 def _do(job: Job) -> None:
-    """Run a job in this process and exit with how it went; its output goes to ``log.txt`` in its folder."""
+    """Run a job and exit with a status; its output goes to ``log.txt`` in its folder."""
     with _own(job.folder) as log:
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
@@ -194,7 +194,7 @@ def _own(folder: Path) -> Iterator[int]:
         try:
             lock_file(log)
         except OSError:
-            print(f"another process is at work in {folder}", file=sys.stderr)
+            print(f"another process is using {folder}", file=sys.stderr)
             sys.exit(FAILED)
         yield log.fileno()
 
@@ -209,13 +209,13 @@ if sys.platform == "win32":
     import msvcrt
 
     def lock_file(file: IO[Any]) -> None:
-        """Lock an open file, or raise OSError if another process has it."""
+        """Lock an open file, or raise OSError if another process has locked it."""
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
 
 else:
     import fcntl
 
     def lock_file(file: IO[Any]) -> None:
-        """Lock an open file, or raise OSError if another process has it."""
-        # Not flock: workers that this process forks would share it, and keep it for seconds if this process is killed.
+        """Lock an open file, or raise OSError if another process has locked it."""
+        # Not flock: forked workers would share the lock, and hold it for seconds after this process is killed.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Copy a network, replace modules in the copy, run copies apart from the original and compare their outputs."""
+"""Copy a network, replace modules in the copy, run it isolated from the original, and compare outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def private_copy(net: nn.Module) -> nn.Module:
             raise TypeError(f"the network is wrapped in {wrapper}; pass the network inside it, net.{inner}")
     lazy = [name for name, p in net.named_parameters() if is_lazy(p)]
     if lazy:
-        raise ValueError(f"{lazy[0]} has no shape yet: run the network on a batch once, to settle its lazy layers")
+        raise ValueError(f"{lazy[0]} has no shape yet: run the network on a batch once, to initialize its lazy layers")
     memo = _uncopied(net)
     try:
         return copy.deepcopy(net, memo)
@@ -47,14 +47,14 @@ def private_copy(net: nn.Module) -> nn.Module:
 
 
 def _uncopied(net: nn.Module) -> Memo:
-    """Start a copy's memo with what copy.deepcopy cannot or should not copy."""
+    """Return a memo for copy.deepcopy that keeps it from copying what it cannot or should not copy."""
     memo: Memo = {}
     for module in net.modules():
         for value in vars(module).values():
-            # Results that old-style weight_norm and spectral_norm keep as attributes.
+            # Old-style weight_norm and spectral_norm keep computed weights as attributes.
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
-            # A group of ranks is not the network's; the copy talks to the same one.
+            # A process group does not belong to the network; the copy uses the same one.
             group = getattr(value, "group", value)
             if type(group).__name__.startswith("ProcessGroup"):
                 memo[id(group)] = group
@@ -88,7 +88,7 @@ def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], 
 def restored(net: nn.Module) -> Iterator[None]:
     """Restore modes, momentum and buffers on exit: the same buffer objects with their old contents."""
     modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
-    # Contents, not versions: torch's kernels move running statistics without counting it as a change.
+    # Cloned, because torch's kernels update running statistics without increasing the version counter.
     buffers = [(m, key, b, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]
     try:
         yield
@@ -104,7 +104,7 @@ def restored(net: nn.Module) -> Iterator[None]:
 
 
 class SharedWithOriginalError(ValueError):
-    """Say that running a copy of a network used a part of the network itself."""
+    """Report that a copy of a network uses a part of the original."""
 
 
 @contextmanager
@@ -116,10 +116,10 @@ def isolated(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]
 
     Yields:
         A function that raises if its argument is a module or a tensor of the original. It is called with each module
-        that runs; callers that see which tensors are read should call it with these.
+        that runs; callers that know which tensors are read should call it with those too.
 
     Raises:
-        SharedWithOriginalError: if a part of the original was used, even if the user's code caught that error.
+        SharedWithOriginalError: if a part of the original was used, even if the user's code caught the first error.
     """
     copied = _held(twin)
     foreign = {key: name for key, (name, _) in _held(net).items() if key not in copied}

@@ -1,4 +1,4 @@
-"""Make a network from the name that a user types: a function of a module or a file, or a network of a library."""
+"""Build a network by name: from a function in a module or a file, or from torchvision or timm."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any
 
 from torch import nn
 
-# Both words are reserved. The slash is how "bench networks" writes them.
+# The library names are reserved. "bench networks" writes a slash after them.
 _LIBRARY = re.compile(r"(torchvision|timm)[:/]([\w.-]+)")
-# Without it they warn, and draw their weights slowly.
+# Without init_weights=True these warn, and initialize slowly.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")
 
 
 class UserCodeError(ValueError):
-    """Report an exception in code of the user's, which is the cause."""
+    """Report an exception in the user's code, which is the ``__cause__``."""
 
 
 def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]:
-    """Return the network that a name stands for, and the example batch if its function returns one too.
+    """Build a network by name; return it with the example batch, if its function returns one too.
 
     Args:
         name: MODULE:FUNCTION or FILE.py:FUNCTION, from the current folder or any importable module, or
@@ -62,7 +62,7 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
 
 
 def is_of_library(name: str) -> bool:
-    """Say whether a name is that of a network of torchvision or timm.
+    """Return whether a name refers to a network of torchvision or timm.
 
     >>> is_of_library("timm:resnet50"), is_of_library("mynet.py:build")
     (True, False)
@@ -99,7 +99,7 @@ def _from_library(library: str, name: str, classes: int | None) -> nn.Module:
         return import_module("torchvision.models").get_model(name, weights=None, **options)  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         raise ValueError(f"{name} needs {error.name}, which is not installed; run: pip install {library}") from error
-    except Exception as error:  # unknown names, and a library that does not fit this torch: each has its own errors
+    except Exception as error:  # an unknown name, or a library for another torch; each raises its own errors
         raise ValueError(f"cannot make {library}'s {name}: {str(error).partition(chr(10))[0]}") from error
 
 
@@ -133,7 +133,7 @@ def _arguments(name: str, function: Callable[..., Any], classes: int | None) -> 
         hint = "" if given or classes is None else "; name the argument for the number of classes 'classes'"
         raise ValueError(f"{name} cannot be called {how}: {error}{hint}") from error
     except ValueError:
-        return {}  # a builtin, whose arguments are not known
+        return {}  # a builtin with an unknown signature
     return given
 
 

@@ -12,7 +12,7 @@ from .results import read_json
 
 
 def picture(draw: Callable[[Any], Any], path: Path) -> None:
-    """Draw with ``matplotlib.pyplot``, in the house style, and save."""
+    """Draw a figure with ``matplotlib.pyplot`` in this project's style, and save it."""
     require("matplotlib", "report").use("agg")
     plt = require("matplotlib.pyplot", "report")
     style = {
@@ -23,17 +23,17 @@ def picture(draw: Callable[[Any], Any], path: Path) -> None:
     }  # fmt: skip
     with plt.rc_context(style):
         figure = draw(plt)
-        # No date in the file: the same result draws the same bytes.
+        # No date in the file: the same result gives the same bytes.
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)
 
 
 def picture_beside(path: Path, draw: Callable[[dict[str, Any], Any], Any]) -> None:
-    """Draw the picture beside a result file, or print what is missing for it.
+    """Draw the picture beside a result file, or print which package is missing.
 
     Args:
         path: the result file.
-        draw: from what it holds and ``matplotlib.pyplot`` to a figure.
+        draw: takes the file's content and ``matplotlib.pyplot``, and returns a figure.
     """
     try:
         picture(partial(draw, read_json(path)), path.with_suffix(".png"))

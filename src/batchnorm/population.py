@@ -90,8 +90,8 @@ def estimate_(
         forward: how to call the network, if the rule for batches does not fit.
 
     Raises:
-        ValueError: without layers or batches, for a bare tensor instead of batches, if a batch has one value per
-            feature (with ``upstream="population"`` and rule "paper": if every batch has) or gives non-finite moments.
+        ValueError: if there are no layers or no batches; if ``batches`` is a bare tensor; if a batch has one value per
+            feature (with ``upstream="population"`` and rule "paper", only if all have); or if a moment is not finite.
         TypeError: if the network cannot take the batches as they are: use ``forward=``.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
@@ -177,7 +177,7 @@ def _by_depth(
         if isinstance(call.module, TorchBatchNorm) and call.module in layers:
             # A shared layer is as deep as its last call, unless that call depends on the layer itself.
             above = depths[call.module] = max(depths.get(call.module, 0), above + 1)
-            # Until its statistics are found, a shared layer can only normalize by the mini-batch for its later calls.
+            # Until its statistics are known, a shared layer has to normalize its later calls by the mini-batch.
             call.module.training = len(graph.calls_of(call.module)) > 1
         reached[call] = above
     return [{m: layers[m] for m in layers if depths.get(m) == depth} for depth in sorted(set(depths.values()))]

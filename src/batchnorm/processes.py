@@ -1,4 +1,4 @@
-"""Call functions and objects in other processes: on all cores, or side by side with turns on one device."""
+"""Run functions and objects in other processes: one per core, or several that take turns on one device."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SPAWN = get_context("spawn")
 
 
 class Remote:
-    """An object in a process of its own, made there by ``make(*args)``, whose methods are called there.
+    """Build an object with ``make(*args)`` in a new process, and call its methods there.
 
-    Several are built at the same time; each then waits until it is called.
+    Building does not block; :meth:`result` waits for it.
     """
 
     def __init__(self, make: Work, *args: Any) -> None:
@@ -43,12 +43,12 @@ class Remote:
         return self.result()
 
     def start(self, method: str, *args: Any) -> None:
-        """Start a call; :meth:`result` waits for its end."""
+        """Start a call; :meth:`result` waits for it."""
         self.pipe.send((method, args))
         self._busy = True
 
     def result(self) -> Any:
-        """Wait for the call that was started, first of all the building of the object, and return its result.
+        """Wait for the started call and return its result; the first time, wait until the object is built.
 
         Raises:
             RuntimeError: if the process died.
@@ -66,17 +66,17 @@ class Remote:
 
     @property
     def alive(self) -> bool:
-        """Whether the process can be called."""
+        """Whether the process is running."""
         return self._process.is_alive()
 
     def signal(self, name: str) -> None:
-        """Stop or continue the process, by SIGSTOP or SIGCONT, if the system can."""
+        """Send SIGSTOP or SIGCONT to pause or resume the process, if the system has them."""
         if hasattr(signal, name) and self._process.pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, getattr(signal, name))
 
     def close(self, patience: float = 10.0) -> None:
-        """End the process; one that is not busy gets some seconds to end by itself."""
+        """End the process; unless it is busy, first give it some seconds to exit by itself."""
         self.pipe.close()
         self._process.join(0 if self._busy else patience)
         self._process.kill()
@@ -105,7 +105,7 @@ def _portable(error: Exception) -> Exception:
     error.add_note(f"in another process:\n{traceback.format_exc()}")
     try:
         return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
-    except Exception:  # not every error can be sent
+    except Exception:  # not every error can be pickled
         return RuntimeError(repr(error))
 
 
@@ -123,12 +123,12 @@ Run = Callable[[Work, Sequence[tuple[Any, ...]], float], Iterator[Outcome]]
 
 @contextmanager
 def workers(processes: int, *, threads: int | None = None, device_turns: bool = False) -> Iterator[Run]:
-    """Start processes and yield ``run(work, jobs, seconds)``, which gives each outcome of ``work(*job)`` as it comes.
+    """Start processes and yield ``run(work, jobs, seconds)``, which yields each outcome of ``work(*job)`` once done.
 
-    ``run`` starts no job after so many seconds.
+    ``run`` starts no further job once ``seconds`` have passed.
 
     Args:
-        processes: how many; 0 does the work in this process, one job after the other.
+        processes: their number; 0 runs the jobs in this process, one after the other.
         threads: torch's threads in each.
         device_turns: let :func:`device_turn` exclude the other workers.
     """
@@ -184,10 +184,10 @@ def _outcome(number: int, job: tuple[Any, ...], call: Work, *args: Any) -> Outco
 
 
 class _Caller:
-    """What a worker holds: it calls functions."""
+    """Call functions in a worker process."""
 
     def __init__(self, lock: AbstractContextManager[Any] | None, threads: int | None) -> None:
-        # Each worker compiles by itself: a compiler pool in every one of them would be too many processes.
+        # One compiler per worker: a pool in each would be too many processes.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         if threads is not None:
             torch.set_num_threads(threads)
@@ -199,9 +199,9 @@ class _Caller:
 
 
 def map_on_cores(work: Callable[[Given], Result], jobs: Sequence[Given], processes: int | None = None) -> list[Result]:
-    """Return ``[work(job) for job in jobs]``, computed by several processes of one thread each; with 1, in this one.
+    """Return ``[work(job) for job in jobs]``, computed by several processes of one thread each.
 
-    By default there is one for each core.
+    By default there is one process per core; with ``processes=1`` the jobs run in this process.
     """
     processes = min(processes or os.cpu_count() or 1, len(jobs))
     results: dict[int, Result] = {}
@@ -215,7 +215,7 @@ def map_on_cores(work: Callable[[Given], Result], jobs: Sequence[Given], process
 
 @contextmanager
 def torch_threads(number: int) -> Iterator[None]:
-    """Let torch use so many threads inside the block. In small networks a second one costs more than it saves."""
+    """Set torch's number of threads inside the block. For small networks a second one costs more than it saves."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -224,15 +224,15 @@ def torch_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-_lock: AbstractContextManager[Any] | None = None  # this process's, if it is a worker that shares a device
+_lock: AbstractContextManager[Any] | None = None  # set in workers that share a device
 _held = False
 
 
 @contextmanager
 def device_turn() -> Iterator[None]:
-    """Have the device to oneself among the workers; outside of workers this does nothing."""
+    """Keep other workers off the device inside the block; outside of workers this does nothing."""
     global _held
-    if _lock is None or _held:  # a backward pass runs in a thread of its own, and its process has the device already
+    if _lock is None or _held:  # held already: a backward pass runs in another thread of the same process
         yield
         return
     with _lock:
@@ -244,7 +244,7 @@ def device_turn() -> Iterator[None]:
 
 
 def _share_device(lock: AbstractContextManager[Any]) -> None:
-    """Keep the lock for :func:`device_turn`, and let torch.compile time its kernels in such turns too."""
+    """Set the lock for :func:`device_turn`, and make torch.compile hold it while it times kernels."""
     global _lock
     _lock = lock
     from torch._inductor.runtime.benchmarking import benchmarker

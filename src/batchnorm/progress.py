@@ -14,7 +14,7 @@ LINE_EVERY = 30.0
 
 
 def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-    """Yield the items; once this has taken a few seconds, show on stderr how far it is.
+    """Yield the items; after a few seconds, start to show progress on stderr.
 
     >>> list(progress([1, 2], "counting"))
     [1, 2]
@@ -37,10 +37,10 @@ def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterat
 
 
 class Display:
-    """Show how far several things are, by name; for use in a ``with`` statement.
+    """Show the progress of several named tasks; use it in a ``with`` statement.
 
     Args:
-        every: without a terminal, print a line for each name at most once in so many seconds.
+        every: without a terminal, the seconds between two lines about the same task.
         transient: on a terminal, remove the bars at the end.
     """
 
@@ -59,12 +59,12 @@ class Display:
             self.bars.stop()
 
     def add(self, name: str, total: int | None = None, unit: str = "") -> None:
-        """Show one more thing, which ends at ``total``; lines say the unit before the number."""
+        """Add a task that ends at ``total``; lines print the unit before the number."""
         task = None if self.bars is None else self.bars.add_task(name, total=total)
         self._shown[name] = _Shown(task, total, f"{unit} " if unit else "")
 
     def update(self, name: str, done: int, text: str = "") -> None:
-        """Show that something is at ``done``, and a text about it."""
+        """Set a task's progress to ``done``, and the text to show with it."""
         shown = self._shown[name]
         shown.done, shown.text = done, f", {text}" if text else ""
         if self.bars is not None:
@@ -74,7 +74,7 @@ class Display:
             self.say(f"{name}: {shown}")
 
     def end(self, name: str, how: str) -> None:
-        """Say how something ended, and show it no longer."""
+        """Print how a task ended, and remove it from the display."""
         shown = self._shown.pop(name)
         if self.bars is not None:
             self.bars.remove_task(shown.task)
@@ -89,7 +89,7 @@ class Display:
 
 
 class _Shown:
-    """How far one thing is."""
+    """Hold the progress of one task."""
 
     def __init__(self, task: Any, total: int | None, unit: str) -> None:
         self.task, self.total, self.unit = task, total, unit

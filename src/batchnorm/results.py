@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-# Far more than this library's files have, and few enough that printing a value does not exhaust the stack.
+# Far deeper than this library's files, but shallow enough to print a value without exhausting the stack.
 MAX_DEPTH = 100
 
 
@@ -22,7 +22,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     """Describe the machine and the software that a measurement ran on.
 
     Args:
-        commit: of the software, if git does not know it.
+        commit: the software's commit, if git does not know it.
 
     >>> sorted(environment())
     ['commit', 'cores', 'gpu', 'hardware', 'load', 'numpy', 'python', 'threads', 'torch']
@@ -68,7 +68,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """Return the object in a JSON text; errors start with ``where`` the text comes from.
+    """Return the object in a JSON text; errors start with ``where``, the text's origin.
 
     >>> parse_json(b"[1]", "a.json")
     Traceback (most recent call last):
@@ -109,7 +109,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         if not isinstance(error, OSError) or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # not the name of the temporary file
-    # The rename is on the disk only once the folder is.
+    # A rename is durable only after the folder is synced.
     sync(path.parent)
 
 
@@ -126,7 +126,7 @@ def sync(path: Path) -> None:
 
 
 def check_writable(path: Path | None) -> None:
-    """Check that a file, if any, can be written, before the work whose result it will hold; make its folder if missing.
+    """Check that a result file, if any, can be written before the work starts; create its folder if missing.
 
     Raises:
         OSError: naming the file, or the part of its path that cannot be used.
@@ -160,7 +160,7 @@ def _cpu() -> str:
 def _commit() -> str | None:
     """Return the commit of the source tree, marked if files differ from it; None outside a repository.
 
-    ``BATCHNORM_COMMIT`` gives the commit of a copy without its repository.
+    In a copy without its repository, set ``BATCHNORM_COMMIT``.
     """
     if "BATCHNORM_COMMIT" in os.environ:
         return os.environ["BATCHNORM_COMMIT"]

@@ -1,4 +1,4 @@
-"""Reports of the verbs: what was done at each place of a network, and what was not and why."""
+"""Reports of the verbs: what was done at each place in a network, what was not, and why."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ WORDS = {
     "insert": ("layer", "inserted", "normalized"),
 }
 LISTED = 10
-NO_TRAINING = "training mode does not run on this example: only evaluation was looked at"
+NO_TRAINING = "the network does not run in training mode on this example, so only evaluation mode was checked"
 
 
 @dataclass(frozen=True)
 class Site:
-    """Hold one place of a network: its path, what was done there and the reason."""
+    """Hold one place in a network: its path, what was done there and the reason."""
 
     path: str
     action: str
@@ -42,7 +42,7 @@ class VerbReport:
     """max |new - old| / max |old| over the outputs for the example, if outputs were compared."""
     notes: tuple[str, ...] = field(default=())
     fusion: str = ""
-    """How many layers are fused with what follows them, in words."""
+    """A phrase that says how many layers are fused with what follows them."""
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
@@ -58,7 +58,7 @@ class VerbReport:
         raise KeyError(f"{self.verb} looked at no site {path!r}; it looked at {[s.path for s in self.sites]}")
 
     def paths(self, action: str) -> list[str]:
-        """Return the paths at which this was done; ``action`` may be its first words."""
+        """Return the paths of the sites whose action starts with ``action``."""
         return [site.path for site in self.sites if site.action.startswith(action)]
 
     @property
@@ -83,10 +83,10 @@ class VerbReport:
         return f": {first}" if first and not others else " for different reasons" if others else ""
 
     def __str__(self) -> str:
-        """Say how much was done, and list the places that need an explanation."""
+        """Return the summary, and list the places that need an explanation."""
         _, action, _ = WORDS.get(self.verb, ("", "done", ""))
         listed, rest = list(self.sites), 0
-        if self.verb != "insert":  # which chooses the places itself
+        if self.verb != "insert":  # insert chooses the places itself
             listed = [site for site in self.sites if site.reason or not site.action.startswith(action)]
             listed.sort(key=lambda site: site.action.startswith((action, "fixed")))
             listed, rest = listed[:LISTED], len(listed[LISTED:])
@@ -98,10 +98,10 @@ class VerbReport:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """Hold how one layer's population statistics compare with its running averages, and their standard errors.
+    """Compare one layer's population statistics with its running averages, with standard errors.
 
-    Gaps and errors are the worst over the layer's features, in units of the population's own scale: standard
-    deviations sqrt(Var[x] + eps) for the mean, and relative to Var[x] + eps for the variance.
+    Gaps and errors are the largest over the layer's features, in units of sqrt(Var[x] + eps) for the mean and of
+    Var[x] + eps for the variance.
     """
 
     path: str
@@ -116,9 +116,9 @@ class LayerStatistics:
 
     @property
     def m(self) -> float:
-        """The mean size of a mini-batch as this layer sees it, locations counted: the paper's m.
+        """The paper's m: the mean number of values per feature in a mini-batch, locations included.
 
-        This is the size of one forward pass, also if gradients are accumulated over several.
+        It counts one forward pass, even if gradients are accumulated over several.
         """
         return self.count / self.batches
 
@@ -133,8 +133,8 @@ class Population:
     def more_batches(self, tolerance: float = 0.05) -> int:
         """Return how many more batches bring every standard error down to ``tolerance``; 0 if these were enough.
 
-        The error falls with the square root of the number of batches. One batch says nothing about its own error, so
-        the answer is then 1.
+        The error falls with the square root of the number of batches. One batch alone does not show its error,
+        so the answer is then 1.
         """
         more = 0
         for layer in self.layers:

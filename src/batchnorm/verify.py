@@ -28,7 +28,7 @@ from .network_copy import (
 Make = Callable[[nn.Module, Any], nn.Module]
 
 AMPLIFICATION = 20.0
-"""How much larger an error may be than the change of the output when the original's weights are rounded."""
+"""The largest accepted ratio of the error to the change that rounding the original's weights causes."""
 TRIALS = 3
 """How often that change is measured; once is usually enough."""
 EXACT = 1e-6
@@ -38,7 +38,7 @@ TINY = 1e-12
 
 
 class DifferenceError(ValueError):
-    """Say how two networks differ."""
+    """Report how two networks differ."""
 
 
 def verify(
@@ -54,12 +54,12 @@ def verify(
     make: Make | None = None,
     tolerance: float | None = None,
 ) -> float:
-    """Return the relative error of a changed network's outputs, and of tensors left on its modules, for an example.
+    """Return the relative error of a changed network on an example: of outputs, and of tensors stored on modules.
 
     If the error is larger than rounding explains in a shallow network, the networks are compared again in float64. Then
-    only the rounding of the new network's weights remains, and not even that if ``make`` can make it with float64
-    weights. How much of it reaches the output is measured by changing the original's weights by as much. A network that
-    does not run in float64 is compared in its own precision.
+    only the rounding of the new network's weights remains, or nothing if ``make`` can build it with float64 weights.
+    To measure how much of that rounding reaches the output, the original's weights are changed by as much. A network
+    that does not run in float64 is compared in its own precision.
 
     Args:
         old, new, example: the original, the changed network and a batch.
@@ -139,7 +139,7 @@ class _CopyRunner:
 def _is_rounding(
     old: nn.Module, new: nn.Module, run: _CopyRunner, same_weights: bool, make: Make | None, limit: float
 ) -> bool:
-    """Say whether two networks differ by no more than rounding changes the original."""
+    """Return whether two networks differ by no more than rounding changes the original."""
     wide = _made_in_double(old, new, run.example, make) if make is not None else None
     try:
         was, now = run(old, double=True), run(new if wide is None else wide, double=True)
@@ -188,7 +188,7 @@ def _step(t: Tensor) -> float:
 
 
 def _restlessness(run: _CopyRunner, net: nn.Module, was: _Seen) -> str:
-    """Return a sentence about it if the original's own results vary from run to run."""
+    """Return an explanation if the original's own results vary from run to run, else an empty string."""
     try:
         error = max(_errors(run(net), was).values())
     except DifferenceError:
@@ -197,7 +197,7 @@ def _restlessness(run: _CopyRunner, net: nn.Module, was: _Seen) -> str:
         return ""
     return (
         f"The original itself differs by {error:.2e} from one run to the next, although random numbers are fixed: make"
-        " it compute the same each time for the same example"
+        " it deterministic"
     )
 
 
@@ -213,7 +213,7 @@ def _errors(new: _Seen, old: _Seen) -> dict[str, float]:
             raise DifferenceError(f"a forward pass no longer keeps a tensor in '{path}'")
         found[path] = _error(path, new.kept[path], t)
     for path, t in old.buffers.items():
-        if path in new.buffers:  # another kind of layer may keep its statistics elsewhere
+        if path in new.buffers:  # a layer of another kind may not have this buffer
             found[path] = relative(new.buffers[path], t)
     return found
 
@@ -240,7 +240,7 @@ def _pairs(new: Any, old: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
             entered.add((id(a), id(b)))
             ours, theirs = _parts(a), _parts(b)
             if [label for label, _ in ours] != [label for label, _ in theirs]:
-                raise DifferenceError(f"{path} holds {len(ours)} things, and held {len(theirs)}, or under other names")
+                raise DifferenceError(f"{path} holds {len(ours)} items, and held {len(theirs)}, or their names differ")
             pairs = [(path + label, part, other) for (label, part), (_, other) in zip(ours, theirs, strict=True)]
             waiting.extend(reversed(pairs))
 
@@ -252,7 +252,7 @@ def _kind(item: Any) -> str:
 
 def _parts(item: Any) -> list[tuple[str, Any]]:
     found = network_call.parts(item)
-    if isinstance(item, Set):  # its order is arbitrary; the labels stay in order
+    if isinstance(item, Set):  # sets have no order, so sort the items
         in_order = sorted((part for _, part in found), key=_sort_key)
         found = [(label, part) for (label, _), part in zip(found, in_order, strict=False)]
     return found
@@ -297,7 +297,7 @@ def _changed(after: dict[str, Any], before: dict[int, tuple[Any, Any]]) -> dict[
     found = {}
     for path, item in after.items():
         now, was = _as_tensor(item), _as_tensor(before.get(id(item), (item, None))[1])
-        # Contents, not versions: torch's kernels move running statistics without counting it as a change.
+        # Compare contents: torch's kernels update running statistics without increasing the version counter.
         if now is not None and (was is None or was.shape != now.shape or relative(now, was) > 0):
             found[path] = now
     return found

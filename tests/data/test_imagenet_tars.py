@@ -84,7 +84,7 @@ def test_training_part_alone(official):
 
 
 def test_validation_images_need_their_classes(official, tmp_path):
-    with pytest.raises(FileNotFoundError, match="nothing that says which classes its images are: put ILSVRC2012_bbox"):
+    with pytest.raises(FileNotFoundError, match="no file with the classes of its images: put ILSVRC2012_bbox"):
         shard(official, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     add_table(official)

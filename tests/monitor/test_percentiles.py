@@ -187,7 +187,7 @@ def test_errors_say_what_to_do(arguments, message):
 
 
 def test_a_network_without_nonlinearities_is_refused():
-    with pytest.raises(ValueError, match="no nonlinearity was found as a module; name what to watch in layers="):
+    with pytest.raises(ValueError, match="no nonlinearity was found as a module; name the layers to watch in layers="):
         Monitor(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="give record\\(\\) a batch"):
         Monitor(perceptron()).record(0)

@@ -23,7 +23,7 @@ def sequential():
 
 @pytest.mark.parametrize(
     "name", sorted(ZOO.keys() - {"fused_residual", "per_activation"})
-)  # torch.nn has no equal for these
+)  # torch.nn has no equivalent for these
 def test_outputs_and_gradients_stay_and_revert_is_the_inverse(name):
     make, example, _ = ZOO[name]
     net, x = scramble_(make()).double(), example().double()
@@ -300,7 +300,7 @@ def test_dropout_between_a_layer_and_its_activation_keeps_them_apart():
     for batch in (4, 1):  # with a single example only evaluation can be looked at, where dropout does nothing
         converted = bn.convert(net, torch.randn(batch, 3))
         assert converted[0].activation.name == "identity", batch
-    assert "training mode does not run" in converted.report.notes[0]
+    assert "does not run in training mode" in converted.report.notes[0]
 
 
 @pytest.mark.parametrize("verb", [bn.convert, bn.insert, bn.fold])

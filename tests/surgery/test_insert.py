@@ -128,7 +128,7 @@ def test_where_chooses_another_subset(where):
 
 
 def test_a_wrong_name_is_refused():
-    with pytest.raises(ValueError, match="where= names head, but what can be normalized is 0, 2"):
+    with pytest.raises(ValueError, match="where= names head, but only these can be normalized: 0, 2"):
         bn.insert(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(2, 3), where=["head", "0"])
 
 
@@ -292,7 +292,7 @@ def test_a_network_whose_training_needs_more_than_the_example():
 
     inserted = bn.insert(Targets(), torch.randn(4, 3))
     assert inserted.report.paths("inserted") == ["body"]
-    assert "training mode does not run" in inserted.report.notes[0]
+    assert "does not run in training mode" in inserted.report.notes[0]
 
 
 def test_weight_norm_stays():

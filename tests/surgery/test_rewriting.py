@@ -589,6 +589,6 @@ def test_a_module_that_fails_the_check_leaves_the_others_fused():
     converted = bn.convert(net, x)
     assert fused(converted) == dict.fromkeys(("0.bn", "4.bn", "5.bn"), "relu")
     (note,) = converted.report.notes
-    assert note.startswith("'2' is not rewritten: rewritten, ")
-    assert "is not rewritten: rewritten" in converted.report["2.bn1"].reason
+    assert note.startswith("'2' is not rewritten: after rewriting, ")
+    assert "is not rewritten: after rewriting" in converted.report["2.bn1"].reason
     assert_same(net, converted, x)

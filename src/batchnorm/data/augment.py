@@ -13,7 +13,7 @@ Colour = tuple[float, float, float]
 # Not in the paper: means and deviations of ImageNet's training images, as commonly used.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-# Rec. 601's weights of grey. They sum to 1, so that the grey of a grey is itself.
+# Rec. 601's weights of grey. They sum to 1, so grey colours keep their value.
 GREY = (0.299, 0.587, 0.114)
 # Krizhevsky et al. (2012), Sec. 4.1: principal components of ImageNet's colours, each times its eigenvalue;
 # the numbers as published with fb.resnet.torch. Columns are components.
@@ -68,7 +68,7 @@ class Normalize(nn.Module):
 
 
 class Augment(Normalize):
-    """Mirror, distort the colours of and normalize a batch, each image by its own random draws.
+    """Mirror, distort the colours of and normalize a batch, each image with its own random numbers.
 
     With x in [0, 1] and grey(x) = w x, in a random order for each image:
 
@@ -118,9 +118,9 @@ class Augment(Normalize):
         self.distortions = None if photometric == "none" else Distortions(STRENGTHS[photometric], mean, std)
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
-        """Draw the random numbers for ``n`` images, one row each; ranks that share a batch take their rows of it.
+        """Draw the random numbers for ``n`` images, one row each; ranks that share a batch each take their own rows.
 
-        A row has a number that mirrors the image if it is below 0.5 and, if colours are distorted, A, T and t.
+        A row's first number mirrors the image if it is below 0.5; A, T and t follow if colours are distorted.
         """
         uniform = torch.rand(n, 8, generator=generator, device=generator.device)
         normal = torch.randn(n, 3, generator=generator, device=generator.device)
@@ -138,7 +138,7 @@ class Augment(Normalize):
         mean = images.mean((2, 3), dtype=torch.float32)
         # Not a matrix product: autocast would round it, and it would take two launches as well.
         sums = torch.addcmul(third, of_mean, mean[:, None]).sum(2)[:, :, None, None]
-        # Allocated here: a result of broadcast single channels would lose the images' memory format.
+        # Allocate the output: broadcasting single channels would lose the images' memory format.
         y = torch.empty_like(images, dtype=torch.float32)
         for channel in range(3):
             sums = torch.addcmul(sums, of_pixel[:, :, channel, None, None], images[:, channel : channel + 1], out=y)
@@ -184,7 +184,7 @@ class Distortions:
         parts[6:9, :, 6] = ((eye - grey) @ components).T
         constant = torch.zeros(3, 7, dtype=torch.float64)
         constant[:, 6] = -torch.tensor(mean).double()
-        # The offset is a term of each of the three products that are summed for the mean.
+        # Three products are summed; each contains a third of the offset.
         scale = torch.tensor([1 / 255] * 6 + [1 / 3]).double() / torch.tensor(std).double()[:, None]
         self.parts, self.constant = (parts * scale).flatten(1), (constant * scale).flatten()
 

@@ -31,7 +31,7 @@ class Box(NamedTuple):
 
 
 def random_box(draws: Sequence[float], width: int, height: int, area: tuple[float, float] = CROP_AREA) -> Box:
-    """Return a random rectangle of random area and aspect ratio, as Inception's training crops.
+    """Return a random rectangle of random area and aspect ratio, like Inception's training crops.
 
     Args:
         draws: :data:`DRAWS` numbers in [0, 1), four for each attempt at a rectangle that fits into the image.
@@ -50,7 +50,7 @@ def random_box(draws: Sequence[float], width: int, height: int, area: tuple[floa
         if 0 < w <= width and 0 < h <= height:
             left, top = int(x * (width - w + 1)), int(y * (height - h + 1))
             return Box(left, top, left + w, top + h)
-    # No rectangle fits into so long an image: take its centre, at the nearest aspect ratio in range.
+    # No rectangle fits into such a long image: take its centre, at the nearest aspect ratio in range.
     return _centred(min(width, round(height * wide)), min(height, round(width / narrow)), width, height)
 
 

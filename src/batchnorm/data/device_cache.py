@@ -29,7 +29,7 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class DeviceCache:
-    """Hold all images at one size, stretched to squares, with what their crops need.
+    """Hold all images, stretched to squares of one size, with their labels and original sizes.
 
     A crop is chosen in the original image's pixels, as without the cache (the same boxes for the same seed), and cut
     out of the stretched image. Two things differ: pixels are resampled twice, and a crop of a large image has no more
@@ -79,17 +79,17 @@ class DeviceCache:
 def open_decoded(
     data: Path, split: str, size: int, *, folder: Path, workers: int, device: torch.device | str
 ) -> DeviceCache:
-    """Return the decoded images of a split, from the file in ``folder`` if there is one of the same data.
+    """Return the decoded images of a split, from a file in ``folder`` if there is one for the same data.
 
     The data are the same if the classes, the labels, and the names, sizes and modification times of the image files
-    or shards are. Files of other data are left alone. The file only saves time: if it cannot be read it is written
+    or shards are. Files for other data are left alone. The file only saves time: if it cannot be read it is written
     again, and if it cannot be written there is a warning.
     """
     error = require("safetensors", "train").SafetensorError
     data, where = data.expanduser(), torch.device(device)
     source = open_source(data, split)
     side = _cached_side(source, size)
-    name = re.sub(r"[^\w.-]", "_", split)  # a part of a split has signs that Windows forbids
+    name = re.sub(r"[^\w.-]", "_", split)  # Windows forbids some characters of names such as train[:0.1]
     path = folder / f"{name}-{side}px-{_state_of(source, data, split)}.safetensors"
     # Damaged files raise errors of safetensors, json and others.
     with contextlib.suppress(Exception):
@@ -98,12 +98,12 @@ def open_decoded(
     try:
         _save(cache, path)
     except (OSError, error) as why:
-        warnings.warn(f"the decoded images cannot be kept in {folder}: {why}", stacklevel=2)
+        warnings.warn(f"the decoded images cannot be saved in {folder}: {why}", stacklevel=2)
     return cache
 
 
 def discard_decoded(folder: Path) -> None:
-    """Remove what :func:`open_decoded` left in a folder, and the folder itself if nothing else is in it."""
+    """Remove the files of :func:`open_decoded` from a folder, and the folder itself if nothing else is in it."""
     for path in folder.glob("*-*px-*.safetensors"):
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -197,7 +197,7 @@ def _save(cache: DeviceCache, path: Path) -> None:
     try:
         require("safetensors.torch", "train").save_file(host, temporary, {"corrupt": corrupt})
         sync(temporary)
-        temporary.replace(path)  # whole or absent
+        temporary.replace(path)  # atomic: the file is complete or absent
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -231,4 +231,4 @@ def _check(cache: DeviceCache, source: ImageSource, path: Path) -> None:
         and all(isinstance(text, str) for file in cache.corrupt for text in (file.name, file.reason))
     )
     if not ok:
-        raise ValueError(f"{path} is not of this data")
+        raise ValueError(f"{path} does not belong to this data")

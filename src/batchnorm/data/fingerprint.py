@@ -1,4 +1,4 @@
-"""Tell data sets apart, so that results of different ones are not mixed."""
+"""Identify data sets, so that results of different ones are not mixed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .image_sources import ImageSource, open_source, sample_examples
 
 
 def check_same_data(data: dict[str, dict[str, Any]]) -> None:
-    """Check that results are of the same images.
+    """Check that results come from the same images.
 
     >>> check_same_data({"a": {"train": 3}, "b": {"train": 4}})
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Encoded images on disk, and where they come from: image folders, and tar shards read through an index."""
+"""Read encoded images from disk: from image folders, or from tar shards through an index."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class PartSource:
     def open(cls, root: Path, split: str, share: float, *, held_out: bool) -> PartSource:
         """Hold out a share of every class, at least one image of each, or keep the rest.
 
-        The names of the files decide which: the same images for every seed, on every machine.
+        File names decide which images, so they are the same for every seed, on every machine.
         """
         whole = open_source(root, split)
         names = [whole.name(k).removeprefix(str(root)) for k in range(len(whole.labels))]
@@ -136,7 +136,7 @@ class PartSource:
 
 
 def has_split(path: str | Path, split: str) -> bool:
-    """Say whether a folder holds a split, as a folder or as shards."""
+    """Return whether a folder holds a split, as a folder or as shards."""
     root = Path(path).expanduser()
     return (root / split).is_dir() or any(root.glob(f"{split}-*.tar"))
 
@@ -149,11 +149,11 @@ def training_splits(path: str | Path, validate: float) -> tuple[str, str]:
         validate: the share of the training images to validate with, if the data has no validation set.
 
     Raises:
-        ValueError: if it has one, and a share is given.
-        FileNotFoundError: if it has none, and no share is given.
+        ValueError: if the data has a validation set and a share is given.
+        FileNotFoundError: if it has none and no share is given.
     """
     if validate and has_split(path, "val"):
-        raise ValueError(f"{path} has a validation set, val: leave out --validate, or move that elsewhere")
+        raise ValueError(f"{path} has a validation set, val: leave out --validate, or move that set elsewhere")
     if validate:
         return f"train[{validate}:]", f"train[:{validate}]"
     if has_split(path, "train") and not has_split(path, "val"):
@@ -176,7 +176,7 @@ def _images(folder: Path) -> list[str]:
 def open_source(path: str | Path, split: str) -> ImageSource:
     """Open one split of an image folder or of a folder of tar shards, whichever ``path`` is.
 
-    The split ``train[:0.1]`` is a tenth of ``train``, of each class alike, and ``train[0.1:]`` is the rest.
+    The split ``train[:0.1]`` is a tenth of each class of ``train``, and ``train[0.1:]`` is the rest.
     """
     root = Path(path).expanduser()
     if not root.is_dir():
@@ -206,7 +206,7 @@ def check_complete(source: ImageSource, path: str | Path, split: str) -> None:
     if empty:
         raise ValueError(
             f"{path} has no images of {len(empty)} of its {len(source.classes)} classes in its split {split!r}"
-            f" ({', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}): add some, or take these classes out"
+            f" ({', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}): add some, or remove these classes"
         )
 
 
@@ -216,7 +216,7 @@ def sample_examples(source: ImageSource, count: int) -> list[int]:
 
 
 def small_images_note(source: ImageSource, size: int) -> str | None:
-    """Say that images are smaller than the network's input, if most of a sample are."""
+    """Return a note if most images of a sample are smaller than the network's input."""
     sides = []
     for example in sample_examples(source, 32):
         try:

@@ -1,4 +1,4 @@
-"""ImageNet as its authors distribute it: a tar file of a tar file per class, and a tar file of validation images."""
+"""ImageNet as its authors distribute it: a tar file that holds one per class, and a tar file of validation images."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def open_official(folder: Path) -> dict[str, OfficialTar]:
     """Open the splits of ImageNet in a folder of its official tar files; the validation part may be missing.
 
     Raises:
-        FileNotFoundError: if nothing says which classes the validation images are.
-        ValueError: if a file is not what it should be.
+        FileNotFoundError: if the file with the validation images' classes is missing.
+        ValueError: if a file has unexpected content.
     """
     path = folder / TRAIN_TAR
     rows = list(_training_images(path))
@@ -108,7 +108,7 @@ def _validation_classes(folder: Path) -> Iterator[tuple[str, str]]:
     if (folder / VAL_BOXES).exists():
         return _from_boxes(folder / VAL_BOXES)
     raise FileNotFoundError(
-        f"{folder} has {VAL_TAR} but nothing that says which classes its images are: put {VAL_BOXES} (from"
+        f"{folder} has {VAL_TAR} but no file with the classes of its images: put {VAL_BOXES} (from"
         f" image-net.org) or {VAL_TABLE} (from Kaggle's copy) beside it"
     )
 

@@ -1,4 +1,4 @@
-"""Batches of images from folders or tar shards, exact at any position on any number of ranks and workers."""
+"""Batches of images from folders or tar shards, the same at any position on any number of ranks and workers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ImageBatches:
         return len(self.order)
 
     def centred(self, batch_size: int) -> ImageBatches:
-        """Return the same examples as evaluation sees them: as stored, each as its centre square."""
+        """Return the same examples as evaluation sees them: in stored order, each as its centre square."""
         order = replace(self.order, train=False, batch_size=batch_size)
         crop, load = partial(centre_crops, size=self.size), self._load
         if isinstance(load, Prefetcher):
@@ -74,7 +74,8 @@ class ImageBatches:
         of their batch; in evaluation the last batch may be empty on some ranks.
 
         Raises:
-            TooManyCorruptError: past ``max_corrupt`` files, or if a training batch has fewer than two images left.
+            TooManyCorruptError: if more than ``max_corrupt`` files are unreadable, or if a training batch has fewer
+                than two images left.
         """
         if not 0 <= start <= len(self):
             raise ValueError(f"start={start} is outside of the {len(self)} steps of an epoch")
@@ -100,7 +101,8 @@ class ImageBatches:
         self._corrupt |= {file.example: file for file in corrupt}
         if len(self._corrupt) > self.max_corrupt:
             raise TooManyCorruptError(
-                f"{len(self._corrupt)} files could not be read and max_corrupt={self.max_corrupt}: {self._listed()}"
+                f"{len(self._corrupt)} files could not be read, more than max_corrupt={self.max_corrupt}:"
+                f" {self._listed()}"
             )
 
     def _listed(self) -> str:
@@ -138,13 +140,13 @@ def open_images(
     """Open one split of an image folder or of tar shards as batches of crops.
 
     Training (``train=True``) sees every example once an epoch, in random order, each as a random crop; evaluation sees
-    them as stored, each as its centre square. Workers only read, decode and crop: see :class:`batchnorm.data.Augment`
-    for the rest.
+    them in stored order, each as its centre square. Workers only read, decode and crop;
+    :class:`batchnorm.data.Augment` does the rest.
 
     Args:
         path: a folder with ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg``, or with WebDataset's ``train-*.tar`` and
             ``val-*.tar``; images are JPEG, PNG or WebP.
-        split: which part of it.
+        split: the name of the part to open.
         size: the side of the crops.
         batch_size: the examples of a step over all ranks together; see :class:`batchnorm.data.Order` for each rank's
             part and for the last steps.
@@ -156,14 +158,15 @@ def open_images(
         workers: processes that decode ahead; 0 decodes in this process.
         cache: ``"device"`` decodes everything once and keeps it on the device; see
             :class:`batchnorm.data.device_cache.DeviceCache` for the differences.
-        decoded: with ``cache="device"``, a folder to keep the decoded images in for the next time.
+        decoded: with ``cache="device"``, a folder to save the decoded images in for later runs.
         device: where batches go.
         max_corrupt: files that may be unreadable, by default 10 plus a thousandth of all.
         crop_area: the range of the random crops' share of the image.
 
     Raises:
         FileNotFoundError: if ``path`` has neither layout.
-        ValueError: if no step layout fits, and :class:`TooManyCorruptError` if too many files are unreadable.
+        ValueError: if a rank would get fewer than two examples of a step.
+        TooManyCorruptError: if too many files are unreadable.
 
     >>> import tempfile
     >>> from PIL import Image

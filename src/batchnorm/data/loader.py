@@ -1,4 +1,4 @@
-"""Read, decode and crop batches of images, ahead of their use in worker processes, and copy them to the device."""
+"""Read, decode and crop batches of images ahead of time in worker processes, and copy them to the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity"
 
 
 class Request(NamedTuple):
-    """Ask for examples as an epoch sees them."""
+    """Ask for some examples of an epoch."""
 
     epoch: int
     examples: NDArray[np.int64]
@@ -95,7 +95,7 @@ class BatchReader(Dataset[Decoded]):
 
 
 class _Requests:
-    """The sampler of a loader whose workers stay alive: other requests can be put into it each time."""
+    """Sample the current requests. They are replaced for each epoch, while the loader and its workers stay alive."""
 
     current: Iterable[Request] = ()
 
@@ -104,9 +104,9 @@ class _Requests:
 
 
 class Prefetcher:
-    """Answer requests in order, in ``workers`` processes that stay alive, or in this process if it is 0.
+    """Answer requests in order, in ``workers`` processes that stay alive, or in this process if ``workers`` is 0.
 
-    Only one sequence of answers runs at a time: asking for the next one abandons the last.
+    Only one sequence of answers runs at a time: starting the next one abandons the last.
     """
 
     def __init__(self, reader: BatchReader, workers: int, device: torch.device) -> None:
@@ -133,7 +133,7 @@ class Prefetcher:
         for answer in answers:
             yield answer
             if turn != self._turn:
-                raise RuntimeError("these batches were asked for another epoch meanwhile; open them a second time")
+                raise RuntimeError("another epoch of these batches was started meanwhile; open them a second time")
 
     def _make_loader(self) -> DataLoader[Decoded]:
         return DataLoader(
@@ -151,7 +151,7 @@ class Prefetcher:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM: a worker inherits this until it can ignore them itself."""
+    """Block Ctrl-C and SIGTERM; new workers inherit this until they ignore the signals themselves."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

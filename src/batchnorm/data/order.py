@@ -90,12 +90,12 @@ class Order:
         return slice(start, start + each + (self.rank < extra))
 
     def batch(self, permuted: NDArray[np.int64], step: int) -> NDArray[np.int64]:
-        """Return this rank's examples of a step, out of :meth:`examples` of its epoch."""
+        """Return this rank's examples of a step, given :meth:`examples` of its epoch."""
         lo, hi = self._bounds(step)
         return permuted[lo:hi][self.rows(step)]
 
     def examples(self, epoch: int) -> NDArray[np.int64]:
-        """Return all examples of an epoch, over all ranks, in its order."""
+        """Return all examples of an epoch, over all ranks, in the epoch's order."""
         if not self.train:
             return np.arange(self.num_examples)
         key = seed_at(self.seed, epoch if self.shuffle == "epoch" else 0)

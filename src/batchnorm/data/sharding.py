@@ -1,4 +1,4 @@
-"""``batchnorm shard``: pack an image folder into tar shards, with smaller images if asked for."""
+"""``batchnorm shard``: pack an image folder into tar shards, and optionally shrink the images."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .imagenet_tars import TRAIN_TAR, open_official
 from .random_numbers import permutation, seed_at
 from .tar_shards import CLASSES_FILE, TarSource, classes_text
 
-AHEAD = 256  # images made smaller at a time
-QUALITY = 95  # of JPEG; encoding once more should not show
+AHEAD = 256  # images shrunk at a time
+QUALITY = 95  # of JPEG, high enough that encoding twice is not visible
 
 
 class ShardedSplit(NamedTuple):
@@ -45,8 +45,8 @@ def shard(
 ) -> list[ShardedSplit]:
     """Turn an image folder, or ImageNet's own tar files, into tar shards in random order, and print what was written.
 
-    Encoded images are copied as they are, or made smaller. ``classes.txt`` beside the shards has the class names. The
-    folder ``out`` appears when all of it is written and safe on disk; the same folder and options give the same bytes.
+    Encoded images are copied as they are, or shrunk. ``classes.txt`` beside the shards has the class names. The folder
+    ``out`` appears only when all of it is safely on disk. The same images and options give the same bytes.
 
     Args:
         folder: with train/CLASS/*.jpg and perhaps val/CLASS/*.jpg; or with ILSVRC2012_img_train.tar and perhaps
@@ -55,7 +55,7 @@ def shard(
         out: the folder to make.
         per_shard: images in a shard, at most.
         seed: of the order of the images.
-        short_side: make images whose shorter side has more pixels smaller, as JPEGs of quality 95; 256 is enough for
+        short_side: shrink images whose shorter side is longer than this, to JPEGs of quality 95; 256 is enough for
             crops of 224 px.
 
     Raises:
@@ -85,7 +85,7 @@ def shard(
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            raise OSError(error.errno, error.strerror, str(out)) from error  # a full disk's error has no name
+            raise OSError(error.errno, error.strerror, str(out)) from error  # a full disk's error has no file name
         raise
     for line in written:
         print(line)
@@ -130,7 +130,7 @@ def _write_shard(path: Path, source: ImageSource, examples: NDArray[np.int64], s
 
 
 def _contents(source: ImageSource, examples: NDArray[np.int64], short_side: int | None) -> Iterator[tuple[bytes, str]]:
-    """Yield the encoded images with their suffixes, made smaller by as many threads as there are cores."""
+    """Yield the encoded images with their suffixes, shrunk by as many threads as there are cores."""
 
     def read(example: int) -> tuple[bytes, str]:
         return source.read(example), Path(source.name(example)).suffix.lower()
@@ -151,7 +151,7 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def shrink(data: bytes, suffix: str, short_side: int) -> tuple[bytes, str]:
-    """Return an encoded image, made smaller if its shorter side is longer than asked for, and its file's suffix.
+    """Return an encoded image, shrunk if its shorter side is longer than ``short_side``, and its file's suffix.
 
     The result is a JPEG with the same aspect ratio up to rounding; grey stays grey, everything else becomes RGB. An
     image that is small enough is returned as it is, and so is one that cannot be read: training reports it later.
@@ -175,7 +175,7 @@ def shrink(data: bytes, suffix: str, short_side: int) -> tuple[bytes, str]:
             return data, suffix
         ratio = short_side / min(width, height)
         size = max(1, round(width * ratio)), max(1, round(height * ratio))
-        # The decoder may downscale first, but not by so much that it shows.
+        # The decoder may downscale first, but not so far that it is visible.
         image.draft(None, (2 * size[0], 2 * size[1]))
         image = image if image.mode == "L" else to_rgb(image)
         smaller = image.resize(size, pillow.Resampling.BICUBIC)

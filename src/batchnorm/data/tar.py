@@ -23,7 +23,7 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
         start, length: where the archive lies in the file, if it is not all of it.
 
     Raises:
-        ValueError: if it is not a tar file, or is cut off, damaged or continued.
+        ValueError: if it is not a tar file, is cut off or damaged, or has data after its end.
     """
     stop = file.seek(0, os.SEEK_END) if length is None else start + length
     file.seek(start)
@@ -39,7 +39,7 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
                     yield member
             end = tar.offset
         _check_end(file, end, stop)
-    # tarfile lets a few errors of a damaged header through.
+    # For some damaged headers tarfile raises other errors than its own.
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, EOFError) as error:
         raise ValueError(f"{name} is not a whole, uncompressed tar file ({error}): copy it again") from error
 

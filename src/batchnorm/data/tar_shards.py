@@ -19,7 +19,7 @@ from .decode import IMAGE_SUFFIXES
 from .tar import members, read_at
 
 CLASSES_FILE = "classes.txt"
-# Files decide how much memory is allocated: one wrong label must not name a billion classes.
+# The files determine how much memory is allocated: one wrong label must not name a billion classes.
 MAX_CLASSES = 1_000_000
 MAX_LABEL = 64  # bytes of a .cls file
 MAX_NAME = 256  # bytes of a member's name that are kept for messages
@@ -74,18 +74,18 @@ class TarSource:
 
 
 def classes_text(classes: Sequence[str]) -> bytes:
-    """Return what ``classes.txt`` holds: a name a line."""
+    """Return the content of ``classes.txt``: one name per line."""
     for name in classes:
-        if "\n" in name or "\r" in name:  # it would move all names after it to other labels
+        if "\n" in name or "\r" in name:  # would shift all later names to other labels
             raise ValueError(f"the class {name!r} has a line break in its name: rename its folder")
     return "".join(f"{name}\n" for name in classes).encode(errors="surrogateescape")
 
 
 def read_classes(path: Path) -> tuple[str, ...]:
-    """Return the names in a ``classes.txt``, one a line."""
+    """Return the names in a ``classes.txt``, one per line."""
     classes = tuple(path.read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n").split("\n"))
     if len(classes) > MAX_CLASSES:
-        raise ValueError(f"{path} names {len(classes):,} classes: there can be {MAX_CLASSES:,}")
+        raise ValueError(f"{path} names {len(classes):,} classes: the limit is {MAX_CLASSES:,}")
     return classes
 
 
@@ -142,7 +142,7 @@ class ShardIndex:
         # Damaged files raise almost anything: zipfile, zlib and numpy's header parser each have their own errors.
         with contextlib.suppress(Exception), zipfile.ZipFile(path) as file:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
-                return None  # not written here; a small file could unpack to any size
+                return None  # not written by this library; a small compressed file could unpack to any size
             files = {field.name: io.BytesIO(file.read(f"{field.name}.npy")) for field in fields(cls)}
             index = cls(**{name: np.load(content, allow_pickle=False) for name, content in files.items()})
             return index if index._is_consistent() else None
@@ -175,7 +175,7 @@ class ShardIndex:
             shards=names,
             states=states,
             shard_of=np.array([number for number, _ in found], dtype=np.int32),
-            # The ends of the names: one long name would make every entry of the array as long.
+            # Only the ends of the names: one long name would make every entry of the array as long.
             members=np.array([os.fsencode(member.name)[-MAX_NAME:] for _, member in found], dtype=np.bytes_),
             spans=np.array([(m.offset, m.length) for _, m in found], dtype=np.int64).reshape(-1, 2),
             labels=np.array([member.label for _, member in found], dtype=np.int64),
@@ -191,7 +191,7 @@ def scan(shard: Path) -> Iterator[ShardImage]:
     """Yield the examples of a shard in stored order, from its headers and labels.
 
     Raises:
-        ValueError: if it is no whole tar file, or an example lacks its image or its label.
+        ValueError: if it is not a complete tar file, or an example lacks its image or its label.
     """
     images: dict[str, ShardImage] = {}
     labels: dict[str, int] = {}

@@ -25,7 +25,7 @@ class Accuracy(NamedTuple):
 
     @classmethod
     def of(cls, counts: Tensor) -> Accuracy:
-        """Read the counts of :func:`count_correct`, after they were summed over all ranks.
+        """Compute accuracies from the counts of :func:`count_correct`, summed over all ranks.
 
         >>> Accuracy.of(torch.tensor([1.0, 3.0, 4.0]))
         Accuracy(top1=0.25, top5=0.75, examples=4)
@@ -35,9 +35,9 @@ class Accuracy(NamedTuple):
 
 
 def label_ranks(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return each label's rank, from 0, among the class scores; of equal scores the lower class comes first.
+    """Return each label's rank, from 0, among the class scores; among equal scores the lower class comes first.
 
-    An example is correct at k if its rank is below k, and ties are decided alike on every device. A label whose score
+    An example is correct at k if its rank is below k. Ties are broken the same way on every device. A label whose score
     is NaN comes last.
 
     >>> label_ranks(torch.tensor([[0.2, 0.5, 0.3], [0.4, 0.4, 0.2]]), torch.tensor([2, 1]))
@@ -110,7 +110,7 @@ class Score(NamedTuple):
 
 
 def score(probabilities: Tensor, labels: Tensor, name: str = "the network") -> Score:
-    """Score class probabilities, one row an example; in a distributed run over the examples of all ranks.
+    """Score class probabilities, one row per example; in a distributed run, over the examples of all ranks.
 
     The calibration error bins examples by their confidence, the largest probability, into B_1 to B_15 of equal width:
 
@@ -133,7 +133,7 @@ def score(probabilities: Tensor, labels: Tensor, name: str = "the network") -> S
     confidence = probabilities.amax(1).double() if len(labels) else probabilities.new_zeros(0, dtype=torch.float64)
     finite = probabilities.isfinite().all(1)
     own = probabilities.gather(1, labels[:, None])[:, 0].double()
-    # A probability that underflowed to 0 costs as much as the smallest one, not infinitely much.
+    # Clamp probabilities that underflowed to 0, or their loss would be infinite.
     loss = -own.clamp_min(torch.finfo(torch.float32).tiny).log()
     totals = torch.stack([ranks < 1, ranks < 5, loss, ~finite, torch.ones_like(loss)]).sum(1)
     bins = torch.stack([torch.ones_like(confidence), ranks < 1, confidence], dim=1)
@@ -148,8 +148,8 @@ def _read(sums: Tensor, name: str) -> Score:
         raise ValueError(f"there are no examples to score {name} on: every file was unreadable or the split is empty")
     if broken:
         raise ValueError(
-            f"{name} gives probabilities that are not numbers for {broken:.0f} of {n:.0f} images: it has diverged, so"
-            " leave it out or go back to an earlier checkpoint"
+            f"{name} gives NaN probabilities for {broken:.0f} of {n:.0f} images: it has diverged, so leave it out or go"
+            " back to an earlier checkpoint"
         )
     _, right, confidence = sums[5:].unflatten(0, (BINS, 3)).unbind(1)
     gap = (right - confidence).abs().sum().item() / n

@@ -70,7 +70,7 @@ class Ensemble:
 
         p(y | image) = 1/K sum_k p_k(y | image)
 
-    Kept are one sum of probabilities and one count of first choices for each image and class.
+    It keeps one sum of probabilities and one count of first choices for each image and class.
 
     >>> ensemble, labels = Ensemble(), torch.tensor([0, 1])
     >>> a = ensemble.add("a", torch.tensor([[0.8, 0.2], [0.6, 0.4]]), labels)

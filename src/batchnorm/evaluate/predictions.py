@@ -52,7 +52,7 @@ class MeanProbabilities(nn.Module):
 
     Args:
         net: gives class scores for normalized images; put it into evaluation mode first.
-        crops: what was asked of :func:`batchnorm.evaluate.open_squares`.
+        crops: those passed to :func:`batchnorm.evaluate.open_squares`.
         batch_size: crops that the network takes at a time.
 
     Paper: Sec. 4.2.3

@@ -24,7 +24,7 @@ from ..data.order import Order
 from ..extras import require
 from .crops import Crops, resized, square_boxes
 
-# Beyond this ratio the squares do not overlap, and most of the image is in none of them.
+# Beyond this aspect ratio the squares do not overlap, and most of the image is in none of them.
 LONG = 3
 
 
@@ -106,7 +106,7 @@ class SquareBatches:
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # an evaluation must not draw from torch's global one
+            generator=torch.Generator(),  # evaluation must not use torch's global generator
         )
 
     @property
@@ -138,7 +138,7 @@ def open_squares(
 
     Args:
         path: folder with SPLIT/CLASS/*.jpg or with SPLIT-*.tar.
-        split: which one.
+        split: its name.
         crops: of each image.
         batch_size: crops that a network takes at a time, on each rank; a step has about as many images as fill it.
         workers: processes that decode ahead; 0 decodes in this process.
@@ -150,7 +150,7 @@ def open_squares(
         FileNotFoundError: if the folder or its images are not found.
         ValueError: if a class has no images in the split.
 
-    Beyond the paper: how it is run.
+    Beyond the paper: loading images for evaluation.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: a network takes at least one crop at a time")

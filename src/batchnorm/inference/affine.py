@@ -1,4 +1,4 @@
-"""BN(x) at inference is a fixed affine map: compute it, move it into weights beside it, or keep it as a module."""
+"""BN(x) at inference is a fixed affine map: compute it, fold it into adjacent weights, or keep it as a module."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def _over_kernel(v: Tensor, weight: Tensor) -> Tensor:
 class FixedAffine(nn.Module):
     """Apply a fixed scale and shift per feature and a nonlinearity: y = g(scale * x + shift + residual).
 
-    What remains of a batch normalization that no weights could absorb: no statistics and nothing to train.
+    It replaces a batch normalization that no weights could absorb, and has no statistics and nothing to train.
 
     Args:
-        scale: one value per feature, the dimensions after the batch dimension; None if weights absorbed it.
+        scale: one value per feature; its dimensions are those after the batch. None if weights absorbed it.
         shift: likewise.
         activation: g.
 
@@ -136,6 +136,6 @@ class FixedAffine(nn.Module):
         return y
 
     def extra_repr(self) -> str:
-        """Say what it applies."""
+        """Describe the map."""
         features = "" if self.scale is None else "x".join(map(str, self.scale.shape)) + " features, "
         return f"{features}activation={self.activation.name}"

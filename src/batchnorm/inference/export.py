@@ -22,7 +22,7 @@ from ..verb_report import VerbReport
 from ..verify import rounding
 from .fold import fold_with_report, warn_of_left
 
-# A protobuf file ends at 2 GiB; larger networks keep their weights in a file beside it.
+# A protobuf file is limited to 2 GiB; larger networks keep their weights in a file beside it.
 LARGEST_FILE = 1_900_000_000
 
 
@@ -58,9 +58,9 @@ def export(
 ) -> Exported:
     """Fold a network, write it as ONNX or as a ``torch.export`` program, run the file and compare.
 
-    Only the folded network is ever exported: an exporter given a network in training mode would write one whose output
-    depends on the other examples of the batch, without a word. The file appears under its name only once its outputs
-    agree. ``net`` is not changed.
+    Only the folded network is exported. In training mode, an exporter would silently write a network whose output
+    depends on the other examples of the batch. The file appears at ``path`` only if its outputs agree. ``net`` is not
+    changed.
 
     Args:
         net: any network; its evaluation mode is written, with a warning if it is in training mode.
@@ -76,25 +76,25 @@ def export(
 
     Raises:
         FileNotFoundError: if the folder does not exist.
-        ValueError: for another ending, if the exporter cannot express the network, or if outputs differ.
+        ValueError: for another file ending, if the exporter cannot express the network, or if outputs differ.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()).eval()
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     export(net, torch.randn(2, 4), f"{folder}/net.pt2").batch_sizes
     (2, 4)
 
-    Beyond the paper: the inference network where no Python runs.
+    Beyond the paper: inference without Python.
     """
     path = Path(path)
     writers: dict[str, tuple[Writer, Runner]] = {".onnx": (_write_onnx, _run_onnx), ".pt2": (_write_pt2, _run_pt2)}
     if path.suffix not in writers:
         raise ValueError(f"cannot tell the format from '{path.name}': end it in .onnx or .pt2")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder '{path.parent}' to write {path.name} to does not exist")
+        raise FileNotFoundError(f"cannot write {path.name}: the folder '{path.parent}' does not exist")
     if net.training:
         warnings.warn(
-            "the network is in training mode: what is exported is its evaluation mode, folded with its current"
-            " statistics; estimate_ them first, and call net.eval() to silence this warning",
+            "the network is in training mode: its evaluation mode is exported, folded with its current statistics;"
+            " estimate_ them first, and call net.eval() to silence this warning",
             stacklevel=2,
         )
     folded, report = fold_with_report(net, example, tolerance)

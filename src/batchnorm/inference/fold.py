@@ -55,9 +55,9 @@ def fold(
     """Return the inference network: y = scale * x + shift replaces each BN(x) and is folded into weights beside it.
 
     A layer is folded into the Linear, convolution or transposed convolution that produces its input; else into those
-    that consume its output, if that is exact; else it becomes a fixed affine map with the activation after it. Which
-    modules those are follows from the data flow of a real forward pass on ``example``, not from the order in which
-    modules were made. Weights are folded in float64, and the outputs for ``example`` are compared with the original's.
+    that consume its output, if that is exact; else it becomes a fixed affine map with the activation after it. The
+    data flow of a real forward pass on ``example`` decides which modules those are, not the order in which modules
+    were defined. Weights are folded in float64, and the outputs for ``example`` are compared with the original's.
     ``net`` is not changed.
 
     If a module's own forward normalizes (a batch normalization subclass with its own forward, a call of
@@ -95,7 +95,7 @@ def fold(
 
 
 def warn_of_left(report: VerbReport) -> None:
-    """Warn the caller's caller if batch normalization is left."""
+    """Warn the caller's caller if the report lists a batch normalization that is left."""
     if report.paths("kept"):
         warnings.warn(report.summary, stacklevel=3)
 
@@ -108,7 +108,7 @@ def fold_with_report(
     forward: network_call.Forward | None = None,
 ) -> tuple[nn.Module, VerbReport]:
     """Fold a network as :func:`fold` does, and return the report instead of warning."""
-    # Trace the network itself first: a copy of a copy would hide that copies still use the network's own modules.
+    # Trace the network itself, not a copy of it: this detects copies that still use the network's own modules.
     paths = modules_that_normalize(net, trace(net, example, forward, training=False))
     source = _copy(net)
     if traced:
@@ -121,7 +121,7 @@ def fold_with_report(
     except Exception as error:
         if not (forwards.layers or forwards.modules):
             raise
-        # If the traced form computes something else, the user's own Python may still fold.
+        # If the traced form fails or differs, the user's own Python may still fold.
         reason = f"its traced form failed: {str(error).partition(';')[0]}"
         forwards = NOTHING_TRACED._replace(refused=dict.fromkeys(paths, reason))
         return _fold(net, _copy(net), forwards, example, tolerance, False, forward)
@@ -182,7 +182,7 @@ def _fold(
 
 
 def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> Graph:
-    """Trace the folded network; if its code reads a missing attribute, the AttributeError has its own module as obj."""
+    """Trace the folded network; an AttributeError has the module of ``net`` that lacks the attribute as its ``obj``."""
     try:
         return trace(net, example, forward, training=False)
     except AttributeError:
@@ -202,7 +202,7 @@ def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> 
 def _substitutes(
     net: nn.Module, graph: Graph, plan: FoldPlan, fused: dict[nn.Module, nn.Module]
 ) -> dict[nn.Module, nn.Module]:
-    """Return what replaces each batch normalization and each activation that goes into one."""
+    """Return the replacement of each batch normalization and of each activation fused into one."""
     new: dict[nn.Module, nn.Module] = {}
     for layer in plan.gone:
         activation = _activation_of(layer)
@@ -227,7 +227,7 @@ def _activation_of(layer: nn.Module) -> Activation:
 
 
 def _makers(net: nn.Module, plan: FoldPlan, substitutes: dict[nn.Module, nn.Module]) -> Makers:
-    """Return a function for each module that changes that makes its replacement."""
+    """Return, for each module that changes, a function that makes its replacement."""
     makers: Makers = {module: partial(_folded_affine, module, plan) for module in {**plan.before, **plan.after}}
     for container in (m for m in net.modules() if isinstance(m, Normalized)):
         # Unwrap the affine layer that insert() wrapped if nothing else is left in the container.
@@ -284,5 +284,5 @@ def _functions_left(graph: Graph, kept: dict[nn.Module, str], forwards: TracedFo
     for call in functional_norms(graph):
         if scripted and isinstance(call.target, torch._ops.OpOverload):
             continue  # inside a scripted module that is in the report itself
-        why = forwards.refused.get(call.path, "a functional batch_norm is no module to replace")
+        why = forwards.refused.get(call.path, "a functional batch_norm is not a module that can be replaced")
         yield Site(call.path, "kept", BY_MINI_BATCH if call.argument(5, "training") else why)

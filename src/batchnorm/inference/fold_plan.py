@@ -1,4 +1,4 @@
-"""Decide from the observed data flow which weights can absorb which batch normalization exactly, and which cannot."""
+"""Decide from the observed data flow which weights can absorb each batch normalization exactly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BY_MINI_BATCH = "it keeps no running statistics and normalizes by the mini-batch
 
 
 class Refusal(Exception):
-    """Say why a batch normalization cannot go into some weights."""
+    """Report why a batch normalization cannot be folded into some weights."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> FoldPlan:
 
 
 def reason_to_keep(module: nn.Module, graph: Graph) -> str:
-    """Say why a batch normalization cannot become a fixed affine map; "" if it can, or if the module is none."""
+    """Return why a batch normalization cannot become a fixed affine map; "" if it can, or if the module is not one."""
     if is_scripted_norm(module):
         return "it is scripted; fold the network before torch.jit"
     if not isinstance(module, TorchBatchNorm):
@@ -77,7 +77,7 @@ def reason_to_keep(module: nn.Module, graph: Graph) -> str:
 
 
 def is_scripted_norm(module: nn.Module) -> bool:
-    """Say whether a module is a batch normalization that torch.jit compiled."""
+    """Return whether a module is a batch normalization that torch.jit compiled."""
     return isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in getattr(module, "original_name", "")
 
 
@@ -94,7 +94,7 @@ def modules_that_normalize(net: nn.Module, graph: Graph) -> list[str]:
 
 
 def has_nonlinear_part(graph: Graph, layer: TorchBatchNorm) -> bool:
-    """Say whether a layer of this library does more in its calls than scale and shift."""
+    """Return whether a layer of this library does more in its calls than scale and shift."""
     return isinstance(layer, BatchNorm) and (layer.activation.name != "identity" or graph.has_extra_inputs(layer))
 
 
@@ -131,7 +131,7 @@ def _fold_down(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
     reached: set[TracedCall] = set()
     for call in graph.calls_of(layer):
         for writer in (c for c in call.argument(0, "input").consumers if c.writes):
-            raise Refusal(f"{writer} changes its input in place, which its output would then share")
+            raise Refusal(f"{writer} changes its input in place, and its output would share that memory")
         for sink, moves in _sinks(plan, layer, call.outputs[0], []):
             assert sink.module is not None
             index = _match_down(call, moves, sink, layer)
@@ -197,7 +197,7 @@ def _sinks(
 def _check_every_call(graph: Graph, module: nn.Module, reached: set[TracedCall]) -> None:
     for call in graph.calls_of(module):
         if call not in reached:
-            raise Refusal(f"{call} is also called where this layer has no part")
+            raise Refusal(f"{call} is also called without this layer beside it")
 
 
 def _check_free(graph: Graph, module: nn.Module) -> None:

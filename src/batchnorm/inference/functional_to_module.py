@@ -86,7 +86,7 @@ def as_graph_module(net: nn.Module) -> fx.GraphModule:
 def trace_forwards_(
     net: nn.Module, owners: list[str], example: Any, forward: network_call.Forward | None
 ) -> TracedForwards:
-    """Trace the forward of each module that normalizes by itself, in place; the rest stays the user's Python.
+    """Trace, in place, the forward of each module that calls batch_norm itself; all other code stays as it is.
 
     The batch normalization becomes a child of the module. A module whose forward cannot be traced is traced as part of
     its parent's, and so on up to the network.
@@ -149,7 +149,7 @@ class _ForwardTracer(fx.Tracer):
 
 
 def _keeps_its_forward(module: nn.Module) -> bool:
-    """Say whether a module runs the forward of ``torch.nn`` or, if it is a batch normalization, of this library."""
+    """Return whether a module runs the forward of ``torch.nn`` or, if it is a batch normalization, of this library."""
     if isinstance(module, BatchNorm):
         return type(module).forward is BatchNorm.forward
     if isinstance(module, TorchBatchNorm):
@@ -214,7 +214,7 @@ def _fixed_arguments(module: nn.Module, calls: list[Any]) -> dict[str, Any]:
         given = list(bound.arguments.items())[1:]
         found.append({k: v for k, v in given if k in single and not network_call.tensors_in(v)})
     if any(fixed != found[0] for fixed in found):
-        raise ValueError("its calls differ in arguments that are no tensors")
+        raise ValueError("its calls differ in arguments that are not tensors")
     return found[0] if found else {}
 
 

@@ -1,4 +1,4 @@
-"""A network's layers, parameters and multiply-adds, and the paper's statements about the size of its own."""
+"""A network's layers, parameters and multiply-adds, and the paper's statements about the size of its network."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def describe(net: nn.Module, size: int = 224, channels: int = 3) -> Description:
     Multiply-adds count convolutions and linear layers, as the literature does.
 
     Args:
-        net: a network of images.
+        net: a network that takes images.
         size: height and width of the image.
         channels: its channels.
 

@@ -28,7 +28,7 @@ class Monitor:
             output, before a fused nonlinearity, is). None watches every nonlinearity.
         percentiles: to record, ascending.
         every: steps between records. Each time ``points`` records are reached, every second one is dropped and
-            ``every`` doubles: memory is bounded on a run of any length.
+            ``every`` doubles, so memory is bounded on a run of any length.
         points: how many records are kept in memory.
         probe: a batch to run at each record instead of reading the training batch. It is normalized by its own
             statistics as in training, without dropout, and changes no running averages or random numbers.
@@ -61,7 +61,7 @@ class Monitor:
         sinks: Sequence[Sink] = (),
     ) -> None:
         if every < 1 or list(percentiles) != sorted(percentiles) or len(percentiles) < 2:
-            raise ValueError(f"every={every} must be at least 1, percentiles={percentiles} two or more, ascending")
+            raise ValueError(f"every={every} must be at least 1, and percentiles={percentiles} two or more, ascending")
         self.net, self.every, self.percentiles, self.probe = net, every, tuple(percentiles), probe
         self.layers = _chosen(net, layers)
         self.sinks, self.step = tuple(sinks), 0
@@ -163,7 +163,7 @@ def _chosen(net: nn.Module, layers: Sequence[str] | None) -> list[str]:
     if layers is None:
         layers = nonlinearities(net)
         if not layers:
-            raise ValueError("no nonlinearity was found as a module; name what to watch in layers=, by its input")
+            raise ValueError("no nonlinearity was found as a module; name the layers to watch in layers=")
     for name in layers:
         if name not in names or not name:
             raise ValueError(f"no layer {name!r} in the network; it has {', '.join(n for n in names if n)}")

@@ -64,12 +64,12 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
     """Measure how much each layer's gradient changes when only the layers below it take their gradient step.
 
     g' - g with g = dl/dW_k at (W_1, ..., W_K) and g' at (W_1 - rate dl/dW_1, ..., W_{k-1} - rate dl/dW_{k-1}, W_k, ...,
-    W_K), on the same batch. A layer is a module with parameters, in the order of registration, with the normalization
-    that follows it; the first has nothing below it and is left out. The network is not changed.
+    W_K), on the same batch. A layer is a module with parameters together with the normalization that follows it, in the
+    order of registration. The first layer has none below it and is left out. The network is not changed.
 
     Args:
         net: any network, in the mode it is in.
-        loss: from the network's output and the batch to a scalar.
+        loss: takes the network's output and the batch, and returns a scalar.
         batch: see :mod:`batchnorm.network_call` for its form.
         rate: the size of the step.
 

@@ -57,7 +57,7 @@ class Memory:
 
 
 class JSONLines:
-    """Append one line of JSON a record: ``{"step": 100, "percentiles": {"sigmoid1": {"z": [...], "x": [...]}}}``.
+    """Append one line of JSON per record: ``{"step": 100, "percentiles": {"sigmoid1": {"z": [...], "x": [...]}}}``.
 
     ``x`` is left out if it is ``z``. Numbers have five significant digits. A run that is resumed or restarted in the
     same file replaces the records from its first step on.
@@ -72,7 +72,7 @@ class JSONLines:
     >>> path.read_text()
     '{"step": 7, "gradient_change": {"fc2": {"relative": 0.5, "cosine": 0.9}}}\\n'
 
-    Beyond the paper: how a run is kept.
+    Beyond the paper: saving records.
     """
 
     def __init__(self, path: str | Path) -> None:

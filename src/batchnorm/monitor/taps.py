@@ -108,7 +108,7 @@ def borrowed_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
     kept = [dict(m._buffers) for m in layers]
     try:
         for layer in layers:
-            # Other tensors, not other values: autograd may hold the old ones for a later backward pass.
+            # Replace the tensors, not their values: autograd may need the old ones for a later backward pass.
             layer._buffers.update({k: None if b is None else b.clone() for k, b in layer._buffers.items()})
         yield
     finally:

@@ -147,14 +147,14 @@ def paper_versus_here(runs: Sequence[Run]) -> list[list[str]]:
 def _drift_rows(plain: Run, bn: Run) -> list[list[str]]:
     quotes = {
         "z": '"much more stable as training progresses"',
-        "x": "not measured: what BN's own normalization cannot hide",
+        "x": "not in the paper; BN does not fix this distribution",
     }
     names = {"z": "sigmoid inputs", "x": "x = Wu before normalization"}
     rows = []
     kinds: tuple[Literal["z", "x"], ...] = ("z", "x")
     for of in kinds:
         values = [_path(r, of) for r in (plain, bn)]
-        what = f"path of {names[of]}, last hidden layer, median unit, in widths of its distribution"
+        what = f"total drift of {names[of]}, last hidden layer, median unit, in widths of its distribution"
         rows.append([what, quotes[of], *(f"{v:.1f}" for v in values)])
     return rows
 

@@ -19,26 +19,27 @@ from .figure1 import paper_versus_here, steps_to
 from .runs import ACCURACIES, Curve, Run
 
 PageSection = tuple[str, str, Sequence[Sequence[str]]]
-# Percentiles that one run may put into the page, in floats: 125 records of three layers of 100 units.
+# The most percentile values that one run may put into the page: 125 records of three layers of 100 units.
 BUDGET = 125 * 3 * 3 * 100
 
 MEASURES = (
     {
         "key": "z",
         "name": "drift of the nonlinearity's inputs",
-        "text": "How far a unit's input distribution moved since the record before, in units of its own width; median"
-        " over the layer's units. Batch normalization fixes the mean and variance that this looks at.",
+        "text": "How far a unit's input distribution moved since the previous record, in units of its own width; median"
+        " over the layer's units. Batch normalization fixes the mean and variance of these inputs.",
     },
     {
         "key": "x",
         "name": "drift of x = Wu, before normalization",
-        "text": "The same for x = Wu, which batch normalization takes and does not itself hold in place.",
+        "text": "The same for x = Wu, the input of batch normalization, whose mean and variance it does not fix.",
     },
     {
         "key": "gradient",
         "name": "change of a layer's gradient",
         "text": "||g' - g|| / ||g||, with g a layer's gradient on a mini-batch and g' its gradient on the same"
-        " mini-batch after only the layers below took their step: Section 2's definition, as the layer feels it.",
+        " mini-batch after only the layers below took their step: how Section 2's internal covariate shift affects the"
+        " layer.",
     },
 )
 

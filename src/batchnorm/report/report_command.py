@@ -30,7 +30,7 @@ def report(options: Report) -> Path:
 
     Raises:
         FileNotFoundError: if a folder holds no run.
-        ValueError: naming a file that is not a run's.
+        ValueError: if a file is not a run's, with its name.
 
     Beyond the paper: ``batchnorm report``.
     """

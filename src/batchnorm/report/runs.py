@@ -20,7 +20,7 @@ Curve = list[tuple[int, float]]
 
 LAST_STEP = 2**53  # JavaScript's numbers are exact below this
 
-# The names of accuracy curves end so: this library's commands write "accuracy" and "val_top1".
+# Endings of the names of accuracy curves: this library's commands write "accuracy" and "val_top1".
 ACCURACIES = ("accuracy", "top1")
 
 
@@ -48,7 +48,7 @@ class Run:
 
     @property
     def accuracy(self) -> Curve:
-        """The first curve of an accuracy that is not one on training data."""
+        """The first accuracy curve that is not on training data."""
         return next((c for name, c in self.curves.items() if _place(name) == 0), [])
 
     @cached_property
@@ -58,7 +58,7 @@ class Run:
         return [layer for layer in first if all(layer in p for p in others)]
 
     def typical(self, layer: str) -> int:
-        """Return the unit of the median drift in a layer."""
+        """Return the unit of a layer whose drift is the median."""
         return typical_unit(self.percentiles, layer) if len(self.percentiles) > 1 else 0
 
     def steps_to(self, accuracy: float) -> int | None:
@@ -66,7 +66,7 @@ class Run:
         return next((step for step, value in self.accuracy if value >= accuracy), None)
 
     def drift_curve(self, layer: str, of: Literal["z", "x"]) -> Curve:
-        """Return the median over units of the drift since the record before, by step."""
+        """Return the median over units of the drift since the previous record, by step."""
         steps = [r.step for r in self.percentiles][1:]
         if not steps:
             return []
@@ -94,12 +94,12 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
     Raises:
         FileNotFoundError: if a path holds no run.
-        ValueError: without a path, or naming a file that is not a run's.
+        ValueError: if there is no path, or if a file is not a run's, with its name.
 
     Beyond the paper: ``batchnorm report``.
     """
     if not paths:
-        raise ValueError("name at least one folder of a run")
+        raise ValueError("give at least one run folder")
     folders: list[Path] = []
     for path in paths:
         found = sorted(p.parent for p in path.rglob("metrics.jsonl"))
@@ -132,7 +132,7 @@ def _read(folder: Path, name: str) -> Run:
     for where, line in (*_lines(folder / "metrics.jsonl"), *_lines(folder / "monitor.jsonl")):
         step = line.pop("step", None)
         if step is None or line.get("final"):
-            continue  # a summary of the run, not a point of it
+            continue  # a summary of the run, not a step
         if not (_is_number(step) and isinstance(step, int) and 0 <= step < LAST_STEP):
             raise ValueError(f"{where}: step is {_short(step)}, not a whole number from 0 to 2^53")
         if "percentiles" in line:
@@ -182,7 +182,7 @@ def _place(curve: str) -> int:
 def _recipe(folder: Path) -> dict[str, Any]:
     """Return the settings of a run of ``batchnorm train``, by the names shown in the table.
 
-    Not under ``batch_norm``, which marks the pair of Section 4.1.
+    None of these is ``batch_norm``, which marks the two networks of Section 4.1.
     """
     return {key.replace("_", " "): value for key, value in _json(folder / "recipe.json").items()}
 
@@ -228,13 +228,13 @@ def _percentiles(table: Any) -> Percentiles:
     z = torch.tensor(table["z"], dtype=torch.float32)
     x = torch.tensor(table["x"], dtype=torch.float32) if "x" in table else z
     if z.dim() != 2 or len(z) < 2 or not z.numel() or x.shape != z.shape:
-        raise ValueError(f"z {tuple(z.shape)} and x {tuple(x.shape)} are not two percentiles or more of the same units")
+        raise ValueError(f"z {tuple(z.shape)} and x {tuple(x.shape)} must be two or more percentiles of the same units")
     return Percentiles(z, x)
 
 
 def _change(table: Any) -> Change:
     if not (isinstance(table, dict) and table.keys() == set(Change._fields) and all(map(_is_number, table.values()))):
-        raise ValueError(f"{_short(table)} is not the two numbers {' and '.join(Change._fields)}")
+        raise ValueError(f"{_short(table)} does not hold the two numbers {' and '.join(Change._fields)}")
     return Change(**{key: _float(value) for key, value in table.items()})
 
 

@@ -101,7 +101,7 @@ def networks(results: Path) -> str:
     ]
     return "\n\n".join(
         [
-            "How many times as fast a training step is as that of the stock network, at batch"
+            "Speedup of a training step over the stock network, at batch"
             f" {' and '.join(map(str, batches))} ({result['machine']['steps']}, {machine(result)};"
             f" [all numbers, with 95% intervals and memory](results/{NETWORKS}); `batchnorm bench networks`):",
             table(shown),
@@ -126,7 +126,7 @@ def _speedup(row: Result | None) -> str:
 
 
 def _footnotes(result: Result, measured: list[str]) -> str:
-    """Say which bars are missed, which modes are not measured, and which batches did not fit."""
+    """Return which goals are missed, which modes are not measured, and which batches did not fit."""
     judged = [bar for bar in result["bars"] if bar["reached"] is not None]
     missed = [
         f"{bar['what']} {bar['measured']:.2f} (to be at {'least' if bar['at_least'] else 'most'} {bar['wanted']:g})"
@@ -177,7 +177,7 @@ def _kernels(r: Result) -> str:
 
     return (
         f"at least {least('compile', 'geometric_mean'):.2f} times as fast as torch.compile"
-        f" (worst shape {least('compile', 'worst'):.2f}), {least('eager', 'geometric_mean'):.2f} times as eager"
+        f" (worst shape {least('compile', 'worst'):.2f}), {least('eager', 'geometric_mean'):.2f} times as fast as eager"
     )
 
 
@@ -237,7 +237,7 @@ SPEED = [
 
 
 def speeds(results: Path) -> str:
-    """Return the table of all other benchmarks as Markdown; commands without a result file are not yet run.
+    """Return the table of all other benchmarks as Markdown; rows without a result file say "not yet run".
 
     Beyond the paper: speed.
     """

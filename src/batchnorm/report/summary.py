@@ -119,7 +119,7 @@ FIGURES = [
 
 
 def paper(results: Path) -> str:
-    """Return the table of the paper's parts as Markdown; commands without a result file are not yet run.
+    """Return the table of the paper's parts as Markdown; rows without a result file say "not yet run".
 
     Beyond the paper: the paper's results beside ours.
     """
@@ -160,12 +160,12 @@ def figures(results: Path) -> str:
 
 
 def _narrow(row: list[str]) -> list[str]:
-    """Return the columns of Figure 3 that the paper has too, without the single seeds in brackets."""
+    """Return the columns of Figure 3 that the paper has too, without the bracketed values of single seeds."""
     return [re.sub(r" \(.*", "", cell) for cell in (*row[:1], *row[2:8])]
 
 
 def _verdicts(steps: list[Result]) -> str:
-    """Say which of Figure 4's steps lower the error.
+    """Summarize which of Figure 4's steps lower the error.
 
     >>> step = {"name": "144 crops instead of 1", "error": "top-1", "verdict": "confirmed"}
     >>> _verdicts([step, {**step, "error": "top-5"}])
@@ -228,7 +228,7 @@ def _beneath(text: str) -> str:
 
 
 def _between_markers(page: str, texts: list[str]) -> str:
-    """Return a page with one text after the other between its pairs of markers."""
+    """Return a page with the texts, in order, between its pairs of markers."""
     before, *rest = page.split(MARKERS[0])
     return before + "".join(
         f"{MARKERS[0]}\n{text}\n{MARKERS[1]}{part.partition(MARKERS[1])[2]}"

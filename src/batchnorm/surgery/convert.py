@@ -48,20 +48,20 @@ def convert(
     """Return the network with this library's layers in place of ``torch.nn``'s, and what follows them fused.
 
     ``BatchNorm1d/2d/3d``, ``SyncBatchNorm`` and timm's ``BatchNormAct2d`` are replaced; parameters, statistics, hooks,
-    sharing, modes, devices and types stay. Anything else (a subclass, a patched forward, a parametrization) is refused
-    and stays as it is, and calls of ``F.batch_norm`` are listed.
+    sharing, modes, devices and types stay. Anything else (a subclass, a patched forward, a parametrization) stays as
+    it is, and the report says why. It also lists calls of ``F.batch_norm``.
 
     An activation, and a sum with a tensor of the same shape, are fused into the call of the layer before them, whether
     they are modules, functions, methods or operators, in place or not. Each module whose forward contains such a
     pattern is traced with ``torch.fx``, its children as leaves, and becomes an instance of a generated subclass of its
-    class. The new forward runs if everything that the trace depended on is the same: mode, absent arguments,
-    attributes, hooks. Otherwise the original forward runs. In networks made only of ``Sequential`` the layers
-    themselves apply the activations.
+    class. The new forward runs if everything that the trace depended on is unchanged: mode, absent
+    arguments, attributes, hooks. Otherwise the original forward runs. In networks made only of ``Sequential``, the
+    layers themselves apply the activations.
 
     Outputs, running statistics and gradients for ``example`` are compared in both modes. ``net`` is not changed.
     :func:`revert` undoes it all.
 
-    A trace cannot see Python globals that change, ``print`` and other effects, ``type(x)`` of a tensor, and random
+    A trace cannot see Python globals that change, ``print`` and other side effects, ``type(x)`` of a tensor, and random
     numbers from generators other than the global ones of ``random``, NumPy and torch. Use ``rewrite=False`` for
     networks whose forwards depend on these.
 
@@ -93,7 +93,7 @@ def convert(
     layers, refused = _convertible(net, graphs[0])
     fused, unfused = activations_after(net, graphs, [m for m in layers if _has_room(m, graphs)])
     if rewrite:
-        # The user's code may call the children of a Sequential that it holds; there only rewriting is sound.
+        # User code may call the children of a Sequential directly; there only rewriting is safe.
         fused = {layer: activation for layer, activation in fused.items() if _is_all_in_order(net, layer)}
     makers: dict[nn.Module, Any] = {
         layer: partial(_ours, layer, kind, as_activation(fused.get(layer))) for layer, kind in layers.items()
@@ -112,8 +112,8 @@ def convert(
         error = check()
     except Exception:
         for path, problem in restore_wrong_(result, check).items():
-            done[path] = Rewritten({}, dict.fromkeys(modes, f"rewritten, {problem}"))
-            notes.append(f"{f'{path!r}' if path else 'the network'} is not rewritten: rewritten, {problem}")
+            done[path] = Rewritten({}, dict.fromkeys(modes, f"after rewriting, {problem}"))
+            notes.append(f"{f'{path!r}' if path else 'the network'} is not rewritten: after rewriting, {problem}")
         error = check()
     if statistics is not None:
         for module in result.modules():
@@ -130,7 +130,7 @@ def convert(
 
 
 def _is_all_in_order(net: nn.Module, layer: nn.Module) -> bool:
-    """Say whether only Sequentials contain a layer, from the network down."""
+    """Return whether only Sequentials contain a layer, from the network down."""
     return all(runs_in_order(m) for m in net.modules() if m is not layer and layer in set(m.modules()))
 
 
@@ -158,7 +158,7 @@ def _sites(
             reason = _why_not(module, unfused, done, graphs) if None in taken else ""
             yield Site(name, "converted" + describe(taken), reason)
     functional = [call for graph in graphs for call in graph.functions("batch_norm", "native_batch_norm")]
-    why = "a functional batch_norm is no module to exchange"
+    why = "a functional batch_norm is not a module that can be replaced"
     yield from dict.fromkeys(Site(call.path, "not converted", why) for call in functional)
 
 
@@ -197,12 +197,12 @@ def _convertible(net: nn.Module, graph: Graph) -> tuple[dict[TorchBatchNorm, typ
         elif kind is nn.SyncBatchNorm:
             refused[module] = "not called on the example, so whether it is 1d, 2d or 3d is unknown"
         else:
-            refused[module] = f"{kind.__name__} is a subclass, which may behave in its own way"
+            refused[module] = f"{kind.__name__} is a subclass, which may behave differently"
     return layers, refused
 
 
 def _has_room(layer: nn.Module, graphs: list[Graph]) -> bool:
-    """Say whether an activation could still be fused into the layer."""
+    """Return whether an activation could still be fused into the layer."""
     applies_one = isinstance(layer, BatchNorm) and layer.activation.name != "identity"
     return not applies_one and not any(graph.has_extra_inputs(layer) for graph in graphs)
 

@@ -22,7 +22,7 @@ Fusions = dict[nn.Module, Fusion]
 
 
 class Count(NamedTuple):
-    """Hold which layers feed an activation, directly or through a sum, and which feed nothing but a sum."""
+    """Hold which layers feed an activation, directly or through a sum, and which feed only a sum."""
 
     activation: set[nn.Module]
     sum: set[nn.Module]
@@ -91,7 +91,7 @@ def _applies_one(layer: nn.Module) -> bool:
 
 
 def headline(counts: list[tuple[Count, Fusions]]) -> str:
-    """Say how many of the layers that feed an activation are fused in every mode that was traced."""
+    """Return a phrase: how many of the layers that feed an activation are fused in every traced mode."""
     feeding = set[nn.Module]().union(*(c.activation for c, _ in counts))
     sums = set[nn.Module]().union(*(c.sum for c, _ in counts)) - feeding
     fused = {m for m in feeding if all(m in f for c, f in counts if m in c.activation)}
@@ -106,7 +106,7 @@ def headline(counts: list[tuple[Count, Fusions]]) -> str:
 
 
 def describe(taken: list[Fusion | None]) -> str:
-    """Say what a layer is fused with, in evaluation and in training: " with a residual and ReLU"."""
+    """Return what a layer is fused with, in evaluation and in training: " with a residual and ReLU"."""
     fusion = next((f for f in taken if f is not None), None)
     if fusion is None:
         return ""

@@ -42,20 +42,20 @@ def insert(
     z = g(Wu + b) becomes z = g(BN(Wu)). The layer sits beside the Linear, convolution or transposed convolution in a
     small container (:class:`~batchnorm.layers.normalized.Normalized`: the state-dict entry ``conv.weight`` becomes
     ``conv.affine.weight``, the new ones are ``conv.norm.*``). This also works if the nonlinearity is a function, or if
-    sums, joins or pools lie between. The bias, which the mean would cancel, is dropped. Layers that feed no
+    sums, concatenations or pools lie between. The bias, which the mean would cancel, is dropped. Layers that feed no
     nonlinearity, such as the last one, are left alone. ``net`` is not changed.
 
     Args:
         net: any network.
         example: a batch; a copy of the network runs on it in evaluation and, if that works, in training.
-        where: another subset of activations: the names of affine layers, or a predicate of name and module. With
-            ``placement="after"``, of activation modules.
-        init: "unit" is gamma = 1 and beta = 0. "identity" sets gamma = sqrt(Var[x] + eps) and beta = E[x] and the
-            statistics likewise, from ``batches``, so that in evaluation the network computes what it computed.
-        batches: the data from which "identity" takes the moments.
+        where: which layers to normalize instead: their names, or a predicate of name and module. These are affine
+            layers or, with ``placement="after"``, activation modules.
+        init: "unit" is gamma = 1 and beta = 0. "identity" takes the statistics E[x] and Var[x] from ``batches``, and
+            sets gamma = sqrt(Var[x] + eps) and beta = E[x], so that the outputs in evaluation do not change.
+        batches: the data for "identity".
         placement: "before" the nonlinearity, as in the paper, or "after" it (the standardization layer of Gulcehre &
-            Bengio, for comparison), which has to be a module that is called once.
-        per_activation: one gamma, beta and pair of statistics for each activation of a feature map.
+            Bengio, for comparison). For "after", the nonlinearity must be a module that is called once.
+        per_activation: give each activation of a feature map its own gamma, beta and statistics.
         forward: how to call the network, if the rule for batches does not fit.
 
     Returns:
@@ -98,7 +98,7 @@ def insert(
 
 
 def _select(candidates: Iterable[Candidate], where: Where | None) -> tuple[list[Place], list[Site]]:
-    """Choose among the candidates, and return the report entry of each in case it is not chosen."""
+    """Return the chosen candidates, and each candidate's report entry in case it is skipped."""
     if isinstance(where, str):
         where = [where]
     names = None if where is None or callable(where) else set(where)
@@ -123,7 +123,7 @@ def _select(candidates: Iterable[Candidate], where: Where | None) -> tuple[list[
             sites[-1] = Site(place.path, "skipped", "not chosen by where=")
     if names is not None and names - known:
         unknown = ", ".join(sorted(names - known))
-        raise ValueError(f"where= names {unknown}, but what can be normalized is {', '.join(sorted(known))}")
+        raise ValueError(f"where= names {unknown}, but only these can be normalized: {', '.join(sorted(known))}")
     return places, list(dict.fromkeys(sites))
 
 
@@ -166,14 +166,14 @@ def _measure(
 def _set_from(place: Place, norm: BatchNorm, accumulator: MomentAccumulator) -> None:
     moments = accumulator.averages()
     if moments is None:
-        raise ValueError(f"layer '{place.path}': no batch reaches it, so it has no moments to start from")
+        raise ValueError(f"layer '{place.path}': no batch reaches it, so there are no moments to initialize it with")
     assert norm.running_mean is not None and norm.running_var is not None  # noqa: PT018
     bias = torch.zeros(1) if place.bias is None else place.bias.detach().cpu().double()
     with torch.no_grad():
         norm.running_mean.copy_(moments.mean - bias.reshape(-1, *[1] * (moments.mean.dim() - 1)))
         norm.running_var.copy_(moments.var + moments.mean_spread)
         norm.bias.copy_(moments.mean)
-        # From the rounded value that evaluation divides by, so that both cancel.
+        # Use the rounded variance that evaluation divides by, so that the two cancel.
         norm.weight.copy_(torch.sqrt(norm.running_var.double() + norm.eps))
 
 

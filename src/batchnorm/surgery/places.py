@@ -36,7 +36,7 @@ class Place:
 
     @property
     def problem(self) -> str:
-        """Why it cannot be normalized, if it cannot."""
+        """The reason why it cannot be normalized; empty if it can."""
         dims = len(self.shape)
         fits = dims >= 2 if self.features_last else 2 <= dims <= 5
         if isinstance(self.module, Convolution | Transposed):
@@ -67,7 +67,7 @@ class Reach(NamedTuple):
 
 
 def reach(values: list[Value]) -> Reach:
-    """Walk from values through sums, joins, pools and moves to the calls that end the affine part of the network.
+    """Walk from values through sums, concatenations, pools and moves to the calls that end the network's affine part.
 
     >>> import torch
     >>> from batchnorm.graph import trace

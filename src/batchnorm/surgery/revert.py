@@ -31,8 +31,8 @@ def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward
 
     Args:
         net: any network.
-        example: a batch to compare the outputs for, and to see a residual or a mask in the calls; without it, code that
-            passes these to a layer fails when it runs.
+        example: a batch to compare outputs on, and to find calls with a residual or a mask; without it, such calls fail
+            when the returned network runs.
         forward: how to call the network, if the rule for batches does not fit.
 
     Raises:
@@ -52,7 +52,7 @@ def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward
     reasons = {m: reason for m in layers if (reason := _reason_to_refuse(m, graphs))}
     if reasons:
         listed = "; ".join(f"'{names[m]}': {reason}" for m, reason in reasons.items())
-        raise ValueError(f"torch.nn has no equal for {listed}")
+        raise ValueError(f"torch.nn has no equivalent for {listed}")
     markers = [m for m in names if isinstance(m, Fused)]
     elsewhere = {layer for marker in markers for layer in marker.layers}
     makers: dict[nn.Module, Any] = {m: partial(_theirs, m, m not in elsewhere) for m in layers}
@@ -97,7 +97,7 @@ def _theirs(layer: BatchNorm, with_activation: bool, memo: Memo) -> nn.Module:
     for name in ("running_mean", "running_var"):
         buffer = new._buffers[name]
         if buffer is not None and new.weight is not None:
-            # This library keeps statistics in at least float32; torch has them in the weight's type.
+            # This library keeps statistics in at least float32, torch.nn in the weight's type.
             new._buffers[name] = buffer.to(new.weight.dtype)
     if layer.activation.name == "identity" or not with_activation:
         return new

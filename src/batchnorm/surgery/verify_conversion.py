@@ -17,9 +17,9 @@ Gradients = dict[str, Tensor]
 
 
 def compare_outputs(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, modes: int) -> float:
-    """Return the relative error of the outputs, the larger of evaluation and, with two modes, training."""
+    """Return the relative error of the outputs in evaluation; with two modes, the larger of evaluation and training."""
     return max(
-        verify(old, new, example, forward, what="the exchanged network", training=training, same_weights=True)
+        verify(old, new, example, forward, what="the changed network", training=training, same_weights=True)
         for training in (False, True)[:modes]
     )
 
@@ -39,7 +39,7 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
     try:
         was = _gradients(old, example, forward, training)
     except Exception:
-        return  # the network has no float64, no gradients, or too little memory for them
+        return  # the network does not run in float64, has no gradients, or needs too much memory
     now = _gradients(new, example, forward, training)
     if was.keys() != now.keys():
         name = min(was.keys() ^ now.keys())
@@ -47,7 +47,7 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
     name, error = _worst(now, was)
     if error <= EXACT:
         return
-    # A network may amplify rounding: measure what a change of the weights does that is larger than rounding.
+    # A network may amplify rounding: measure the effect of changing the weights by more than rounding does.
     noise = _worst(_gradients(old, example, forward, training, change=TINY), was)[1]
     if error > AMPLIFICATION * noise:
         raise ValueError(f"the gradient of '{name}' differs by {error:.2e} (relative)")
@@ -70,7 +70,7 @@ def _gradients(net: nn.Module, example: Any, forward: Forward | None, training: 
 
 
 def _worst(new: Gradients, old: Gradients) -> tuple[str, float]:
-    """Return where the relative error is largest; gradients near 0 are compared relative to the largest gradient."""
+    """Return the largest relative error and its name; gradients near 0 are compared to the largest gradient."""
     largest = max((float(g.abs().max()) for g in old.values() if g.numel()), default=0.0)
     errors = {"": 0.0}
     for name, gradient in old.items():

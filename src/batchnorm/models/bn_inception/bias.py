@@ -1,6 +1,7 @@
-"""A convolution's bias and the nonlinearity after it in one pass, on channels-last CUDA tensors: what BN replaces.
+"""Add a convolution's bias and apply the nonlinearity in one pass, on channels-last CUDA tensors.
 
-Torch adds the bias in one pass, applies the nonlinearity in another, and sums the bias's gradient in a third.
+Networks without batch normalization need this. Torch adds the bias in one pass, applies the nonlinearity in another,
+and sums the bias's gradient in a third.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ...ops.cuda.layout import row_stride
 from ...ops.cuda.schedule import up
 from .channels_last import ChannelTiles, empty, readable
 
-PARTS = 256  # programs of a backward pass that keep a GPU busy; each sums over some of the pixels
+PARTS = 256  # programs of a backward pass, enough to keep a GPU busy; each sums over some of the pixels
 
 
 def bias_act(x: Tensor, bias: Tensor, activation: Literal["relu", "sigmoid"]) -> Tensor:
@@ -35,7 +36,7 @@ class _BiasAct(torch.autograd.Function):
         row, y = row_stride(x), empty(x, tuple(x.shape))
         t = ChannelTiles(x, (row, c), n * h * w)
         numbers = (n * h * w, c // t.align, row // t.align)
-        with torch.cuda.device_of(x):  # Triton launches on the current one
+        with torch.cuda.device_of(x):  # Triton launches on the current device
             forward[(t.programs,)](x, bias.contiguous(), y, *numbers, sigmoid, *t.constants)
         ctx.save_for_backward(y, bias)
         ctx.sigmoid = sigmoid

@@ -1,8 +1,8 @@
 """The building blocks of the appendix network: a convolution unit, the separable stem, an Inception module.
 
 Consecutive linear maps can be computed in any order. On CUDA these modules use the cheaper order, in training and, for
-Inception modules, in evaluation without gradients. Elsewhere they run as drawn, one child after the other, so that
-surgery and folding see the network of the paper. ``rearrange`` overrides that; the parameters are the same either way.
+Inception modules, in evaluation without gradients. Elsewhere they call their children one after the other, so that
+surgery and folding see the paper's network. ``rearrange`` overrides that; the parameters are the same either way.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def scaled(filters: int, width: float) -> int:
 
 
 class Unit(nn.Sequential):
-    """A convolution, then its normalization with the nonlinearity fused, or the nonlinearity alone.
+    """Apply a convolution, then its normalization with the nonlinearity fused, or the nonlinearity alone.
 
     ``rearrange`` adds a convolution's bias together with the nonlinearity.
 
@@ -185,7 +185,7 @@ class SeparableConv2d(nn.Sequential):
 def _convolve_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Convolve at stride 2 with an odd kernel, padded by half of it, as stride 1 over blocks of 2x2 pixels."""
     inputs, kernel = weight.shape[1], weight.shape[-1]
-    # A zero tap, before or after the others, makes the kernel even and lets it start at a block's first pixel.
+    # Add a zero tap in front or behind: the kernel's size becomes even, and it starts at a block's first pixel.
     front = kernel // 2 % 2
     taps, before = (kernel + 1) // 2, (kernel // 2 + front) // 2
     blocks = pixel_blocks(x, before, taps)
@@ -209,7 +209,7 @@ class InceptionModule(nn.Module):
         inputs: input channels.
         row: the table's row.
         size: height of the input map.
-        unit: makes convolution, normalization and nonlinearity.
+        unit: makes a convolution with its normalization and nonlinearity.
 
     Paper: Appendix, Inception architecture
     """
@@ -270,7 +270,7 @@ class InceptionModule(nn.Module):
         return {name: cast(Unit, head) for name, head in heads.items() if head is not None}
 
     def joined_kernels(self) -> list[Tensor]:
-        """Return the kernels of the convolutions that are computed as one, in their order; none if they are not."""
+        """Return the kernels of the convolutions that are computed as one, in order; an empty list if none are."""
         heads = self._heads().values() if self._is_as_built() else ()
         return [head.conv.weight for head in heads] if all(head.joins() for head in heads) else []
 
@@ -294,7 +294,7 @@ class InceptionModule(nn.Module):
         return torch.cat([*first, double, pooled], 1)
 
     def _is_fused(self, x: Tensor, units: dict[str, Unit]) -> bool:
-        """Return whether the normalizations of all branches are ours, unheard, and can be joined."""
+        """Return whether all branches have this library's normalization, without hooks, and can be joined."""
         used = [*units.values(), *self._ends(), *cast(list[Unit], list(self.pool)[1:])]
         if not all(len(unit) == 2 and isinstance(unit[1], BatchNorm2d) for unit in used):
             return False
@@ -328,7 +328,7 @@ class InceptionModule(nn.Module):
         kernels = [unit.conv.weight for unit in units.values()]
         kernel = join_kernels(kernels)
         sources = [convolve(x, kernel, (1, 1), (0, 0)) if are_neighbours(kernels) else F.conv2d(x, kernel)]
-        # What the reducing convolutions feed is no part of the output.
+        # The outputs of the reducing convolutions are not part of the module's output.
         places = {"one": to.get("one"), "project": to["project"]}
         starts = accumulate((unit.conv.out_channels for unit in units.values()), initial=0)
         heads = [
@@ -358,7 +358,7 @@ class InceptionModule(nn.Module):
 def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
     """Call two functions whose kernels may run at the same time on a GPU, forward and backward.
 
-    No memory is reused too early: what one stream reads of the other's is freed only after they synchronize.
+    Memory that one stream reads from the other is freed only after they synchronize.
     """
     main, side = torch.cuda.current_stream(), _side_stream()
     side.wait_stream(main)
@@ -375,7 +375,7 @@ def _side_stream() -> torch.cuda.Stream:
 
 
 def _rearranged(module: Unit | SeparableConv2d | InceptionModule, x: Tensor | torch.fx.Proxy) -> bool:
-    if isinstance(x, torch.fx.Proxy):  # torch.fx records the network as drawn
+    if isinstance(x, torch.fx.Proxy):  # torch.fx records the paper's network
         return False
     return module.training and x.is_cuda if module.rearrange is None else module.rearrange
 

@@ -1,4 +1,4 @@
-"""What the kernels for channels-last CUDA tensors share: the tensors they take, and how they are tiled."""
+"""Shared by all kernels for channels-last CUDA tensors: which tensors they support, and how these are tiled."""
 
 from __future__ import annotations
 

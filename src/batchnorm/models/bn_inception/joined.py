@@ -1,9 +1,9 @@
-"""Concatenations and divisions without copies: neighbours in memory are joined, and kernels write where they belong.
+"""Split and concatenate tensors without copies: kernels read and write slices, and neighbours in memory are joined.
 
-An Inception module divides the output of one convolution among several normalizations, and concatenates what they and
-others give. Here the normalizations that run at the same time are one launch. It reads slices of the convolution's
-output and writes slices of the concatenation; backward, it reads slices of the concatenation's gradient and writes
-the convolution's in one piece.
+An Inception module splits the output of one convolution among several normalizations, and concatenates their outputs
+with others. Here, normalizations that can run at the same time share one launch. Forward, it reads slices of the
+convolution's output and writes slices of the concatenation. Backward, it reads slices of the concatenation's gradient
+and writes the convolution's gradient in one piece.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .pooling import average_into, max_pool_backward, max_pool_gradient, max_poo
 
 
 class Part(NamedTuple):
-    """Say what one normalization of a launch reads and where it writes."""
+    """Hold what one normalization of a launch reads and where it writes."""
 
     bn: BatchNorm2d
-    source: int  # of the tensors that are given
-    start: int = 0  # the first of its channels
-    y: Tensor | None = None  # None: a tensor of its own
-    averaged: bool = False  # by 3x3 windows before it is normalized
+    source: int  # index of the tensor to read
+    start: int = 0  # first channel to read
+    y: Tensor | None = None  # where to write; None allocates a tensor
+    averaged: bool = False  # average 3x3 windows before normalizing
 
 
 def can_join(layers: Sequence[BatchNorm2d], x: Tensor) -> bool:
-    """Say whether :func:`normalize_together` can run these layers, on tensors that lie in memory as ``x`` does."""
+    """Return whether :func:`normalize_together` can run these layers on tensors with the memory layout of ``x``."""
     first = layers[0]
     trains = first.uses_batch_statistics
     if not trains and torch.is_grad_enabled():
@@ -54,7 +54,7 @@ def can_join(layers: Sequence[BatchNorm2d], x: Tensor) -> bool:
     )
     if not alike or not takes(x) or is_forward_mode() or is_active():
         return False
-    # Missing if something computes them: torch.nn.utils.parametrize.
+    # None if torch.nn.utils.parametrize computes them.
     vectors = [v.get(k) for bn in layers for v, names in _vectors(bn) for k in names]
     channels = [bn.features for bn in layers for _ in range(4)]
     counts = [bn._buffers.get(k) for bn in layers for k in ("num_batches_tracked", "num_batches_skipped")]
@@ -73,9 +73,9 @@ def _vectors(bn: BatchNorm2d) -> list[tuple[dict[str, Tensor | None], tuple[str,
 
 
 def normalize_together(parts: Sequence[Part], *sources: Tensor) -> tuple[Tensor, ...]:
-    """Normalize by batch statistics in one launch, and move the running averages; or by those, in evaluation.
+    """Normalize by batch statistics in one launch and update running averages; in evaluation, normalize by these.
 
-    See :func:`can_join` for what it takes.
+    :func:`can_join` says which layers and tensors are supported.
     """
     sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)  # as cuDNN's outputs are
     if not parts[0].bn.uses_batch_statistics:
@@ -98,7 +98,7 @@ def _inferred(part: Part, source: Tensor) -> Tensor:
 
 def _check_shapes(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
     if any(x.shape != y.shape for x, y in zip(xs, ys, strict=True)):
-        raise ValueError(f"branches of shapes {[tuple(x.shape) for x in xs]} do not make one output")
+        raise ValueError(f"branches of shapes {[tuple(x.shape) for x in xs]} cannot be concatenated")
 
 
 class _Together(torch.autograd.Function):
@@ -147,7 +147,7 @@ class _Together(torch.autograd.Function):
 def _inputs(
     places: Sequence[tuple[int, int, int, bool]], sources: Sequence[Tensor], averaged: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return what the parts normalize, or its gradients."""
+    """Return the inputs of the parts, or their gradients."""
     pooled = iter(averaged)
     return [next(pooled) if is_averaged else sources[s][:, a : a + c] for s, a, c, is_averaged in places]
 
@@ -166,7 +166,7 @@ def _running(bn: BatchNorm2d) -> Kept:
 def _differentiable(
     ctx: Any, dys: Sequence[Tensor], sources: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the gradients by operations that have gradients themselves."""
+    """Compute the gradients with differentiable operations."""
     eps, activation = ctx.options
     parts: list[list[Tensor]] = [[] for _ in sources]
     gradients = []
@@ -211,7 +211,7 @@ class _PoolBeside(torch.autograd.Function):
 
 
 class Concatenation:
-    """A channels-last tensor that is written part by part, and then differentiated as the concatenation of its parts.
+    """Allocate a channels-last tensor that is written part by part, and differentiated as a concatenation.
 
     >>> parts = Concatenation(torch.zeros(2, 3, 4, 4), (1, 2), (4, 4))
     >>> y = parts.join([part.fill_(k) for k, part in enumerate(parts.parts)])
@@ -226,13 +226,13 @@ class Concatenation:
         self.parts = [_lying_in(self.whole, a, c) for a, c in zip(starts, channels, strict=False)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the whole, given its parts as what wrote them returned them."""
+        """Return the whole tensor, given the parts as returned by the functions that wrote them."""
         y: Tensor = _Join.apply(self, *parts)  # type: ignore[no-untyped-call]
         return y
 
 
 def _lying_in(whole: Tensor, start: int, channels: int) -> Tensor:
-    """Return channels of a tensor as a tensor of its own: to autograd they are no view that others may change."""
+    """Return some channels of a tensor, in the same memory, as a tensor that autograd does not treat as a view."""
     shape = (whole.shape[0], channels, *whole.shape[2:])
     part = torch.empty(0, dtype=whole.dtype, device=whole.device)
     return part.set_(whole.untyped_storage(), whole.storage_offset() + start, shape, whole.stride())
@@ -260,7 +260,7 @@ def join_kernels(kernels: Sequence[Tensor]) -> Tensor:
 class _JoinedKernels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *kernels: Tensor) -> Tensor:
-        ctx.save_for_backward(*kernels)  # a view that autograd does not know hides changes in place
+        ctx.save_for_backward(*kernels)  # to detect in-place changes, which the view hides
         return joined_view(kernels) if are_neighbours(kernels) else torch.cat(kernels)
 
     @staticmethod
@@ -269,7 +269,7 @@ class _JoinedKernels(torch.autograd.Function):
 
 
 def are_neighbours(kernels: Sequence[Tensor]) -> bool:
-    """Say whether kernels lie one after the other in one storage."""
+    """Return whether kernels lie one after the other in one storage."""
     first, rows = kernels[0], kernels[0].shape[1]
     return all(k.stride(0) == rows and k[0].numel() == rows and k.dtype == first.dtype for k in kernels) and all(
         a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
@@ -279,7 +279,7 @@ def are_neighbours(kernels: Sequence[Tensor]) -> bool:
 
 
 def joined_view(kernels: Sequence[Tensor]) -> Tensor:
-    """Return neighbours in memory as one kernel, which autograd does not know to be a view of them."""
+    """Return neighbours in memory as one kernel, which autograd does not treat as a view of them."""
     first, rows = kernels[0], kernels[0].shape[1]
     whole = torch.empty(0, dtype=first.dtype, device=first.device)
     shape, stride = (sum(map(len, kernels)), rows, 1, 1), (rows, 1, rows, rows)

@@ -33,7 +33,7 @@ APPENDIX = (
 )
 # fmt: on
 AMBIGUOUS = ("4c", "4d")
-SMALLEST_MAP = 4  # not in the paper, which has 224 px alone
+SMALLEST_MAP = 4  # not in the paper, which uses only 224 px
 
 
 def inception(
@@ -57,8 +57,8 @@ def inception(
     """Build the appendix network, from the image to the class scores.
 
     The defaults are the network of BN-x5 and BN-x30; Inception is ``norm=None, local_response=True, dropout=0.4``.
-    Small images drop early strides, the fewest that leave a last map of at least 4x4: below 97 px the first max pool
-    is left out, below 49 px the first convolution also has stride 1.
+    For small images, as few early strides are dropped as leave a last map of at least 4x4: below 97 px the first max
+    pool is left out, below 49 px the first convolution also has stride 1.
 
     Args:
         classes: the number of classes.
@@ -66,8 +66,8 @@ def inception(
         norm: "batch" normalizes before every nonlinearity; None uses biases instead.
         activation: the nonlinearity.
         stem: the 7x7 convolution, "separable" with depth multiplier 8, or "plain".
-        projection: filters of the pool projection in 4c and 4d. The table prints 128 and outputs that need 96; the
-            outputs are the default.
+        projection: filters of the pool projection in 4c and 4d. The table prints 128, but its output column adds up
+            only with 96, the default.
         local_response: local response normalization after the first pool and before the second, as in GoogLeNet; the
             paper does not say where.
         dropout: its probability, before the classifier.
@@ -159,7 +159,7 @@ def early_strides(size: int) -> tuple[int, int]:
 
 
 def early_strides_note(size: int) -> str | None:
-    """Say which early strides are dropped for images of ``size`` px; None if none are.
+    """Describe which early strides are dropped for images of ``size`` px; None if none are.
 
     >>> early_strides_note(64)
     'at 64 px the first max pool is left out'
@@ -217,13 +217,13 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize."""
-        # A compiler fuses torch's own implementation.
+        # When compiling, use torch's implementation, which the compiler can fuse.
         return self.convolved(x) if not torch.compiler.is_compiling() and takes(x) else super().forward(x)
 
     def convolved(self, x: Tensor) -> Tensor:
         """Normalize images by a convolution."""
         weight = _neighbours(x.shape[1], self.size, self.alpha / self.size, x.dtype, x.device)
-        # In full precision: in bfloat16 most sums would be lost beside k = 1.
+        # In full precision: in bfloat16 most sums would be lost next to k = 1.
         return x * (F.conv2d(x * x, weight).to(torch.promote_types(x.dtype, torch.float32)) + self.k).pow(
             -self.beta
         ).to(x.dtype)
@@ -232,7 +232,7 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 @cache
 def _neighbours(channels: int, size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the kernel that adds up the ``size`` channels around each one, times a factor."""
-    with torch.inference_mode(False):  # cached for training as well
+    with torch.inference_mode(False):  # the cached kernel is also used in training
         c = torch.arange(channels)
         distance = c[None, :] - c[:, None]
         near = (distance >= -(size // 2)) & (distance <= (size - 1) // 2)

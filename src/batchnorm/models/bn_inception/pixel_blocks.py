@@ -10,7 +10,7 @@ from ...ops.cuda.autograd import DTYPES, HAS_TRITON
 from ...ops.cuda.schedule import power_up, up
 from ...ops.torch_state import is_forward_mode, is_unseen
 
-BLOCKS = 128  # of a program
+BLOCKS = 128  # per program
 
 
 def pixel_blocks(x: Tensor, before: int, taps: int) -> Tensor:
@@ -50,5 +50,5 @@ def write_blocks(x: Tensor, blocks: Tensor, before: int) -> None:
     n, rows, columns, channels = blocks.shape
     count = n * rows * columns
     numbers = (count, rows, columns, *x.shape[2:], before, *x.stride())
-    with torch.cuda.device_of(x):  # Triton launches on the current one
+    with torch.cuda.device_of(x):  # Triton launches on the current device
         to_blocks[(up(count, BLOCKS),)](x, blocks, *numbers, x.shape[1], channels, BLOCKS, power_up(channels))

@@ -1,7 +1,7 @@
 """Pooling of 3x3 windows: torch's modules, computed on channels-last CUDA tensors by this library's kernels.
 
-Torch's kernels take several times as long as the memory needs. For the backward pass of a maximum these keep one byte
-per window, and torch an index of eight.
+Torch's kernels take several times as long as their memory traffic needs. For max pooling's backward pass, torch keeps
+an index of eight bytes per window; these kernels keep one byte.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def max_pool_into(x: Tensor, y: Tensor, where: Tensor, stride: int) -> None:
     (n, c, h, w), (oh, ow) = x.shape, y.shape[2:]
     t = ChannelTiles(x, (row, y_row), n * oh * ow)
     numbers = (n * oh * ow, c // t.align, h, w, oh, ow, row // t.align, y_row // t.align)
-    with torch.cuda.device_of(x):  # Triton launches on the current one
+    with torch.cuda.device_of(x):  # Triton launches on the current device
         max_forward[(t.programs,)](x, y, where, *numbers, stride, *t.constants)
 
 
@@ -102,7 +102,7 @@ def _max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, widt
 def max_pool_gradient(
     dy: Tensor, where: Tensor, stride: int, height: int, width: int, plus: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient of the maxima's input, plus another gradient of its shape; not differentiable again."""
+    """Return the gradient of max pooling's input, plus ``plus`` if given; it cannot be differentiated again."""
     from .triton.pool import max_backward_1, max_backward_2
 
     dy, row = readable(dy)
@@ -139,7 +139,7 @@ def average_into(x: Tensor, y: Tensor, backward: bool) -> None:
     n, c, h, w = x.shape
     t = ChannelTiles(x, (row, y_row), n * h * w)
     numbers = (n * h * w, c // t.align, h, w, row // t.align, y_row // t.align)
-    with torch.cuda.device_of(x):  # Triton launches on the current one
+    with torch.cuda.device_of(x):  # Triton launches on the current device
         average[(t.programs,)](x, y, *numbers, backward, *t.constants)
 
 
@@ -196,7 +196,7 @@ for _name, _kernel, _fake in (
     ("max_pool_backward", _max_pool_backward, _fake_max_pool_backward),
     ("average_pool", _average_pool, _fake_average_pool),
 ):
-    # For every backend, though only CUDA tensors get here: interpreted, the kernels run on CPU tensors.
+    # For every backend, not only CUDA: Triton's interpreter runs the kernels on CPU tensors.
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"batchnorm::{_name}", _fake, lib=_library)
 torch.library.register_autograd("batchnorm::max_pool", _max_gradient, setup_context=_keep_max, lib=_library)

@@ -1,4 +1,4 @@
-"""Gradients of convolution kernels, computed beside the rest of the backward pass."""
+"""Gradients of convolution kernels, computed concurrently with the rest of the backward pass."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from ...ops.torch_state import is_forward_mode, is_unseen
 
 
 class WeightGradients:
-    """Compute gradients of convolution kernels on a stream of their own, beside all that waits for gradients of inputs.
+    """Compute the gradients of convolution kernels on a stream of their own, concurrently with the backward pass.
 
-    Around a forward pass it takes over the convolutions that :func:`convolve` computes. Nobody may read a kernel's
-    gradient before :meth:`wait`. Autograd reads it to add it to ``.grad``: use ``torch.autograd.grad``.
+    Use it in a ``with`` statement around the forward pass; it applies to convolutions by :func:`convolve`. A kernel's
+    gradient must not be read before :meth:`wait`. Use ``torch.autograd.grad``: ``loss.backward()`` reads the gradients
+    to add them to ``.grad``.
     """
 
-    AHEAD = 2  # gradients on their way: what they read stays in memory
+    AHEAD = 2  # pending gradients; their inputs stay in memory
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
         self.pending: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
-        self.others: set[torch.cuda.Stream] = set()  # that this backward pass runs on
-        self.uses: Counter[int] = Counter()  # of kernels in this forward pass, by address
+        self.others: set[torch.cuda.Stream] = set()  # the streams of this backward pass
+        self.uses: Counter[int] = Counter()  # how often this forward pass uses each kernel, by address
 
     def __enter__(self) -> None:
         _local.gradients = self
@@ -36,7 +37,7 @@ class WeightGradients:
         _local.gradients = None
 
     def compute(self, dy: Tensor, x: Tensor, weight: Tensor, options: tuple[Any, Any]) -> Tensor:
-        """Return a gradient that may not be there yet."""
+        """Return a gradient that may not be computed yet."""
         current = torch.cuda.current_stream()
         self.others.add(current)
         self.stream.wait_stream(current)
@@ -47,16 +48,16 @@ class WeightGradients:
         self.pending.append((event, (dy, x)))
         while len(self.pending) > self.AHEAD:
             done, _ = self.pending.popleft()
-            # Only now may this memory be used again, by what is launched after it.
+            # Only kernels launched after this may reuse the memory of the gradient's inputs.
             for stream in self.others:
                 stream.wait_event(done)
         return dweight
 
     def wait(self) -> None:
         """Let the current stream wait for all gradients."""
-        if not self.others:  # nothing was computed aside; a stream outside a capture must not be waited for
+        if not self.others:  # nothing was computed on it, and a capture must not wait for a stream outside of it
             return
-        for stream in (self.stream, *self.others):  # others have waited as well: a capture must join them again
+        for stream in (self.stream, *self.others):  # the others waited too, so a CUDA graph capture must join them
             torch.cuda.current_stream().wait_stream(stream)
         self.pending.clear()
         self.others.clear()
@@ -70,12 +71,12 @@ _local = _Local()
 
 
 def is_aside() -> bool:
-    """Say whether this thread is inside :class:`WeightGradients`."""
+    """Return whether this thread is inside a :class:`WeightGradients` block."""
     return _local.gradients is not None
 
 
 def convolve(x: Tensor, weight: Tensor, stride: Any, padding: Any) -> Tensor:
-    """Convolve; inside :class:`WeightGradients` that computes the kernel's gradient."""
+    """Convolve; inside a :class:`WeightGradients` block, that object computes the kernel's gradient."""
     gradients = _local.gradients
     plain = is_unseen(x, weight) and not is_forward_mode() and not weight._backward_hooks
     if gradients is None or x.dtype != weight.dtype or not plain:

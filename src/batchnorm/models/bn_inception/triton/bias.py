@@ -1,6 +1,6 @@
 """A bias and a nonlinearity in channels-last tensors: tiles of P pixels and V channels.
 
-C and the strides of rows (a pixel's channels) are in multiples of A: the compiler then knows how wide accesses may be.
+C and the strides of rows (a pixel's channels) are in units of A, so that the compiler knows how wide accesses may be.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def place(C, V: tl.constexpr):
-    """Return this program's number among those of its channels, and its channels [V]."""
+    """Return this program's index among the programs with the same channels, and its channels [V]."""
     slices = (C + V - 1) // V
     part = tl.program_id(0) // slices
     return part, (tl.program_id(0) - part * slices) * V + tl.arange(0, V)
@@ -29,13 +29,13 @@ def forward(
     x, bias, y, count, C, x_stride,
     SIGMOID: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Write g(x + b), one tile a program."""
+    """Write g(x + b), one tile per program."""
     C = C * A
     block, channel = place(C, V)
     pixel, here = tile_of(block * P, count, C, channel, P)
     value = tl.load(x + pixel * (x_stride * A) + channel[None, :], mask=here).to(tl.float32)
     value += tl.load(bias + channel, mask=channel < C).to(tl.float32)[None, :]
-    result = 1 / (1 + tl.exp(-value)) if SIGMOID else tl.where(value < 0, 0.0, value)  # not a number stays it
+    result = 1 / (1 + tl.exp(-value)) if SIGMOID else tl.where(value < 0, 0.0, value)  # keeps NaN
     tl.store(y + pixel * C + channel[None, :], result.to(y.dtype.element_ty), mask=here)
 
 
@@ -44,7 +44,7 @@ def backward(
     dy, y, dx, partial, count, C, dy_stride, tiles,
     SIGMOID: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Write dx = g'(x + b) dy, and its sums over the pixels of so many tiles: the bias's gradient, in parts."""
+    """Write dx = g'(x + b) dy, and its sum over the pixels of this program's tiles: a part of the bias's gradient."""
     C = C * A
     part, channel = place(C, V)
     total = tl.zeros([P, V], tl.float32)

@@ -1,6 +1,6 @@
 """Pooling of 3x3 windows, padded by 1, in channels-last tensors: each program has P pixels of V channels.
 
-C and the strides of rows (a pixel's channels) are in multiples of A: the compiler then knows how wide accesses may be.
+C and the strides of rows (a pixel's channels) are in units of A, so that the compiler knows how wide accesses may be.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NONE = tl.constexpr(9)  # no place of a window, which has 0 to 8
+NONE = tl.constexpr(9)  # not a place in a window, which are 0 to 8
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def max_forward(
     C = C * A
     image, row, column, pixel, exists, channel = pixels_of(count, C, out_H, out_W, P, V)
     best = tl.full([P, V], float("-inf"), tl.float32)
-    # Whatever is greater comes later than the first place that is inside the image.
+    # Start at the first place inside the image: if all values are -inf, none is greater.
     first = tl.where(row == 0, 3, 0) + tl.where(column == 0, 1, 0)
     place = tl.zeros([P, V], tl.int32) + first[:, None]
     for k in tl.static_range(9):
@@ -69,7 +69,7 @@ def max_forward(
 
 @triton.jit
 def load_window(dy, where, image, row, column, exists, channel, C, H, W, stride):
-    """Return a window's gradient, 0 where there is no such window, and the place it belongs to."""
+    """Return a window's gradient, 0 if there is no such window, and the place it belongs to."""
     here = inside(row, column, exists, H, W)[:, None] & (channel < C)[None, :]
     d = tl.load(dy + offsets(image, row, column, H, W, stride, channel), mask=here, other=0.0)
     place = tl.load(where + offsets(image, row, column, H, W, C, channel), mask=here, other=NONE)
@@ -81,7 +81,7 @@ def max_backward_1(
     dy, where, dx, plus, count, C, H, W, dy_stride,
     P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Gather at each pixel from the nine windows around it, and add ``plus`` if it is given; stride 1."""
+    """Sum at each pixel the gradients of the nine windows around it, and ``plus`` if it is given; stride 1."""
     C = C * A
     image, row, column, _, exists, channel = pixels_of(count, C, H, W, P, V)
     total = tl.zeros([P, V], tl.float32)
@@ -108,7 +108,7 @@ def max_backward_2(
     dy, where, dx, plus, count, C, H, W, out_H, out_W, dy_stride,
     P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Gather at blocks of 2x2 pixels, one for each window at stride 2: four windows reach it. Add ``plus`` if given."""
+    """Sum gradients at stride 2 in blocks of 2x2 pixels, which four windows reach; add ``plus`` if it is given."""
     C = C * A
     i, r, c, _, exists, channel = pixels_of(count, C, out_H, out_W, P, V)
     stride = dy_stride * A
@@ -129,7 +129,7 @@ def max_backward_2(
 
 @triton.jit
 def share(row, column, H, W):
-    """Return one over the number of the image's pixels in the window around each pixel."""
+    """Return the reciprocal of the number of image pixels in the window around each pixel."""
     rows = tl.minimum(row + 1, H - 1) - tl.maximum(row - 1, 0) + 1
     columns = tl.minimum(column + 1, W - 1) - tl.maximum(column - 1, 0) + 1
     return 1.0 / (rows * columns).to(tl.float32)
@@ -140,7 +140,7 @@ def average(
     x, y, count, C, H, W, x_stride, y_stride,
     BACKWARD: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Average the window around each pixel, the image's pixels alone; backward, give each window's share to them."""
+    """Average the window around each pixel, inside the image only; backward, distribute each window's gradient."""
     C = C * A
     image, row, column, pixel, exists, channel = pixels_of(count, C, H, W, P, V)
     total = tl.zeros([P, V], tl.float32)
