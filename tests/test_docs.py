@@ -113,7 +113,7 @@ def made_by_a_function(thing):
 @pytest.mark.parametrize("word", [w for w, t in WORDS.items() if not is_result(w, t) and not made_by_a_function(t)])
 def test_every_argument_is_described(word):
     doc = inspect.getdoc(WORDS[word])
-    if other := re.search(r"rguments as for :(?:class|func):`(\w+)`", doc):
+    if other := re.search(r"arguments are those of :(?:class|func):`(\w+)`", doc):
         doc += inspect.getdoc(getattr(inspect.getmodule(WORDS[word]), other[1]))
     names = {name for section in ARGS.findall(doc) for name in ARG.findall(section)}
     assert set(inspect.signature(WORDS[word]).parameters) <= names
