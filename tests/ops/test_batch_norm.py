@@ -202,7 +202,7 @@ def test_running_averages_of_other_channels_are_refused():
     zero = torch.tensor(0)
     for channels in (1, 4):
         running = ops.Running(torch.zeros(3), torch.ones(3), zero, zero.clone())
-        with pytest.raises(ValueError, match=rf"running mean of shape \(3,\) for features of shape \({channels},\)"):
+        with pytest.raises(ValueError, match=rf"running mean has shape \(3,\), but the features have shape \({channels},\)"):
             ops.batch_norm_(torch.randn(5, channels), None, None, running)
         assert running.mean.eq(0).all()
 
@@ -261,7 +261,7 @@ def test_given_statistics_have_gradients():
 @pytest.mark.parametrize("channels", [1, 5])
 def test_given_statistics_of_another_shape_are_refused(channels):
     for mean, var in ((channels, 3), (3, channels)):
-        with pytest.raises(ValueError, match="the features of an input"):
+        with pytest.raises(ValueError, match="but the features of an input"):
             ops.normalize(torch.randn(4, 3, 2), torch.zeros(mean), torch.ones(var))
 
 
@@ -283,7 +283,7 @@ def test_normalize_by_given_statistics():
         (lambda: ops.batch_norm(torch.ones(4, 3), torch.ones(2)), ValueError, "gamma has shape"),
         (lambda: ops.batch_norm(torch.ones(4, 3), residual=torch.ones(4, 1)), ValueError, "residual has shape"),
         (lambda: ops.batch_norm(torch.ones(4, 3), mask=torch.ones(4)), ValueError, "mask must be bool"),
-        (lambda: ops.batch_norm(torch.ones(4)), ValueError, "no batch dimension"),
+        (lambda: ops.batch_norm(torch.ones(4)), ValueError, "feature dimension"),
         (lambda: ops.batch_norm(torch.ones(4, 3), activation="gelu"), ValueError, "not one of"),
     ],
 )

@@ -49,7 +49,7 @@ def test_it_is_asked_once_for_all_processes(monkeypatch, tmp_path):
     assert compiler.unavailable() is None
     assert "the compiled kernel" in ops.explain(torch.randn(8, 3)).reason
     for other in (torch.randn(8, 3).bfloat16(), torch.randn(8, 3, 4)[..., ::2]):
-        assert "torch's kernels: the compiled one takes" in ops.explain(other).reason
+        assert "torch's kernels: the compiled kernel needs" in ops.explain(other).reason
     assert "the compiled kernel" in ops.explain(torch.randn(8, 3), residual=torch.randn(8, 3)).reason
     file = compiled_once(tmp_path)
     assert oct(file.parent.stat().st_mode)[-3:] == "700"
@@ -69,7 +69,7 @@ def test_other_flags_are_another_file(monkeypatch, tmp_path):
 def test_no_compiler(monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
     assert "no C compiler" in compiler.unavailable()
-    assert "torch's kernels, for there is no C compiler" in ops.explain(torch.randn(8, 3)).reason
+    assert "torch's kernels because there is no C compiler" in ops.explain(torch.randn(8, 3)).reason
     check_another_way()
 
 
@@ -166,7 +166,7 @@ def test_a_folder_of_another_user_is_not_trusted(monkeypatch, tmp_path):
     file = compiled_once(tmp_path)
     monkeypatch.setattr(native.os, "geteuid", lambda: file.stat().st_uid + 1)
     assert "belongs to another user" in compiler.kernels().uncached
-    assert "compiled for this process alone, for " in ops.explain(torch.randn(8, 3)).reason
+    assert "compiled for this process only: " in ops.explain(torch.randn(8, 3)).reason
 
 
 @needs_compiler
@@ -198,7 +198,8 @@ def test_other_systems(monkeypatch, system, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "told"), [('cc "', "no command"), ("true", "makes no library"), ("cc -c", "makes no library")]
+    ("command", "told"),
+    [('cc "', "not a valid command"), ("true", "could not compile"), ("cc -c", "could not compile")],
 )
 def test_commands_that_make_no_library(monkeypatch, tmp_path, command, told):
     monkeypatch.setenv("CC", command)

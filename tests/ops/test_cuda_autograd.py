@@ -169,7 +169,7 @@ def test_running_averages_that_kernels_cannot_move(monkeypatch, kind):
         running = Running(*(t[:5] for t in running[:2]), *running[2:])
     assert autograd.train_(Call(x, None, None, EPS, Activation(), None, None, running, 0.1)) is None
     if kind == "another length":
-        with pytest.raises(ValueError, match="a running mean of shape"):
+        with pytest.raises(ValueError, match="the running mean has shape"):
             dispatch.batch_norm_(x, None, None, running)
         return
     dispatch.batch_norm_(x, None, None, running, momentum=1.0)

@@ -326,7 +326,7 @@ def test_what_is_changed_in_place_is_an_error_as_ever(reader):
     for t in (x, y):
         with torch.no_grad():
             t += 1
-    with pytest.raises(RuntimeError, match=r"changed in place since then: change a copy"):
+    with pytest.raises(RuntimeError, match=r"changed in place after the forward pass: change a copy"):
         y.sum().backward()
 
 

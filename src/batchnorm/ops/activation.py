@@ -19,7 +19,7 @@ def _identity(z: Tensor) -> Tensor:
     return z
 
 
-# The position of a name is its code in the kernels: add new ones at the end.
+# The kernels identify an activation by its position here: add new ones at the end.
 _KINDS = {
     "identity": _Kind(_identity, nn.Identity),
     "relu": _Kind(F.relu, nn.ReLU),
@@ -31,7 +31,7 @@ _KINDS = {
     "hardswish": _Kind(F.hardswish, nn.Hardswish),
 }
 NAMES = tuple(_KINDS)
-# The derivative has two values, so one bit per element is enough to find it again.
+# Their derivative takes only two values, so one bit per element is enough to store it.
 TWO_SLOPES = ("relu", "leaky_relu", "relu6")
 
 
@@ -58,7 +58,7 @@ class Activation(NamedTuple):
         return _KINDS[self.name].function(z)
 
     def backward(self, dy: Tensor, z: Tensor) -> Tensor:
-        """Return dz = g'(z) dy by operations that can be differentiated again and vectorized."""
+        """Return dz = g'(z) dy, computed by operations that support double backward and vmap."""
         match self.name:
             case "relu":
                 return torch.where(z <= 0, 0, dy)
@@ -81,15 +81,15 @@ class Activation(NamedTuple):
 
 
 IDENTITY = Activation()
-# Functions are called with a name, every time.
+# Looked up on every call that names its activation.
 _NAMED = {name: Activation(name) for name in NAMES}
 
 
 def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
-    """Read an activation from a name, an ``Activation``, a ``torch.nn`` module or None.
+    """Convert a name, an ``Activation``, a ``torch.nn`` module or None to an ``Activation``.
 
     Args:
-        spec: what to read; None is the identity.
+        spec: the activation; None means the identity.
 
     Raises:
         ValueError: for a nonlinearity that cannot be fused.
@@ -122,7 +122,7 @@ def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
 
 
 def from_module(module: nn.Module) -> Activation | None:
-    """Return the activation that a ``torch.nn`` module computes, or None if it is not one of ours."""
+    """Return the activation that a ``torch.nn`` module computes, or None if it cannot be fused."""
     # Exact types: a subclass may compute something else.
     if type(module) is nn.Hardtanh and (module.min_val, module.max_val) == (0, 6):
         return Activation("relu6")

@@ -1,4 +1,4 @@
-"""One call of the batch normalizing transform, in the form that every path takes."""
+"""The arguments of one batch normalization, in the form that every path takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .running import Kept
 
 
 class Call(NamedTuple):
-    """Hold the arguments of a call: x as (N, C, ...), parameters and averages as (C,), the mask as (N, 1, ...).
+    """Hold the arguments of a call: x is (N, C, ...), parameters and averages are (C,), the mask is (N, 1, ...).
 
     Beyond the paper: one record instead of a long list of arguments.
     """
@@ -30,31 +30,31 @@ class Call(NamedTuple):
 
     @property
     def reduced_dims(self) -> list[int]:
-        """The dimensions of x that statistics run over."""
+        """The dimensions of x over which the statistics are taken."""
         return [0, *range(2, self.x.dim())]
 
 
 class Path(Protocol):
-    """Compute calls in one way: ``composite``, ``cpu`` and ``cuda.autograd`` are such modules.
+    """Implement batch normalization in one way; ``composite``, ``cpu`` and ``cuda.autograd`` are such modules.
 
     Beyond the paper: what the dispatcher chooses from.
     """
 
     def refusal(self, call: Call, /) -> str | None:
-        """Say why the path cannot take a call; None if it can."""
+        """Return why the path does not support a call; None if it does."""
 
     def describe(self, call: Call, /) -> str | None:
-        """Say how the path takes a call."""
+        """Return how the path computes a call."""
 
     def run(self, call: Call, /) -> tuple[Tensor, Moments]:
-        """Normalize by the batch's statistics, return them too, and move the running averages if there are any."""
+        """Return the output and the batch's statistics; update the running averages if the call has any."""
 
     def normalize(self, call: Call, mean: Tensor, var: Tensor, /) -> Tensor:
         """Normalize by given statistics."""
 
 
 class Features:
-    """Flatten the features of a user's tensors to one dimension C, and restore their shape.
+    """Flatten the feature dimensions of a user's tensors to one dimension C, and restore their shape.
 
     Beyond the paper: statistics per channel and per activation (Sec. 3.2 and 4.2.3) by the same code.
     """
@@ -64,11 +64,12 @@ class Features:
             raise TypeError(f"batch normalization needs real floating-point input, not {x.dtype}; convert it first")
         if not 1 <= feature_dims < x.dim():
             raise ValueError(
-                f"an input of shape {tuple(x.shape)} has no batch dimension and {feature_dims} feature dimension(s)"
+                f"an input of shape {tuple(x.shape)} cannot have {feature_dims} feature dimension(s) after its batch"
+                " dimension"
             )
         self.shape, self.dims = x.shape, feature_dims
         self.features = x.shape[1 : 1 + feature_dims]
-        # Per activation on a channels_last input: the features flattened in memory order need no copy.
+        # Per activation on a channels_last input: flattening the features in memory order needs no copy.
         self.nhwc = 1 < feature_dims == x.dim() - 1 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
     def call(
@@ -81,20 +82,20 @@ class Features:
         residual: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Call:
-        """Return the call in canonical form.
+        """Check the arguments and return the call in canonical form.
 
         Raises:
-            ValueError: if shapes do not fit.
+            ValueError: if the shapes do not match.
         """
         self.check("gamma", gamma)
         self.check("beta", beta)
         if residual is not None and residual.shape != x.shape:
-            raise ValueError(f"the residual has shape {tuple(residual.shape)}, the input {tuple(x.shape)}")
+            raise ValueError(f"the residual has shape {tuple(residual.shape)}, but the input has {tuple(x.shape)}")
         if mask is not None:
             positions = (x.shape[0], *x.shape[1 + self.dims :])
             if mask.dtype != torch.bool or mask.shape != positions:
                 raise ValueError(
-                    f"the mask must be bool of shape {positions} for an input {tuple(x.shape)},"
+                    f"the mask must be bool of shape {positions} for an input of shape {tuple(x.shape)},"
                     f" not {mask.dtype} of shape {tuple(mask.shape)}"
                 )
             mask = mask.unsqueeze(1)
@@ -104,21 +105,21 @@ class Features:
         return Call(x, gamma, beta, eps, as_activation(activation), residual, mask)
 
     def check(self, name: str, p: Tensor | None) -> None:
-        """Refuse a parameter or statistic that does not have the features' shape."""
+        """Raise if a parameter or statistic does not have the features' shape."""
         if p is not None and p.shape != self.features:
             raise ValueError(
-                f"{name} has shape {tuple(p.shape)}, the features of an input {tuple(self.shape)} are"
-                f" {tuple(self.features)}"
+                f"{name} has shape {tuple(p.shape)}, but the features of an input of shape {tuple(self.shape)} have"
+                f" shape {tuple(self.features)}"
             )
 
     def flat(self, x: Tensor) -> Tensor:
-        """Flatten the features of a tensor of the input's shape."""
+        """Flatten the feature dimensions of a tensor that has the input's shape."""
         if self.dims == 1:
             return x
         return (x.movedim(1, self.dims) if self.nhwc else x).flatten(1, self.dims)
 
     def flat_vector(self, p: Tensor) -> Tensor:
-        """Flatten a tensor of the features' shape, in the same order."""
+        """Flatten a tensor that has the features' shape, in the same order."""
         if self.dims == 1:
             return p
         return (p.movedim(0, -1) if self.nhwc else p).flatten()

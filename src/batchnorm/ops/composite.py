@@ -1,6 +1,6 @@
-"""Algorithm 1 in plain torch operations: every transform, layout and device takes it; the other paths are faster.
+"""Algorithm 1 in plain torch operations: works with every transform, layout and device; the other paths are faster.
 
-Autograd, forward mode, ``torch.func`` and ``torch.compile`` differentiate it by themselves.
+Autograd, forward mode, ``torch.func`` and ``torch.compile`` can all differentiate it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from .running import update_
 
 
 def refusal(call: Call) -> str | None:
-    """Refuse nothing."""
+    """Return None: this path supports every call."""
     return None
 
 
 def describe(call: Call) -> str | None:
-    """Say nothing: the dispatcher knows why no other path was taken."""
+    """Return None: the dispatcher already knows why it took no other path."""
     return None
 
 
@@ -49,10 +49,10 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
 
 
 def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dx, dgamma, dbeta and dz by Section 3's gradients, as operations that have gradients themselves.
+    """Return dx, dgamma, dbeta and dz by Section 3's gradients, computed by differentiable operations.
 
-    dx = gamma / sigma * (dz - mean(dz) - x_hat mean(dz x_hat)). ``passes`` says where the activation let z through, if
-    the residual was not kept.
+    dx = gamma / sigma * (dz - mean(dz) - x_hat mean(dz x_hat)). If the residual was not kept, ``passes`` says where the
+    activation's derivative is 1.
 
     Paper: Sec. 3, gradients
     """
@@ -76,7 +76,9 @@ def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tens
 
 
 def moments_backward(x: Tensor, dmean: Tensor | None, dvar: Tensor | None, mean: Tensor | None = None) -> Tensor | None:
-    """Return dl/dx = dl/dmu * 1/m + dl/dvar * 2 (x - mu)/m, or None without either; ``mean`` spares computing it.
+    """Return dl/dx = dl/dmu * 1/m + dl/dvar * 2 (x - mu)/m; None if both gradients are None.
+
+    The mean is computed unless it is given.
 
     Paper: Sec. 3, gradients
     """
@@ -92,7 +94,7 @@ def moments_backward(x: Tensor, dmean: Tensor | None, dvar: Tensor | None, mean:
 
 
 def scale_and_shift(call: Call, centred: Tensor, var: Tensor) -> Tensor:
-    """Return gamma * x_hat + beta from centred values, in their type."""
+    """Return gamma * x_hat + beta from centred values, in their dtype."""
     scale = torch.rsqrt(var + call.eps)
     if call.gamma is not None:
         scale = scale * per_channel(call.gamma.to(centred.dtype), centred)
@@ -101,7 +103,7 @@ def scale_and_shift(call: Call, centred: Tensor, var: Tensor) -> Tensor:
 
 
 def finish(call: Call, z: Tensor) -> Tensor:
-    """Add the residual, apply the nonlinearity, clear what is masked, return to the input's type."""
+    """Add the residual, apply the nonlinearity, zero masked positions and cast to the input's dtype."""
     if call.residual is not None:
         z = z + call.residual.to(z.dtype)
     y = call.activation(z)

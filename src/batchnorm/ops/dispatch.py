@@ -1,4 +1,4 @@
-"""The batch normalizing transform for callers: builds one Call, chooses the fastest path that is right, runs it."""
+"""The public batch normalization functions: each builds a Call, chooses the fastest correct path and runs it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .moments import Moments
 from .running import Running, update_
 from .torch_state import is_forward_mode, is_observed, is_transformed
 
-# One switch turns every fast path off: plain torch operations compute everything.
+# BATCHNORM_FAST=0 disables every fast path; plain torch operations then compute everything.
 FAST = os.environ.get("BATCHNORM_FAST", "1") != "0"
 PATHS: dict[str, Path] = {"composite": composite, "cpu": cpu, "cuda": cuda}
 
@@ -26,7 +26,7 @@ class Choice(NamedTuple):
 
     Attributes:
         path: "composite", "cpu" or "cuda".
-        reason: why that path is taken, and what it runs.
+        reason: why the call takes that path, and what the path runs.
 
     Beyond the paper: shows what the dispatcher decided.
     """
@@ -46,25 +46,25 @@ def batch_norm(
     residual: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Moments]:
-    """Normalize a mini-batch by its own statistics and return it with them; nothing is changed in place.
+    """Normalize a mini-batch by its own statistics; return the output and the statistics.
 
-    y = g(gamma * (x - mu_B) / sqrt(sigma_B^2 + eps) + beta + residual), with mu_B and sigma_B^2 over the batch and
-    every dimension that is not a feature. The moments are differentiable too.
+    y = g(gamma * (x - mu_B) / sqrt(sigma_B^2 + eps) + beta + residual), with mu_B and sigma_B^2 taken over the batch
+    and every dimension that is not a feature. Nothing is changed in place. The moments are differentiable too.
 
     Args:
-        x: values of shape (N, C), (N, C, L), (N, C, H, W), ...: a batch, features, locations.
-        gamma: scale, of the features' shape; None is 1.
-        beta: shift, of the features' shape; None is 0.
+        x: the input, of shape (N, C), (N, C, L), (N, C, H, W), ...: batch, features, locations.
+        gamma: scale, of the features' shape; None means 1.
+        beta: shift, of the features' shape; None means 0.
         eps: added to the variance.
         feature_dims: how many dimensions after the first are features, each with its own statistics. 1 is the
             convolutional form (statistics over batch and locations); ``x.dim() - 1`` is per activation.
         activation: the nonlinearity g, by name: see :data:`batchnorm.ops.activation.NAMES`.
-        residual: added before the nonlinearity; of x's shape.
+        residual: added before the nonlinearity; same shape as x.
         mask: bool, of shape (N, *locations): False leaves a position out of the statistics and makes its output 0.
 
     Raises:
         TypeError: if ``x`` is complex or an integer.
-        ValueError: if shapes do not fit.
+        ValueError: if the shapes do not match.
 
     >>> y, moments = batch_norm(torch.tensor([[1.0], [3.0]]), eps=0.0)
     >>> y.flatten(), moments.mean, moments.var
@@ -91,13 +91,13 @@ def batch_norm_(
     residual: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Moments]:
-    """Do what :func:`batch_norm` does and move the running averages in place, as the layers do in training.
+    """Normalize like :func:`batch_norm` and update the running averages in place, as the layers do in training.
 
-    The moments returned are constants: no gradient flows through them. Other arguments as for :func:`batch_norm`.
+    No gradient flows through the returned moments. The other arguments are those of :func:`batch_norm`.
 
     Args:
-        running: the averages to move, in place.
-        momentum: the weight of the new batch; None averages all batches alike.
+        running: the averages, updated in place.
+        momentum: the weight of the new batch; None weights all batches equally.
 
     >>> running = Running(torch.zeros(1), torch.ones(1), torch.tensor(0), torch.tensor(0))
     >>> _ = batch_norm_(torch.tensor([[1.0], [3.0]]), None, None, running, momentum=None)
@@ -111,7 +111,8 @@ def batch_norm_(
     for name, average in (("mean", running.mean), ("variance", running.var)):
         if average.shape != features.features:
             raise ValueError(
-                f"a running {name} of shape {tuple(average.shape)} for features of shape {tuple(features.features)}"
+                f"the running {name} has shape {tuple(average.shape)}, but the features have shape"
+                f" {tuple(features.features)}"
             )
     path = PATHS[choose(call).path]
     if feature_dims == 1:
@@ -132,13 +133,13 @@ def normalize_batch_(
     *,
     activation: str | Activation | None = None,
 ) -> Tensor:
-    """Do what :func:`batch_norm_` does and return the output alone, as ``torch.nn.functional.batch_norm`` does.
+    """Normalize like :func:`batch_norm_` but return only the output, as ``torch.nn.functional.batch_norm`` does.
 
-    That is faster if batches are small. Other arguments as for :func:`batch_norm`.
+    This is faster for small batches. The other arguments are those of :func:`batch_norm`.
 
     Args:
-        running: the averages to move, in place.
-        momentum: the weight of the new batch; None averages all batches alike.
+        running: the averages, updated in place.
+        momentum: the weight of the new batch; None weights all batches equally.
 
     >>> running = Running(torch.zeros(1), torch.ones(1), torch.tensor(0), torch.tensor(0))
     >>> normalize_batch_(torch.tensor([[1.0], [3.0]]), None, None, running, eps=0.0)
@@ -155,9 +156,9 @@ def normalize_batch_(
 
 
 def train_(call: Call) -> Tensor | None:
-    """Run an ordinary training call by its device's shortest way; None, and nothing moved, if anything is unusual.
+    """Run a training call on its device's fast path.
 
-    The call need not have been checked.
+    Returns None, without updating anything, if the fast path does not apply. The call's arguments may be unchecked.
     """
     if not FAST:
         return None
@@ -165,7 +166,7 @@ def train_(call: Call) -> Tensor | None:
 
 
 def infer(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
-    """Normalize an ordinary call by given statistics, in the shortest way; None if anything is unusual."""
+    """Normalize by given statistics on the fast path; return None if the fast path does not apply."""
     return cuda.infer(call, mean, var) if FAST and call.x.is_cuda else None
 
 
@@ -182,11 +183,11 @@ def normalize(
     residual: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Normalize by given statistics, as at inference: each example's output depends on that example alone.
+    """Normalize by given statistics, as at inference: each output depends only on its own example.
 
     y = g(gamma * (x - mean) / sqrt(var + eps) + beta + residual)
 
-    Other arguments as for :func:`batch_norm`.
+    The other arguments are those of :func:`batch_norm`.
 
     Args:
         mean: E[x], of the features' shape.
@@ -203,7 +204,7 @@ def normalize(
     features.check("var", var)
     path = choose(call).path
     if path == "cuda" and torch.compiler.is_compiling():
-        path = "composite"  # one pass over memory, which the compiler fuses with its neighbours
+        path = "composite"  # the compiler fuses this single pass with its neighbours
     return features.restore(PATHS[path].normalize(call, features.flat_vector(mean), features.flat_vector(var)))
 
 
@@ -217,7 +218,9 @@ def explain(
     residual: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Choice:
-    """Say which path :func:`batch_norm` takes for these arguments, and why. Arguments as for :func:`batch_norm`.
+    """Return which path :func:`batch_norm` takes for these arguments, and why.
+
+    The arguments are those of :func:`batch_norm`.
 
     >>> explain(torch.randn(8, 3)).path
     'cpu'
@@ -230,18 +233,18 @@ def explain(
 
 
 def choose(call: Call) -> Choice:
-    """Choose the fastest path that is right for a call."""
+    """Choose the fastest correct path for a call."""
     x = call.x
     if not FAST:
-        return Choice("composite", "BATCHNORM_FAST=0 turns every fast path off")
+        return Choice("composite", "BATCHNORM_FAST=0 disables every fast path")
     if torch.compiler.is_compiling():
-        # The compiler sees through plain operations; what it makes of them on CUDA is slower than the fused kernels.
+        # The compiler fuses plain operations, but on CUDA the result is slower than our fused kernels.
         if x.device.type != "cuda":
             return Choice("composite", "torch.compile fuses plain operations itself")
     elif is_transformed():
-        return Choice("composite", "a torch.func transform differentiates plain operations itself")
+        return Choice("composite", "torch.func transforms need plain operations")
     elif is_observed(x):
-        return Choice("composite", "a tensor subclass, a tracer or a dispatch mode wants to see plain operations")
+        return Choice("composite", "a tensor subclass, a tracer or a dispatch mode needs to see plain operations")
     if is_forward_mode():
         return Choice("composite", "forward-mode differentiation needs plain operations")
     if call.mask is not None:
@@ -251,4 +254,4 @@ def choose(call: Call) -> Choice:
     if x.device.type not in ("cpu", "cuda"):
         return Choice("composite", f"no faster path for {x.device.type} tensors")
     refused = PATHS[x.device.type].refusal(call)
-    return Choice(x.device.type, "a tensor it takes") if refused is None else Choice("composite", refused)
+    return Choice(x.device.type, "it supports the tensor") if refused is None else Choice("composite", refused)

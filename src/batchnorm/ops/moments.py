@@ -1,4 +1,4 @@
-"""The moments of a mini-batch, (count, mean, var): compute them, merge them, average them over many batches."""
+"""The moments (count, mean, var) of mini-batches: compute them, merge them, average them over many batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
-"""How many mini-batches a :class:`MomentAccumulator` holds before it copies their moments to the CPU."""
+"""How many mini-batches a :class:`MomentAccumulator` collects before it copies their moments to the CPU."""
 
 
 class Moments(NamedTuple):
@@ -30,29 +30,28 @@ class Moments(NamedTuple):
 
     @property
     def unbiased_var(self) -> Tensor:
-        """The estimate m/(m-1) sigma_B^2 of the population variance; 0 if m < 2."""
+        """The unbiased estimate m/(m-1) sigma_B^2 of the population variance; 0 if m < 2."""
         return self.var * (self.count / (self.count - 1).clamp(min=1))
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """Return the type to keep the statistics of ``x`` in: at least float32."""
+    """Return the dtype for the statistics of ``x``: at least float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def batch_moments(
     x: Tensor, dims: list[int], mask: Tensor | None = None, mean_dtype: torch.dtype | None = None
 ) -> tuple[Moments, Tensor]:
-    """Return the moments of ``x`` over ``dims`` (kept as ones) and the centred values x - mu_B, in at least float32.
+    """Return the moments of ``x`` over ``dims`` (kept as size 1) and the centred values x - mu_B, in at least float32.
 
-    The mean is computed in two parts, mu = hi + lo, where lo is the mean of x - hi: x - hi is exact for values near
-    their mean, so no precision is lost even when the mean is a million standard deviations.
+    The mean is computed in two parts, mu = hi + lo, with lo the mean of x - hi. For values near their mean x - hi is
+    exact, so no precision is lost even when the mean is a million standard deviations.
 
     Args:
         x: the mini-batch.
         dims: the dimensions to average over.
-        mask: of the shape of ``x``, with a one for the features; where it is False, x is ignored and the centred value
-            is 0.
-        mean_dtype: the type of the mean, if it should differ from the rest.
+        mask: same shape as ``x`` but with 1 feature. Positions where it is False are ignored; their centred value is 0.
+        mean_dtype: the dtype of the mean, if it should differ from the rest.
 
     Paper: Alg. 1, l. 1-2
     """
@@ -82,13 +81,13 @@ def batch_moments(
 
 
 def merge(parts: Moments) -> Moments:
-    """Merge moments stacked along their first dimension into those of all their samples together.
+    """Merge moments stacked along their first dimension into the moments of all their samples together.
 
     mean = sum(m_b mean_b) / sum(m_b) and m var = sum(m_b var_b) + sum(m_b (mean_b - mean)^2). Empty parts
     (count 0) are ignored, even if their mean or variance is NaN.
 
     Args:
-        parts: moments of each part, stacked.
+        parts: the moments of the parts, stacked.
 
     >>> a = Moments(torch.tensor([2.0, 3.0]), torch.tensor([0.0, 10.0]), torch.tensor([1.0, 1.0]))
     >>> merge(a)
@@ -101,7 +100,7 @@ def merge(parts: Moments) -> Moments:
     seen = counts > 0
     weight = counts / count.clamp(min=1)
     means = torch.where(seen, parts.mean, 0)
-    # Relative to one of the parts, so that a large common mean costs no precision.
+    # Relative to one part's mean, so that a large common mean costs no precision.
     base = means[parts.count.argmax()].detach()
     delta = torch.where(seen, means - base, 0)
     shift = (weight * delta).sum(0)
@@ -131,10 +130,10 @@ class AveragedMoments:
 
 
 class MomentAccumulator:
-    """Average the moments of mini-batches, one chunk of batches at a time, so that adding a batch is cheap.
+    """Average the moments of mini-batches. They are merged in chunks, so adding a batch is cheap.
 
     Args:
-        unbiased: whether the variances that are added are m/(m-1) sigma_B^2, as layers keep them.
+        unbiased: whether the added variances are the unbiased m/(m-1) sigma_B^2, as in the layers' running averages.
 
     >>> moments = MomentAccumulator()
     >>> moments.add(8, torch.tensor([0.0]), torch.tensor([0.0]))
@@ -152,13 +151,13 @@ class MomentAccumulator:
         self._averages: AveragedMoments | None = None
 
     def add(self, count: Tensor | int, mean: Tensor, var: Tensor) -> None:
-        """Add one mini-batch: the number of values, and for each feature their mean and variance."""
+        """Add one mini-batch: the number of values per feature, and each feature's mean and variance."""
         self._pending.append((count, mean, var))
         if len(self._pending) >= CHUNK:
             self._merge_pending()
 
     def averages(self) -> AveragedMoments | None:
-        """Return the averages over all mini-batches that had values; None if there were none."""
+        """Return the averages over all non-empty mini-batches; None if there were none."""
         if self._pending:
             self._merge_pending()
         return self._averages
@@ -191,7 +190,7 @@ def _average(
     batches: int, m: Tensor, means: Tensor, variances: Tensor, mean_spreads: Tensor, var_spreads: Tensor
 ) -> AveragedMoments:
     weight = _column(m / m.sum(), means)
-    # Relative to the first, so that a large common mean costs no precision.
+    # Relative to the first mean, so that a large common mean costs no precision.
     mean = means[0] + (weight * (means - means[0])).sum(0)
     var = (weight * variances).sum(0)
     mean_spread = (weight * (mean_spreads + (means - mean).square())).sum(0)

@@ -1,8 +1,8 @@
-"""Compile C and C++ by the compiler of the machine that it runs on, and load it.
+"""Compile C and C++ sources with the machine's own compiler, and load the result.
 
-That happens once per machine; the library is kept in the user's cache folder. A cached library is loaded only if it
-belongs to the user, nobody else can write to it, and its contents have the digest in its name. On other systems than
-Linux, without a compiler, or with BATCHNORM_COMPILE=0 in the environment, nothing is compiled.
+Each source is compiled once per machine and kept in the user's cache folder. A cached library is loaded only if it
+belongs to the user, nobody else can write to it, and its contents match the digest in its name. Nothing is compiled on
+systems other than Linux, without a compiler, or with BATCHNORM_COMPILE=0 in the environment.
 """
 
 from __future__ import annotations
@@ -23,33 +23,35 @@ from typing import Any, NamedTuple
 
 
 class Unavailable(RuntimeError):
-    """Say why a source cannot be compiled and loaded here.
+    """Raised with the reason why a source cannot be compiled and loaded here.
 
-    Beyond the paper: slower ways do the same.
+    Beyond the paper: slower paths take over.
     """
 
 
 class Source(NamedTuple):
-    """Name what is compiled, how, and what loads the library.
+    """Describe a source file, how to compile it and how to load the library.
 
     Beyond the paper: kernel.c and autograd.cpp.
     """
 
     path: Path
-    language: str  # as messages call it
-    variable: str  # of the environment, with the compiler's command
-    compiler: str  # the command if there is no such variable
+    language: str  # its name in error messages
+    variable: str  # the environment variable with the compiler's command
+    compiler: str  # the command if that variable is not set
     flags: tuple[str, ...]
     libraries: tuple[str, ...]  # flags that come after the source
-    depends: str  # what else the compiled code depends on
+    depends: str  # anything else that the compiled code depends on
     load: Callable[[Path], Any]  # raises OSError, ImportError or AttributeError if the library is damaged
 
 
 def built(source: Source) -> tuple[Any, str | None]:
-    """Return the loaded library, and why it was compiled for this process alone, if it was.
+    """Compile the library unless it is cached, and load it.
+
+    Returns the library and, if it could not be cached, the reason; it then serves this process only.
 
     Raises:
-        Unavailable: with the reason.
+        Unavailable: if it cannot be compiled or loaded.
     """
     command = _command(source)
     try:
@@ -61,18 +63,18 @@ def built(source: Source) -> tuple[Any, str | None]:
                     found = _cached(source, folder, command) or _compile(source, folder, command)
             return found, None
         except (OSError, AttributeError, ImportError, RuntimeError) as error:
-            # There is no home, nothing can be written or loaded there, or not by us alone.
+            # The cache folder is missing, not writable, does not allow loading, or is not private.
             with tempfile.TemporaryDirectory() as temporary:
                 return _compile(source, Path(temporary), command), str(error)
     except (OSError, AttributeError, ImportError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         raise Unavailable(
-            f"{command[0]} makes no library of {source.path.name} that can be loaded: {said.strip()}"
+            f"{command[0]} could not compile {source.path.name} to a loadable library: {said.strip()}"
         ) from error
 
 
 def cached(source: Source) -> Any:
-    """Return the loaded library if it was compiled before; None if not.
+    """Load the library if it is in the cache; return None if it is not.
 
     Raises:
         Unavailable: if it could not be compiled either.
@@ -89,25 +91,24 @@ def cached(source: Source) -> Any:
 
 
 def remember_failure(source: Source, why: str) -> None:
-    """Let :func:`cached` say at once what a compiler took long to say."""
+    """Record a failed compilation, so that :func:`cached` need not repeat it."""
     with suppress(OSError):
         (_folder(create=True) / f"{source.path.stem}-{_key(source, _command(source))}.failed").write_text(why)
 
 
 def _command(source: Source) -> list[str]:
-    """Return the compiler's command."""
     if os.environ.get("BATCHNORM_COMPILE") == "0":
-        raise Unavailable("the environment says BATCHNORM_COMPILE=0")
+        raise Unavailable("BATCHNORM_COMPILE=0 is set in the environment")
     if sys.platform != "linux":
         raise Unavailable(f"{source.path.name} is compiled on Linux only, not on {sys.platform}")
     named = os.environ.get(source.variable) or source.compiler
     try:
         command = shlex.split(named)
     except ValueError as error:
-        raise Unavailable(f"{source.variable} is no command: {named} ({error})") from error
+        raise Unavailable(f"{source.variable} is not a valid command: {named} ({error})") from error
     compiler = shutil.which(command[0]) if command else None
     if compiler is None:
-        raise Unavailable(f"there is no {source.language} compiler: {named} is not found")
+        raise Unavailable(f"there is no {source.language} compiler: {named} was not found")
     return [compiler, *command[1:]]
 
 
@@ -122,7 +123,7 @@ def _folder(*, create: bool) -> Path:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Let one process at a time compile a source, if the file system knows locks."""
+    """Let one process at a time compile a source, if the file system supports locks."""
     import fcntl
 
     with lock.open("w") as file:
@@ -132,7 +133,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _check_private(path: Path) -> None:
-    """Refuse what others own or can write to, and links."""
+    """Raise for links and for anything that other users own or can write to."""
     found = path.lstat()
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or stat.S_ISLNK(found.st_mode):
         raise PermissionError(f"{path} is a link, belongs to another user, or others can write to it")
@@ -148,12 +149,12 @@ def _name(source: Source, key: str, library: Path) -> str:
 
 
 def _cached(source: Source, folder: Path, command: list[str]) -> Any:
-    """Load the library if it is there; remove what is damaged or not ours, so that it is compiled again."""
+    """Load the cached library if there is one; remove damaged or foreign files, so that it is compiled again."""
     key = _key(source, command)
     for path in sorted(folder.glob(f"{source.path.stem}-{key}-*.so")):
         try:
             _check_private(path)
-            # To load a library that was cut short ends the process.
+            # Loading a truncated library would crash the process.
             if path.name == _name(source, key, path):
                 return source.load(path)
         except (OSError, AttributeError, ImportError):
@@ -163,17 +164,17 @@ def _cached(source: Source, folder: Path, command: list[str]) -> Any:
 
 
 def _compile(source: Source, folder: Path, command: list[str]) -> Any:
-    """Compile, and keep the result in the folder if it can be loaded."""
+    """Compile the source, and keep the library in the folder if it loads."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         out = Path(temporary) / "library.so"
         _run([*command, *source.flags, "-o", str(out), str(source.path), *source.libraries])
-        out.chmod(0o700)  # whatever the umask is
+        out.chmod(0o700)  # regardless of the umask
         loaded = source.load(out)
         with out.open("rb") as file:
             os.fsync(file.fileno())
         out.replace(
             folder / _name(source, _key(source, command), out)
-        )  # all of it or nothing: others may compile it as well
+        )  # atomic: other processes may compile it at the same time
         return loaded
 
 
@@ -197,7 +198,7 @@ def _run(command: list[str]) -> None:
 
 
 def stop() -> None:
-    """End compilers that are at work, as a process does that ends before them."""
+    """Kill running compilers when the process exits."""
     for process in list(_running):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

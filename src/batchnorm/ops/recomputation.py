@@ -1,7 +1,7 @@
-"""What autograd keeps for the backward pass, and how to keep less: outputs that can be computed again are not kept.
+"""Save memory in training: recompute outputs in the backward pass instead of keeping them.
 
-Autograd shows each tensor that an operation saves to a pair of hooks while :func:`recompute` is active. A tensor whose
-memory is a batch normalization's output, or a concatenation, is exchanged for a :class:`Recomputed`; all others stay.
+While :func:`recompute` is active, autograd passes each tensor that it saves to a pair of hooks. If the tensor is the
+output of a batch normalization, or a concatenation, a :class:`Recomputed` is saved in its place.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _CONCATENATE = (torch.cat, torch.concat, torch.concatenate)
 
 @contextmanager
 def recompute() -> Iterator[None]:
-    """Keep a batch normalization's input for the backward pass, and compute its output again when it is read there.
+    """Recompute batch normalization outputs in the backward pass instead of keeping them.
 
-    Use it around a forward pass. Of conv-BN-ReLU-conv, autograd then keeps only x per layer, instead of x and the
-    second convolution's input. The backward pass computes that input again from x and the batch's statistics, once and
-    bit for bit, so gradients are the same and running averages do not move again. Concatenations are recomputed from
-    their parts.
+    Use it around a forward pass. For conv-BN-ReLU-conv, autograd then keeps only x per layer, instead of x and the
+    second convolution's input. The backward pass recomputes that input once, from x and the batch's statistics. The
+    result is the same bit for bit, so gradients do not change, and running averages are not updated again.
+    Concatenations are recomputed from their parts.
 
-    These outputs are kept as usual: of frozen layers and of layers in evaluation, with a ``mask`` or with ``Sync`` over
-    several ranks; outputs that are changed in place, cast or pooled; and everything under ``torch.compile``, which
-    decides by itself what to recompute. If such contexts are nested (``save_on_cpu``, ``torch.utils.checkpoint``), the
-    innermost one decides.
+    Some outputs are kept as usual: those of layers that are frozen, in evaluation mode, called with a ``mask`` or using
+    ``Sync`` over several ranks; those that are changed in place, cast or pooled; and all of them under
+    ``torch.compile``, which decides itself what to recompute. If contexts with saved-tensor hooks are nested
+    (``save_on_cpu``, ``torch.utils.checkpoint``), the innermost one applies.
 
     Raises:
         RuntimeError: in the backward pass, if a tensor that it needs was changed in place after the forward pass.
@@ -64,21 +64,21 @@ def recompute() -> Iterator[None]:
 
 
 def remember(y: Tensor, again: Callable[..., Tensor], *sources: Tensor | None) -> None:
-    """Say that ``again(*sources)`` computes the fresh tensor ``y`` once more, bit for bit and as it lies in memory."""
+    """Register that ``again(*sources)`` recomputes the freshly computed ``y``: the same bits with the same strides."""
     if torch.compiler.is_compiling() or _local.registry is None or not y.requires_grad:
         return
-    with torch._C.DisableTorchFunction():  # what follows is no concatenation
+    with torch._C.DisableTorchFunction():  # hide this from _Concatenations
         _local.registry.remember(y, again, sources)
 
 
 def is_active() -> bool:
-    """Say whether this thread is inside :func:`recompute`."""
-    # Layers ask in every call, and nearly always nobody is.
+    """Return whether this thread is inside :func:`recompute`."""
+    # Layers check on every call. The global count makes the usual case, no open context, cheap.
     return _active > 0 and _local.registry is not None
 
 
 class Recomputed:
-    """Compute a tensor again: once per backward pass, however many of its readers are in the graph.
+    """Recompute a tensor once per backward pass, however many operations read it.
 
     Beyond the paper: memory for time.
     """
@@ -91,7 +91,7 @@ class Recomputed:
         self.value: tuple[Tensor, object] | None = None
 
     def read(self, counted: bool) -> Tensor:
-        """Return the tensor; held on to until the last of the counted readers has it, or the backward pass ends."""
+        """Return the tensor; keep it until the last counted reader has read it or the backward pass ends."""
         value = self.value[0] if self.value is not None and self.value[1] == _stream(self.value[0]) else self.compute()
         if is_recomputation():
             self.left -= counted
@@ -103,24 +103,24 @@ class Recomputed:
 
     @torch.no_grad()
     def compute(self) -> Tensor:
-        """Run the recipe."""
+        """Recompute the tensor from its sources."""
         value = self.again(*(None if source is None else source.read() for source in self.sources))
         assert value.stride() == self.stride
         return value
 
     def hold(self, value: Tensor) -> None:
-        """Hold the value for the readers to come."""
+        """Keep the value for later readers."""
         if self.value is None:
             torch.autograd.Variable._execution_engine.queue_callback(self.forget)
-        self.value = value, _stream(value)  # work queued on another stream may not be done
+        self.value = value, _stream(value)  # another stream must not read it: it may not be computed yet
 
     def forget(self) -> None:
-        """Free the value and wait for the next backward pass."""
+        """Free the value and reset for the next backward pass."""
         self.value, self.left = None, self.readers
 
 
 class Kept:
-    """Stand for a saved tensor: the tensor itself, or a recipe and where in its result the tensor lies.
+    """Hold a saved tensor: the tensor itself, or how to recompute it and its place in the result.
 
     Beyond the paper: memory for time.
     """
@@ -133,7 +133,7 @@ class Kept:
         self.place: tuple[Any, ...] = ()
 
     def follow(self, recipe: Recomputed) -> None:
-        """Let go of the tensor where the recipe gives it again: the same memory, not changed since."""
+        """Drop the tensor if the recipe recomputes it: same memory, unchanged since."""
         t = self.tensor
         if t is None or (self.version, t.dtype) != (recipe.version, recipe.dtype):
             return
@@ -143,7 +143,7 @@ class Kept:
         recipe.left = recipe.readers
 
     def read(self) -> Tensor:
-        """Return the tensor, or compute it."""
+        """Return the tensor, recomputed if necessary."""
         if self.recipe is not None:
             value = self.recipe.read(self.counted)
             shape, stride, offset = self.place
@@ -152,22 +152,22 @@ class Kept:
         assert t is not None
         if t._version != self.version:
             raise RuntimeError(
-                f"the backward pass needs a tensor of shape {tuple(t.shape)} ({t.dtype}) as it was in the forward pass,"
-                " but it was changed in place since then: change a copy of it (x = x + 1 instead of x += 1), or run"
-                " the forward pass without recompute()"
+                f"the backward pass needs a tensor of shape {tuple(t.shape)} ({t.dtype}) that was changed in place"
+                " after the forward pass: change a copy of it (x = x + 1 instead of x += 1), or run the forward pass"
+                " without recompute()"
             )
         return t
 
 
 class Registry:
-    """Know, during one forward pass, which memory can be computed again.
+    """Record, during one forward pass, which memory can be recomputed.
 
     Beyond the paper: memory for time.
     """
 
     def __init__(self) -> None:
         self.recipes: dict[int, Recomputed] = {}
-        # An operation saves its own output before anyone can say how to compute it: the last Kept of each storage.
+        # The last Kept of each storage: an operation saves its own output before its recipe is registered.
         self.waiting: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
 
     def pack(self, t: Tensor) -> Kept:
@@ -178,7 +178,7 @@ class Registry:
         return kept
 
     def keep(self, t: Tensor, *, counted: bool = False) -> Kept:
-        """Keep a tensor, by its recipe where there is one."""
+        """Keep a tensor, or only its recipe if there is one."""
         kept = Kept(t, counted=counted)
         recipe = self.recipes.get(_address(t))
         if recipe is not None:
@@ -186,8 +186,8 @@ class Registry:
         return kept
 
     def remember(self, y: Tensor, again: Callable[..., Tensor], sources: tuple[Tensor | None, ...]) -> None:
-        """Note how to compute ``y``, and exchange it where it was kept already."""
-        # The weak reference keeps a dead storage's address from being used again, and the recipe keeps x alive.
+        """Record how to recompute ``y``, and drop ``y`` if it was already kept."""
+        # Drop recipes of freed storages: the weak reference blocks the address, and the recipe keeps x alive.
         self.recipes = {at: recipe for at, recipe in self.recipes.items() if not recipe.storage.expired()}
         recipe = Recomputed(y, again, [None if source is None else self.keep(source) for source in sources])
         self.recipes[_address(y)] = recipe
@@ -196,12 +196,12 @@ class Registry:
             kept.follow(recipe)
 
     def can_stand_for(self, parts: list[Tensor]) -> bool:
-        """Say whether keeping the parts takes no more memory than keeping their concatenation."""
+        """Return whether keeping the parts takes no more memory than keeping their concatenation."""
         return all(_address(t) in self.recipes or _is_alone(t) for t in parts)
 
 
 class _Concatenations(TorchFunctionMode):
-    """Remember what ``torch.cat`` puts together: a convolution after it reads a copy of several outputs."""
+    """Register the results of ``torch.cat`` for recomputation: they are copies of layers' outputs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -230,7 +230,7 @@ def _count(step: int) -> None:
 
 
 def _address(t: Tensor) -> int:
-    # Sparse tensors have no storage, and none of them is anyone's output here.
+    # Sparse tensors have no storage, and no batch normalization returns one.
     return t.untyped_storage()._cdata if t.layout is torch.strided else -1
 
 

@@ -1,7 +1,7 @@
-"""Algorithm 1 and the gradients of Section 3 as the paper writes them: the oracle for every other path.
+"""Algorithm 1 and the gradients of Section 3 as the paper writes them; tests check every other path against these.
 
-One activation over a mini-batch: tensors have shape (m,) or (m, K) for K activations side by side, and every
-sum runs over the m examples. Nothing here is fast; it is meant to be read beside the paper, in float64.
+Tensors have shape (m,) for one activation, or (m, K) for K activations side by side. Every sum runs over the m
+examples. Nothing here is fast: read it next to the paper, and run it in float64.
 """
 
 from __future__ import annotations

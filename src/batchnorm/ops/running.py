@@ -1,9 +1,12 @@
-"""Running averages of the statistics, updated in place: one opaque operator, so that every caller gets the same rules.
+"""Update running averages in place, through one opaque operator, so that every caller follows the same rules.
 
-The rules: the unbiased variance m/(m-1) sigma_B^2 is averaged; ``momentum=None`` is the cumulative average; a batch
-with non-finite moments changes nothing but the count of skipped batches; a forward pass that is run again inside a
-backward pass (activation checkpointing) changes nothing at all. The last is decided when the operator runs, not when
-it is traced, so it also holds around a compiled block.
+The rules:
+
+- The running variance averages the unbiased estimate m/(m-1) sigma_B^2.
+- ``momentum=None`` is the cumulative average.
+- A batch with non-finite moments only increments the count of skipped batches.
+- A forward pass that runs again inside a backward pass (activation checkpointing) changes nothing. This is decided
+  when the operator runs, not when it is traced, so it also holds for compiled code.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ from .torch_state import is_recomputation, is_transformed
 
 
 class Running(NamedTuple):
-    """Hold the tensors that a layer keeps between batches; the operations that take it change them in place.
+    """Hold the tensors that a layer keeps between batches; they are updated in place.
 
     Attributes:
         mean: the running mean.
-        var: the running variance, the unbiased one.
-        num_batches: how many batches moved the averages.
-        num_skipped: how many batches had non-finite moments and did not.
+        var: the running average of the unbiased variance.
+        num_batches: how many batches updated the averages.
+        num_skipped: how many batches had non-finite moments and were skipped.
 
     Paper: Sec. 3.1, moving averages
     """
@@ -37,17 +40,17 @@ class Running(NamedTuple):
     num_skipped: Tensor
 
 
-# A Running, or its tensors as they are: to make a named tuple takes Python longer than a tuple.
+# A Running or a plain tuple of its tensors, which is faster to create.
 Kept = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def update_(running: Kept, moments: Moments, momentum: float | None, *, plain: bool = False) -> None:
-    """Move the running averages towards a batch's moments: r <- r + momentum * (moment - r).
+    """Update the running averages with a batch's moments: r <- r + momentum * (moment - r).
 
     Args:
-        running: the averages, changed in place.
-        moments: of the batch; the variance is made unbiased.
-        momentum: the weight of the new batch; None averages all batches alike.
+        running: the averages, updated in place.
+        moments: the batch's moments, with the biased variance.
+        momentum: the weight of the new batch; None weights all batches equally.
         plain: True skips torch's dispatcher. Only for constant moments on the CPU, outside transforms, tracers and
             compilers.
 
@@ -59,12 +62,12 @@ def update_(running: Kept, moments: Moments, momentum: float | None, *, plain: b
     Paper: Sec. 3.1, moving averages
     """
     if plain:
-        # Nobody has to see one operator here, and to call it takes longer than to update 100 features.
+        # Calling an operator takes longer than updating 100 features.
         _update_cpu(*running, *moments, momentum)
         return
     args = (*running, moments.count.detach(), moments.mean.detach(), moments.var.detach(), momentum)
     if is_transformed():
-        # The functional transforms have rules for plain operations, none for ours.
+        # torch.func transforms have rules for plain operations, but not for our operator.
         _update(*args)
     else:
         torch.ops.batchnorm.update_running_(*args)
@@ -80,12 +83,12 @@ def _update(
     var: Tensor,
     momentum: float | None,
 ) -> None:
-    """Update without a host synchronization: the decision to skip is a tensor."""
+    """Update without synchronizing with the host: whether to skip the batch is decided in a tensor."""
     if is_recomputation():
         return
     usable = mean.isfinite().all() & var.isfinite().all() & (count > 1)
     num_batches.add_(usable)
-    # A batch without anything to count (empty, or masked to one value) is no failure, just no information.
+    # An empty batch, or one masked down to a single value, is not counted as skipped: it just carries no information.
     num_skipped.add_(~usable & (count > 1))
     factor = momentum if momentum is not None else 1 / num_batches.to(mean.dtype)
     unbiased = Moments(count, mean, var).unbiased_var
@@ -104,11 +107,11 @@ def _update_cpu(
     var: Tensor,
     momentum: float | None,
 ) -> None:
-    """Update with branches, which on the CPU cost less than the operations they avoid."""
+    """Update with branches, which are cheap on the CPU and avoid operations."""
     m = count.item()
     if is_recomputation() or m <= 1:
         return
-    # A product that is finite has finite factors; only where it is not, perhaps because it is too large, look at each.
+    # A finite dot product implies finite moments. If it overflows, check each value.
     if not isfinite(np.vdot(mean.numpy(), var.numpy())) and not bool((mean.isfinite() & var.isfinite()).all()):
         num_skipped.add_(1)
         return

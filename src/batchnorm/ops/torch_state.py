@@ -1,4 +1,4 @@
-"""Questions about the surroundings of a call, asked of torch in one place."""
+"""Query torch's state during a call: recomputation, transforms, tracers, modes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from torch.autograd import forward_ad
 
 
 def is_recomputation() -> bool:
-    """Say whether this forward pass runs inside a backward pass, as activation checkpointing does."""
+    """Return whether this forward pass runs inside a backward pass, as under activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
 
 
 def is_transformed() -> bool:
-    """Say whether ``torch.func`` (vmap, grad, jvp, ...) is at work on this call."""
-    # Under torch.compile the transforms are traced, and the compiler asks for itself.
+    """Return whether a ``torch.func`` transform (vmap, grad, jvp, ...) is active."""
+    # torch.compile traces the transforms itself.
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_forward_mode() -> bool:
-    """Say whether tangents may be on their way through this call."""
+    """Return whether forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
 
 
 def is_observed(x: Tensor) -> bool:
-    """Say whether someone records or replaces the operations on ``x``: what leaves torch would be lost to them."""
+    """Return whether a subclass, mode or tracer intercepts operations on ``x``; it would miss work done in a kernel."""
     return (
         type(x) not in (Tensor, nn.Parameter)
         or torch._C._len_torch_dispatch_stack() > 0
@@ -33,8 +33,8 @@ def is_observed(x: Tensor) -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Say whether this is an ordinary forward pass on the CPU: no compiler, transform or tracer."""
-    # All questions of this file in one expression, by short names: layers ask them in every call.
+    """Return whether this is an ordinary forward pass on the CPU: no compiler, transform or tracer."""
+    # All the checks in one expression, with module-level aliases: layers run this on every call.
     return (
         not torch.compiler.is_compiling()
         and (type(x) is Tensor or type(x) is nn.Parameter)
@@ -47,7 +47,10 @@ def is_plain(x: Tensor) -> bool:
 
 
 def is_unseen(*tensors: Tensor | None) -> bool:
-    """Say whether autograd alone has to see an operation on these: no compiler, transform, tracer, mode or subclass."""
+    """Return whether only autograd needs to see an operation on these tensors.
+
+    That is so without a compiler, transform, tracer, mode or tensor subclass.
+    """
     return (
         not torch.compiler.is_compiling()
         and _interpreter() is None

@@ -1,14 +1,14 @@
-"""The layers' training batches on the CPU: as little around a kernel as there can be.
+"""Train layers on the CPU with as little overhead around the kernel as possible.
 
-Dense float32 goes to kernel.c: one call has the statistics, the running averages, the transform, the residual and the
-activation, another the whole gradient. For that x and five numbers a channel are kept, and with a residual one byte per
-element (relu, relu6, leaky_relu) or the residual itself. Half precision, and batches on which it is as fast, go to
-torch's kernel, which moves the running averages too; if the statistics that it returns say that it was inaccurate, the
-averages are put back and the caller takes another way.
+Dense float32 goes to kernel.c. One call computes the statistics, the running averages, the transform, the residual and
+the activation; another computes the whole gradient. The backward pass needs x, five numbers per channel and, with a
+residual, one byte per element (relu, relu6, leaky_relu) or the residual itself. Half precision, and batches on which it
+is as fast, go to torch's kernel, which also updates the running averages. If the statistics that it returns show that
+it was inaccurate, the averages are restored and the caller uses another path.
 
-On a small batch the Python around a kernel costs more than the kernel: the backward pass has pushed that code out of
-the cache. So nothing is asked twice about a layer's batches that are alike, and no moments are returned: making tensors
-of them would take as long again.
+On a small batch the Python around a kernel costs more than the kernel, because the backward pass has evicted that code
+from the cache. So checks are not repeated for batches of the same form, and no moments are returned: creating their
+tensors would double the overhead.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .torch_kernels import flatten, stored_like, unflatten
 
 _f32 = torch.float32
 
-# Fewer values than this are worked on sooner than a second thread has begun.
+# With fewer values than this, one thread finishes before a second one has started.
 PARALLEL = 1 << 14
 LARGE = 1 << 18  # values
-LIMIT = torch_kernels.CONDITION**2  # of the squared norm of mean / std
-ROWS_KEPT = 5  # numbers of a channel, for the backward pass: kernel.c's LINES
+LIMIT = torch_kernels.CONDITION**2  # largest squared norm of mean / std
+ROWS_KEPT = 5  # numbers per channel for the backward pass: kernel.c's LINES
 
 _Addresses = tuple[int | None, int | None, int | None]  # of the running mean, variance and count
 _NOWHERE = None, None, None
@@ -58,7 +58,7 @@ class Shape(ctypes.Structure):
 
 
 class KernelForm(NamedTuple):
-    """Hold what calls of one shape have in common, so that none has to ask for it.
+    """Hold what all calls with one shape have in common, so that it is computed once.
 
     Beyond the paper: how the kernel is called.
     """
@@ -67,13 +67,13 @@ class KernelForm(NamedTuple):
     backward: Callable[..., int]
     shape: Shape
     address: int  # of the shape
-    parallel: bool  # whether a pass is worth more than one thread
+    parallel: bool  # whether to use more than one thread
     activation: Activation
-    is_smooth: bool  # whether the derivative has more than two values: a residual is kept, dz is written
+    is_smooth: bool  # whether the derivative takes more than two values: then a residual is kept and dz is written
 
 
 def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
-    """Return the form of ``x`` (N, C, ...), or None if kernel.c does not take it."""
+    """Return the form of ``x`` (N, C, ...), or None if kernel.c does not support it."""
     if x.dtype is not _f32 or x.dim() < 2:
         return None
     channels = x.shape[1]
@@ -96,7 +96,10 @@ def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
 
 
 def train_(call: Call) -> Tensor | None:
-    """Return y and move the running mean, variance and count; None, and nothing moved, if another way is due."""
+    """Return y and update the running mean, variance and count.
+
+    Returns None, without updating anything, if the fast path does not apply.
+    """
     x, gamma, beta, eps, activation, residual, mask, running, momentum = call
     if (
         running is None
@@ -106,7 +109,7 @@ def train_(call: Call) -> Tensor | None:
     ):
         return None
     mean, var, num_batches, _ = running
-    # Nearly every call is like the last one with the same running averages.
+    # Nearly every call has the same form as the last one with the same running averages.
     memory = _memories.get(id(mean))
     key = (
         x.shape, x.stride(), x.dtype, None if gamma is None else gamma.shape, None if beta is None else beta.shape,
@@ -119,8 +122,8 @@ def train_(call: Call) -> Tensor | None:
         dense = mean.is_contiguous() and var.is_contiguous() and num_batches.dtype is torch.int64
         form = form_of(x, activation) if dense else None
         if residual is None and torch_kernels.is_fast(x):
-            # BN alone: kernel.c moves as many bytes as torch's kernel if many channels lie side by side, and has Python
-            # around it, which a large batch pushes out of the cache.
+            # Without an activation, kernel.c moves as many bytes as torch's kernel if many channels are adjacent. Its
+            # Python overhead is larger, since a large batch evicts that code from the cache.
             alone = activation.name == "identity"
             if form is not None and alone and form.shape.length == 0 and x.numel() >= LARGE:
                 form = None
@@ -131,13 +134,13 @@ def train_(call: Call) -> Tensor | None:
     _, _, means, variances, count, form, activate, _ = memory
     if form is not None:
         if not (_has_memory(x) and _fits(gamma) and _fits(beta)) or (x.is_inference() and torch.is_grad_enabled()):
-            return None  # the last cannot be saved, and is refused before anything moves
+            return None  # autograd cannot save an inference tensor; refuse it before anything is updated
         if residual is not None:
             if not _can_be_added(residual, x):
                 return None
             residual = stored_like(residual, x)
         try:
-            # In a checkpoint's recomputation the averages have moved already.
+            # When a checkpoint recomputes this pass, the averages have already been updated.
             y = _apply(x, gamma, beta, residual, call, _NOWHERE if is_recomputation() else addresses, form)
         except _NotFinite:
             return None
@@ -147,16 +150,17 @@ def train_(call: Call) -> Tensor | None:
     factor = momentum if momentum is not None else 1 / (count[0] + 1)
     moved = 1
     if is_recomputation():
-        # The same way again, for checkpointing counts what a pass saves; the averages have moved already.
+        # The averages have already been updated. Take the same path all the same: checkpointing expects the same
+        # saved tensors.
         mean, var, moved = mean.clone(), var.clone(), 0
     before = bytes(means), bytes(variances)
     y, mu, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, factor, eps)
     if activate is not None:
-        # Before the look at the statistics: now the output is in the cache and torch's threads are awake.
+        # Before checking the statistics: the output is still in the cache and torch's threads are awake.
         y = activate(y)
-    # Times zero: NaN if a variance is infinite, for the inverse of its root is 0 and inf * 0 is NaN.
+    # 0, or NaN if a variance is infinite: its invstd is 0, and inf * 0 is NaN.
     finite = var.dot(invstd).item() * 0.0
-    # No |mean / std| is larger than the product of the norms. Only if that is too large, look closer.
+    # The product of the norms bounds every |mean / std|. Only if it is too large, compute the exact norm.
     if not (mu.dot(mu).item() * invstd.dot(invstd).item() + finite <= LIMIT or _norm2(mu * invstd) + finite <= LIMIT):
         means[:], variances[:] = (memoryview(old).cast("f") for old in before)
         return None
@@ -172,7 +176,7 @@ def _norm2(v: Tensor) -> float:
 
 
 def _have_shapes_and_types(call: Call, running: Kept) -> bool:
-    """Say whether the kernels take these shapes and types."""
+    """Return whether the kernels support these shapes and dtypes."""
     x = call.x
     mean, var, num_batches, _ = running
     return (
@@ -194,7 +198,7 @@ def _again_by_kernel(eps: float, form: KernelForm) -> Callable[..., Tensor]:
 
 def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-        # Without averages in float32 the kernel would round the statistics to half precision.
+        # Without float32 averages the kernel would round the statistics to half precision.
         mean, var = torch.zeros(2, x.shape[1], dtype=_f32).unbind()
         y, _, _ = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, 0.0, eps)
         return unflatten(y if activate is None else activate(y), x)
@@ -203,9 +207,9 @@ def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[
 
 
 class _Memory(NamedTuple):
-    """What the last call found out: that its like fits, and the running averages' memory as Python sees it.
+    """Cache the checks of a layer's last call, and views of its running averages.
 
-    The views keep that memory alive: an average found at the same address has the same memory.
+    The views keep that memory alive, so an average at the same address has the same memory.
     """
 
     key: tuple[object, ...]
@@ -218,12 +222,12 @@ class _Memory(NamedTuple):
     lifetime: weakref.ref[Tensor]
 
 
-# By the identity of the running mean, for as long as that lives.
+# Keyed by the id() of the running mean; an entry is removed when that tensor dies.
 _memories: dict[int, _Memory] = {}
 
 
 def forget(mean: Tensor) -> None:
-    """Drop what was remembered of the layer with this running mean, and the weak reference to it."""
+    """Drop the cache entry of the layer with this running mean, and the weak reference to it."""
     _memories.pop(id(mean), None)
 
 
@@ -246,7 +250,7 @@ def _can_be_added(residual: Tensor, x: Tensor) -> bool:
 
 
 def _fits(v: Tensor | None) -> bool:
-    # In one expression: layers ask this twice in every call.
+    # One expression, because layers run this twice per call.
     return v is None or (
         v.is_contiguous()
         and v.is_cpu
@@ -256,8 +260,8 @@ def _fits(v: Tensor | None) -> bool:
 
 
 def _has_memory(t: Tensor) -> bool:
-    """Say whether a tensor's memory holds its values."""
-    # Not so a batch of gradients (is_grads_batched of torch.autograd.grad), zeros without memory, and a lazy negation.
+    """Return whether a tensor's memory holds its values."""
+    # Exceptions: batched gradients (is_grads_batched=True in torch.autograd.grad), zero tensors, lazy negations.
     return not (_is_batched(t) or t._is_zerotensor() or t.is_neg())
 
 
@@ -269,7 +273,7 @@ class _NotFinite(Exception):
 
 
 class CompiledFunction(torch.autograd.Function):
-    """(x, gamma, beta, residual) -> y by kernel.c.
+    """Compute (x, gamma, beta, residual) -> y with kernel.c.
 
     Beyond the paper: how autograd sees it.
     """
@@ -285,7 +289,7 @@ class CompiledFunction(torch.autograd.Function):
         averages: _Addresses,
         form: KernelForm,
     ) -> Tensor:
-        """Keep x, a few numbers a channel, and with a residual what tells the derivative of the activation."""
+        """Save x, a few numbers per channel and, with a residual, what the activation's derivative needs."""
         y, kept, passed, hidden = torch.empty_like(x), x.new_empty((ROWS_KEPT, x.shape[1])), None, form.is_smooth
         if residual is not None and not hidden and form.shape.activation and any(ctx.needs_input_grad):
             passed = torch.empty_like(x, dtype=torch.bool)
@@ -309,7 +313,7 @@ class CompiledFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Go back through g and Algorithm 1; by plain operations if the kernel would not see all there is."""
+        """Differentiate g and Algorithm 1; use plain operations if the kernel cannot run on these tensors."""
         if dy is None:
             return (None,) * 7
         form, eps, shape, stride, hidden = ctx.rest
@@ -334,11 +338,11 @@ class CompiledFunction(torch.autograd.Function):
             g = form.activation
             if not hidden:
                 center, scale, offset = (composite.per_channel(v, x) for v in kept[:3])
-                dy, g = g.backward(dy, (x - center) * scale + offset), IDENTITY  # by the z that the kernel saw
+                dy, g = g.backward(dy, (x - center) * scale + offset), IDENTITY  # at the kernel's z
             dx, dgamma, dbeta, dz = composite.backward(Call(x, gamma, beta, eps, g, residual), dy, passed)
         else:
             if x.dtype is not _f32 or x.stride() != stride or x.shape != shape:
-                # Saved-tensor hooks gave it back otherwise.
+                # Saved-tensor hooks changed its dtype or layout.
                 x = kept.new_empty_strided(shape, stride).copy_(x)
             dz = dy = stored_like(dy, x)
             dx = torch.empty_like(x) if of_x else None
@@ -364,5 +368,5 @@ class CompiledFunction(torch.autograd.Function):
         )
 
 
-# What Function.apply calls if no torch.func transform is at work, which train_ has made sure of.
+# Function.apply calls this if no torch.func transform is active; train_ has checked that.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, CompiledFunction).apply

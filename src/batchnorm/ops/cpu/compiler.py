@@ -1,7 +1,7 @@
-"""Compile kernel.c on the machine that it runs on, in a few seconds, when a layer first needs it.
+"""Compile kernel.c for this machine when a layer first needs it, which takes a few seconds.
 
-Without a compiler torch's kernels do the work. The threads are torch's: what starts them is a function of the OpenMP
-library that torch itself has loaded.
+Without a compiler, torch's kernels do the work. kernel.c runs on torch's threads: it starts them through the OpenMP
+library that torch has loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .. import native
 from ..activation import NAMES
 
 SOURCE = Path(__file__).parent / "kernel.c"
-# Sums must keep their order, so no -ffast-math; comparisons may be done on vectors, though, and NaN sets no flags.
+# No -ffast-math, because sums must keep their order. -fno-trapping-math still allows vectorized comparisons.
 FLAGS = (
     *("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"),
     *(f"-D{name.upper()}={code}" for code, name in enumerate(NAMES)),
@@ -27,25 +27,25 @@ FLAGS = (
 
 
 class Kernels(NamedTuple):
-    """Hold the compiled functions, and those that start and number torch's threads, or None if there are none.
+    """Hold the compiled functions, and the addresses of the OpenMP functions that run torch's threads.
 
-    Beyond the paper: what a compiler made of kernel.c.
+    Beyond the paper: kernel.c as compiled here.
     """
 
     forward: Callable[..., int]
     backward: Callable[..., int]
-    openmp: tuple[int | None, int | None, int | None]
-    uncached: str | None = None  # why they were compiled for this process alone
+    openmp: tuple[int | None, int | None, int | None]  # None if not found
+    uncached: str | None = None  # why they could not be cached
 
 
 def kernels() -> Kernels | None:
-    """Return the compiled kernels, or None, for which :func:`unavailable` has the reason."""
+    """Return the compiled kernels, or None; :func:`unavailable` returns the reason."""
     found = _load()
     return found if isinstance(found, Kernels) else None
 
 
 def unavailable() -> str | None:
-    """Say why there are no compiled kernels; None if there are."""
+    """Return why there are no compiled kernels; None if there are."""
     found = _load()
     return found if isinstance(found, str) else None
 
@@ -70,7 +70,7 @@ def _loaded(path: Path) -> Kernels:
 
 
 def _processor() -> str:
-    """Return what the compiler's -march=native depends on."""
+    """Return a description of the processor, on which -march=native depends."""
     try:
         with open("/proc/cpuinfo") as file:
             told = [
@@ -82,7 +82,7 @@ def _processor() -> str:
 
 
 def _openmp() -> tuple[int | None, int | None, int | None]:
-    """Return the addresses of what starts, numbers and counts threads in the OpenMP library that torch has loaded."""
+    """Return the addresses of the functions that start, number and count threads in torch's OpenMP library."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         found = library.GOMP_parallel, library.omp_get_thread_num, library.omp_get_num_threads

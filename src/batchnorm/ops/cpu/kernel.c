@@ -1,13 +1,13 @@
-// Batch normalization of float32 in training, y = g(BN(x) + residual), and its gradient. compiler.py compiles this and
-// defines IDENTITY, RELU, ...: the codes of g.
+// Batch normalization of float32 in training, y = g(BN(x) + residual), and its gradient. compiler.py compiles this file
+// and defines the codes of g: IDENTITY, RELU, ...
 //
-// Memory is planes (n, channels, length), or rows (n, channels) where `length` is 0. A task is a group of neighbouring
-// channels, whose values stay in the cache between the passes, or a block of rows, whose sums are put together in a
-// fixed order. How many threads there are changes no bit.
+// Tensors are planes (n, channels, length), or rows (n, channels) if `length` is 0. A task is a group of neighbouring
+// channels, whose values stay in the cache between the passes, or a block of rows. Sums of blocks are merged in a fixed
+// order, so results do not depend on the number of threads.
 //
-// Statistics take two passes: a rough mean, then sums of d = x - rough and of d^2, which keep their digits however far
-// the mean is from zero. So does y = (x - center) * scale + offset: center is the mean in float32, and what it lacks of
-// the mean is part of the offset.
+// Statistics take two passes: a rough mean, then the sums of d = x - rough and of d^2, which lose no precision however
+// far the mean is from zero. Nor does y = (x - center) * scale + offset: center is the mean rounded to float32, and the
+// offset includes the rounding error.
 
 #include <math.h>
 #include <stdint.h>
@@ -20,8 +20,8 @@ typedef int64_t i64;
 
 typedef struct {
     i64 n, channels, length, activation;
-    double slope; // of a leaky ReLU
-    void (*parallel)(void (*)(void *), void *, unsigned, unsigned); // of the OpenMP library that torch uses
+    double slope; // of leaky ReLU
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned); // from torch's OpenMP library
     int (*thread)(void), (*team)(void);
 } Shape;
 
@@ -29,42 +29,42 @@ typedef struct {
     Shape shape;
     const float *x, *dy, *gamma, *beta, *residual;
     float *y, *dx, *dz, *dgamma, *dbeta;
-    unsigned char *passed; // whether g'(z) is 1, if there is a residual and g' has two values
-    float *kept;             // center, scale, offset, 1/std, mean - center; each of all channels
-    double eps, *mean, *var; // of each channel
+    unsigned char *passed; // whether g'(z) is 1; used with a residual if g' takes two values
+    float *kept;             // per channel: center, scale, offset, 1/std, mean - center
+    double eps, *mean, *var; // mean and var: per channel
     i64 tasks, threads;
     int bad;
-    i64 positions, block, width; // rows: positions side by side in a row, rows of a block, columns
-    float *lines, *sums;         // rows: what the passes take, and what the blocks leave
+    i64 positions, block, width; // for rows: positions per matrix row, matrix rows per block, columns
+    float *lines, *sums;         // for rows: inputs of the passes, and the sums of each block
 } Call;
 
 // z = (x - center) * scale + offset, and dx = dz * scale + (x - center) * slope + level.
 enum { CENTER, SCALE, OFFSET, SLOPE, LEVEL, LINES };
-// What is kept in the place of the last two.
+// `kept` has these in place of the last two.
 enum { INVSTD = SLOPE, LACK = LEVEL };
 
 enum {
-    RUN = 256,     // values of a group that lie side by side, at least
-    WIDTH = 1024,  // columns of a matrix, at most, where that can be chosen
-    NARROW = 64,   // and at least
-    ADDED = 256,   // rows of planes that are added up in float32, about; the rest is float64
-    BLOCK = 65536, // values of a block of rows, at most
-    ROWS = 64,     // rows of it, at least
-    TASKS = 16,    // blocks that small tensors have where they have so many rows
+    RUN = 256,     // least number of adjacent values in a group
+    WIDTH = 1024,  // most columns of a matrix, if there is a choice
+    NARROW = 64,   // least columns
+    ADDED = 256,   // planes: rows summed in float32, approximately; those sums are added in float64
+    BLOCK = 65536, // most values in a block of rows
+    ROWS = 64,     // least rows in a block
+    TASKS = 16,    // blocks of a small tensor, if it has enough rows
 };
 
 INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 
-// No iteration of the loop reads what another one writes.
+// Tells the compiler that no iteration reads what another one writes.
 #ifdef __clang__
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-// ---- g and its derivative, with torch's values where that jumps ----
+// ---- g and its derivative, with torch's values where g' jumps ----
 
-// To 2e-7 of the value: 2^n times a polynomial in what is left, which compilers make vectors of.
+// exp(v) = 2^n * polynomial(r), with a relative error of 2e-7. Compilers vectorize this.
 INLINE float exponential(float v) {
     union {
         float f;
@@ -86,7 +86,7 @@ INLINE float exponential(float v) {
 INLINE float sigmoid(float z) { return 1 / (1 + exponential(-z)); }
 
 INLINE float hyperbolic_tangent(float z) {
-    float q = z * z, near = 2 * sigmoid(2 * z) - 1; // which has too few digits near 0
+    float q = z * z, near = 2 * sigmoid(2 * z) - 1; // inaccurate near 0
     float series = z + z * q * (-1 / 3.0f + q * (2 / 15.0f + q * (-17 / 315.0f + q * (62 / 2835.0f))));
     return q < 0.09f ? series : near;
 }
@@ -106,7 +106,7 @@ INLINE float activate(float z, int activation, float below) {
     return z;
 }
 
-// Whether a derivative with two values is 1; ReLU and ReLU6 let NaN through.
+// Whether g'(z) is 1, for g' with two values; true for NaN with ReLU and ReLU6.
 INLINE int passes(float z, int activation) {
     if (activation == RELU) return !(z <= 0);
     if (activation == RELU6) return !(z <= 0) & !(z >= 6);
@@ -135,7 +135,7 @@ INLINE float activate_backward(float dy, float z, int activation, float below) {
     return dy;
 }
 
-// ---- passes over a matrix: `rows` of `width` values, `stride` apart, and a number for each column ----
+// ---- sums over a matrix: `rows` rows of `width` values, `stride` apart; one sum per column ----
 
 INLINE void add(const float *restrict x, i64 rows, i64 stride, i64 width, float *restrict sum) {
     i64 i = 0;
@@ -165,7 +165,7 @@ INLINE void add_squares(
         }
 }
 
-// ---- the same on a part of the call's tensors ----
+// ---- the same for a part of the call's tensors ----
 
 typedef struct {
     i64 at, rows, stride, width;
@@ -177,7 +177,7 @@ static void add_squares_to(const Call *c, Matrix m, const float *rough, float *f
     add_squares(c->x + m.at, m.rows, m.stride, m.width, rough, first, second);
 }
 
-// y = g(z), where a residual may be added, and marked which z have a derivative of 1.
+// y = g(z). `added`: z includes a residual. `marked`: store in `passed` whether g'(z) is 1.
 INLINE void transform(
     const Call *c, Matrix m, const float *restrict lines, i64 pitch, int activation, int added, int marked) {
     const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
@@ -195,13 +195,13 @@ INLINE void transform(
     }
 }
 
-// dz = g'(z) dy of one value, from its mark or else from z.
+// dz = g'(z) dy of one value, from `passed` if marked, else from z.
 INLINE float dz_of(float dy, float z, int passed, int activation, float below, int marked) {
     if (!marked) return activate_backward(dy, z, activation, below);
     return passed ? dy : activation == LEAKY_RELU ? dy * below : 0;
 }
 
-// Adds up dz and dz * d; dz may be written.
+// Sums dz and dz * d; stores dz if `written`.
 INLINE void reduce(
     const Call *c, Matrix m, const float *restrict lines, i64 pitch, float *restrict first, float *restrict second,
     int activation, int added, int marked, int written) {
@@ -237,7 +237,7 @@ INLINE void reduce(
     }
 }
 
-// dx from dz, or else from dy; dz may lie where dx does.
+// dx from dz, or from dy and the activation. dz may be stored in dx.
 INLINE void differentiate(const Call *c, Matrix m, const float *lines, i64 pitch, const float *from, int activation) {
     const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
     const float *slope = lines + SLOPE * pitch, *level = lines + LEVEL * pitch, below = (float)c->shape.slope;
@@ -251,7 +251,7 @@ INLINE void differentiate(const Call *c, Matrix m, const float *lines, i64 pitch
     }
 }
 
-// The loops above are compiled for each g.
+// Compile the loops above once for each g.
 #define HAS_TWO_SLOPES(G) (G == RELU || G == LEAKY_RELU || G == RELU6)
 #define FOR_EACH_ACTIVATION(CASE)                              \
     switch (c->shape.activation) {                             \
@@ -310,7 +310,7 @@ static void write_out(const Call *c, Matrix m, const float *lines, i64 pitch) {
         differentiate_to(c, m, lines, pitch);
 }
 
-// ---- what a channel's sums come to ----
+// ---- from a channel's sums to its coefficients ----
 
 static void keep(Call *c, i64 channel, double mean, double var) {
     i64 all = c->shape.channels;
@@ -323,7 +323,7 @@ static void keep(Call *c, i64 channel, double mean, double var) {
     kept[LACK * all] = (float)(mean - center);
     c->mean[channel] = mean;
     c->var[channel] = var;
-    // Not finite, or nearly so; or so small a deviation that its square and the slope of a gradient are no float32.
+    // Bad: not finite or near overflow, or a deviation so small that float32 cannot hold its square or dx's slope.
     int good = fabs(mean) < 1e38 && var < 1e38 && invstd < 1e15 && fabs(scale) * invstd < 1e20;
     if (!good) __atomic_store_n(&c->bad, 1, __ATOMIC_RELAXED);
 }
@@ -340,14 +340,14 @@ static void finish(Call *c, i64 channel, double m, double first, double second, 
     *level = (float)(-scale * (first - lack * invstd * dgamma) / m);
 }
 
-// ---- tasks, and who does them ----
+// ---- tasks and threads ----
 
 typedef struct {
     i64 from, to;
 } Range;
 
-// Each thread has tasks whose memory lies together, for side by side they would write to the same lines of the cache;
-// and the same ones in every pass, for its core's cache has them. There may be fewer threads than were asked for.
+// Each thread gets consecutive tasks, so that threads do not write to the same cache lines, and the same tasks in every
+// pass, because its core's cache holds them. There may be fewer threads than requested.
 static Range share(const Call *c) {
     i64 thread = 0, team = 1;
     if (c->threads > 1) {
@@ -366,13 +366,14 @@ static void run(Call *c, void (*work)(void *), i64 tasks, i64 threads) {
         work(c);
 }
 
-// ---- planes: a group's values are matrices with columns of its channels ----
+// ---- planes: a group of channels is a series of matrices, with some columns for each channel ----
 
-// Planes up to WIDTH lie side by side in a row, one row an example; longer ones are cut into rows of RUN.
+// If a plane has up to WIDTH values, a matrix row holds the group's planes of one example. Longer planes are cut into
+// rows of RUN values.
 typedef struct {
-    i64 from, here;       // channels
-    i64 width, each;      // columns, and how many of them a channel has
-    i64 pieces, matrices; // of a plane, of all
+    i64 from, here;       // first channel, number of channels
+    i64 width, each;      // columns, columns per channel
+    i64 pieces, matrices; // matrices per plane, in total
 } Group;
 
 static i64 channels_of_group(const Shape *f) { return least(f->channels, 1 + (RUN - 1) / f->length); }
@@ -401,7 +402,7 @@ static Matrix matrix_of(const Shape *f, const Group *g, i64 which) {
     return (Matrix){at + left * RUN, 1, RUN, f->length % RUN};
 }
 
-// Adds columns up to their channels' sums, every second of `sums`, and clears them.
+// Adds the columns to their channels' sums, which are every other element of `sums`, and clears the columns.
 static void fold(const Group *g, float *columns, double *sums) {
     for (i64 k = 0; k < g->here; ++k) {
         const float *v = columns + k * g->each;
@@ -416,7 +417,7 @@ static void fold(const Group *g, float *columns, double *sums) {
     memset(columns, 0, g->width * sizeof(float));
 }
 
-// What is added up of a group: columns in float32, of which channels in float64 are made now and then.
+// The sums of a group: float32 per column, regularly added to float64 per channel.
 typedef struct {
     float first[WIDTH], second[WIDTH];
     double sums[RUN][2];
@@ -430,7 +431,7 @@ static void clear(Sums *s, const Group *g) {
     s->added = 0;
 }
 
-// To be called after each matrix.
+// Call this after each matrix.
 static void fold_when_due(Sums *s, const Group *g, i64 rows, int last) {
     s->added += rows;
     if (s->added < ADDED && !last) return;
@@ -443,7 +444,7 @@ static void spread_to(const Group *g, float *columns, i64 channel, float value) 
     for (i64 j = 0; j < g->each; ++j) columns[channel * g->each + j] = value;
 }
 
-// Spreads what a channel of the group has kept.
+// Copies a channel's center, scale and offset to its columns.
 static void spread_kept(const Call *c, const Group *g, i64 channel, float *lines) {
     const float *kept = c->kept + g->from + channel;
     for (int i = 0; i < 3; ++i) spread_to(g, lines + i * WIDTH, channel, kept[i * c->shape.channels]);
@@ -473,7 +474,7 @@ static void planes_forward(void *given) {
         }
         for (i64 k = 0; k < g.here; ++k) {
             double mean = rough[k * g.each], d = s.sums[k][0] / m;
-            keep(c, g.from + k, mean + d, fmax(s.sums[k][1] / m - d * d, 0)); // where that is NaN, so is the mean
+            keep(c, g.from + k, mean + d, fmax(s.sums[k][1] / m - d * d, 0)); // if NaN, so is the mean
         }
         for (i64 k = 0; k < g.here; ++k) spread_kept(c, &g, k, lines);
         for (i64 i = 0; i < g.matrices; ++i) write_out(c, matrix_of(f, &g, i), lines, WIDTH);
@@ -507,10 +508,10 @@ static void planes_backward(void *given) {
     }
 }
 
-// ---- rows: blocks of c->block rows of c->width columns, several positions side by side where channels are few ----
+// ---- rows: blocks of c->block rows of c->width columns; with few channels, a row holds several positions ----
 
 typedef struct {
-    Matrix full, tail; // its rows, and what is left of one more
+    Matrix full, tail; // the full rows, and an incomplete last one
     i64 positions;
 } Block;
 
@@ -521,7 +522,7 @@ static Block block_of(const Call *c, i64 task) {
     return (Block){full, tail, here};
 }
 
-// Adds the columns of further positions to those of the first.
+// Adds the columns of the other positions to those of the first.
 static void fold_positions(const Call *c, float *columns) {
     i64 channels = c->shape.channels;
     for (i64 j = channels; j < c->width; j += channels)
@@ -533,7 +534,7 @@ static void spread_positions(const Call *c, float *columns) {
     for (i64 j = channels; j < c->width; j += channels) memcpy(columns + j, columns, channels * sizeof(float));
 }
 
-// Of all blocks: the rough mean of each channel, the sums of d and of d^2.
+// Computes for each block the rough mean of each channel, and the sums of d and of d^2.
 static void rows_moments(void *given) {
     Call *c = given;
     i64 channels = c->shape.channels, w = c->width;
@@ -568,7 +569,7 @@ static void rows_write(void *given) {
     }
 }
 
-// Of all blocks: the sums of dz and of dz * d.
+// Computes for each block the sums of dz and of dz * d.
 static void rows_reduce(void *given) {
     Call *c = given;
     i64 channels = c->shape.channels, w = c->width;
@@ -587,10 +588,10 @@ static void rows_reduce(void *given) {
     }
 }
 
-// Chooses width and block; returns how many blocks there are.
+// Chooses the width and the block size; returns the number of blocks.
 static i64 divide(Call *c) {
     i64 channels = c->shape.channels;
-    // Few channels: as many positions as make rows of whole vectors, long enough for loops and short enough for caches.
+    // With few channels, put as many positions in a row as make whole vectors and at least NARROW columns.
     c->positions = 1;
     while (channels < NARROW && (c->positions * channels < NARROW || c->positions * channels % 16)) ++c->positions;
     c->width = c->positions * channels;
@@ -666,9 +667,9 @@ static int rows_backward(Call *c, i64 threads) {
     return 0;
 }
 
-// ---- what Python calls ----
+// ---- called from Python ----
 
-// Many channels of few rows are groups of channels too, each a plane of one value.
+// Few rows of many channels are treated as planes of one value each.
 static Shape shape_of(const Shape *given) {
     Shape f = *given;
     if (!f.length && f.channels >= WIDTH && f.n <= ADDED) f.length = 1;
@@ -677,9 +678,9 @@ static Shape shape_of(const Shape *given) {
 
 static i64 groups_of(const Shape *f) { return (f->channels + channels_of_group(f) - 1) / channels_of_group(f); }
 
-// Writes y, kept and, if it is not null, passed; moves the running averages if there are any, as those of all batches
-// with a momentum of NaN. Returns 0; 1 if the moments are not finite or float32 does not hold their sums, and -1 if there
-// is no memory: then no average has moved.
+// Writes y, kept and, if it is not null, passed. Updates the running averages if there are any; a momentum of NaN means
+// the cumulative average. Returns 0 on success, 1 if the moments are not finite or float32 cannot hold their sums, and
+// -1 if out of memory. On failure the averages are unchanged.
 int forward(
     const Shape *given, i64 threads, double eps, double momentum, const float *x, const float *gamma, const float *beta,
     const float *residual, float *running_mean, float *running_var, i64 *batches, float *y, unsigned char *passed,
@@ -709,8 +710,8 @@ int forward(
     return failed ? failed : c.bad;
 }
 
-// Writes dx, if it is not null, and the gradients of gamma and beta. dz must not be null if `passed` is not, or if the
-// derivative of g has more than two values; it may be dx. Returns 0; -1 if there is no memory.
+// Writes dx, if it is not null, and the gradients of gamma and beta. dz is required if `passed` is given, or if the
+// derivative of g takes more than two values; it may be dx. Returns 0 on success, -1 if out of memory.
 int backward(
     const Shape *given, i64 threads, const float *x, const float *dy, const float *residual, unsigned char *passed,
     const float *kept, float *dx, float *dz, float *dgamma, float *dbeta) {

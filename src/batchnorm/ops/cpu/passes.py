@@ -1,7 +1,7 @@
-"""Batch normalization in passes over memory at its speed, for what no kernel takes: one differentiable function.
+"""Batch normalization in passes at memory bandwidth, as one differentiable function, for what no kernel supports.
 
-Tensors have x's shape and strides. Per-channel vectors are float64 and numpy's: a call needs about 30 operations on
-them, and numpy has less to do around each than torch.
+Tensors have x's shape and strides. Per-channel vectors are float64 numpy arrays: a call needs about 30 operations on
+them, and numpy has less overhead per operation than torch.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ from .torch_kernels import GRADIENT_ROWS, ROWS, VECTOR, apply_, stored_like
 
 Vector = NDArray[np.float64]
 
-# Largest mean^2 / (var + eps) for which x is not shifted: it costs the variance at most this many float32 roundings.
+# Largest mean^2 / (var + eps) for which x is not shifted; cancellation costs the variance at most this many roundings.
 CONDITION = 16.0
-# Columns enough for full vectors and for loops worth their start, few enough that a row of sums stays in the nearest
-# cache.
+# Columns of a matrix: enough for full vectors and long loops, few enough that a row of sums stays in the L1 cache.
 WIDTH = 1024
-# Planes with fewer locations than this have loops too short to be worth their start.
+# Planes with fewer locations than this make loops that are too short.
 SHORT = 32
-# torch's norm of so many values is good to 1e-6; of 64 times as many to 1e-4.
+# torch's norm of this many values has an error of 1e-6; of 64 times as many, 1e-4.
 PIECE = 1 << 16
 
 _aten = torch.ops.aten
 _backward = _aten.native_batch_norm_backward.default
-_ALL, _SUMS = (True, True, True), (False, True, True)  # of dx, dgamma, dbeta
+_ALL, _SUMS = (True, True, True), (False, True, True)  # which of dx, dgamma, dbeta to compute
 
 
 class BatchNormFunction(torch.autograd.Function):
-    """(x, gamma, beta, residual) -> (y, mean, var), for x dense in a :class:`Layout`.
+    """Compute (x, gamma, beta, residual) -> (y, mean, var) for dense x.
 
-    Per-channel arithmetic is in float64: it costs nothing and leaves the passes over x as the only rounding.
+    Per-channel arithmetic is in float64. It costs nothing, and only the passes over x round to float32.
     """
 
     @staticmethod
@@ -57,20 +56,20 @@ class BatchNormFunction(torch.autograd.Function):
         activation: Activation,
         layout: Layout,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return y and the moments; keep x and, where the derivative of the activation needs it, y."""
+        """Return y and the moments; save x, and y if the activation's derivative needs it."""
         dtype = statistics_dtype(x)
         wide = x.to(dtype)
         with np.errstate(all="ignore"):  # inf and NaN pass through
             mean, var = layout.moments(wide)
             shift = None
             if not (mean * mean <= CONDITION * (var + eps)).all():
-                # From here on `wide` and `mean` are relative to the shift; x - shift is exact for values near it.
+                # From here on `wide` and `mean` are relative to the shift. For values near it x - shift is exact.
                 shift = mean.astype(np.float32).astype(np.float64) if dtype == torch.float32 else mean
                 wide = _shifted(layout, x, shift)
                 mean, var = layout.moments(wide)
             invstd = 1 / np.sqrt(var + eps)
             scale = invstd if gamma is None else invstd * _vector(gamma)
-            # A copy of x that is ours becomes the output.
+            # If `wide` is our own copy of x, it becomes the output.
             out = torch.empty_like(x) if wide is x else wide
             z = _transform(layout, wide, scale, beta, residual, mean, out)
         y = apply_(activation, z).to(x.dtype)
@@ -86,7 +85,7 @@ class BatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Go back through the activation, then through Algorithm 1; by plain operations where a graph is wanted."""
+        """Differentiate the activation, then Algorithm 1; use plain operations for double backward."""
         if dy is None and dmean is None and dvar is None:
             return (None,) * 7
         backward = _plain_backward if torch.is_grad_enabled() else _fast_backward
@@ -95,7 +94,7 @@ class BatchNormFunction(torch.autograd.Function):
 
 
 def _shifted(layout: Layout, x: Tensor, shift: Vector) -> Tensor:
-    """Return x - shift in the type of the statistics, in new memory."""
+    """Return x - shift as a new tensor in the dtype of the statistics."""
     wide = x.to(statistics_dtype(x))
     out = torch.empty_like(x) if wide is x else wide
     layout.shift(wide, shift, out)
@@ -145,7 +144,7 @@ def _fast_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tens
     if needs[0]:
         b, c = _coefficients(ctx, x.numel() // x.shape[1], sums, dmean, dvar)
         ours = g is not None and g is not dy and not needs[3]
-        dx = g if ours else torch.empty_like(wide)  # a further buffer costs more than the arithmetic
+        dx = g if ours else torch.empty_like(wide)  # reuse g: another buffer costs more than the arithmetic
         if ours:
             layout.affine(g, ctx.scale, c, out=dx)
             layout.add_scaled_(dx, wide, b)
@@ -177,7 +176,7 @@ def _coefficients(
 
 
 def _plain_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor | None) -> _Gradients:
-    """Return what :func:`_fast_backward` does as differentiable functions of everything they depend on."""
+    """Return the same gradients as :func:`_fast_backward`, computed by differentiable operations."""
     x, gamma, beta, residual, y = ctx.saved_tensors
     call = Call(x, gamma, beta, ctx.eps, ctx.activation, residual)
     dx = dgamma = dbeta = dz = None
@@ -192,7 +191,7 @@ def _plain_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Ten
 
 
 def derivative_needs(activation: Activation, dtype: torch.dtype) -> str | None:
-    """Name what g' is computed from: "y" = g(z) in ``dtype`` if that is enough, else "z"; None for the identity."""
+    """Return what g' is computed from: "y" = g(z) if ``dtype`` is precise enough, else "z"; None for the identity."""
     match activation.name:
         case "identity":
             return None
@@ -200,13 +199,13 @@ def derivative_needs(activation: Activation, dtype: torch.dtype) -> str | None:
             return "z"
         case "leaky_relu" if activation.slope < 0:
             return "z"
-        case "relu6" if dtype.itemsize == 2:  # rounds values a little below 6 to 6
+        case "relu6" if dtype.itemsize == 2:  # half precision rounds values just below 6 to 6
             return "z"
     return "y"
 
 
 def _activation_backward(activation: Activation, dy: Tensor, at: Tensor | None) -> Tensor:
-    """Return dz = g'(z) dy with ``at`` as :func:`derivative_needs` says; differentiable again if that is y."""
+    """Return dz = g'(z) dy at what :func:`derivative_needs` names; supports double backward if that is y."""
     match activation.name:
         case "identity":
             return dy
@@ -220,15 +219,15 @@ def _activation_backward(activation: Activation, dy: Tensor, at: Tensor | None) 
 
 
 class _Dense(ABC):
-    """The arithmetic of one arrangement in memory."""
+    """Arithmetic on tensors of one memory layout."""
 
     @abstractmethod
     def view(self, x: Tensor) -> Tensor:
-        """Return x as it lies in memory."""
+        """Return a view of x in memory order."""
 
     @abstractmethod
     def spread(self, v: Vector, x: Tensor) -> Tensor:
-        """Return one number per channel in the type of x, so that it broadcasts over ``view(x)``."""
+        """Return per-channel numbers in x's dtype, shaped to broadcast over ``view(x)``."""
 
     def affine(self, x: Tensor, a: Vector, b: Vector, out: Tensor) -> None:
         """Write a*x + b to ``out``, which may be ``x``."""
@@ -245,10 +244,10 @@ class _Dense(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Matrix(_Dense):
-    """Memory as a matrix whose columns each belong to one channel: (period, C, run) columns, read from the left.
+    """View memory as a matrix in which each column belongs to one channel; a row holds (period, C, run) values.
 
-    channels_last has the channels side by side, ``run`` 1, and with few of them several positions make one row
-    (``period``). A contiguous tensor with few locations has ``run`` columns per channel.
+    In channels_last the channels are adjacent: ``run`` is 1, and if there are few channels, ``period`` positions make
+    one row. A contiguous tensor with few locations has ``run`` columns per channel.
     """
 
     period: int
@@ -261,12 +260,12 @@ class Matrix(_Dense):
         return memory.view(-1, self.period * self.channels * self.run)
 
     def spread(self, v: Vector, x: Tensor) -> Tensor:
-        """Repeat the number of each channel in its columns."""
+        """Repeat each channel's number in its columns."""
         return torch.from_numpy(v.astype(_numpy_type(x)).take(_owners(self.period, self.channels, self.run)))
 
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
         """Merge the moments of blocks of rows and of columns (Chan, Golub & LeVeque)."""
-        # Several positions in a row make fewer and longer rows, which take fewer calls.
+        # Putting several positions in a row gives fewer, longer rows and so fewer calls.
         wide = Matrix(_wide(x.numel() // self.channels, self.channels), self.channels, 1) if self.run == 1 else self
         blocks = wide.view(x).split(ROWS)
         parts = [torch.batch_norm_update_stats(b, None, None, 0.0) for b in blocks]
@@ -278,20 +277,20 @@ class Matrix(_Dense):
         return total, np.einsum("b,bpcr->c", weight, var)
 
     def reduce(self, g: Tensor, x: Tensor, mean: Vector, invstd: Vector) -> tuple[Vector, Vector]:
-        """Add up by torch's kernel over blocks of rows, then over blocks and columns in float64."""
+        """Sum blocks of rows with torch's kernel, then blocks and columns in float64."""
         statistics = self.spread(mean, x), self.spread(invstd, x)
         blocks = zip(self.view(g).split(ROWS), self.view(x).split(ROWS), strict=True)
         parts = [_backward(*b, None, None, None, *statistics, True, 0.0, _SUMS) for b in blocks]
         return self._columns([p[1] for p in parts]).sum((0, 1, 3)), self._columns([p[2] for p in parts]).sum((0, 1, 3))
 
     def has_kernel(self, x: Tensor) -> bool:
-        """Say whether the channels lie side by side and fill vectors."""
+        """Return whether the channels are adjacent and fill vectors."""
         return self.run == 1 and self.channels >= VECTOR and x.numel() <= GRADIENT_ROWS * self.channels
 
     def kernel(
         self, g: Tensor, x: Tensor, gamma: Tensor | None, mean: Vector, invstd: Vector
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call it on a matrix with one column per channel."""
+        """Call torch's backward kernel on a matrix with one column per channel."""
         rows = Matrix(1, self.channels, 1)
         statistics = rows.spread(mean, x), rows.spread(invstd, x)
         dx, dgamma, dbeta = _backward(rows.view(g), rows.view(x), gamma, None, None, *statistics, True, 0.0, _ALL)
@@ -304,7 +303,7 @@ class Matrix(_Dense):
 
 @dataclass(frozen=True, slots=True)
 class Planes(_Dense):
-    """Memory as N times C planes of contiguous locations."""
+    """View memory as N times C planes of contiguous locations."""
 
     channels: int
 
@@ -313,13 +312,13 @@ class Planes(_Dense):
         return x.view(x.shape[0], self.channels, -1)
 
     def spread(self, v: Vector, x: Tensor) -> Tensor:
-        """Return a column."""
+        """Return the numbers as a column."""
         return torch.from_numpy(v.astype(_numpy_type(x))[:, None])
 
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
-        """Add up x and x^2 in each plane, then over planes in float64.
+        """Sum x and x^2 in each plane, then over planes in float64.
 
-        The caller rejects a variance that is small beside mean^2, so that their difference keeps its digits.
+        The caller shifts x if the variance is small compared with mean^2, so the difference keeps its precision.
         """
         planes = self.view(x)
         m = planes.shape[0] * planes.shape[2]
@@ -331,25 +330,25 @@ class Planes(_Dense):
         return mean, np.maximum(square / m - mean * mean, 0)
 
     def reduce(self, g: Tensor, x: Tensor, mean: Vector, invstd: Vector) -> tuple[Vector, Vector]:
-        """Add up by torch's kernel, which goes plane by plane."""
+        """Sum with torch's kernel, which works plane by plane."""
         statistics = (self.spread(v, x).view(-1) for v in (mean, invstd))
         _, dgamma, dbeta = _backward(self.view(g), self.view(x), None, None, None, *statistics, True, 0.0, _SUMS)
         return dgamma.numpy().astype(np.float64), dbeta.numpy().astype(np.float64)
 
     def has_kernel(self, x: Tensor) -> bool:
-        """Say yes: the kernel adds up plane by plane."""
+        """Return True: torch's kernel sums plane by plane."""
         return True
 
     def kernel(
         self, g: Tensor, x: Tensor, gamma: Tensor | None, mean: Vector, invstd: Vector
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call it on the planes."""
+        """Call torch's backward kernel on the planes."""
         statistics = (self.spread(v, x).view(-1) for v in (mean, invstd))
         dx, dgamma, dbeta = _backward(self.view(g), self.view(x), gamma, None, None, *statistics, True, 0.0, _ALL)
         return dx.view(x.shape), dgamma, dbeta
 
     def affine(self, x: Tensor, a: Vector, b: Vector, out: Tensor) -> None:
-        """Take two passes: torch vectorizes an operation with one scalar operand, not with two."""
+        """Write a*x + b in two passes: torch vectorizes operations with one scalar operand, not with two."""
         torch.mul(self.view(x), self.spread(a, x), out=self.view(out)).add_(self.spread(b, x))
 
 
@@ -357,7 +356,7 @@ Layout = Matrix | Planes
 
 
 def layout_of(x: Tensor) -> Matrix | Planes | None:
-    """Return the layout of a dense tensor (N, C, ...), or None where it is neither contiguous nor channels_last."""
+    """Return the layout of a tensor (N, C, ...), or None if it is neither contiguous nor channels_last."""
     channels, locations = x.shape[1], prod(x.shape[2:])
     if x.is_contiguous() and locations > 1:
         return Matrix(1, channels, locations) if locations < SHORT and channels > 1 else Planes(channels)
@@ -368,7 +367,7 @@ def layout_of(x: Tensor) -> Matrix | Planes | None:
 
 @lru_cache(maxsize=1024)
 def _wide(m: int, channels: int) -> int:
-    """Return how many of m positions make a row of at most WIDTH columns."""
+    """Return how many positions make a row: the largest divisor of m with at most WIDTH columns."""
     return next(k for k in range(max(1, WIDTH // channels), 0, -1) if m % k == 0)
 
 

@@ -1,4 +1,4 @@
-"""Torch's batch normalization kernel with a check that it is accurate, and activations in place on its output."""
+"""Torch's batch normalization kernel, with an accuracy check and activations applied in place."""
 
 from __future__ import annotations
 
@@ -14,43 +14,45 @@ from ..call import Call
 from ..composite import moments_backward
 from ..moments import Moments, statistics_dtype
 
-# Largest ||mean / std|| for which a*x + b in float32 is good to 100 * 2^-24 * a few = 2e-5 of a standard deviation.
+# Largest ||mean / std|| for which a*x + b in float32 has an error of at most about 2e-5 standard deviations:
+# 100 * 2^-24 times a small factor.
 CONDITION = 100.0
 
-# Up to here, per thread that has a channel to work on, one call of a slow kernel beats several calls of fast ones:
-# torch's loop over (N, C, L) is not vectorized.
+# Up to this many elements per busy thread, one call of a slow kernel beats several calls of fast ones: torch's loop
+# over (N, C, L) is not vectorized.
 IMAGE_ELEMENTS = 200_000
-# And here, if few channels lie side by side.
+# The same limit for channels_last with few channels.
 FEW_ELEMENTS = 16_000
-# torch's kernels are vectorized over channels that lie side by side if there are so many of them.
+# torch's kernels vectorize over adjacent channels if there are at least this many.
 VECTOR = 16
-# They add rows one after the other in float32. After ROWS of one sign the error is below 1e-6, good enough for a mean;
-# after GRADIENT_ROWS below 1e-5, good enough for the sums over gradients.
+# They add rows one by one in float32. The error stays below 1e-6 for ROWS values of one sign, good enough for a mean,
+# and below 1e-5 for GRADIENT_ROWS, good enough for sums of gradients.
 ROWS, GRADIENT_ROWS = 1 << 13, 1 << 18
 
-# Up to here a second buffer costs less than what autograd does for an operation in place.
+# Up to this many elements a second buffer costs less than autograd's overhead for an in-place operation.
 SMALL = 1 << 14
-# From here on the passes over half-precision values, which torch widens one by one, cost more than Python's backward.
+# From this many elements on, torch's passes over half precision, which widen one value at a time, cost more than a
+# backward pass in Python.
 LARGE_HALF = 1 << 20
 
 
 def is_fast(x: Tensor) -> bool:
-    """Say whether torch's kernels are the fastest for ``x`` and accurate for well-conditioned values."""
+    """Return whether torch's kernels are the fastest for ``x`` and accurate for well-conditioned values."""
     elements, shape = x.numel(), x.shape
     channels = shape[1]
     if elements <= channels:  # one value per channel: the kernel's unbiased variance is 0/0
         return False
-    # In half precision nothing else is fast, and the sums need not be better than float32's GRADIENT_ROWS.
+    # In half precision nothing else is fast, and an error of 1e-5 (GRADIENT_ROWS) is good enough.
     half = x.dtype.itemsize == 2 and elements <= GRADIENT_ROWS * channels
     if x.is_contiguous():
         if elements > shape[0] * channels:
             return half or elements <= IMAGE_ELEMENTS * min(channels, torch.get_num_threads())
-    elif not x.movedim(1, -1).is_contiguous() or (x.dim() == 3 and not half):  # torch knows no such sequences
+    elif not x.movedim(1, -1).is_contiguous() or (x.dim() == 3 and not half):  # no fast kernel for 3D
         return False
     elif channels < VECTOR:
         return x.dim() > 3 and elements <= FEW_ELEMENTS
-    # The kernel for channels that lie side by side is the fastest at any size, but it adds up the rows one after the
-    # other in float32: where there are many they go in blocks.
+    # The kernel for adjacent channels is the fastest at any size, but it adds the rows one by one in float32. With many
+    # rows passes.py adds them in blocks instead.
     return half or elements <= ROWS * channels
 
 
@@ -62,12 +64,12 @@ def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
     m = x.numel() // channels
     gamma = gamma if gamma is None or gamma.dtype == dtype else gamma.to(dtype)
     beta = beta if beta is None or beta.dtype == dtype else beta.to(dtype)
-    # The kernel returns 1/sqrt(var + eps), which forgets a small variance. Its running average, started from 0 with
-    # momentum (m-1)/m, is the biased variance itself; that of the mean has no use.
+    # The kernel returns 1/sqrt(var + eps), from which a small variance cannot be recovered. But its running variance,
+    # started at 0 with momentum (m-1)/m, is the biased variance. The running mean is not used.
     var, unused = torch.zeros(channels, dtype=dtype), torch.zeros(channels, dtype=dtype)
     y, mean, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, unused, var, True, (m - 1) / m, eps)
     ratio = mean.numpy() * invstd.numpy()
-    if not ratio.dot(ratio) <= CONDITION**2:  # NaN is not
+    if not ratio.dot(ratio) <= CONDITION**2:  # also true for NaN
         return None
     if residual is not None:
         y = (y + flatten(residual, x)).to(x.dtype)
@@ -78,7 +80,7 @@ def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
 
 
 class _DifferentiableMoments(torch.autograd.Function):
-    """Connect the moments, which torch's kernel returns as constants, to x; costs nothing backward until used."""
+    """Make the moments of torch's kernel, which are constants, differentiable; free unless their gradient is used."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,11 +96,11 @@ class _DifferentiableMoments(torch.autograd.Function):
 
 
 def flatten(t: Tensor, x: Tensor) -> Tensor:
-    """Return ``t``, of x's shape, in the form in which torch's kernels read gradients of ``x`` right.
+    """Flatten ``t``, of x's shape, if torch's kernels could otherwise misread the layout of x's gradient.
 
-    In four and more dimensions they tell contiguous gradients from channels_last ones by their strides. If a dimension
-    has size 1 its stride says nothing, and they read one layout as the other. Of rows (M, C) and planes (N, C, L) they
-    know one layout each, and autograd brings gradients into that form.
+    With four or more dimensions they tell contiguous from channels_last gradients by their strides. The stride of a
+    dimension of size 1 is meaningless, so they may mistake one layout for the other. Rows (M, C) and planes (N, C, L)
+    have only one layout each, to which autograd converts gradients.
     """
     if x.dim() < 4 or 1 not in x.shape:
         return t
@@ -114,12 +116,12 @@ def unflatten(y: Tensor, x: Tensor) -> Tensor:
 
 
 def stored_like(t: Tensor, x: Tensor) -> Tensor:
-    """Return ``t`` in the type and strides of ``x``."""
+    """Return ``t`` with the dtype and strides of ``x``."""
     return t if t.dtype == x.dtype and t.stride() == x.stride() else torch.empty_like(x).copy_(t)
 
 
 def apply_(activation: Activation, z: Tensor) -> Tensor:
-    """Overwrite ``z`` by g(z): a second buffer would cost more than the arithmetic."""
+    """Overwrite ``z`` with g(z): a second buffer would cost more than the arithmetic."""
     match activation.name:
         case "identity":
             return z
@@ -133,7 +135,7 @@ def apply_(activation: Activation, z: Tensor) -> Tensor:
 
 
 def for_fresh(activation: Activation, elements: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """Return what makes g(z) of a freshly allocated z that its own derivative does not need."""
+    """Return a function that computes g(z) and may overwrite z, which must be freshly allocated."""
     if activation.name == "identity":
         return None
     if activation.name != "relu":
@@ -148,14 +150,15 @@ def _half_relu(z: Tensor) -> Tensor:
 
 
 class HalfRelu(torch.autograd.Function):
-    """ReLU in place on float16 or bfloat16 by their bit patterns, for torch widens the values to compare them.
+    """Apply ReLU in place to float16 or bfloat16 by their bit patterns, because torch widens each value to compare it.
 
-    Read as int16, values of 0 and more are not negative; below 0 they lie at or below that of -inf, and NaN above it.
+    Read as int16, zero and positive values are not negative. Negative values are at most the pattern of -inf, and
+    negative NaNs are above it.
     """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor) -> Tensor:
-        """Set to 0 what is not above -inf's pattern: negative values, not NaN."""
+        """Zero every value whose pattern is at most that of -inf: negative values, but not NaN."""
         torch.threshold_(z.view(torch.int16), -(1 << 7) if z.dtype is torch.bfloat16 else -(1 << 10), 0)
         ctx.mark_dirty(z)
         ctx.save_for_backward(z)
@@ -163,7 +166,7 @@ class HalfRelu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        """Let pass what belongs to positive outputs."""
+        """Pass the gradient through where the output is positive."""
         (y,) = ctx.saved_tensors
         if torch.is_grad_enabled() or dy.dtype is not y.dtype:
             return _threshold_backward(dy, y, 0)  # type: ignore[no-any-return]

@@ -1,1 +1,1 @@
-"""The CUDA path: fused kernels for a batch normalization with its sum and nonlinearity."""
+"""The CUDA path: kernels that fuse batch normalization with a residual sum and a nonlinearity."""

@@ -1,8 +1,8 @@
-// What autograd.py and launch.py do for ordinary training calls, without Python.
+// Runs ordinary training calls without Python; does the same as autograd.py and launch.py.
 //
-// Python decides: it finds the kernels for tensors of some shapes, strides and types, launches them the first time, and
-// describes the launches here (add_forward, add_backward). From then on such calls allocate, launch and record their
-// gradient here. Whatever is unusual, or was not described yet, goes back to Python: train_ returns None, and the others
+// Python chooses the kernels for tensors of given shapes, strides and types, launches them the first time, and
+// describes the launches here (add_forward, add_backward). Later calls of the same kind allocate, launch and record
+// their gradient here. Anything unusual or not yet described goes back to Python: train_ returns None, and the operators
 // call the functions that configure() was given.
 
 #define PY_SSIZE_T_CLEAN
@@ -31,7 +31,7 @@ using Optional = std::optional<Tensor>;
 using Triple = std::tuple<Tensor, Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// Given by Python: functions of CUDA's driver and of torch's C interface, and what to call for everything else.
+// Set by configure(): functions of the CUDA driver and of torch's C interface, and Python functions to fall back on.
 static int (*launch_kernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
 static int (*launch_cooperative)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**);
 static int (*stream_is_capturing)(void*, int*);
@@ -56,8 +56,8 @@ struct Launch {
   void* function;
   unsigned programs, threads, shared;
   bool cooperative;
-  std::string image;  // the arguments one after the other, with zeros for those that change
-  std::vector<int> offsets;  // of the arguments
+  std::string image;  // all arguments, concatenated; `writes` overwrites those that change
+  std::vector<int> offsets;  // of the arguments in the image
   std::vector<Write> writes;
 
   static constexpr size_t BYTES = 1024, ARGUMENTS = 64;
@@ -77,12 +77,12 @@ struct Launch {
 
 struct Pass {
   std::vector<int64_t> strides;  // of the outputs
-  std::vector<int64_t> bits;  // the shape of the bits; empty: none are kept
-  int64_t floats, words;  // the room that the launches need
+  std::vector<int64_t> bits;  // the shape of the bits; empty if none are kept
+  int64_t floats, words;  // the workspace that the launches need
   std::vector<Launch> launches;
 };
 
-// ---- what was described, by everything that the description depends on
+// ---- described passes, keyed by everything that they depend on
 
 struct Key {
   std::array<int64_t, 32> numbers{};
@@ -110,7 +110,7 @@ struct Room {
   int64_t float_count = 0, word_count = 0;
 };
 
-// Backward passes run on threads of their own. Passes are never removed, so a pointer to one stays valid.
+// Autograd runs backward passes on other threads. Passes are never removed, so pointers to them stay valid.
 static std::mutex mutex;
 static std::unordered_map<Key, Pass, Hash> passes;
 static std::unordered_map<int64_t, std::unordered_map<const void*, Room>> rooms;  // by device and stream
@@ -121,7 +121,7 @@ static const Pass* find(const Key& key) {
   return found == passes.end() ? nullptr : &found->second;
 }
 
-static std::atomic<int64_t> forward_passes{0}, backward_passes{0};  // made here, and not in Python
+static std::atomic<int64_t> forward_passes{0}, backward_passes{0};  // run here, not in Python
 
 constexpr int MAX_DIMS = 5;
 
@@ -159,7 +159,7 @@ struct Gradient {
 static bool is_aligned(const Tensor& t) { return !t.defined() || (reinterpret_cast<uintptr_t>(t.data_ptr()) & 15) == 0; }
 static const void* address(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 
-// Whether a tensor is on x's device, dense and aligned; a vector's shape and type are checked beside.
+// Whether a tensor is absent, or on x's device and aligned.
 static bool fits(const Tensor& t, const Tensor& x) {
   return !t.defined() || (t.get_device() == x.get_device() && is_aligned(t));
 }
@@ -167,7 +167,7 @@ static bool is_vector(const Tensor& t, int64_t channels) {
   return !t.defined() || (t.dim() == 1 && t.size(0) == channels && t.is_contiguous());
 }
 
-// Finds the stream and its room; returns false if Python has to see to it.
+// Finds the current stream and its workspace; returns false if Python has to handle the call.
 static bool find_room(const Tensor& x, const Pass& pass, void*& stream, Room& room) {
   int capturing = 0;
   if (current_stream(x.get_device(), &stream) != 0 || stream_is_capturing(stream, &capturing) != 0 || capturing != 0)
@@ -206,7 +206,7 @@ static bool are_ordinary(const Call& c) {
   return true;
 }
 
-// Returns y, the statistics and the bits; nothing if Python has to do it.
+// Returns y, the statistics and the bits; nullopt if Python has to handle the call.
 static std::optional<Triple> forward(const Call& c) {
   if (!are_ordinary(c)) return std::nullopt;
   const auto* pass = find(c.key());
@@ -235,7 +235,7 @@ static std::optional<Triple> forward(const Call& c) {
   return Triple{y, stats, bits};
 }
 
-// Returns dx, dgamma, dbeta and the residual's gradient; nothing if Python has to do it.
+// Returns dx, dgamma, dbeta and the residual's gradient; nullopt if Python has to handle the call.
 static std::optional<Four> backward(const Gradient& g) {
   const auto& x = g.x;
   if (!g.dy.defined() || x.dim() < 2 || x.dim() > MAX_DIMS || g.dy.sizes() != x.sizes()) return std::nullopt;
@@ -262,7 +262,7 @@ static std::optional<Four> backward(const Gradient& g) {
   return Four{dx, dgamma, dbeta, dresidual};
 }
 
-// ---- back to Python
+// ---- calling Python
 
 struct Gil {
   PyGILState_STATE state = PyGILState_Ensure();
@@ -309,7 +309,7 @@ static variable_list call_python(PyObject* function, const Args&... args) {
 
 // ---- autograd
 
-enum Keep { NOTHING, BITS, RESIDUAL };  // what the gradient of an activation after a sum needs
+enum Keep { NOTHING, BITS, RESIDUAL };  // what the activation's gradient needs if a residual was added
 
 static bool is_unseen();
 
@@ -331,7 +331,7 @@ static bool are_plain(const c10::Device& device, std::initializer_list<const Ten
 }
 
 struct Fused : torch::autograd::Function<Fused> {
-  static constexpr bool is_traceable = true;  // by compiled autograd: backward() goes to Python then
+  static constexpr bool is_traceable = true;  // by compiled autograd; backward() then calls Python
 
   static Tensor forward(
       AutogradContext* ctx, const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual,
@@ -364,7 +364,7 @@ struct Fused : torch::autograd::Function<Fused> {
     const auto &dy = grads[0], &x = saved[0], &gamma = saved[1], &beta = saved[2], &residual = saved[3];
     const auto &bits = saved[4], &stats = saved[5];
     if (!dy.defined()) return {Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
-    // With nothing after the sum, the residual's gradient is dy itself.
+    // Without an activation, the residual's gradient is dy itself.
     const auto written = wants_residual && keep != NOTHING ? residual_dtype : std::nullopt;
     std::optional<Four> found;
     if (!at::GradMode::is_enabled() && is_unseen() && are_plain(stats.device(), {&dy, &x, &residual, &bits, &stats}) &&
@@ -389,14 +389,14 @@ static Optional optional(const Tensor& t) { return t.defined() ? Optional(t) : s
 
 static bool requires_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
 
-// Whether autograd alone has to see a call: no transform, tracer or mode is active.
+// Whether only autograd needs to see a call: no transform, tracer or mode is active.
 static bool is_unseen() {
   const auto included = c10::impl::tls_local_dispatch_key_set().included_;
   return (included - c10::default_included_set - c10::autocast_dispatch_keyset).empty() &&
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
-// Whether autograd sees calls: not in inference mode.
+// Whether autograd is active; it is not in inference mode.
 static bool has_autograd() {
   return !c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
 }
@@ -422,7 +422,7 @@ static PyObject* train_(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const auto& x = t[0];
   if (!x.defined() || !are_plain(x.device(), {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7]})) Py_RETURN_NONE;
   if (torch::autograd::get_current_graph_task_id() != -1)
-    for (int k = 4; k < 8; ++k) t[k] = Tensor();  // run again inside a backward pass, a call moves no averages
+    for (int k = 4; k < 8; ++k) t[k] = Tensor();  // recomputation inside a backward pass updates no averages
   const auto momentum = args[8] == Py_None ? std::nullopt : std::optional<double>(PyFloat_AsDouble(args[8]));
   const auto eps = PyFloat_AsDouble(args[9]), slope = PyFloat_AsDouble(args[12]);
   const auto code = PyLong_AsLongLong(args[10]);
@@ -447,7 +447,7 @@ static PyObject* train_(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// ---- the operators of compiled graphs
+// ---- operators for compiled graphs
 
 static Tensor whole(const Tensor& t, const Tensor& like) { return t.defined() ? t : empty({0}, like, at::kByte); }
 
@@ -471,7 +471,7 @@ static Triple fused_kernel(
   return {d[0], d[1], d[2]};
 }
 
-// Whether a call is one of a compiled graph at work: not differentiated, not traced, on real tensors.
+// Whether the call comes from a running compiled graph: not differentiated, not traced, on real tensors.
 static bool is_final(const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual) {
   if (!is_unseen() || x.key_set().has(c10::DispatchKey::Python)) return false;
   if (!at::GradMode::is_enabled()) return true;
@@ -479,7 +479,7 @@ static bool is_final(const Tensor& x, const Optional& gamma, const Optional& bet
       !requires_grad(residual.value_or(Tensor()));
 }
 
-// In compiled graphs, which have their gradients inside, autograd's turn ends at once.
+// Compiled graphs contain their own backward pass, so they skip autograd here.
 template <bool AUTOGRAD>
 static Triple fused(
     const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual, double eps,
@@ -520,7 +520,7 @@ static Four fused_backward(
   return {d[0], d[1], d[2], d[3]};
 }
 
-// register_operators(): from now on, compiled graphs come here too
+// register_operators(): makes compiled graphs call the operators of this file
 static PyObject* register_operators(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   static torch::Library cuda(torch::Library::IMPL, "batchnorm", c10::DispatchKey::CUDA, __FILE__, __LINE__);
@@ -531,7 +531,7 @@ static PyObject* register_operators(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// ---- what Python tells
+// ---- setup from Python
 
 static std::unordered_map<std::string, int64_t> codes;
 
@@ -599,7 +599,7 @@ static PyObject* add_forward(PyObject*, PyObject* args) {
   const auto tx = tensor(x), tg = tensor(gamma), tb = tensor(beta), tr = tensor(residual);
   const auto momentum = cumulative ? std::nullopt : std::optional<double>(0.0);
   const Tensor none;
-  const auto& mean = moves ? tx : none;  // a key says only whether there are averages
+  const auto& mean = moves ? tx : none;  // the key contains only whether there are averages
   if (tx.dim() <= MAX_DIMS)
     remember(Call{tx, tg, tb, tr, mean, none, none, none, momentum, 0, code, 0, keep_bits != 0}.key(), read_pass(pass));
   Py_RETURN_NONE;
@@ -620,7 +620,7 @@ static PyObject* add_backward(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// set_room(device, stream, floats, count, words, count): a stream's memory; whoever calls keeps it alive
+// set_room(device, stream, floats, count, words, count): sets a stream's workspace; the caller keeps it alive
 static PyObject* set_room(PyObject*, PyObject* args) {
   long long device, float_count, word_count;
   unsigned long long stream, floats, words;
@@ -631,7 +631,7 @@ static PyObject* set_room(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// configure(functions: four addresses, names of activations, nn.Parameter, and six functions to call otherwise)
+// configure(four function addresses, activation names, nn.Parameter, six functions to fall back on)
 static PyObject* configure(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   unsigned long long kernel, cooperative, capturing, stream;
@@ -654,7 +654,7 @@ static PyObject* configure(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// counts(): how many forward and backward passes were made here
+// counts(): how many forward and backward passes ran here
 static PyObject* counts(PyObject*, PyObject*) {
   return Py_BuildValue("LL", (long long)forward_passes.load(), (long long)backward_passes.load());
 }

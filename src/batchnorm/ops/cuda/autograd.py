@@ -1,8 +1,8 @@
-"""Register the fused kernels with torch, so that autograd and torch.compile know them; the one place that does.
+"""Register the fused kernels as torch operators, for autograd and torch.compile.
 
-``fused`` is pure, ``fused_`` also moves running averages in its kernels, ``fused_backward`` is the gradient of both.
-What is kept for the backward pass: x, eight numbers per channel, and with a residual one bit per element (relu,
-relu6, leaky_relu) or the residual itself (sigmoid, tanh, silu, hardswish).
+``fused`` is pure, ``fused_`` also updates running averages in its kernels, ``fused_backward`` is the gradient of both.
+The backward pass needs x, eight numbers per channel and, with a residual, one bit per element (relu, relu6,
+leaky_relu) or the residual itself (sigmoid, tanh, silu, hardswish).
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from . import extension, launch, schedule
 from .layout import as_dense, empty_dense, find_geometry, geometry_of
 from .sign_bits import empty_bits, unpack
 
-# An activation's number in the kernels, and what its gradient needs after a sum: nothing, bits or the residual.
+# An activation's code in the kernels, and what its gradient needs if a residual was added: nothing (0), bits (1) or the
+# residual (2).
 _CODES = {name: (code, 0 if name == "identity" else 1 if name in TWO_SLOPES else 2) for code, name in enumerate(NAMES)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HAS_TRITON = find_spec("triton") is not None
 
 
 def refusal(call: Call) -> str | None:
-    """Say why the kernels cannot take a call; None if they can."""
+    """Return why the kernels do not support a call; None if they do."""
     x = call.x
     if not is_compiling():
-        with suppress(TypeError):  # symbolic sizes have no hash
+        with suppress(TypeError):  # symbolic sizes are not hashable
             return _refusal(x.dtype, x.shape, x.stride())
     return _find_refusal(x.dtype, x.shape, x.stride())
 
@@ -47,13 +48,13 @@ def _find_refusal(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int,
     if not HAS_TRITON:
         return "Triton, which compiles the fused kernels, is not installed"
     if torch.version.hip is not None:
-        return "the fused kernels were never run on ROCm"
+        return "the fused kernels have never been tested on ROCm"
     if dtype not in DTYPES:
-        return f"the fused kernels take float32, bfloat16 and float16, not {dtype}"
+        return f"the fused kernels support float32, bfloat16 and float16, not {dtype}"
     if shape[1] >= 2**16:
-        return f"the fused kernels count up to 65535 channels, not {shape[1]}"
+        return f"the fused kernels support up to 65535 channels, not {shape[1]}"
     if find_geometry(shape, stride) is None:
-        return "the strides are neither channels last nor channels first, so the fused kernels cannot take them"
+        return "the fused kernels support only channels-last and channels-first strides"
     return None
 
 
@@ -61,7 +62,7 @@ _refusal = cache(_find_refusal)
 
 
 def describe(call: Call) -> str:
-    """Say how the kernels take a call."""
+    """Return which kernels run for a call."""
     if is_compiling():
         return "a CUDA tensor"
     forward, backward = launch.paths(call)
@@ -70,9 +71,10 @@ def describe(call: Call) -> str:
 
 
 def train_(call: Call) -> Tensor | None:
-    """Return y and move the running averages in as few steps as there are; None if anything is unusual.
+    """Return y and update the running averages with as little overhead as possible.
 
-    No moments are returned: to make tensors of them takes as long as a launch.
+    Returns None, without updating anything, if the fast path does not apply. Moments are not returned, because
+    creating their tensors takes as long as a launch.
     """
     x, gamma, beta, eps, (name, slope), residual, mask, running, momentum = call
     native = None if is_compiling() else extension.module  # the compiler must not guard on it
@@ -91,7 +93,7 @@ def train_(call: Call) -> Tensor | None:
         or (beta is not None and beta.shape != channels)
         or (residual is not None and residual.shape != x.shape)
         or x.dim() < 2
-        or x.numel() <= x.shape[1]  # one value per channel, or none
+        or x.numel() <= x.shape[1]  # at most one value per channel
         or _refusal(x.dtype, x.shape, x.stride()) is not None
     ):
         return None
@@ -99,7 +101,7 @@ def train_(call: Call) -> Tensor | None:
 
 
 def infer(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
-    """Normalize by given statistics in as few steps as there are, without gradients; None if anything is unusual."""
+    """Normalize by given statistics, without gradients and with little overhead; None if that does not apply."""
     x, gamma, beta, _, _, residual, mask, *_ = call
     channels = x.shape[1:2]
     if (
@@ -117,7 +119,7 @@ def infer(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
 
 
 def run(call: Call) -> tuple[Tensor, Moments]:
-    """Normalize by the batch's statistics, and move the running averages inside the kernels if they can."""
+    """Normalize by the batch's statistics, and update the running averages, inside the kernels if possible."""
     if call.running is not None and not _moves(call.running, call.x.shape[1:2]):
         y, moments = run(call._replace(running=None))
         moments = Moments(*(v.detach() for v in moments))
@@ -137,7 +139,7 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     if not torch.is_grad_enabled() or not _any_requires_grad(x, gamma, beta, residual, mean, var):
         y = launch.normalize(call, mean, var)
         return composite.normalize(call, mean, var) if y is None else y
-    rounds = residual is not None and x.dtype.itemsize < 4  # before the sum, what should be rounded after it
+    rounds = residual is not None and x.dtype.itemsize < 4  # torch's kernel would round before the residual is added
     if rounds or mean.requires_grad or var.requires_grad:
         return composite.normalize(call, mean, var)
     gamma, beta = (None if v is None else v.float() for v in (gamma, beta))
@@ -150,7 +152,7 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _moves(running: Kept, channels: torch.Size) -> bool:
-    """Say whether the kernels can move these averages: dense, float32, one per channel, with 64-bit counts."""
+    """Return whether the kernels can update these averages: dense, float32, one per channel, with int64 counts."""
     mean, var, batches, skipped = running
     return (
         mean.dtype is torch.float32
@@ -165,10 +167,10 @@ def _moves(running: Kept, channels: torch.Size) -> bool:
 
 
 def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
-    """Return y and the statistics; ``alone``: y alone is wanted, and nothing but autograd has to see the call."""
+    """Return y and the statistics; ``alone`` means only y is wanted, and only autograd needs to see the call."""
     x, gamma, beta, eps, activation, residual, _, running, momentum = call
     if alone or is_unseen(x, gamma, beta, residual, *(running or ())):
-        # Past the dispatcher, which takes as long as all the rest of a call.
+        # Bypass the dispatcher, which takes as long as the rest of the call.
         if torch.is_grad_enabled() and _any_requires_grad(x, gamma, beta, residual):
             if alone:
                 y = _apply(x, gamma, beta, residual, call, _launch, True)
@@ -182,13 +184,13 @@ def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
         rest = (*running, momentum, eps, *activation, False)
         y, stats, _ = torch.ops.batchnorm.fused_(x, gamma, beta, residual, *rest)
     if is_active():
-        kept = stats.detach()  # a recipe must not hold the graph that holds it
+        kept = stats.detach()  # the graph holds the recipe, so the recipe must not hold the graph
         remember(y, lambda x, residual: launch.recompute(x, residual, kept, activation), x, residual)
     return y, stats
 
 
 def _launch(call: Call, keep_bits: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run the forward kernels; a pass that is run again inside a backward pass moves no averages."""
+    """Run the forward kernels; update no averages if this pass recomputes one inside a backward pass."""
     running = call.running
     if running is not None:
         if is_recomputation():
@@ -202,7 +204,7 @@ def _launch(call: Call, keep_bits: bool) -> tuple[Tensor, Tensor, Tensor | None]
 
 
 class _Fused(torch.autograd.Function):
-    """(x, gamma, beta, residual) -> y, the statistics and bits; ``alone``: y alone."""
+    """Compute (x, gamma, beta, residual) -> y, statistics and bits; only y if ``alone``."""
 
     @staticmethod
     def forward(
@@ -260,10 +262,10 @@ def _gradients(
     x_stride: tuple[int, ...],
     y_stride: tuple[int, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, gamma, beta and the residual from what a forward pass kept."""
+    """Return the gradients of x, gamma, beta and the residual from what the forward pass saved."""
     g = Activation(activation if isinstance(activation, str) else NAMES[activation], slope)
     if x.stride() != x_stride:
-        # Hooks such as save_on_cpu's may lose the layout, in which the bits lie.
+        # Hooks such as save_on_cpu's may change x's layout, but the bits are in the original one.
         x = as_dense(x, y_stride)
     dgamma: Tensor | None
     dbeta: Tensor | None
@@ -272,7 +274,7 @@ def _gradients(
         call = Call(x, gamma, beta, eps, g, residual)
         dx, dgamma, dbeta, dresidual = composite.backward(call, dy, passes)
     else:
-        # With nothing after the sum, the residual's gradient is dy itself.
+        # Without an activation, the residual's gradient is dy itself.
         written = residual_dtype if wants_residual and g.name != "identity" else None
         run: Any = launch.backward if is_unseen(dy, x, residual, bits, stats) else torch.ops.batchnorm.fused_backward
         dx, dgamma, dbeta, dresidual = run(dy, x, residual, bits, stats, *g, written)
@@ -283,14 +285,14 @@ def _gradients(
     return dx, dgamma, dbeta, dresidual.to(residual_dtype) if wants_residual and dresidual is not None else None
 
 
-# What Function.apply calls if no torch.func transform is active, which callers have made sure of.
+# Function.apply calls this if no torch.func transform is active; callers have checked that.
 _apply: Any = super(torch.autograd.Function, _Fused).apply
 
 
 def _call_of(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, *rest: Any
 ) -> tuple[Call, bool]:
-    """Read the arguments of the operators ``fused`` and ``fused_``."""
+    """Build a Call from the arguments of the operators ``fused`` and ``fused_``."""
     *moved, eps, activation, slope, keep_bits = rest
     running, momentum = (tuple(moved[:4]), moved[4]) if moved else (None, None)
     return Call(x, gamma, beta, eps, Activation(activation, slope), residual, None, running, momentum), keep_bits
@@ -326,7 +328,7 @@ def _fake_backward(
 
 
 def _differentiable(op: Any, kernel: Any) -> Any:
-    """Return what autograd runs for an operator, whose kernel is given too."""
+    """Return the autograd implementation of an operator, given the operator and its kernel."""
 
     def below(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -334,7 +336,7 @@ def _differentiable(op: Any, kernel: Any) -> Any:
 
     def run(*args: Any) -> Any:
         if not (torch.is_grad_enabled() and _any_requires_grad(*args[:4])):
-            # A second way through the dispatcher would take longer than a launch, in every compiled layer.
+            # Dispatching again would take longer than a launch, in every compiled layer.
             return kernel(*args) if is_unseen(*args[:4]) else below(*args)
         rest = args[4:-1]
         again = lambda call, keep_bits: below(*args[:4], *rest, keep_bits)  # noqa: E731
@@ -344,7 +346,7 @@ def _differentiable(op: Any, kernel: Any) -> Any:
 
 
 def _whole(kernel: Any) -> Any:
-    """Return an empty tensor for a last result that is absent: custom ops cannot return None."""
+    """Wrap a kernel to return an empty tensor if its last result is None: custom ops cannot return None."""
 
     def call(*args: Any) -> Any:
         *results, last = kernel(*args)
@@ -368,7 +370,7 @@ for _name, _kernel, _fake in (
     ("fused_", _fused, _fake_fused),
     ("fused_backward", launch.backward, _fake_backward),
 ):
-    # For every backend, though only CUDA tensors come here: interpreted, the kernels run on CPU tensors.
+    # For every backend, not just CUDA: Triton's interpreter runs the kernels on CPU tensors.
     _library.impl(_name, _whole(_kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"batchnorm::{_name}", _whole(_fake), lib=_library)
 _autograd = [
@@ -380,6 +382,6 @@ for _name, _function in zip(("fused", "fused_"), _autograd, strict=True):
 
 
 def _configure(module: Any) -> None:
-    """Tell the extension where its functions are, and what to call for everything that it does not do."""
+    """Give the extension the addresses of C functions, and the Python functions to fall back on."""
     kernels = (_whole(_fused), _whole(_fused), _whole(launch.backward))
     module.configure(*extension.addresses(), NAMES, torch.nn.Parameter, _gradients, *kernels, *_autograd)

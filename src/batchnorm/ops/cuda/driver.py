@@ -1,4 +1,4 @@
-"""Launch kernels through CUDA's driver, and compile CUDA C++ with the library that torch's CUDA builds bring."""
+"""Launch kernels through the CUDA driver, and compile CUDA C++ with NVRTC, which torch's CUDA builds include."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REFUSALS = (701, 720, 801)
 
 
 class Refused(RuntimeError):
-    """Say that a device does not take a launch, for example because another process uses part of it.
+    """Raised if a device cannot run a launch, for example because another process uses part of the device.
 
     Beyond the paper: other kernels run then.
     """
@@ -30,10 +30,10 @@ Launcher = Callable[[int, Any, int], None]  # programs, pointers to the argument
 
 
 class Arguments:
-    """Keep a kernel's arguments in memory, so that a launch only packs the ones that change.
+    """Keep a kernel's arguments in memory, so that a launch packs only the ones that change.
 
     Args:
-        fields: an argument each: letters of :mod:`struct` if it changes from launch to launch, else its value.
+        fields: one per argument: :mod:`struct` format characters if it changes from launch to launch, else its value.
 
     >>> arguments = Arguments("P", ctypes.c_int(7), "f")
     >>> arguments.launch(lambda programs, pointers, stream: print(programs, len(pointers)), 4, (0, 0.5), 0)
@@ -57,7 +57,7 @@ class Arguments:
         self._lock = Lock()  # two threads may launch the same kernel
 
     def layout(self, values: tuple[Any, ...]) -> tuple[bytes, list[int], list[tuple[int, str]]]:
-        """Return all arguments as bytes, where each begins, and where and of which kind those are that change."""
+        """Return all arguments as bytes, their offsets, and the offset and kind of each argument that changes."""
         image = bytearray(struct.pack(self._form, *values))
         starts, begun = [], ""
         for field in self._fields:
@@ -72,7 +72,7 @@ class Arguments:
         return bytes(image), starts, changing
 
     def launch(self, kernel: Launcher, programs: int, values: tuple[Any, ...], stream: int) -> None:
-        """Launch a kernel with these values for the arguments that change."""
+        """Launch a kernel with ``values`` for the arguments that change."""
         with self._lock:
             self._pack(self._memory, 0, *values)
             kernel(programs, self._pointers, stream)
@@ -87,10 +87,10 @@ class Kernel:
 
     Args:
         function: its handle.
-        threads: of a program.
+        threads: threads per program.
         shared: bytes of shared memory.
-        device: the index.
-        cooperative: run all programs at the same time, or refuse.
+        device: the device index.
+        cooperative: run all programs at the same time, or fail.
 
     Beyond the paper: how kernels get to the device.
     """
@@ -102,10 +102,10 @@ class Kernel:
         self.run = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
 
     def __call__(self, programs: int, arguments: Any, stream: int) -> None:
-        """Launch; ``arguments`` is an array of pointers to them.
+        """Launch the kernel; ``arguments`` is an array of pointers to its arguments.
 
         Raises:
-            Refused: if the device does not run so many programs at once.
+            Refused: if the device cannot run so many programs at once.
         """
         if self.device != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
@@ -118,7 +118,7 @@ class Kernel:
 
 
 class Launch(NamedTuple):
-    """Hold what one launch through the driver was given.
+    """Hold the parameters of one launch through the driver, so that the extension can repeat it.
 
     Beyond the paper: what the extension repeats.
     """
@@ -127,10 +127,10 @@ class Launch(NamedTuple):
     programs: int
     arguments: Arguments
     values: tuple[Any, ...]  # of the arguments that change from launch to launch
-    present: tuple[int, ...]  # which tensors of the pass come first among them
+    present: tuple[int, ...]  # indices of the pass's tensors that are not None; they come first in `values`
 
     def described(self, slots: Iterable[int | None]) -> tuple[Any, ...]:
-        """Return the launch for autograd.cpp; ``slots``: where it finds each changing value, None if that is fixed."""
+        """Describe the launch for autograd.cpp; ``slots`` says which of its values goes where, None if it is fixed."""
         k = self.kernel
         image, starts, changing = self.arguments.layout(self.values)
         writes = [(*at, slot) for at, slot in zip(changing, slots, strict=True) if slot is not None]
@@ -140,10 +140,10 @@ class Launch(NamedTuple):
 def load(
     file: str, name: str, definitions: tuple[tuple[str, int], ...], threads: int, shared: int, device: torch.device
 ) -> Kernel:
-    """Compile the kernel ``name`` of ``file`` for a device, and load it there.
+    """Compile the kernel ``name`` of ``file`` for a device, and load it.
 
     Raises:
-        RuntimeError: with the compiler's words.
+        RuntimeError: if it does not compile; the message contains the compiler's log.
     """
     driver = library()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -156,7 +156,7 @@ def load(
 
 @cache
 def unavailable() -> str | None:
-    """Say what is missing for compiling and launching; None if nothing is."""
+    """Return which library is missing for compiling and launching; None if none is."""
     try:
         library(), _compiler()
     except OSError as error:
@@ -190,7 +190,7 @@ def _fetch(size_of: Any, contents_of: Any, program: ctypes.c_void_p) -> Any:
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return CUDA's driver."""
+    """Return the CUDA driver library."""
     driver = ctypes.CDLL("libcuda.so.1")
     shape: list[Any] = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p]
     driver.cuLaunchCooperativeKernel.argtypes = shape

@@ -1,7 +1,7 @@
-"""Build autograd.cpp, which takes ordinary training calls past Python.
+"""Build autograd.cpp, an extension that runs ordinary training calls without Python.
 
-A compiler takes half a minute for it, so it works in the background, once per machine: until it is ready, and wherever
-there is no compiler, autograd.py and launch.py do the same.
+Compiling takes half a minute, so it happens in the background, once per machine. Until then, and without a compiler,
+autograd.py and launch.py do the same work.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from . import driver
 NAME = "batchnorm_autograd"
 TORCH = Path(torch.__file__).parent
 
-module: Any = None  # the extension, once it is there
+module: Any = None  # the extension, once it is loaded
 _registered = False
-unavailable: str | None = "autograd.cpp is not needed yet"  # why there is none
+unavailable: str | None = "autograd.cpp has not been needed yet"  # why it is not loaded
 _started = Lock()
 _thread: Thread | None = None
 _stopped = False
 
 
 def source() -> native.Source:
-    """Return what is compiled, and how."""
+    """Return the source file and how to compile it."""
     includes = (TORCH / "include", TORCH / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"]))
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     flags = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w", abi, *(f"-I{path}" for path in includes))
@@ -55,9 +55,9 @@ def _load(path: Path) -> Any:
 
 
 def start(configure: Callable[[Any], None]) -> None:
-    """Load the extension if it was built before; else build it in the background. Only the first call does anything.
+    """Load the extension if it was built before; otherwise build it in the background.
 
-    ``configure`` is called with the module before anyone uses it.
+    Only the first call does anything. ``configure`` is called with the module before its first use.
     """
     global _thread, unavailable
     if not _started.acquire(blocking=False):
@@ -77,7 +77,7 @@ def start(configure: Callable[[Any], None]) -> None:
 
 
 def register() -> None:
-    """Let compiled graphs call the extension, too; from the main thread, since others may look operators up."""
+    """Make compiled graphs call the extension too. Call this on the main thread: others may look up operators."""
     global _registered
     if module is not None and not _registered:
         _registered = True
@@ -85,14 +85,14 @@ def register() -> None:
 
 
 def wait() -> str | None:
-    """Wait until the extension is built, if that was begun; say why there is none, or None if there is."""
+    """Wait for a build in progress; return why the extension is not available, or None if it is."""
     if _thread is not None:
         _thread.join()
     return unavailable
 
 
 def addresses() -> tuple[int | None, ...]:
-    """Return where the C functions are that launch kernels and know the stream."""
+    """Return the addresses of the C functions that launch kernels and query the stream."""
     cuda, torch_cuda = driver.library(), ctypes.CDLL(str(TORCH / "lib/libtorch_cuda.so"))
     functions = (
         cuda.cuLaunchKernel,

@@ -1,7 +1,7 @@
-"""Several layers of a network in one launch: normalizations of channels-last tensors with the same number of rows.
+"""Normalize several layers in one launch; their tensors are channels last and have the same number of rows.
 
-An input may be a slice of the channels of a larger tensor, and so may an output or a gradient: a concatenation of
-outputs needs no copy then, nor does the gradient of a convolution whose output is divided among layers.
+An input, an output or a gradient may be a slice of the channels of a larger tensor. So concatenating outputs needs no
+copy, nor does the gradient of a convolution whose output is split among layers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .schedule import Tiling, up
 from .triton_launch import TritonLaunch
 from .workspace import workspace
 
-MOST = 4  # layers of a launch
-ONE_BY_ONE = 60e6  # bytes of all inputs from which on a forward pass is one launch per layer: measured on one H200
+MOST = 4  # layers in a launch
+ONE_BY_ONE = 60e6  # from this many bytes of input on, forward launches one layer at a time: measured on one H200
 
 
 class _Sizes(NamedTuple):
-    """What a launch depends on; a tuple has a number for each layer."""
+    """Hold the sizes that a launch depends on; tuples have one number per layer."""
 
     rows: int
     channels: tuple[int, ...]
@@ -42,7 +42,7 @@ class _Sizes(NamedTuple):
 
     @property
     def all_channels(self) -> Geometry:
-        """The geometry of one layer with the channels of all."""
+        """The geometry of a single layer with the channels of all layers."""
         wide = self.rows * max(*self.x_strides, *self.y_strides, *self.dy_strides) >= 2**31
         return Geometry(True, sum(self.channels), self.rows, self.rows, sum(self.channels), 1, wide)
 
@@ -50,8 +50,8 @@ class _Sizes(NamedTuple):
 class _Plan(NamedTuple):
     residence: Residence | None  # None unless resident.cu is fastest
     launches: tuple[TritonLaunch, ...]
-    resident_room: tuple[int, int]  # by the residence: numbers for each channel, words
-    room: tuple[int, int]  # by Triton's kernels
+    resident_room: tuple[int, int]  # floats per channel and words that resident.cu needs
+    room: tuple[int, int]  # the same for Triton's kernels
 
 
 def forward(
@@ -65,9 +65,9 @@ def forward(
     activation: Activation,
     way: Tiling | Residence | None = None,
 ) -> Tensor:
-    """Write the outputs ``ys``, move the running averages, and return the layers' statistics one after the other.
+    """Write the outputs ``ys``, update the running averages, and return the layers' statistics, concatenated.
 
-    Inputs and outputs are channels last and have one type; parameters and averages are dense float32.
+    Inputs and outputs are channels last and have the same dtype; parameters and averages are dense float32.
     """
     channels = [x.shape[1] for x in xs]
     stats = xs[0].new_empty(STATS * sum(channels), dtype=torch.float32)
@@ -82,7 +82,7 @@ def forward(
 
 
 def _is_large(x: Tensor, channels: Sequence[int]) -> bool:
-    """Say whether layers are faster one after the other: each fits on chip, or nearly, and all together do not."""
+    """Return whether layers are faster one by one: each fits on chip, or nearly, but all together do not."""
     return x.is_cuda and x.numel() // x.shape[1] * sum(channels) * x.element_size() > ONE_BY_ONE
 
 
@@ -123,7 +123,7 @@ def backward(
     activation: Activation,
     way: Tiling | Residence | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Write the gradients ``dxs`` and return those of gamma and of beta, layer by layer."""
+    """Write the gradients ``dxs``; return each layer's gradients of gamma and of beta."""
     dys = [dy if _takes_rows(dy, x) else _dense(dy) for dy, x in zip(dys, xs, strict=True)]
     sizes, code = _sizes(xs, dxs, dys), NAMES.index(activation.name)
     plan = _plan(sizes, xs[0].device, True, way)
@@ -145,7 +145,7 @@ def backward(
 def infer(
     x: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, var: Tensor, y: Tensor, eps: float, activation: Activation
 ) -> None:
-    """Write to ``y`` what one layer gives by its running averages."""
+    """Normalize one layer's input by its running averages, and write the result to ``y``."""
     launch = _inference(x.numel() // x.shape[1], x.shape[1], row_stride(x), row_stride(y), x.element_size(), x.device)
     scalars = (float(eps), float(activation.slope))
     launch((x, y, mean, var, gamma, beta), scalars, (NAMES.index(activation.name),))
@@ -166,7 +166,7 @@ def _inference(
 
 
 def _common_power(numbers: Sequence[int]) -> int:
-    """Return the largest power of two up to 16 that divides all numbers."""
+    """Return the largest power of two, at most 16, that divides all the numbers."""
     return gcd(16, *numbers)
 
 
@@ -180,7 +180,10 @@ def _launch_resident(
     scalars: tuple[float, ...],
     code: int,
 ) -> bool:
-    """Run resident.cu on tensors that each layer has, and its parts of tensors that all share."""
+    """Run resident.cu; return whether the device accepted the launch.
+
+    ``each`` lists the tensors that every layer has of its own, ``shared`` those of which each layer has a part.
+    """
     x = each[0][0]
     assert x is not None
     index = x.get_device()
@@ -202,7 +205,7 @@ def _launch_resident(
 def _prepared(
     name: str, dtype: torch.dtype, code: int, sizes: _Sizes, r: Residence, index: int
 ) -> tuple[driver.Kernel, driver.Arguments, list[tuple[int, ...]], list[int]]:
-    """Return a kernel, its arguments, and for each layer the numbers of resident.cu's Shape and of slices."""
+    """Return a kernel, its arguments, and for each layer the fields of resident.cu's Shape and the number of slices."""
     device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
     count, b = len(sizes.channels), dtype.itemsize
     kernel = resident.layers_kernel(name, dtype, code, r, count, device)
@@ -234,7 +237,7 @@ def _plan(sizes: _Sizes, device: torch.device, backward: bool, way: Tiling | Res
         p = schedule.stream(g, b, backward, processors(device))
     slices = [up(c, p.V) for c in sizes.channels]
     align = _common_power((*sizes.channels, *_strides(sizes)))
-    # If layers have slices that are not full, there are more than the plan knows of: number them as they start.
+    # If some slices are not full, there are more than in the plan, so programs number themselves as they start.
     ticket = p.ticket or sum(slices) > p.slices
     p = p._replace(
         slices=sum(slices), beside=sum(slices) if p.path == "stream" else p.beside, align=align, ticket=ticket

@@ -1,4 +1,4 @@
-"""Run the fused kernels over tensors: allocate outputs, launch, and describe the launches to the extension."""
+"""Run the fused kernels on tensors: allocate outputs, launch, and describe the launches to the extension."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Launches = list[tuple[Any, ...] | None]  # as autograd.cpp reads them
 def forward(
     call: Call, keep_bits: bool = False, way: Tiling | Residence | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return y, the statistics (STATS, C) and the bits that tell where the activation lets z through, if asked for."""
+    """Return y, the statistics (STATS, C) and, if ``keep_bits``, the bits that say where the derivative of g is 1."""
     x, gamma, beta, eps, (activation, slope), residual, _, running, momentum = call
     _check_devices(x, gamma, beta, residual, running)
     g, strides, dense, r, _, launches, resident_room, room = pass_of(x, False, residual is not None, way)
@@ -79,8 +79,8 @@ def backward(
     residual_dtype: torch.dtype | None,
     way: Tiling | Residence | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return dx, dgamma, dbeta and, if a type is given for it, the residual's gradient."""
-    # Bits tell of a residual as well, though its gradient may not be wanted.
+    """Return dx, dgamma, dbeta and, if ``residual_dtype`` is given, the residual's gradient."""
+    # Bits mean that a residual was added, even if its gradient is not wanted.
     added = bits is not None or residual_dtype is not None
     g, strides, dense, r, tiling, launches, resident_room, room = pass_of(x, True, added, way)
     dx = torch.empty_like(x) if dense else x.new_empty_strided(x.shape, strides)
@@ -117,21 +117,21 @@ def backward(
 
 
 def recompute(x: Tensor, residual: Tensor | None, stats: Tensor, activation: Activation) -> Tensor:
-    """Return a forward pass's y again, from its statistics: streaming's second launch alone, the same bits."""
+    """Recompute a forward pass's y from its statistics, bit for bit, by streaming's second launch."""
     g = pass_of(x, False, residual is not None).geometry
     way = schedule.stream(g, x.element_size(), False, processors(x.device))
     p = pass_of(x, False, residual is not None, way)
     strides, launches = p.strides, p.launches
     y = x.new_empty_strided(x.shape, strides)
     residual = None if residual is None else as_dense(residual, strides)
-    # Nothing is merged or moved: what the first launch works with is not read.
+    # The second launch merges no sums and updates no averages, so placeholders do for the first launch's tensors.
     tensors = (x, y, residual, None, None, None, stats, stats, stats, *NONE)
     launches[1](tensors, (0.0, 0.0, float(activation.slope)), (NAMES.index(activation.name), False))
     return y
 
 
 def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
-    """Normalize by given statistics, without gradients; None if the kernel cannot count so far."""
+    """Normalize by given statistics, without gradients; return None if the tensor is too large for the kernel."""
     x = call.x
     found = inference_pass(x.shape, x.stride(), x.device)
     if found is None:
@@ -149,22 +149,26 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
 
 
 def weaves_bits(call: Call, g: Geometry) -> bool:
-    """Say in which order :func:`forward` returns bits, which torch.compile has to know before it runs."""
+    """Return whether :func:`forward` returns woven bits; torch.compile has to know before the kernel runs."""
     able = resident.runs_on(call.x.device) and _are_resident(call.x, call.gamma, call.beta, call.residual)
     return able and resident.weaves(g, call.x.element_size(), False, True)
 
 
 def paths(call: Call) -> tuple[str, str]:
-    """Return what ``ops.explain`` calls a forward and a backward pass, dy like x and the residual's gradient wanted."""
+    """Return the names of the forward and backward kernels for ``ops.explain``.
+
+    This assumes that dy has x's layout and that the residual's gradient is wanted.
+    """
     x, gamma, beta, _, (activation, _), residual, *_ = call
-    added = residual is not None and activation != "identity"  # else its gradient is dy
+    added = residual is not None and activation != "identity"  # otherwise its gradient is dy
     ahead, back = pass_of(x, False, residual is not None), pass_of(x, True, added)
     if _is_smooth(activation, residual) or not resident.takes(x):
         return ahead.tiling.path, back.tiling.path
     typed, r = _are_resident(x, gamma, beta, residual), back.residence
-    # The residual's gradient has its type, and other kernels keep bits in another order than woven ones.
+    # The residual's gradient has the residual's dtype. Kernels that are not woven keep bits in another order.
     fits = _of_one_type(x, residual) and (typed or r is None or not r.plane)
-    aligned = residual is None or resident.takes(residual) or not is_dense(residual, ahead.strides)  # else a copy is
+    # A residual that is not dense is copied, and the copy is aligned.
+    aligned = residual is None or resident.takes(residual) or not is_dense(residual, ahead.strides)
     return (
         ahead.path if typed and aligned else ahead.tiling.path,
         back.path if fits or not added else back.tiling.path,
@@ -172,7 +176,7 @@ def paths(call: Call) -> tuple[str, str]:
 
 
 def _teach(launches: Launches, tensors: Tensors, add: Callable[..., None], *description: Any) -> None:
-    """Describe a pass to the extension, unless Triton launched it or tensors are not aligned."""
+    """Describe a pass to the extension, unless Triton launched it or a tensor is not aligned."""
     x = next(t for t in tensors if t is not None)
     aligned = not any(t is not None and t.data_ptr() & 15 for t in tensors)
     if all(launches) and aligned and not torch._C._cuda_isCurrentStreamCapturing():
@@ -206,15 +210,17 @@ def _launch_resident(
 def _check_devices(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, others: tuple[Tensor, ...] | None
 ) -> None:
-    """Refuse what a kernel could not read: launches are given addresses."""
+    """Raise if a tensor is on another device than x: kernels get bare addresses."""
     device = x.get_device()
     for t in (gamma, beta, residual, *(others or ())):
         if t is not None and t.get_device() != device:
-            raise ValueError(f"the input is on {x.device}, a parameter, statistic or residual on {t.device}; move it")
+            raise ValueError(
+                f"the input is on {x.device}, but a parameter, statistic or residual is on {t.device}; move one of them"
+            )
 
 
 def _is_smooth(activation: str, residual: Tensor | None) -> bool:
-    """Say whether the gradient needs the residual itself, which resident.cu does not read there."""
+    """Return whether the gradient needs the residual itself, which resident.cu's backward pass does not read."""
     return residual is not None and activation not in ("identity", *TWO_SLOPES)
 
 
@@ -223,7 +229,7 @@ def _of_one_type(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def _are_resident(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None) -> bool:
-    """Say whether tensors have the types that resident.cu takes."""
+    """Return whether the tensors have dtypes that resident.cu supports."""
     return (
         (residual is None or residual.dtype is x.dtype)
         and (gamma is None or gamma.dtype is torch.float32)
@@ -240,9 +246,9 @@ def _as_float(v: Tensor | None) -> Tensor | None:
 
 
 def _rows_of(dy: Tensor, g: Geometry, strides: tuple[int, ...], align: int) -> tuple[Tensor, int]:
-    """Return the gradient and the stride of its rows or examples, copied only if it is not in x's order.
+    """Return the gradient, copied unless the kernels can read its layout, and the stride of its rows or examples.
 
-    It comes as a slice of channels if the layer's output was concatenated with others.
+    If the layer's output was concatenated with others, the gradient is a slice of channels, which needs no copy.
     """
     stride = g.channels if g.nhwc else g.channels * g.width
     if dy.stride() == strides:

@@ -1,4 +1,4 @@
-"""How a tensor (N, C, ...) lies in memory, where the fused kernels can take it: channels last or channels first."""
+"""The memory layouts (N, C, ...) that the fused kernels support: channels last and channels first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Geometry(NamedTuple):
-    """Describe x to the kernels; see triton/tile.py for units, and ``offsets`` there for the strides.
+    """Describe x's layout to the kernels; ``offsets`` in triton/tile.py uses the strides.
 
     Beyond the paper: where the kernels find each value.
     """
@@ -19,25 +19,25 @@ class Geometry(NamedTuple):
     nhwc: bool
     channels: int
     rows: int  # values per channel, the paper's m
-    width: int  # locations of an example
-    stride: int  # of a row (channels last) or an example (channels first)
-    plane: int  # of a channel
-    wide: bool  # offsets need 64 bits
+    width: int  # locations per example
+    stride: int  # stride of a row (channels last) or of an example (channels first)
+    plane: int  # stride of a channel
+    wide: bool  # whether offsets need 64 bits
 
 
 def geometry_of(x: Tensor) -> Geometry | None:
-    """Return x's geometry, or None where its strides are neither channels last nor channels first."""
+    """Return x's geometry, or None if its strides are neither channels last nor channels first."""
     shape, stride = x.shape, x.stride()
     if torch.compiler.is_compiling():
         return find_geometry(shape, stride)
     try:
         return _geometry(shape, stride)
-    except TypeError:  # symbolic sizes have no hash
+    except TypeError:  # symbolic sizes are not hashable
         return find_geometry(shape, stride)
 
 
 def _collapse(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Return the one stride that runs through these dimensions, None where there is none, 0 for a single value."""
+    """Return the stride of these dimensions flattened into one; None if they cannot be, 0 for a single value."""
     expected = step = 0
     for size, s in zip(reversed(shape), reversed(stride), strict=True):
         if size == 1:
@@ -98,22 +98,22 @@ def dense_strides(geometry: Geometry, shape: tuple[int, ...]) -> tuple[int, ...]
 
 
 def empty_dense(x: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor:
-    """Return an unwritten tensor of x's shape, dense in the geometry's layout."""
+    """Return an uninitialized tensor of x's shape, dense in the geometry's layout."""
     return torch.empty_strided(x.shape, dense_strides(geometry, tuple(x.shape)), dtype=dtype, device=x.device)
 
 
 def is_dense(t: Tensor, strides: tuple[int, ...]) -> bool:
-    """Say whether ``t`` lies in memory as these strides of a dense tensor say."""
+    """Return whether ``t`` has these strides, ignoring dimensions of size 1."""
     return t.stride() == strides or all(n == 1 or s == d for n, s, d in zip(t.shape, t.stride(), strides, strict=True))
 
 
 def as_dense(t: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return ``t``, copied where it does not lie in memory so."""
+    """Return ``t`` with these strides, copied unless it has them."""
     return t if is_dense(t, strides) else t.new_empty_strided(t.shape, strides).copy_(t)
 
 
 def vector(geometry: Geometry, itemsize: int) -> int:
-    """Return how many neighbouring values of a channels-first tensor one access may take."""
+    """Return how many adjacent values of a channels-first tensor one access may load."""
     v = gcd(gcd(geometry.width, geometry.stride), gcd(geometry.plane, 16 // itemsize))
     while geometry.width // v < 2:
         v //= 2

@@ -1,4 +1,4 @@
-"""What a pass over tensors of one shape needs beside the tensors, found once: kernels, launches, sizes."""
+"""Choose kernels, launches and sizes for a pass over tensors of one shape, and cache them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .resident import Residence
 from .schedule import Tiling, up
 from .triton_launch import TritonLaunch
 
-BLOCK = 2048  # elements of a program that normalizes by given statistics
+BLOCK = 2048  # elements per program when normalizing by given statistics
 
 
 class Pass(NamedTuple):
-    """Hold what a pass over tensors of one shape needs beside the tensors.
+    """Hold everything that a pass over tensors of one shape needs except the tensors.
 
-    Beyond the paper: the choices behind a call, and the launches that they lead to.
+    Beyond the paper: the choices behind a call, and the resulting launches.
     """
 
     geometry: Geometry
@@ -29,18 +29,18 @@ class Pass(NamedTuple):
     dense: bool  # whether x has these strides
     residence: Residence | None  # None unless resident.cu is fastest
     tiling: Tiling  # for everything else
-    launches: tuple[TritonLaunch, ...]  # by the tiling: one, or two phases one after the other
-    resident_room: tuple[int, int]  # numbers and words of the workspace, by the residence
-    room: tuple[int, int]  # by the tiling
+    launches: tuple[TritonLaunch, ...]  # of the tiling: one launch, or two phases
+    resident_room: tuple[int, int]  # floats and words of workspace that the residence needs
+    room: tuple[int, int]  # the same for the tiling
 
     @property
     def path(self) -> str:
-        """What ``ops.explain`` calls it."""
+        """The name in ``ops.explain``."""
         return (self.residence or self.tiling).path
 
 
 def pass_of(x: Tensor, backward: bool, residual: bool, way: Tiling | Residence | None = None) -> Pass:
-    """Return what a pass over ``x`` needs, by the best way or a given one."""
+    """Return what a pass over ``x`` needs, with the best launch parameters or with the given ones."""
     given = (x.shape, x.stride(), x.element_size(), x.device, backward, residual)
     return _pass(*given) if way is None else _find_pass(*given, way)
 
@@ -56,7 +56,7 @@ def _find_pass(
 ) -> Pass:
     g = find_geometry(shape, stride)
     if g is None:
-        raise ValueError(f"the fused kernels cannot take strides {stride}; ops.batch_norm chooses another path")
+        raise ValueError(f"the fused kernels do not support strides {stride}; ops.batch_norm chooses another path")
     r = way if isinstance(way, Residence) else None
     if way is None and resident.runs_on(device):
         r = resident.choose(g, itemsize, backward, residual, processors(device))
@@ -68,7 +68,8 @@ def _find_pass(
         tiling = schedule.stream(g, itemsize, backward, processors(device))
     strides = dense_strides(g, shape)
     launches = _launches(g, tiling, backward, device)
-    # A part leaves two sums of each channel, Triton's forward pass three; statistics take two more places.
+    # Each part stores two sums per channel, three in Triton's forward pass, which also needs two floats per channel for
+    # the old running averages.
     room = ((2 * tiling.kept_parts if backward else 2 + 3 * tiling.kept_parts) * g.channels, tiling.words)
     kept = 0 if r is None else 2 * r.kept_parts
     resident_room = ((kept if backward else 2 + kept) * g.channels, 0 if r is None else r.words)
@@ -80,13 +81,13 @@ _pass = cache(_find_pass)
 
 @cache
 def is_tuned(device: torch.device) -> bool:
-    """Say whether programs may wait for each other: known to be right only on Hopper, where the rules were measured."""
+    """Return whether programs may wait for each other: tested, and tuned, only on Hopper."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Return how many multiprocessors a device has; some, if kernels are interpreted."""
+    """Return the number of multiprocessors of a device; any number does if the kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -102,7 +103,7 @@ def _launches(g: Geometry, p: Tiling, backward: bool, device: torch.device) -> t
 def launches_of(
     kernel: Any, numbers: Callable[[Tiling], tuple[int, ...]], g: Geometry, p: Tiling, device: torch.device
 ) -> tuple[TritonLaunch, ...]:
-    """Return the launches of a kernel by a plan: one, or two phases one after the other."""
+    """Return a plan's launches of a kernel: one, or two phases."""
     on_device = device.type == "cuda"
 
     def launch(
@@ -113,7 +114,7 @@ def launches_of(
         options = {"num_warps": p.warps, "maxnreg": registers or None}
         return TritonLaunch(kernel, p.slices * p.parts, numbers(p), constants, options, device)
 
-    # Interpreted programs run one after the other: none may wait for the next.
+    # Interpreted programs run one after the other, so none may wait for a later one.
     if p.alone or (on_device and p.path != "stream"):
         last = p.parts > schedule.MERGED_BY_ALL
         return (launch(p, 3, p.alone, last, last, p.ticket and not p.alone, p.registers),)
@@ -138,12 +139,12 @@ def numbers(g: Geometry, p: Tiling) -> tuple[int, ...]:
 def inference_pass(
     shape: torch.Size, stride: tuple[int, ...], device: torch.device
 ) -> tuple[tuple[int, ...], bool, TritonLaunch] | None:
-    """Return what normalizing by given statistics needs: dense strides, whether x has them, and the launch."""
+    """Return the dense strides, whether x has them, and the launch that normalizes by given statistics."""
     from .triton.inference import normalize as kernel
 
     g = find_geometry(shape, stride)
     inner = 1 if g is None or g.nhwc else g.width  # elements before the channel changes
-    if g is None or g.channels * inner > 2**31 - BLOCK:  # what the kernel counts within an example
+    if g is None or g.channels * inner > 2**31 - BLOCK:  # the kernel's offsets within an example are 32-bit
         return None
     strides = dense_strides(g, shape)
     programs = up(shape.numel(), BLOCK)

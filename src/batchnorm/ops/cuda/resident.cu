@@ -1,21 +1,27 @@
-// Batch normalization in one launch that keeps on chip what it has read: all programs run at the same time, one or two
-// per multiprocessor, and meet once between the statistics and the rest.
+// Batch normalization in one launch that keeps on chip what it has read. All programs run at the same time, one or two
+// per multiprocessor, and synchronize once, between the statistics and the rest.
 //
-// A program has one part of the rows of one slice of channels, and takes the next slice when it is done. Its threads
-// copy 16-byte vectors into shared memory, each thread its own, so that nobody waits for a neighbour's; what does not
-// fit is read a second time, from the L2 cache where it is still there. The mathematics, the rows of `stats`, the words
-// at which programs meet and the running averages are those of forward.py, backward.py, meet.py and running.py.
+// A program processes one part of the rows of one slice of channels, then goes on to the next slice. Each thread copies
+// its own 16-byte vectors into shared memory, so no thread waits for another's. What does not fit is read twice, from the
+// L2 cache if it is still there. The mathematics, the rows of `stats`, the barriers and the running averages are those
+// of forward.py, backward.py, barrier.py and running.py in triton/.
 //
-// Three forms. Channels last: a row, one location of one example, has SV vectors of a slice's channels. Channels first,
-// where a channel's locations in one example make whole vectors: a slice is a channel, a unit one of its vectors. And
-// where they do not (7 x 7), WOVEN: a slice is as many channels as make SV whole vectors in one example, a row is an
-// example, and a vector may have values of two channels.
+// There are three forms:
+// - Channels last: a row, one location of one example, has SV vectors of a slice's channels.
+// - Channels first, if a channel's locations in one example fill whole vectors: a slice is a channel, and a unit is one
+//   of its vectors.
+// - WOVEN, channels first if they do not (7 x 7): a slice has as many channels as fill SV whole vectors in one example,
+//   a row is an example, and a vector may hold values of two channels.
 //
-// Compiled for one case at a time: KIND (0 bfloat16, 1 float16, 2 float32), LAST (channels last?), PLANE (locations of a
-// channel in one example, where WOVEN, else 0), ACT (IDENTITY, RELU, ...: resident.py defines them), RESIDUAL (is one
-// added?), ADDED (is all of it kept too?), THREADS, SV, K (vectors a thread keeps of each tensor), EACH (programs on a
-// multiprocessor) and LAYERS (how many layers the launch is for, channels last and with the same rows; 0: one, given by
-// arguments of its own).
+// The file is compiled for one case at a time:
+// - KIND: 0 bfloat16, 1 float16, 2 float32
+// - LAST: whether the layout is channels last
+// - PLANE: locations of a channel in one example if WOVEN, else 0
+// - ACT: IDENTITY, RELU, ..., which resident.py defines
+// - RESIDUAL: whether one is added; ADDED: whether all of it is kept on chip
+// - THREADS; SV; K: vectors of each tensor that a thread keeps; EACH: programs per multiprocessor
+// - LAYERS: number of layers in the launch, channels last and with the same rows; 0: a single layer, whose tensors are
+//   separate arguments
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -23,7 +29,7 @@ typedef long long i64;
 
 #define BATCH 4
 #define BATCHES ((K + BATCH - 1) / BATCH)
-// So many batches of the first slice are on their way while one is added up: all at once would come in no order.
+// How many batches of the first slice are in flight while one is summed. All at once would arrive in no order.
 #ifdef FORWARD
 #define AHEAD (BATCHES < 2 ? BATCHES : 2)
 #else
@@ -37,9 +43,9 @@ typedef long long i64;
 #endif
 #define WOVEN (PLANE > 0)
 #define ROWS (LAST || WOVEN)
-#define BLOCK (ROWS ? THREADS / SV : THREADS)  // units that the threads cover together
+#define BLOCK (ROWS ? THREADS / SV : THREADS)  // units that all threads together process per step
 #if LAST
-#define W (SV * V)  // channels of a slice
+#define W (SV * V)  // channels per slice
 #define EACH_UNIT 1  // values of a channel in a unit
 #elif WOVEN
 #define W (SV * V / PLANE)
@@ -56,7 +62,7 @@ struct alignas(16) Vec {
 
 // ---- the machine ----
 //
-// All that is written in PTX. tests/emulated.hpp has the same in C++, so that the rest runs on a CPU.
+// All the PTX is here. tests/emulated.hpp has the same functions in C++, so that the rest can run on a CPU.
 
 #ifdef EMULATED
 #include EMULATED
@@ -66,7 +72,7 @@ extern __shared__ __align__(16) char memory[];
 
 __device__ __forceinline__ u32 address(const char* shared) { return (u32)__cvta_generic_to_shared(shared); }
 
-// Two 16-bit numbers, the first in the lower half.
+// A word holds two 16-bit numbers, the first in the lower half.
 __device__ __forceinline__ void from_halves(u32 w, float& a, float& b) {
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(a), "=f"(b) : "r"(w));
 }
@@ -83,7 +89,7 @@ __device__ __forceinline__ u32 to_bfloats(float a, float b) {
     return w;
 }
 
-// As Triton has them, so that tile.py's activations give the same bits.
+// The same instructions as Triton's, so that results match tile.py's activations bit for bit.
 __device__ __forceinline__ float exponential(float v) {
     float e;
     asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(v * 1.4426950408889634f));
@@ -102,7 +108,7 @@ __device__ __forceinline__ u64 evict_first() {
     return policy;
 }
 
-// Copies on their way belong to the next commit; arrived<n> waits until no more than n commits are on theirs.
+// commit() closes a group of copies; arrived<n>() waits until at most n groups are pending.
 __device__ __forceinline__ void copy_async(u32 slot, const char* from, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
                  ::"r"(slot), "l"(from), "l"(policy) : "memory");
@@ -134,13 +140,13 @@ __device__ __forceinline__ void store(char* to, const Vec& v) {
                  ::"l"(to), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
 }
 
-// The same, with nothing kept in the cache.
+// The same, without keeping the line in the cache.
 __device__ __forceinline__ void store_through(char* to, const Vec& v) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
                  ::"l"(to), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
 }
 
-// Have it brought into the L2 cache.
+// Prefetch into the L2 cache.
 __device__ __forceinline__ void fetch(const char* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 __device__ __forceinline__ u32 peek(const u32* word) {
@@ -149,7 +155,7 @@ __device__ __forceinline__ u32 peek(const u32* word) {
     return now;
 }
 
-// The same with no order: what follows does not wait for it.
+// The same without ordering: later accesses do not wait for it.
 __device__ __forceinline__ u32 glance(const u32* word) {
     u32 now;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
@@ -207,13 +213,13 @@ __device__ __forceinline__ bool is_number(float v) { return fabsf(v) < __int_as_
 
 struct Shape {
     int C, units, slices, parts;  // units: rows, or vectors of a channel
-    i64 x_stride, x_plane, y_stride, y_plane, dy_stride;  // bytes: of a row or an example, and of a channel
+    i64 x_stride, x_plane, y_stride, y_plane, dy_stride;  // bytes: of a row or an example, of a channel
     int width;  // vectors of a channel in one example
     u32 magic, shift;
-    int passing;  // the tensor is larger than the cache
+    int passing;  // whether the tensor is larger than the cache
 };
 
-// What one layer has of a launch. Its slices follow those of the layers before it; `shape.slices` counts its own.
+// The arguments of one layer. Its slices follow those of the layers before it; `shape.slices` counts only its own.
 struct Layer {
 #ifdef FORWARD
     const char* x;
@@ -236,7 +242,7 @@ struct Layer {
 struct Layers {
     Layer at[LAYERS ? LAYERS : 1];
 
-    // The slices of all layers.
+    // The number of slices of all layers.
     __device__ __forceinline__ int slices() const {
         int n = 0;
 #pragma unroll
@@ -244,7 +250,7 @@ struct Layers {
         return n;
     }
 
-    // Find a slice's layer, and number the slice within it.
+    // Returns a slice's layer, and makes `slice` its index within the layer.
     __device__ __forceinline__ int find(int& slice) const {
         int found = 0, first = 0, end = 0;
 #pragma unroll
@@ -260,7 +266,7 @@ struct Layers {
     }
 };
 
-// What will be read again soon stays in the cache; what is larger than it must not push out what is read again here.
+// Keep an output in the cache for its next reader, unless it is so large that it would evict our own input.
 __device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
     if (s.passing)
         store_through(to, v);
@@ -268,8 +274,8 @@ __device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
         store(to, v);
 }
 
-// The vectors of one thread: the i-th is at offset(i), for i < n. Parts take turns, block by block, so that all programs
-// together read through the tensor in order.
+// The vectors of one thread: the i-th is at offset(i), for i < n. Blocks are dealt to the parts in turn, so that all
+// programs together read the tensor in order.
 struct Walk {
     int slice, first, step, n, column;
 
@@ -279,12 +285,12 @@ struct Walk {
         n = works(s) && first < s.units ? (s.units - first - 1) / step + 1 : 0;
     }
 
-    // Whether this thread has something to do in a slice: the last one may be narrower, and SV need not divide THREADS.
+    // Whether this thread has work in the slice: the last slice may be narrower, and SV need not divide THREADS.
     __device__ __forceinline__ bool works(const Shape& s) const {
         return LAST ? (slice * SV + column) * V < s.C : !WOVEN || threadIdx.x < BLOCK * SV;
     }
 
-    // The channel in the slice of a vector's k-th value.
+    // The channel, within the slice, of a vector's k-th value.
     __device__ __forceinline__ int channel(int k) const {
         return LAST ? column * V + k : WOVEN ? (column * V + k) / (WOVEN ? PLANE : 1) : 0;
     }
@@ -303,7 +309,8 @@ struct Walk {
 
     __device__ __forceinline__ i64 of_dy(const Shape& s, int i) const { return offset(s, i, s.dy_stride, s.y_plane); }
 
-    // One bit per element, as bits.py says: rows of C bits, or channels of units * V, rounded up to bytes; or like y.
+    // The byte of a vector's bits, in the order of sign_bits.py: rows of C bits or channels of units * V bits, rounded
+    // up to bytes; or, if WOVEN, the order of y.
     __device__ __forceinline__ i64 of_bits(const Shape& s, int i) const {
 #if LAST
         return (i64)(first + i * step) * ((s.C + 7) / 8) + (slice * SV + column) * V / 8;
@@ -315,7 +322,7 @@ struct Walk {
     }
 };
 
-// Of float32 two neighbours share a byte; a tensor's vectors come in pairs then.
+// With float32, two neighbouring threads share a byte; the number of vectors is even then.
 __device__ __forceinline__ void store_bits(unsigned char* to, u32 bits) {
 #if V == 8
     *to = bits;
@@ -333,9 +340,9 @@ __device__ __forceinline__ u32 load_bits(const unsigned char* from) {
 #endif
 }
 
-// ---- how programs meet: see meet.py ----
+// ---- barriers: see barrier.py ----
 
-// Which way the word lies is read long before: it cannot turn before this program has arrived.
+// The barrier's current side. It is read early, because it cannot change before this program arrives.
 __device__ __forceinline__ u32 side_of(const u32* word) { return threadIdx.x == 0 ? glance(word) & 0x80000000u : 0; }
 
 __device__ __forceinline__ void meet(u32* word, u32 side, int part, int parts) {
@@ -359,15 +366,15 @@ __device__ __forceinline__ void put_values(float* to, const float (&f)[V]) {
     for (int k = 0; k < V; k += 4) put_four(to + k, f[k], f[k + 1], f[k + 2], f[k + 3]);
 }
 
-// Floats that the sums need room for.
+// Floats of scratch memory that the sums need.
 #define SCRATCH (LAST ? 2 * (WARPS * W > THREADS ? WARPS * W : THREADS) : WOVEN ? 4 * THREADS : 2 * WARPS)
 
-// Add up two numbers of each of a thread's values, channel by channel, over all threads, in a fixed order. The first W
-// threads get the sums of channel threadIdx.x.
+// Sums s1 and s2 per channel over all threads, in a fixed order. Each of the first W threads gets the sums of channel
+// threadIdx.x.
 __device__ __forceinline__ void totals(float (&s1)[V], float (&s2)[V], const Walk& walk, float* scratch, float& a, float& b) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #if WOVEN
-    // A vector has values of its first channel, and perhaps of the next.
+    // A vector holds values of its first channel, and perhaps of the next.
     float mine[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int k = 0; k < V; ++k) {
@@ -458,8 +465,8 @@ __device__ __forceinline__ void totals(float (&s1)[V], float (&s2)[V], const Wal
 #endif
 }
 
-// Add up the two numbers that all parts left, in a fixed order. The first W threads get the sums of their channels.
-#define TEAMS (LAST ? THREADS / W : WOVEN ? 4 : 32)  // threads of a channel
+// Adds the sums of all parts, in a fixed order. Each of the first W threads gets the sums of its channel.
+#define TEAMS (LAST ? THREADS / W : WOVEN ? 4 : 32)  // threads per channel
 __device__ __forceinline__ void add_parts(const float2* partial, const Shape& s, int slice, float* scratch, float& a, float& b) {
     int c = slice * W + threadIdx.x % W, team = threadIdx.x / W;
     a = b = 0;
@@ -519,7 +526,7 @@ __device__ __forceinline__ float activate(float z, float slope) {
 #endif
 }
 
-// Whether a derivative with two values is 1; relu and relu6 let NaN through, as torch's CUDA kernels do.
+// Whether g'(z) is 1, for g' with two values; true for NaN with relu and relu6, as in torch's CUDA kernels.
 __device__ __forceinline__ bool passes(float z) {
     return ACT == RELU ? !(z <= 0) : ACT == RELU6 ? !(z <= 0 || z >= 6) : z > 0;
 }
@@ -560,8 +567,8 @@ struct Running {
     int cumulative;
 };
 
-// The first W threads move one channel each. The warp that finishes the last channels of all counts the batch, and puts
-// everything back where a channel was bad: `all`, which it gets from go, is not needed before the end.
+// Each of the first W threads updates one channel's running averages. The last warp to finish counts the batch, and
+// restores all averages if a channel was bad. go() returns the count `all`, which only finish() needs, at the end.
 struct Move {
     float old_mean, old_var, factor;
 
@@ -572,7 +579,7 @@ struct Move {
         factor = r.cumulative ? 1.0f / (float)(*r.batches + 1) : r.momentum;
     }
 
-    // Called by whole warps.
+    // Must be called by whole warps.
     __device__ __forceinline__ u32 go(const Running& r, u32* done, float* before, int C, int channel, bool here, float mean, float var, float count) {
         bool bad = false;
         if (here) {
@@ -603,10 +610,10 @@ struct Move {
         }
     }
 };
-#define MOVERS ((W + 31) / 32)  // warps that move averages
+#define MOVERS ((W + 31) / 32)  // warps that update averages
 
-// Sums are shifted by a value near the mean, the same in all parts: the mean of a few units that lie far apart. The first
-// SAMPLES * SV threads (of rows) or SAMPLES (of a channel) read them.
+// Sums are shifted by a value near the mean, the same in all parts: the mean of a few units spread over the tensor. The
+// first SAMPLES * SV threads (for rows) or SAMPLES threads (for a channel) read them.
 #if LAST
 #define SAMPLES (2 * WARPS < BLOCK ? 2 * WARPS : BLOCK)
 #elif WOVEN
@@ -668,7 +675,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
     __shared__ float shared_base[W], shared_scale[W], shared_offset[W];
     const u64 policy = evict_first();
     const int parts = layers.at[0].shape.parts, slices = layers.slices(), groups = gridDim.x / parts;
-    // Neighbouring programs have the same rows of neighbouring slices: together they read long runs of memory.
+    // Neighbouring programs process the same rows of neighbouring slices, so together they read long runs of memory.
     const int group = blockIdx.x % groups, part = blockIdx.x / groups;
 
     int all_slice = group, slice = group;
@@ -684,7 +691,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         }
         commit();
     };
-    // After x, so that the statistics do not wait for it.
+    // Copied after x, so that the statistics do not wait for it.
     auto copy_added = [&](const Layer& l, const Walk& walk) {
 #pragma unroll 1
         for (int k = 0; k < walk.n; ++k) copy_async(slot_of(1, k), residual + walk.of_y(l.shape, k), policy);
@@ -705,7 +712,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         const bool here = threadIdx.x < W && channel < s.C;
         const u32 side = s.parts > 1 ? side_of(words + 2 + slice) : 0;
 
-        // Early: nobody waits for these.
+        // Loaded early, to hide the latency.
         float g = 1, b = 0;
         Move averages = {};
         if (here) {
@@ -826,7 +833,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             if (RESIDUAL && bits) store_bits(bits + walk.of_bits(s, i), above);
         };
         if (ADDED) arrived<0>();
-        // What was read last first: it is still in the cache.
+        // Start with what was read last: it is still in the cache.
         i = streamed;
         for (; i >= UNROLL; i -= UNROLL) {
             Vec v[UNROLL], r[UNROLL];
@@ -867,7 +874,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
 
 #else  // ---- backward ----
 
-// If a residual was added, bits say where the derivative is 1.
+// If a residual was added, bits say where g' is 1.
 #define SIGNS (RESIDUAL && ACT != IDENTITY)
 #if LAYERS
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward_layers(
@@ -890,7 +897,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
     int layer = layers.find(slice);
     Walk walk(layers.at[layer].shape, slice, part);
     int streamed = max(walk.n - K, 0);
-    u32 signs[K];  // of what is kept
+    u32 signs[K];  // bits of the kept vectors
     auto copy_one = [&](const Layer& l, const Walk& walk, int streamed, int k) {
         int i = streamed + k;
         if (k < K && i < walk.n) {
@@ -928,7 +935,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
             offset[k] = exists ? stats[6 * s.C + c] : 0;
             s1[k] = s2[k] = 0;
         }
-        float low = 0, invstd = 0, factor = 0;  // early: nobody waits for these
+        float low = 0, invstd = 0, factor = 0;  // loaded early, to hide the latency
         if (here) {
             low = stats[4 * s.C + channel];
             factor = stats[5 * s.C + channel];

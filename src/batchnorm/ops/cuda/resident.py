@@ -1,6 +1,6 @@
-"""Which tensors resident.cu takes, which keeps on chip what it has read, and how it runs on them.
+"""Choose when and how to run resident.cu, the kernel that keeps on chip what it has read.
 
-The rules are drawn from measurements on one H200 (results/kernels-h200.json).
+The rules come from measurements on one H200 (results/kernels-h200.json).
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from .schedule import AT_ONCE, megabytes_of, up
 
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDTH = 16  # bytes of a vector
-SHARED = 232_448  # bytes of shared memory that the programs on a multiprocessor may have together
-CACHE = 40_000_000  # bytes that outlive a pass through the L2 cache
-BATCHES = 8  # of 4 vectors: how many copies a thread waits for one after the other
+SHARED = 232_448  # bytes of shared memory available to all programs on a multiprocessor
+CACHE = 40_000_000  # bytes that stay in the L2 cache during a pass
+BATCHES = 8  # most batches of 4 vectors that a thread copies and waits for, one by one
 
 
 class Residence(NamedTuple):
-    """Say how the kernel runs.
+    """Hold the launch parameters of the kernel.
 
     Beyond the paper: the choices behind one launch.
     """
 
     threads: int
-    each: int  # programs on a multiprocessor
-    lanes: int  # vectors of a slice's row; 1 where a slice is a channel
-    plane: int  # locations of a channel in one example, where vectors may have values of two channels, else 0
-    kept: int  # vectors a thread keeps of each tensor
+    each: int  # programs per multiprocessor
+    lanes: int  # vectors in a slice's row; 1 if a slice is a channel
+    plane: int  # locations of a channel in one example if vectors may hold values of two channels ("woven"), else 0
+    kept: int  # vectors of each tensor that a thread keeps on chip
     parts: int
     slices: int
-    groups: int  # slices worked on at a time
-    added: bool = False  # whether the residual is kept too, all of it
+    groups: int  # slices processed at a time
+    added: bool = False  # whether the whole residual is kept on chip too
 
     @property
     def path(self) -> str:
-        """What ``ops.explain`` calls it."""
+        """The name in ``ops.explain``."""
         return "resident"
 
     def fits(self, g: Geometry, itemsize: int) -> bool:
-        """Whether nothing is read again."""
+        """Return whether everything stays on chip, so that nothing is read twice."""
         v = WIDTH // itemsize
         units = g.rows if g.nhwc else g.rows // g.width if self.plane else g.rows // v
         block = self.threads // self.lanes if g.nhwc or self.plane else self.threads
@@ -54,24 +54,24 @@ class Residence(NamedTuple):
 
     @property
     def kept_parts(self) -> int:
-        """How many parts' sums need a place."""
+        """The number of parts whose sums need memory."""
         return 0 if self.parts == 1 else self.parts
 
     @property
     def words(self) -> int:
-        """How many words the programs meet at."""
+        """The number of words for barriers."""
         return 2 + self.slices
 
     @property
     def code(self) -> tuple[int, ...]:
-        """What the compiled code depends on."""
+        """The parameters that are compiled into the kernel."""
         return self.threads, self.each, self.lanes, self.plane, self.kept, int(self.added)
 
 
 def make(
     g: Geometry, itemsize: int, tensors: int, processors: int, threads: int, each: int, lanes: int, parts: int
 ) -> Residence:
-    """Plan for about ``parts`` parts, with ``tensors`` tensors kept."""
+    """Plan a launch with about ``parts`` parts that keeps ``tensors`` tensors on chip."""
     v = WIDTH // itemsize
     plane = 0
     if g.nhwc:
@@ -91,12 +91,12 @@ def make(
 
 @cache
 def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Residence | None:
-    """Choose for a device with so many multiprocessors; None where other kernels are faster or this one cannot."""
+    """Choose the launch parameters; return None if other kernels are faster or this one does not support the tensor."""
     v = WIDTH // itemsize
     if weaves(g, itemsize, backward, residual):
         find = _of_woven
     elif residual and (g.channels if g.nhwc else g.rows) % 8:
-        return None  # bits come in bytes
+        return None  # the bits must fill whole bytes
     elif g.nhwc:
         if g.channels % v or g.stride % v:
             return None
@@ -115,12 +115,12 @@ def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processor
 def _of_planes(
     g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
 ) -> Residence | None:
-    """Choose for a channels-first tensor."""
+    """Choose the launch for a channels-first tensor."""
     megabytes, channel = megabytes_of(g, itemsize), g.rows * itemsize
-    at_once = processors < g.channels <= 2 * processors  # by two programs on a multiprocessor, one part each
+    at_once = processors < g.channels <= 2 * processors  # two programs per multiprocessor, one channel each
 
     def plan(threads: int, each: int, parts: int = 0) -> Residence:
-        """Plan for so many parts, or for as many as keep all programs at work."""
+        """Plan with this many parts, or with as many as keep all programs busy."""
         parts = parts or max(1, processors * each // g.channels)
         return make(g, itemsize, tensors, processors, threads, each, 1, min(parts, processors * each))
 
@@ -137,7 +137,7 @@ def _of_planes(
         if megabytes > 250:
             return plan(512, 2, up(channel, 100 * 1024)) if processors < g.channels < 2 * processors else None
         if megabytes >= 20:
-            # Whole channels do not divide well among about as many multiprocessors; quarters do.
+            # If there are about as many channels as multiprocessors, quarters balance better than whole channels.
             return plan(512, 2, 4 if 0.95 * processors <= g.channels <= 1.5 * processors else 0)
         return plan(512, 1) if g.channels <= processors else plan(256, 2)
     if megabytes < (6 if residual else 16) or megabytes > (200 if residual else 250):
@@ -151,14 +151,14 @@ def _of_planes(
     if at_once and channel <= 256 * 1024:
         return plan(512, 2)
     if at_once and g.channels < 1.5 * processors:
-        return None  # in a second round most programs would have nothing to do
+        return None  # most programs would be idle in a second round
     return plan(512, 1, up(channel, 200 * 1024) if g.channels > processors and channel > 2**20 else 0)
 
 
 def _of_woven(
     g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
 ) -> Residence | None:
-    """Choose for a channels-first tensor whose channels are no whole vectors."""
+    """Choose the launch for a channels-first tensor whose channels are not whole vectors."""
     lanes = woven_lanes(g, itemsize, residual)
     assert lanes is not None
     slices = g.channels * g.width * itemsize // (lanes * WIDTH)
@@ -171,21 +171,24 @@ def _of_woven(
         return plan(384, 2)
     one, two = plan(512, 1), plan(256, 2)
     if one.parts == 1 and slices <= processors and one.fits(g, itemsize):
-        return one  # nobody waits for another
+        return one  # no program waits for another
     return one if backward and not two.fits(g, itemsize) else two
 
 
 def _of_rows(
     g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
 ) -> Residence | None:
-    """Choose for a channels-last tensor."""
+    """Choose the launch for a channels-last tensor."""
     return _of_layers(g, (g.channels,), itemsize, backward, residual, processors, tensors)
 
 
 def choose_layers(
     g: Geometry, channels: tuple[int, ...], strides: tuple[int, ...], itemsize: int, backward: bool, processors: int
 ) -> Residence | None:
-    """Choose for layers with so many channels each, which ``g`` has together; None where other kernels are faster."""
+    """Choose the launch for several layers, with ``g`` the geometry of all their channels together.
+
+    Returns None if other kernels are faster.
+    """
     v = WIDTH // itemsize
     if any(n % v for n in (*channels, *strides)):
         return None
@@ -198,7 +201,10 @@ def choose_layers(
 
 
 def _in_rounds(g: Geometry, channels: tuple[int, ...], itemsize: int, processors: int) -> Residence | None:
-    """Plan a backward pass over as many slices at a time as fit on chip; None if the last round would be short."""
+    """Plan a backward pass that processes as many slices at a time as fit on chip.
+
+    Returns None if the last round would be mostly empty.
+    """
     lanes, threads = 4, 512
     slices = sum(up(c * itemsize, lanes * WIDTH) for c in channels)
     kept = make(g, itemsize, 2, processors, threads, 1, lanes, 1).kept
@@ -207,7 +213,7 @@ def _in_rounds(g: Geometry, channels: tuple[int, ...], itemsize: int, processors
     if not 2 <= groups < slices or slices / (up(slices, groups) * groups) < 0.9:
         return None
     if all(c * itemsize % (8 * WIDTH) == 0 for c in channels):
-        return None  # wide slices are full, and faster though some of them is read again
+        return None  # wide slices are full, and faster even though some values are read twice
     r = make(g, itemsize, 2, processors, threads, 1, lanes, processors // groups)
     return r._replace(slices=slices, groups=groups)
 
@@ -221,12 +227,12 @@ def _of_layers(
     processors: int,
     tensors: int,
 ) -> Residence | None:
-    """Choose for one or more channels-last tensors, which ``g`` describes together."""
+    """Choose the launch for one or more channels-last tensors, which ``g`` describes together."""
     megabytes, plain = megabytes_of(g, itemsize), not backward and not residual
     least = (1 if residual else 3) if backward else (3 if residual else 6)
     if megabytes < least or megabytes > (250 if plain else 200):
         return None
-    # Wide rows use all of memory's bursts, of narrow ones fewer programs meet; few threads should have nothing to do.
+    # Wide slices use full memory bursts; with narrow ones fewer programs share a barrier. Few threads should be idle.
     narrow = megabytes < (30 if plain else 10 if backward and residual else 16)
     vectors = [c * itemsize // WIDTH for c in channels]
     if megabytes > 50 and any(n % 8 for n in vectors) and not plain:
@@ -245,22 +251,22 @@ def _of_layers(
 
 
 def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
-    """Say whether a tensor is one for vectors with values of two channels; with a residual both passes agree."""
+    """Return whether to process a tensor in woven form; with a residual, both passes make the same choice."""
     v = WIDTH // itemsize
-    # The size first: of a tensor whose shape is not known yet the compiler has to know no more.
+    # Check the size first: for symbolic shapes, torch.compile then often needs no other guard.
     if megabytes_of(g, itemsize) < 4 or g.nhwc or g.width < 2 * v or g.stride % v:
         return False
     if woven_lanes(g, itemsize, residual) is None:
         return False
-    alone = g.width % 2 == 1  # other kernels read value by value
+    alone = g.width % 2 == 1  # other kernels would read one value at a time
     least = (4 if alone else 6) if residual else (4 if alone else 10) if backward else (10 if alone else 30)
     return megabytes_of(g, itemsize) >= least
 
 
 def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
-    """Return how many vectors of an example have whole channels, where a channel's are not whole; None where none do.
+    """Return the least number of vectors that hold whole channels of one example in woven form, or None.
 
-    With a residual their bits are whole bytes too.
+    None means that the woven form does not apply. With a residual the bits of these vectors fill whole bytes too.
 
     >>> from .layout import geometry_of
     >>> woven_lanes(geometry_of(torch.empty(2, 64, 7, 7)), 2, False)  # 8 channels of 49 are 49 vectors of 8
@@ -277,8 +283,8 @@ def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Say whether the kernel runs on a device: it needs Hopper's shared memory, the run-time compiler and all room."""
-    alone = 0 < AT_ONCE <= 2  # of two streams one waits until the other's programs are done
+    """Return whether the kernel can run on a device: it needs Hopper's shared memory, NVRTC and the whole device."""
+    alone = 0 < AT_ONCE <= 2  # with two streams, one waits until the other's programs are done
     if device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)
@@ -287,7 +293,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def takes(*tensors: Tensor | None) -> bool:
-    """Say whether tensors begin where 16-byte accesses may."""
+    """Return whether the tensors are aligned to 16 bytes."""
     return all(t is None or t.data_ptr() % WIDTH == 0 for t in tensors)
 
 
@@ -339,7 +345,7 @@ def _kernel(
 def layers_kernel(
     name: str, dtype: torch.dtype, activation: int, r: Residence, layers: int, device: torch.device
 ) -> driver.Kernel:
-    """Return the kernel "forward_layers" or "backward_layers" for so many layers."""
+    """Return the kernel "forward_layers" or "backward_layers" for this many layers."""
     return _kernel(name, KINDS[dtype], True, activation, False, r.code, device, layers)
 
 
@@ -356,9 +362,11 @@ def prepared(
 ) -> tuple[driver.Kernel, driver.Arguments]:
     """Return the kernel "forward" or "backward" and its arguments.
 
-    Those that change are, forward: the addresses of x, y, residual, bits, gamma, beta, stats, partial, words and the
-    running averages, momentum, whether the average is cumulative, eps, slope; backward: those of dy, x, bits, stats,
-    dx, dresidual, dgamma, dbeta, partial and words, and slope.
+    These arguments change from launch to launch:
+
+    - forward: the addresses of x, y, residual, bits, gamma, beta, stats, partial, words and the running averages, then
+      momentum, whether the average is cumulative, eps and slope.
+    - backward: the addresses of dy, x, bits, stats, dx, dresidual, dgamma, dbeta, partial and words, then slope.
     """
     device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
     kernel = _kernel(name, KINDS[dtype], g.nhwc, activation, residual, r.code, device)

@@ -1,4 +1,4 @@
-"""Which kernel configuration a tensor gets: rules drawn from measurements on one H200 (results/kernels-h200.json)."""
+"""Choose the Triton kernels' configuration for a tensor, by rules measured on one H200 (results/kernels-h200.json)."""
 
 from __future__ import annotations
 
@@ -8,59 +8,60 @@ from typing import NamedTuple
 
 from .layout import Geometry, vector
 
-MEANING = "resident, once: x is read once where it fits on chip, in one launch; stream: twice, in two launches"
-# Up to so many parts every program merges all parts' sums itself; past it the last to arrive does it for all.
+MEANING = "resident, once: one launch that reads x once if it fits on chip; stream: two launches that read x twice"
+# Up to this many parts, every program merges all parts' sums itself; beyond it, the last to arrive merges for all.
 MERGED_BY_ALL = 64
-# So many launches whose programs wait for each other may run at the same time and none has to wait for room; 0: none
-# is made. One network trains on two streams. What processes that share a GPU leave each other nobody knows.
+# How many launches with barriers may run at the same time without one waiting for free multiprocessors; 0 disables
+# such launches. The default allows for a network that trains on two streams. How much of a GPU other processes leave
+# free is unknown.
 AT_ONCE = int(os.environ.get("BATCHNORM_LAUNCHES_AT_ONCE", "2"))
-# Numbers of tiles held; each is a kernel to compile.
+# Allowed numbers of tiles in registers; each compiles a kernel of its own.
 HELD = (1, 2, 4, 7, 8, 12, 16)
 
 
 class Tiling(NamedTuple):
-    """Say how the kernels run: R x V tiles, T of them held in registers, each slice of channels in parts.
+    """Hold the launch parameters: R x V tiles, T of them held in registers, each slice of channels split into parts.
 
     Beyond the paper: the choices behind one launch.
     """
 
-    path: str  # once: one launch, x held in registers; stream: two launches, x read twice
+    path: str  # "once": one launch, x held in registers; "stream": two launches, x read twice
     R: int
     V: int
     T: int
     parts: int
-    share: int  # units of one part
+    share: int  # units per part
     slices: int
-    beside: int  # slices worked on at a time
+    beside: int  # slices processed at a time
     warps: int
-    stages: int  # loads in flight in a loop over tiles; 1: what the compiler makes of it
-    registers: int  # a thread may use so many up to the statistics; 0: as many as the compiler likes
-    steps: int  # tiles of a program of the second launch
+    stages: int  # software pipelining stages of the loop over tiles
+    registers: int  # most registers per thread in the first or only launch; 0: no limit
+    steps: int  # tiles per program in the second launch
     ticket: bool  # whether programs number themselves as they start: see triton/barrier.py
     align: int
 
     @property
     def alone(self) -> bool:
-        """Whether one program has a whole slice, so that nobody waits."""
+        """Whether one program processes a whole slice, so that none has to wait."""
         return self.parts == 1 and self.path != "stream"
 
     @property
     def tree(self) -> bool:
-        """Whether parts are merged in two steps, of at most 32 each."""
+        """Whether parts are merged in two steps of at most 32 parts each."""
         return self.parts > 32
 
     @property
     def kept_parts(self) -> int:
-        """How many parts' sums need a place."""
+        """The number of parts whose sums need memory."""
         return 0 if self.alone else self.parts + up(self.parts, 32) * self.tree
 
     @property
     def words(self) -> int:
-        """How many words the programs meet at: one for tickets, one for slices done, one a slice, 32 more a slice."""
+        """The number of words for tickets (1), finished slices (1) and barriers (1 per slice; 32 more for a tree)."""
         return 2 if self.alone else 2 + self.slices * (33 if self.tree else 1)
 
     def second(self, units: int) -> Tiling:
-        """Return the plan of the second launch: smaller parts, since nothing is merged after it."""
+        """Return the plan of the second launch: smaller parts, because it merges nothing."""
         share = self.R * self.steps
         return self._replace(share=share, parts=up(units, share))
 
@@ -71,12 +72,12 @@ def up(a: int, b: int) -> int:
 
 
 def megabytes_of(g: Geometry, itemsize: int) -> float:
-    """Return a tensor's size."""
+    """Return a tensor's size in megabytes."""
     return g.rows * g.channels * itemsize / 1e6
 
 
 def power_up(n: int) -> int:
-    """Return the least power of two that is at least n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -95,7 +96,7 @@ def make(
     steps: int = 4,
     ticket: bool = True,
 ) -> Tiling:
-    """Make a plan of ``tile`` elements per tile, at most ``tiles`` held, about ``parts`` parts, ``lanes`` channels."""
+    """Make a plan: ``tile`` elements per tile, at most ``tiles`` held, about ``parts`` parts, ``lanes`` channels."""
     if geometry.nhwc:
         V = lanes
         slices, units = up(geometry.channels, V), geometry.rows
@@ -117,7 +118,7 @@ def make(
 
 
 class Way(NamedTuple):
-    """Hold a tensor in registers: threads of a program, bytes it may hold, channels of a slice if channels last."""
+    """Hold a plan for keeping a tensor in registers: warps and kilobytes per program; channels per NHWC slice."""
 
     warps: int
     kilobytes: int
@@ -126,7 +127,7 @@ class Way(NamedTuple):
 
 @cache
 def choose(geometry: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Tiling:
-    """Choose for a device with so many multiprocessors."""
+    """Choose the plan for a device with this many multiprocessors."""
     way = _way(geometry, itemsize, backward, residual)
     tensors = 2 if backward or residual else 1
     plan = None if way is None else once(geometry, itemsize, tensors, way, processors)
@@ -134,7 +135,7 @@ def choose(geometry: Geometry, itemsize: int, backward: bool, residual: bool, pr
 
 
 def _way(g: Geometry, itemsize: int, backward: bool, residual: bool) -> Way | None:
-    """Return how to hold a tensor of this size, or None where streaming is faster or all that is possible."""
+    """Return how to hold a tensor of this size in registers, or None if streaming is faster or the only option."""
     megabytes = megabytes_of(g, itemsize)
     if g.nhwc:
         if megabytes < 6:
@@ -146,21 +147,24 @@ def _way(g: Geometry, itemsize: int, backward: bool, residual: bool) -> Way | No
     if residual and megabytes > 8 and values * itemsize == 16:
         return None
     if megabytes < 60 or g.rows * itemsize <= 512 * 1024:
-        alone = values > 1 and 2 * g.rows * itemsize <= 64 * 1024  # a program has a channel and waits for nobody
+        alone = values > 1 and 2 * g.rows * itemsize <= 64 * 1024  # one program holds a whole channel
         small = megabytes < (3 if not alone else 4 if residual else 5) if backward else megabytes < 10 or values == 1
         return Way(8, 64) if small else Way(4, 32)
     return None
 
 
 def once(g: Geometry, itemsize: int, tensors: int, way: Way, processors: int) -> Tiling | None:
-    """Plan to read each of 1 or 2 ``tensors`` once, or return None where programs would wait for some not running."""
-    tile = 512 * way.warps // itemsize  # 16 bytes a thread
+    """Plan to read each of 1 or 2 ``tensors`` once.
+
+    Returns None if programs would wait for others that cannot run at the same time.
+    """
+    tile = 512 * way.warps // itemsize  # 16 bytes per thread
     tiles = way.kilobytes * 1024 // (tile * itemsize * tensors)
-    # 128 registers a thread: 16 warps fit on a multiprocessor.
+    # With 128 registers per thread, 16 warps fit on a multiprocessor.
     running = processors * 16 // way.warps
     room = running // AT_ONCE if AT_ONCE else 0
     p = make(g, itemsize, "once", tile, min(tiles, HELD[-1]), 1, way.lanes, way.warps, 128)
-    if p.parts > max(room, 1):  # a part alone waits for nobody
+    if p.parts > max(room, 1):  # a single part never waits
         return None
     beside = max(1, min(room // p.parts, p.slices))
     return p._replace(beside=beside, ticket=p.parts * p.slices > min(running // 4, room))

@@ -1,10 +1,10 @@
 """One bit per element, kept for the backward pass if a residual was added: whether g'(z) is 1.
 
-For relu and leaky_relu that is z > 0, for relu6 0 < z < 6; ``passes`` of triton/tile.py decides.
+For relu and leaky_relu this means z > 0, for relu6 0 < z < 6; see ``passes`` in triton/tile.py.
 
-Bits lie in one of two orders, and the tensor's dimensions tell which: one dimension, rows (channels last) or channels
-(channels first), each rounded up to whole bytes; or two, an example's bits each, in the order of a dense x. The second
-is for vectors with values of two channels (see resident.cu), where a channel's bits are no whole bytes.
+Bits are stored in one of two orders. A 1D tensor holds rows (channels last) or channels (channels first), each rounded
+up to whole bytes. A 2D tensor, called woven, holds one row per example, in the order of a dense x. Woven bits go with
+vectors that hold values of two channels (see resident.cu), since a channel's bits do not fill whole bytes then.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .schedule import up
 
 
 def empty_bits(x: Tensor, g: Geometry, woven: bool) -> Tensor:
-    """Return room for a bit per element, in the second order where ``woven``."""
+    """Allocate one bit per element, in woven order if ``woven``."""
     if woven:
         return x.new_empty((g.rows // g.width, g.channels * g.width // 8), dtype=torch.uint8)
     size = g.rows * up(g.channels, 8) if g.nhwc else g.channels * up(g.rows, 8)
@@ -26,12 +26,12 @@ def empty_bits(x: Tensor, g: Geometry, woven: bool) -> Tensor:
 
 
 def is_woven(bits: Tensor) -> bool:
-    """Say whether bits lie in the second order."""
+    """Return whether bits are in woven order."""
     return bits.dim() == 2
 
 
 def unpack(bits: Tensor, x: Tensor) -> Tensor:
-    """Return the bits that a forward pass kept as a bool tensor of x's shape."""
+    """Convert the bits of a forward pass to a bool tensor of x's shape."""
     g = geometry_of(x)
     assert g is not None
     each = bits.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
@@ -45,7 +45,7 @@ def unpack(bits: Tensor, x: Tensor) -> Tensor:
 
 
 def rearrange(bits: Tensor, x: Tensor, woven: bool) -> Tensor:
-    """Return the bits of a channels-first ``x`` in the order asked for, by plain operations."""
+    """Return the bits of a channels-first ``x`` in the requested order, converted by plain operations."""
     if is_woven(bits) == woven:
         return bits
     each = unpack(bits, x).to(torch.uint8)

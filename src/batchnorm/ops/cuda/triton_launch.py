@@ -1,4 +1,4 @@
-"""Launch Triton kernels past Triton, which takes several times as long as the driver does."""
+"""Launch Triton kernels through the CUDA driver, which is several times faster than through Triton."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Launched = Callable[[list[int], tuple[float, ...]], driver.Launch | None]  # add
 
 
 class TritonLaunch:
-    """Launch a Triton kernel over tensors of one geometry.
+    """Launch a Triton kernel on tensors of one geometry.
 
-    Triton looks at every argument to find the code that it compiled for such arguments, and wraps each launch in more
-    Python; together they take several times as long as the launch. All that its choice depends on is fixed by this
-    object and the key below.
+    Triton inspects every argument to find the code that it compiled for such arguments, and runs more Python around
+    each launch. Together that takes several times as long as the launch. This object and the key below fix everything
+    that Triton's choice depends on.
 
     Beyond the paper: speed.
     """
@@ -42,23 +42,23 @@ class TritonLaunch:
         self.compiled: dict[tuple[Any, ...], Launched] = {}
 
     def __call__(self, tensors: Tensors, scalars: tuple[float, ...], choices: tuple[int, ...]) -> driver.Launch | None:
-        """Run the programs; ``choices`` are the kernel's constants that the geometry leaves open.
+        """Launch the kernel; ``choices`` are the compile-time constants that the geometry does not fix.
 
-        Returns the launch if the driver did it.
+        Returns the launch if it went through the driver, else None.
         """
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
         key: tuple[Any, ...] = (choices, *[None if t is None else t.dtype for t in tensors])
-        if reduce(or_, addresses) & 15:  # Triton compiles other code for pointers that are not aligned
+        if reduce(or_, addresses) & 15:  # Triton compiles different code for unaligned pointers
             key = (*key, *[a % 16 for a in addresses])
         run = self.compiled.get(key)
         if run is not None:
             return run(addresses, scalars)
         if self.device is not None and self.device != torch.cuda.current_device():
-            with torch.cuda.device(self.device):  # Triton launches on the current one
+            with torch.cuda.device(self.device):  # Triton launches on the current device
                 return self(tensors, scalars, choices)
         rest = (*choices, *self.constants)
         compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, *scalars, *rest, **self.options)
-        if compiled is not None:  # None: interpreted
+        if compiled is not None:  # None if interpreted
             absent = [t is None for t in tensors]
             self.compiled[key] = self._past_triton(compiled, absent, scalars) or self._by_triton(compiled, absent, rest)
         return None
@@ -77,7 +77,7 @@ class TritonLaunch:
         return run
 
     def _past_triton(self, compiled: Any, absent: list[bool], scalars: tuple[float, ...]) -> Launched | None:
-        """Return a launch by the driver; None if the compiled code takes other arguments than this Triton's do."""
+        """Return a launch through the driver; None if the compiled code takes arguments that we do not expect."""
         try:
             meta, index = compiled.metadata, self.device
             types = [compiled.src.signature[name] for name in compiled.src.fn.arg_names]
@@ -106,7 +106,7 @@ class TritonLaunch:
                 fields.append("f" if isinstance(value, float) else "i")
             if not known:
                 return None
-        # After a kernel's own arguments come pointers to scratch memory, which these kernels do not use.
+        # Triton appends pointers to scratch memory, which these kernels do not use.
         extra = declared[1].count(".param") - len(fields)
         if extra not in (0, 1, 2) or any(kind != "constexpr" for kind in _flat(types[len(values) :])):
             return None

@@ -1,4 +1,4 @@
-"""Memory that launches share: sums of parts, and the words at which programs meet."""
+"""Memory that launches share: the sums of parts, and the words that barriers use."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .schedule import up
 
 
 class Workspace:
-    """Keep each stream's memory for parts' sums, and the words at which programs meet.
+    """Keep memory per stream for the sums of parts and for barrier words.
 
-    The words are zero between launches. Launches on one stream run one after the other, so they share; a captured one
-    has its own, since its graph may be replayed beside anything.
+    The words are zero between launches. Launches on one stream run one after the other, so they can share memory. A
+    captured launch has its own, because its graph may be replayed in parallel to anything.
 
-    Beyond the paper: spares every launch two allocations.
+    Beyond the paper: saves every launch two allocations.
     """
 
     ARENA = 1 << 22
@@ -28,7 +28,7 @@ class Workspace:
         self.retired: list[tuple[Tensor, Tensor]] = []  # the extension may be about to use what it was told of
 
     def __call__(self, x: Tensor, floats: int, words: int) -> tuple[Tensor, Tensor]:
-        """Return room for so many numbers, and so many words."""
+        """Return memory for at least this many floats and words."""
         index = x.get_device()
         if index < 0:
             return x.new_empty(floats, dtype=torch.float32), torch.zeros(words, dtype=torch.int32)
@@ -43,7 +43,7 @@ class Workspace:
         return found
 
     def share(self, index: int) -> None:
-        """Tell the extension of the current stream's memory."""
+        """Give the extension the addresses of the current stream's memory."""
         stream = torch._C._cuda_getCurrentRawStream(index)
         found = self.by_stream.get((index, stream))
         if extension.module is not None and found is not None:
@@ -52,22 +52,22 @@ class Workspace:
             extension.module.set_room(index, stream, *rooms)
 
     def grown(self, device: torch.device, floats: int, words: int, old: Any) -> tuple[Tensor, Tensor]:
-        """Return a stream's memory, at least as large as it was."""
+        """Allocate a stream's memory, at least as large as before."""
         floats = max(floats, 0 if old is None else old[0].shape[0], 1 << 16)
         words = max(up(words, 32) * 32, 0 if old is None else old[1].shape[0], 4096)  # whole cache lines
         if device.index not in self.arenas:
             self.arenas[device.index] = (torch.zeros(self.ARENA, dtype=torch.int32, device=device), 0)
-            torch.cuda.current_stream(device).synchronize()  # once: graphs may be replayed on any stream
+            torch.cuda.current_stream(device).synchronize()  # once, because graphs may be replayed on any stream
         return (
             torch.empty(floats, dtype=torch.float32, device=device),
             torch.zeros(words, dtype=torch.int32, device=device),
         )
 
     def captured(self, device: torch.device, n: int) -> Tensor:
-        """Return words for a launch that is being captured."""
+        """Return barrier words for a launch that is being captured."""
         arena, used = self.arenas.get(device.index, (None, 0))
         if arena is None or used + n > arena.numel():
-            return torch.zeros(n, dtype=torch.int32, device=device)  # set to zero at every replay
+            return torch.zeros(n, dtype=torch.int32, device=device)  # captured too, so zeroed at every replay
         self.arenas[device.index] = (arena, used + n)
         return arena[used : used + n]
 

@@ -1,1 +1,1 @@
-"""Triton kernels: tile (what a program sees), barrier (how programs wait), the passes. Nothing else imports triton."""
+"""The Triton kernels. Only these files import triton."""

@@ -1,10 +1,10 @@
-"""The backward pass: two sums of a slice of channels, then dx (and the residual's gradient).
+"""The backward pass: two sums per channel, then dx and the residual's gradient.
 
 With dz = g'(z) dy and x_hat = (x - mean) / std, Section 3's gradients are
 dbeta = sum(dz), dgamma = sum(dz x_hat), dx = gamma / std * (dz - dbeta / m - x_hat dgamma / m).
 
-PHASE, T and the programs are the forward pass's. z is found again from x with the forward pass's multiply-add, or g'
-from one bit per element where a residual was added.
+PHASE, T and the split into programs are those of the forward pass. z is recomputed from x with the forward pass's
+multiply-add. If a residual was added, one bit per element gives g' instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def dz_of(
     dy, tile, first, last, residual, bits, strides, base, scale, offset, slope, piece, channel, shape,
     ACT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Return dz = g'(z) dy of one tile in float32, given dy's and x's."""
+    """Return a tile of dz = g'(z) dy in float32, given the tiles of dy and x."""
     dy = dy.to(tl.float32)
     if ACT == IDENTITY:
         return dy
@@ -76,7 +76,7 @@ def store_part(partial, part, s1, s2, channel, C):
 
 @triton.jit
 def publish(stats, dgamma, dbeta, s1, s2, channel, C, write):
-    """Write the gradients of gamma and beta, where ``write``, and return them."""
+    """Return the gradients of gamma and beta, and store them if ``write``."""
     low = tl.load(stats + 4 * C + channel, mask=channel < C, other=0.0)
     invstd = tl.load(stats + 7 * C + channel, mask=channel < C, other=0.0)
     dg = (s2 - low * s1) * invstd
@@ -87,7 +87,7 @@ def publish(stats, dgamma, dbeta, s1, s2, channel, C, write):
 
 @triton.jit
 def write_tile(dz, tile, first, last, dx, dresidual, strides, base, scale, k2, k0, channel, shape, FORM: tl.constexpr):
-    """Write one tile of dx = scale dz - (k2 (x - base) + k0), and of the residual's gradient dz."""
+    """Write a tile of dx = scale dz - (k2 (x - base) + k0), and of dz, the residual's gradient, if it is wanted."""
     at = offsets(first + tl.arange(0, FORM[1]), strides, channel, shape, FORM)
     exists = inside(first, last, channel, shape, FORM)
     mean_terms = tl.fma(tile.to(tl.float32) - base[None, :], k2[None, :], k0[None, :])
@@ -104,11 +104,11 @@ def differentiate_part(
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
     STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Do one program's share of a layer: one part of a slice."""
+    """Process one program's share of a layer: one part of a slice."""
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
     EACH: tl.constexpr = 1 if FORM[0] else V
-    # If dz is dy or 0, it can be held in place of dy; otherwise it is computed twice.
+    # If dz is dy or 0, hold it instead of dy; otherwise compute it twice.
     HOLDS_DZ: tl.constexpr = PHASE == 3 and (ACT == RELU or ACT == RELU6)  # noqa: SIM109
     C = shape[0]
     units = shape[1]
@@ -186,7 +186,7 @@ def differentiate_part(
         if LAST:
             db = tl.load(dbeta + channel, mask=here, other=0.0)
             dg = tl.load(dgamma + channel, mask=here, other=0.0)
-        # Late, not with the others: registers are short while tiles are held.
+        # Loaded late, because registers are scarce while tiles are held.
         low = tl.load(stats + 4 * C + channel, mask=here, other=0.0)
         invstd = tl.load(stats + 7 * C + channel, mask=here, other=0.0)
         k2 = scale * (dg * invstd / count)
@@ -221,7 +221,7 @@ _NUMBERS = [
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
     *("width", "magic", "shift", "slope", "dy_stride"),
 ]
-# Small tensors may lie anywhere, as views of one flat buffer do: that is no reason to compile again.
+# Small tensors may be views into one flat buffer, at any alignment; do not recompile for that.
 _SMALL = ["dgamma", "dbeta", "words"]
 
 
@@ -234,7 +234,7 @@ def backward(
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
     TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Run ``slices * parts`` programs."""
+    """Run the backward pass with ``slices * parts`` programs."""
     shape = (C * (FORM[3] if FORM[0] else 1), units, width, magic, shift)
     piece, part = place(words, slices, parts, beside, PHASE, TICKET)
     differentiate_part(

@@ -1,7 +1,7 @@
-"""How the programs that share a slice of channels meet, inside one launch and with nothing to reset between launches.
+"""Barriers between the programs of one launch that share a slice of channels; they need no reset between launches.
 
-One word per slice counts arrivals in its low bits and turns its highest bit when all have come; the low bits are zero
-again by then. Words start at zero and may be shared by launches that follow each other on a stream.
+Each slice has one word. Its low bits count arrivals; when all programs have arrived, its highest bit flips and the low
+bits are zero again. Words start at zero, and consecutive launches on a stream may share them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ TURN = tl.constexpr(-(2**31))
 def take_ticket(counter, programs):
     """Number the programs in the order in which they start.
 
-    Parts of a slice get neighbouring numbers, so whoever waits waits for programs that run already, or start as soon
-    as earlier slices are done: no launch is too large, and no order of the hardware is relied on.
+    The parts of a slice get consecutive numbers, so a program waits only for programs that already run or will start
+    when earlier slices are done. Launches may have any size, and the hardware may start programs in any order.
     """
     ticket = tl.atomic_add(counter, 1, sem="relaxed")
     if ticket == programs - 1:
@@ -27,7 +27,7 @@ def take_ticket(counter, programs):
 
 @triton.jit
 def arrive(word, step):
-    """Count this program's arrival, with everything it has written, and return the count before it."""
+    """Count this program's arrival, publish its writes, and return the previous count."""
     tl.debug_barrier()
     before = tl.atomic_add(word, step, sem="acq_rel") & 0x7FFFFFFF
     tl.debug_barrier()
@@ -36,14 +36,14 @@ def arrive(word, step):
 
 @triton.jit
 def release(word, parts):
-    """Let the waiting programs go on, once all ``parts`` have arrived."""
+    """Release the waiting programs after all ``parts`` have arrived."""
     tl.debug_barrier()
     tl.atomic_add(word, TURN - parts, sem="release")
 
 
 @triton.jit
 def arrive_to_turn(word, part, parts):
-    """Count this program's arrival so that the last one turns the word."""
+    """Count this program's arrival; the last one to arrive flips the highest bit."""
     tl.debug_barrier()
     step = tl.where(part == 0, TURN - (parts - 1), 1)
     tl.atomic_add(word, step, sem="release")
@@ -51,14 +51,14 @@ def arrive_to_turn(word, part, parts):
 
 @triton.jit
 def side_of(word):
-    """Return which way the word lies before this program arrives."""
+    """Return the word's highest bit; call this before the program arrives."""
     return tl.load(word, volatile=True) & TURN
 
 
 @triton.jit
 def wait(word, side):
-    """Wait until the word has turned; what the others wrote before is visible then."""
-    # Triton has no acquiring load, and one thread must poll alone: all of them together keep arrivals from the word.
+    """Wait until the highest bit flips; the other programs' writes are visible then."""
+    # Triton has no load-acquire. Only one thread polls: if all did, they would delay arrivals.
     tl.inline_asm_elementwise(
         """
         {
@@ -91,8 +91,8 @@ def wait(word, side):
 def place(program, slices, parts, beside):
     """Return the slice and the part of a program.
 
-    ``beside`` slices are worked on at a time, and neighbouring programs have the same rows of them: together they
-    read long runs of memory.
+    ``beside`` slices are processed at a time. Neighbouring programs process the same rows of neighbouring slices, so
+    together they read long runs of memory.
     """
     group = program // (beside * parts)
     rest = program - group * (beside * parts)

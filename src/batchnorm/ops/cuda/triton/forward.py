@@ -1,11 +1,11 @@
-"""The forward pass: statistics of a slice of channels over the batch, then g(BN(x) + residual).
+"""The forward pass: the statistics of each slice of channels, then g(BN(x) + residual).
 
-The same code is run three ways, by PHASE: 1 only finds the statistics, 2 only normalizes (streaming, in two launches
-with T = 0), 3 does both: a program holds its T tiles in registers and reads x once, and the programs of a slice meet in
-between.
+PHASE selects what a launch does. 1 only computes the statistics and 2 only normalizes; together they are streaming, in
+two launches with T = 0. 3 does both: a program holds its T tiles in registers and reads x once, with a barrier between
+the programs of a slice.
 
-``stats`` has the rows mean, var, count, base, low, scale, offset, invstd. The mean is base + low, base being exact in
-x's neighbourhood, so that nothing is lost when the mean is a million standard deviations.
+``stats`` has the rows mean, var, count, base, low, scale, offset, invstd. The mean is base + low. Since base is near
+the values, x - base is exact, and no precision is lost even when the mean is a million standard deviations.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def moments_of(
 ):  # fmt: skip
     """Return low and M2 of this part, whose mean is near + low.
 
-    Sums are shifted by ``near``: E[x^2] - E[x]^2 would lose all digits when the mean is large. A value of a part of n
-    is at most sqrt(n) of its standard deviations from its mean, so however ``near`` was drawn, M2 is right to n
-    roundings.
+    Sums are shifted by ``near``, because E[x^2] - E[x]^2 would lose all precision when the mean is large. Each of n
+    values is at most sqrt(n) standard deviations from their mean. So whichever value ``near`` is, the error of M2 is at
+    most n roundings.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
@@ -55,10 +55,10 @@ def moments_of(
 
 @triton.jit
 def merge(partial, first, last, share, channel, shape, EACH: tl.constexpr):
-    """Merge the moments of parts ``first`` to ``last`` in a fixed order: base, low, M2, count of them together.
+    """Merge the moments of parts ``first`` to ``last`` in a fixed order; return their base, low and M2.
 
-    M2 = sum of M2_part + n_part (mean_part - mean)^2 (Chan, Golub & LeVeque), with means relative to the first's: the
-    variance of K parts is at least a Kth of the square of what is subtracted at the end.
+    M2 = sum of M2_part + n_part (mean_part - mean)^2 (Chan, Golub & LeVeque), with means relative to the first part's.
+    The variance of K parts is at least 1/K of the square that is subtracted at the end, so little precision is lost.
     """
     PARTS: tl.constexpr = 32
     C = shape[0]
@@ -95,7 +95,7 @@ def store_part(partial, part, near, low, m2, channel, C):
 
 @triton.jit
 def load_or(p, channel, C, default):
-    """Load a parameter [W] as float32, ``default`` where the layer has none."""
+    """Load a parameter [W] as float32, or ``default`` if the layer has none."""
     if p is not None:
         return tl.load(p + channel, mask=channel < C, other=0.0).to(tl.float32)
     else:
@@ -104,7 +104,7 @@ def load_or(p, channel, C, default):
 
 @triton.jit
 def publish(stats, count, base, low, var, gamma, beta, eps, channel, C, write):
-    """Write the slice's rows of ``stats``, where ``write``, and return its scale and offset."""
+    """Return the slice's scale and offset, and store its columns of ``stats`` if ``write``."""
     invstd = 1.0 / tl.sqrt_rn(tl.maximum(var, 0.0, propagate_nan=tl.PropagateNan.ALL) + eps)
     scale = invstd * gamma
     offset = tl.fma(-low, scale, beta)
@@ -127,7 +127,7 @@ def settle(
     channel, shape,
     EACH: tl.constexpr, CUMULATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Merge all parts of a slice for everyone, and let those who wait go on."""
+    """Merge all parts of a slice, store its statistics, release the waiting programs and update the averages."""
     C = shape[0]
     count = shape[1] * EACH
     base, low, m2 = merge(partial, 0, parts, share, channel, shape, EACH)
@@ -144,7 +144,7 @@ def normalize_tile(
     tile, added, first, last, y, bits, strides, base, scale, offset, slope, piece, channel, shape,
     ACT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile of y, and the bits of z > 0 where the backward pass cannot find z again."""
+    """Write a tile of y and, if ``bits`` is given, whether the activation's derivative is 1."""
     exists = inside(first, last, channel, shape, FORM)
     at = offsets(first + tl.arange(0, FORM[1]), strides, channel, shape, FORM)
     z = tl.fma(tile.to(tl.float32) - base[None, :], scale[None, :], offset[None, :])
@@ -162,7 +162,7 @@ def place(words, slices, parts, beside, PHASE: tl.constexpr, TICKET: tl.constexp
     if TICKET:
         program = barrier.take_ticket(words, slices * parts)
     elif PHASE == 2:
-        # Backwards: what the statistics read last is still in the cache.
+        # In reverse order: what the statistics read last is still in the cache.
         program = slices * parts - 1 - program
     return barrier.place(program, slices, parts, beside)
 
@@ -175,10 +175,10 @@ def normalize_part(
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
     STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Do one program's share of a layer: one part of a slice.
+    """Process one program's share of a layer: one part of a slice.
 
-    ALONE says that a slice has one part; LAST, that the last part to arrive merges all and writes ``stats`` for the
-    others, who otherwise each merge all themselves; TREE, that it does so in two steps, of 32 parts each.
+    ALONE means that a slice has one part. LAST means that the last part to arrive merges all parts and writes ``stats``
+    for the others; otherwise every part merges them itself. TREE means merging in two steps of 32 parts each.
     """
     R: tl.constexpr = FORM[1]
     EACH: tl.constexpr = 1 if FORM[0] else FORM[2]
@@ -203,7 +203,7 @@ def normalize_part(
             for t in tl.static_range(T):
                 added = added + (load_tile(residual, y_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
     if PHASE & 1:
-        # Early, while x is on its way.
+        # Loaded early, while x is still in flight.
         near = sample(x, x_strides, first, last, channel, shape, FORM)
         g = load_or(gamma, channel, C, 1.0)
         b = load_or(beta, channel, C, 0.0)
@@ -283,7 +283,7 @@ _NUMBERS = [
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
     *("width", "magic", "shift", "eps", "momentum", "slope"),
 ]
-# Small tensors may lie anywhere, as views of one flat buffer do: that is no reason to compile again.
+# Small tensors may be views into one flat buffer, at any alignment; do not recompile for that.
 _SMALL = ["gamma", "beta", "words", "running_mean", "running_var", "batches", "skipped"]
 
 
@@ -296,7 +296,7 @@ def forward(
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
     TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Run ``slices * parts`` programs."""
+    """Run the forward pass with ``slices * parts`` programs."""
     shape = (C * (FORM[3] if FORM[0] else 1), units, width, magic, shift)
     piece, part = place(words, slices, parts, beside, PHASE, TICKET)
     normalize_part(

@@ -1,4 +1,4 @@
-"""Normalization by given statistics: one pass over memory in its own order, whatever the layout."""
+"""Normalize by given statistics, in one pass in memory order, for any dense layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def normalize(
     x, y, residual, mean, var, gamma, beta, count, C, inner, eps, slope,
     ACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write g(gamma (x - mean) / sqrt(var + eps) + beta + residual); channels change every ``inner`` elements."""
+    """Write g(gamma (x - mean) / sqrt(var + eps) + beta + residual); the channel changes every ``inner`` elements."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     element = tl.arange(0, BLOCK)
     exists = element < count - start
@@ -32,7 +32,7 @@ def normalize_rows(
     x, y, mean, var, gamma, beta, rows, C, x_stride, y_stride, eps, slope,
     ACT: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Do the same for P rows of V channels, channels last; C and the strides of rows are in multiples of A."""
+    """Do the same for P channels-last rows of V channels; C and the row strides are in units of A."""
     C = C * A
     slices = (C + V - 1) // V
     block = tl.program_id(0) // slices

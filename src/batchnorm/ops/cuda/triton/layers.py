@@ -1,7 +1,7 @@
-"""Several layers in one launch: up to four, on channels-last tensors with the same number of rows.
+"""Kernels for up to four layers in one launch, on channels-last tensors with the same number of rows.
 
-Slices are numbered through all layers; layer k has those from ``first_k`` on, and absent layers start after the last
-slice. Each layer has its own part of ``stats``, ``partial`` and ``words``, one after the other.
+Slices are numbered across all layers: layer k starts at slice ``first_k``, and absent layers start after the last
+slice. Each layer has its own consecutive part of ``stats``, ``partial`` and ``words``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def pick(piece, firsts, values):
 
 @triton.jit
 def find_layer(piece, firsts, channels, slices, A: tl.constexpr):
-    """Return a slice's layer: its first slice, its number of slices and channels, the channels and layers before it."""
+    """Return a slice's layer: its first slice, its slices and channels, and the channels and layers before it."""
     first = pick(piece, firsts, (0, firsts[0], firsts[1], firsts[2]))
     end = pick(piece, firsts, (firsts[0], firsts[1], firsts[2], slices))
     two = channels[0] + channels[1]
@@ -41,7 +41,7 @@ _NUMBERS = [
     *(f"{name}_stride{k}" for name in ("x", "y", "dy") for k in range(4)),
     *("eps", "momentum", "slope"),
 ]
-# Small tensors may lie anywhere, as views of one flat buffer do: that is no reason to compile again.
+# Small tensors may be views into one flat buffer, at any alignment; do not recompile for that.
 _SMALL = [
     f"{name}{k}" for name in ("gamma", "beta", "running_mean", "running_var", "batches", "skipped") for k in range(4)
 ]
@@ -59,7 +59,7 @@ def forward_layers(
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
     TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Run ``slices * parts`` programs of the forward pass; ``room`` is the part of ``partial`` for each channel."""
+    """Run the forward pass with ``slices * parts`` programs; ``room``: floats of ``partial`` per channel."""
     piece, part = place(words, slices, parts, beside, PHASE, TICKET)
     f = (first1, first2, first3)
     first, own_slices, C, before, layer = find_layer(piece, f, (C0, C1, C2, C3), slices, FORM[3])
@@ -92,7 +92,7 @@ def backward_layers(
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
     TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Run ``slices * parts`` programs of the backward pass; ``y_stride`` is dx's."""
+    """Run the backward pass with ``slices * parts`` programs; ``y_stride`` is dx's."""
     piece, part = place(words, slices, parts, beside, PHASE, TICKET)
     f = (first1, first2, first3)
     first, own_slices, C, before, layer = find_layer(piece, f, (C0, C1, C2, C3), slices, FORM[3])

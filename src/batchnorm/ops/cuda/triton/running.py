@@ -1,8 +1,8 @@
-"""The running averages, moved slice by slice as their moments become known; the rules are those of ops/running.py.
+"""Update the running averages slice by slice, as soon as the moments are known, by the rules of ops/running.py.
 
-One bad channel makes a batch unusable, and the slices before it have moved by then: each leaves the old values in
-``before``, and whoever finishes the last slice puts them back. Almost always there is nothing to put back, and nobody
-has to wait for all slices.
+One non-finite channel makes a batch unusable, but other slices may already have been updated. So each slice saves its
+old values in ``before``, and the program that finishes the last slice restores them if necessary. No program has to
+wait for all slices.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import triton.language as tl
 
 from . import barrier
 
-BAD = tl.constexpr(1 << 16)  # a slice with a bad channel counts so many on top of its 1
+BAD = tl.constexpr(1 << 16)  # a slice with a non-finite channel adds this to its count of 1
 
 
 @triton.jit
 def is_number(v):
-    """Say where v is neither infinite nor NaN."""
+    """Return where v is finite."""
     return tl.abs(v) < float("inf")
 
 
 @triton.jit
 def load_old(running, channel, C):
-    """Load a slice's running mean and variance, and the number of the batch."""
+    """Load a slice's running mean and variance, and the number of this batch, counted from 1."""
     here = channel < C
     mean = tl.load(running[0] + channel, mask=here, other=0.0)
     var = tl.load(running[1] + channel, mask=here, other=0.0)
@@ -32,7 +32,7 @@ def load_old(running, channel, C):
 
 @triton.jit
 def restore(before, C, running):
-    """Put back what all slices had, and count the batch as skipped."""
+    """Restore the averages of all slices, and count the batch as skipped."""
     BLOCK: tl.constexpr = 512
     for start in range(0, C, BLOCK):
         c = start + tl.arange(0, BLOCK)
@@ -43,9 +43,9 @@ def restore(before, C, running):
 
 @triton.jit
 def move(done, slices, before, C, count, mean, var, running, old, momentum, channel, CUMULATIVE: tl.constexpr):
-    """Move one slice's averages by r + factor * (moment - r), with the unbiased variance, and count it as done.
+    """Update one slice's averages to r + factor * (moment - r), with the unbiased variance, and count the slice.
 
-    A single value has no variance to average: it changes nothing, nor do the counts.
+    A batch of one value per channel has no unbiased variance, so it changes neither averages nor counts.
     """
     if count > 1:
         here = channel < C

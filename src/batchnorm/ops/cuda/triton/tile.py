@@ -1,12 +1,15 @@
-"""What one program sees of a tensor: tiles of units by a slice of channels, the same code for both layouts.
+"""Access a tensor in tiles, units by channels, with the same code for both layouts.
 
-A *unit* is a row of a channels-last tensor (one location of one example), or ``V`` neighbouring locations of one
-channel of a contiguous one. A tile is [R, V] either way: R rows of V channels, or R units of one channel. What is per
-channel has the shape [W], with W = V channels or W = 1, so that ``v[None, :]`` broadcasts over a tile in both.
+A *unit* is a row of a channels-last tensor (one location of one example), or ``V`` adjacent locations of one channel of
+a contiguous tensor. A tile is [R, V] either way: R rows of V channels, or R units of one channel. Per-channel values
+have the shape [W], with W = V or W = 1 channels, so that ``v[None, :]`` broadcasts over a tile in both layouts.
 
-Passed everywhere: ``FORM``, the constants (channels last?, R, V, A, offsets need 64 bits?); ``shape``, the numbers
-(C, units of a channel, units of a channel in one example, and magic and shift, which divide by the latter with a
-multiplication, as a division costs 20 instructions); per tensor ``strides``, of a row or an example and of a channel.
+These arguments are passed everywhere:
+
+- ``FORM``, constants: (channels last?, R, V, A, offsets need 64 bits?).
+- ``shape``, numbers: (C, units of a channel, units of a channel in one example, magic, shift). ``magic`` and ``shift``
+  replace the division by the third by a multiplication, because a division takes 20 instructions.
+- ``strides``, for each tensor: of a row or an example, and of a channel.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ def channels_of(piece, FORM: tl.constexpr):
 
 @triton.jit
 def place_of(units, strides, shape, FORM: tl.constexpr):
-    """Return where ``units`` of channel 0 start, in a channels-first tensor."""
+    """Return the offsets of ``units`` of channel 0 in a channels-first tensor."""
     width = shape[2]
     example = (tl.umulhi(units.to(tl.uint32), shape[3].to(tl.uint32, bitcast=True)) >> shape[4]).to(tl.int32)
     start = (units - example * width) * FORM[2]
@@ -51,7 +54,7 @@ def place_of(units, strides, shape, FORM: tl.constexpr):
 def offsets(units, strides, channel, shape, FORM: tl.constexpr):
     """Return the element offsets [R, V] of ``units`` of a slice."""
     V: tl.constexpr = FORM[2]
-    # Strides are in multiples of A, so that the compiler knows how wide an access may be.
+    # Strides are in units of A, so that the compiler knows how wide an access may be.
     A: tl.constexpr = FORM[3]
     if FORM[4]:
         channel = channel.to(tl.int64)
@@ -72,14 +75,14 @@ def inside(first, last, channel, shape, FORM: tl.constexpr):
 
 @triton.jit
 def load_tile(x, strides, first, last, channel, shape, FORM: tl.constexpr):
-    """Load the tile that starts at unit ``first``; 0 where there is nothing."""
+    """Load the tile that starts at unit ``first``, with 0 for elements that do not exist."""
     at = offsets(first + tl.arange(0, FORM[1]), strides, channel, shape, FORM)
     return tl.load(x + at, mask=inside(first, last, channel, shape, FORM), other=0.0)
 
 
 @triton.jit
 def sample(x, strides, first, last, channel, shape, FORM: tl.constexpr):
-    """Return something like the mean [W] of the units from ``first`` on: one row's values, or the mean of a few."""
+    """Estimate the mean [W] of the units from ``first`` on: one row's values, or the mean of a few values."""
     V: tl.constexpr = FORM[2]
     A: tl.constexpr = FORM[3]
     if FORM[0]:
@@ -100,7 +103,7 @@ def sample(x, strides, first, last, channel, shape, FORM: tl.constexpr):
 
 @triton.jit
 def totals(s, t, FORM: tl.constexpr):
-    """Sum two tiles per channel in one go: half the waiting of two sums."""
+    """Sum two tiles per channel in one reduction, which has half the latency of two."""
     both = tl.join(s, t)
     if FORM[0]:
         return tl.split(tl.sum(both, 0))
@@ -110,10 +113,10 @@ def totals(s, t, FORM: tl.constexpr):
 
 @triton.jit
 def opaque(v, ON_DEVICE: tl.constexpr):
-    """Return ``v`` in a way the compiler cannot see through.
+    """Return ``v``, hidden from the compiler's optimizer.
 
-    Without it the float32 copies and the addresses made for one pass over a held tile are kept for the next: twice the
-    registers.
+    Otherwise the compiler keeps the float32 copies and addresses of one pass over a tile for the next pass, which
+    doubles the registers.
     """
     if not ON_DEVICE:
         return v
@@ -127,9 +130,9 @@ def opaque(v, ON_DEVICE: tl.constexpr):
 
 @triton.jit
 def bit_offsets(first, last, piece, shape, FORM: tl.constexpr):
-    """Return where the bytes of the tile that starts at unit ``first`` lie, and which of them exist.
+    """Return the offsets of the bytes of the tile that starts at unit ``first``, and which of them exist.
 
-    Rows of C bits rounded up to bytes, or channels of M bits. Parts start at multiples of 8 units.
+    Rows have C bits, or channels have M bits, rounded up to bytes. Parts start at multiples of 8 units.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
@@ -151,7 +154,7 @@ def bit_offsets(first, last, piece, shape, FORM: tl.constexpr):
 
 @triton.jit
 def store_bits(bits, t, first, last, piece, shape, FORM: tl.constexpr):
-    """Write a tile of booleans as bits, the first of eight neighbours in the lowest."""
+    """Write a tile of booleans as bits; the first of each eight is the lowest bit."""
     at, exists = bit_offsets(first, last, piece, shape, FORM)
     eights = tl.reshape(t, [FORM[1] * FORM[2] // 8, 8]).to(tl.int32)
     tl.store(bits + at, tl.sum(eights << tl.arange(0, 8)[None, :], 1).to(tl.uint8), mask=exists)
@@ -201,7 +204,7 @@ def activate(z, slope, ACT: tl.constexpr):
 
 @triton.jit
 def passes(z, ACT: tl.constexpr):
-    """Say where a derivative with two values is 1; relu and relu6 let NaN through, as torch's CUDA kernels do."""
+    """Return where g'(z) is 1, for g' with two values; true for NaN with relu and relu6, as in torch's CUDA kernels."""
     if ACT == RELU:
         return ~(z <= 0)
     elif ACT == RELU6:
