@@ -140,7 +140,7 @@ class TestErrors:
     net = nn.Sequential(nn.Identity(), nn.Sequential(nn.Identity(), bn.BatchNorm2d(3)))
 
     def test_wrong_channels_name_the_layer(self):
-        with pytest.raises(ValueError, match=r"layer '1\.1' \(BatchNorm2d\): made for 3 features.*has 4"):
+        with pytest.raises(ValueError, match=r"layer '1\.1' \(BatchNorm2d\): expected 3 features.*has 4"):
             self.net(torch.randn(2, 4, 5, 5))
 
     def test_wrong_dimensions(self):

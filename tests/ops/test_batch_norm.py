@@ -202,7 +202,9 @@ def test_running_averages_of_other_channels_are_refused():
     zero = torch.tensor(0)
     for channels in (1, 4):
         running = ops.Running(torch.zeros(3), torch.ones(3), zero, zero.clone())
-        with pytest.raises(ValueError, match=rf"running mean has shape \(3,\), but the features have shape \({channels},\)"):
+        with pytest.raises(
+            ValueError, match=rf"running mean has shape \(3,\), but the features have shape \({channels},\)"
+        ):
             ops.batch_norm_(torch.randn(5, channels), None, None, running)
         assert running.mean.eq(0).all()
 

@@ -285,7 +285,7 @@ def test_an_exception_leaves_the_network_as_it_was(verb):
 @pytest.mark.parametrize("verb", [bn.convert, bn.insert, bn.fold])
 def test_an_example_that_the_network_cannot_take(verb):
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-    with pytest.raises(RuntimeError, match=r"cannot take an example of shape \(2, 5, 8, 8\): Given groups=1, .*$"):
+    with pytest.raises(RuntimeError, match=r"fails on an example of shape \(2, 5, 8, 8\): Given groups=1, .*$"):
         verb(net, torch.randn(2, 5, 8, 8))
 
 

@@ -410,8 +410,8 @@ def catches(n, x):
 REFUSED = {
     "random": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if random.random() < 2 else x, "draws random numbers"),
     "torch.rand": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.rand(1) < 2 else x, "calls rand"),
-    "an attribute is set": (counts_calls, "sets the attribute 'scale'"),
-    "gradients": (without_gradients, "switches gradients"),
+    "an attribute is set": (counts_calls, "assigns to the attribute 'scale'"),
+    "gradients": (without_gradients, "changes the gradient mode"),
     "the gradient mode": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.is_grad_enabled() else n.bn1(n.conv1(x)).relu(),
         "depends on the gradient mode",
@@ -419,7 +419,7 @@ REFUSED = {
     "the data": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.sum() < 1e9 else x, "control flow depends on the data"),
     "a with statement": (in_a_context, "has a with statement"),
     "an exception": (catches, "control flow depends on the data"),
-    "a type": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if isinstance(x.shape, tuple) else x, "asks for the type"),
+    "a type": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if isinstance(x.shape, tuple) else x, "checks the type"),
     "a constant": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.ones(1, dtype=torch.double), "calls ones"),
 }
 

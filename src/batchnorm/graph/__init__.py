@@ -1,4 +1,4 @@
-"""The data flow of any network, recorded in a real forward pass."""
+"""Record the data flow of any network in a real forward pass."""
 
 from .calls import Graph, TracedCall, Value
 from .trace import trace, trace_modes

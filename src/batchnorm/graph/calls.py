@@ -12,28 +12,28 @@ from torch import Tensor, nn
 
 @dataclass(eq=False)
 class Value:
-    """Hold what one tensor contained between two writes."""
+    """Represent the contents of one tensor between two writes."""
 
     shape: tuple[int, ...]
     producer: TracedCall | None = None
     consumers: list[TracedCall] = field(default_factory=list)
     handed_on: list[TracedCall] = field(default_factory=list)
-    """The calls that returned it unchanged, such as Dropout's in evaluation; they are not consumers."""
+    """The calls that returned it unchanged, as Dropout does in evaluation; they are not consumers."""
     escapes: bool = False
-    """Whether something other than a call sees it: an output of the network, a hook, or whatever kept the tensor."""
+    """Whether anything other than a call can see it: it is an output, a hook sees it, or something keeps the tensor."""
 
     @property
     def sole_consumer(self) -> TracedCall | None:
-        """The only call that reads it, if nothing else does."""
+        """The call that reads it, if there is exactly one and nothing else can see it."""
         return self.consumers[0] if len(self.consumers) == 1 and not self.escapes else None
 
 
 @dataclass(eq=False)
 class TracedCall:
-    """Hold one call of a module or a function; a module called twice has two of these.
+    """Represent one call of a module or function; a module called twice has two of these.
 
-    ``path`` names the module or, for a function, the module whose code calls it. ``target`` is what was called: for a
-    module, its copy in the network that was run. In ``args`` and ``kwargs`` the tensors are replaced by their values.
+    ``path`` names the module or, for a function, the module whose code calls it. ``target`` is the function, or the
+    module in the copy of the network that ran. In ``args`` and ``kwargs``, tensors are replaced by their Values.
     """
 
     name: str
@@ -44,20 +44,20 @@ class TracedCall:
     module: nn.Module | None = None
     """The module of the user's network; None for a function."""
     caller: str | None = None
-    """The path of the module whose forward made the call; None if no module's did."""
+    """The path of the module whose forward made the call; None if no module made it."""
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     writes: bool = False
     """Whether it wrote into one of its inputs."""
     passes: bool = False
-    """Whether it returned its input unchanged, as Identity does, and Dropout in evaluation."""
+    """Whether it returned its input unchanged, as Identity does, or Dropout in evaluation."""
 
     def argument(self, position: int, name: str) -> Any:
-        """Return an argument given by position or by name; None if it was not given."""
+        """Return an argument passed by position or by name; None if it was not passed."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name)
 
     def replay(self, x: Tensor) -> Any:
-        """Make the same call again with ``x`` in place of its one tensor."""
+        """Repeat the call with ``x`` in place of its only tensor."""
         (value,) = self.inputs
 
         def put(tree: Any) -> Any:
@@ -75,7 +75,7 @@ class TracedCall:
 
 
 class Graph:
-    """Hold the calls of one forward pass in order, and answer which calls produce and read what."""
+    """Hold the calls of one forward pass, in order."""
 
     def __init__(self, calls: list[TracedCall], values: dict[int, Value]) -> None:
         self.calls = calls
@@ -90,20 +90,20 @@ class Graph:
         return self._by_module.get(module, [])
 
     def has_extra_inputs(self, module: nn.Module) -> bool:
-        """Say whether a module is called with more than one tensor: a batch normalization with a residual or a mask."""
+        """Return whether a module is called with more than one tensor, as BN with a residual or a mask is."""
         return any(len(call.inputs) > 1 for call in self.calls_of(module))
 
     def functions(self, *names: str) -> list[TracedCall]:
-        """Return the functional calls with one of these names."""
+        """Return the calls of functions with one of these names."""
         return [call for call in self.calls if call.module is None and call.name in names]
 
     def readers_of(self, parameter: Tensor) -> list[TracedCall]:
-        """Return the functional calls that read a parameter or buffer themselves, outside its module's own call."""
+        """Return the calls of functions that read a parameter or buffer outside of its module's own call."""
         value = self._values.get(id(parameter))
         return value.consumers if value is not None else []
 
     def follows_input(self, value: Value) -> bool:
-        """Say whether a value is computed from the network's input, not from parameters and buffers alone."""
+        """Return whether a value depends on the network's input, not only on parameters and buffers."""
         held = set(self._values.values())
         waiting, seen = [value], set[Value]()
         while waiting:

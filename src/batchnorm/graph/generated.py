@@ -1,7 +1,7 @@
-"""Subclasses of a module's class whose forward runs a traced graph, if everything that the graph depends on holds.
+"""Generate subclasses of a module's class whose forward runs a traced graph.
 
-Nothing is added to the instance: attributes, state-dict keys, hooks and copies stay. Before each call the new forward
-checks its conditions, and calls the original forward if one does not hold.
+Only the class changes: attributes, state-dict keys, hooks and copying stay the same. Before each call, the new forward
+checks everything that the graph depends on, and calls the original forward if a condition does not hold.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from .kinds import is_quiet, is_watched
 from .patterns import Fusion
 
-LARGEST = 64  # entries of a list or dict that may be compared before every call
+LARGEST = 64  # most entries of a list or dict that is compared before every call
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Hold one traced path through a forward: when it applies, and its code.
+    """Hold one traced path through a forward: the conditions under which it applies, and its code.
 
-    ``scope`` holds the names that the code uses: ("import", module, name) or ("value", value).
+    ``scope`` maps the names that the code uses to ("import", module, name) or ("value", value).
     """
 
     conditions: tuple[str, ...]
@@ -51,14 +51,14 @@ CONDITIONS = ("not _is_watched()", "_original.forward is _written")
 
 
 def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> type[nn.Module]:
-    """Return the subclass of a module's class whose forward runs one of the variants, if its conditions hold."""
+    """Return a subclass of ``kind`` whose forward runs the first variant whose conditions hold."""
     known = _classes.get((kind, variants))
     if known is not None:
         return known
     given = _Signature(kind.forward)
     named: tuple[Any, ...] = (Tensor, is_quiet, is_same, is_watched, original_kind)
     named += (isinstance, type, len, list, tuple, hasattr)
-    # With an underscore, also builtins: a parameter of the forward may have any other name.
+    # Prefix everything, even builtins, with an underscore: a parameter of the forward may have the same name.
     scope: dict[str, Any] = {f"_{thing.__name__}": thing for thing in named}
     scope |= {"_original": kind, "_written": kind.forward, **given.defaults}
     lines = [f"def forward{given.declared}:"]
@@ -78,7 +78,7 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
     lines += [f"    return _original.forward({given.passed})", ""]
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        """Pickle and copy as the original class does, the generated class by what it is made from."""
+        """Pickle and copy like the original class, but store what the generated class is made from."""
         reduced = kind.__reduce_ex__(self, protocol)
         if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and reduced[1][0] is made:  # type: ignore[attr-defined]
             return (_new, (kind, _Pickled(variants, _digest(kind, variants)), *reduced[1][1:]), *reduced[2:])
@@ -93,18 +93,18 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
 
 
 def is_rewritten(module: nn.Module) -> bool:
-    """Say whether a module's class is a generated one."""
+    """Return whether a module's class is a generated one."""
     return "_rewritten_from" in vars(type(module))
 
 
 def original_kind(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class as its author wrote it."""
+    """Return a module's class, or the class that a generated class was made from."""
     kind = type(module)
     return vars(kind).get("_rewritten_from", kind)  # type: ignore[no-any-return]
 
 
 def is_same(value: Any, frozen: Any) -> bool:
-    """Say whether a value is what it was when it was frozen."""
+    """Return whether a value still equals its frozen form."""
     try:
         return bool(freeze(value) == frozen)
     except Unwatchable:
@@ -112,13 +112,13 @@ def is_same(value: Any, frozen: Any) -> bool:
 
 
 class _Name(str):
-    """A name that stands for a default in the text of a signature."""
+    """A name that replaces a default value in the text of a signature."""
 
     __repr__ = str.__str__
 
 
 class _Signature:
-    """Spell a forward's parameters, as they are declared and as they are passed on."""
+    """Write a forward's parameters as source code: how they are declared, and how they are passed on."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         (first, *parameters) = signature(forward).parameters.values()
@@ -134,7 +134,7 @@ class _Signature:
 
 
 def scope_of(names: Iterable[tuple[str, tuple[Any, ...]]]) -> dict[str, Any]:
-    """Return what names stand for that :func:`by_name` spelled."""
+    """Return a namespace from the pairs that :func:`by_name` made."""
     return {name: _import(*held[1:]) if held[0] == "import" else held[1] for name, held in names}
 
 
@@ -146,7 +146,7 @@ def _compiled(source: str, scope: dict[str, Any], kind: type) -> dict[str, Any]:
 
 
 class _Pickled:
-    """Hold variants and what they were traced from; they pickle as nothing if their code uses what has no name."""
+    """Hold variants and a digest of the code that they were traced from; drop variants that cannot be pickled."""
 
     def __init__(self, variants: tuple[Variant, ...], written: str) -> None:
         self.variants, self.written = variants, written
@@ -163,7 +163,7 @@ class _Pickled:
 
 
 def _new(kind: type[nn.Module], pickled: _Pickled, *args: Any) -> nn.Module:
-    # If the code has changed since, or what it uses is not there, the original forward is right.
+    # If the code has changed, or something that it uses is missing, fall back on the original forward.
     with suppress(ImportError, AttributeError):
         if pickled.variants and pickled.written == _digest(kind, pickled.variants):
             kind = generated_class(kind, pickled.variants)
@@ -184,7 +184,7 @@ def _text_of(code: CodeType) -> str:
 
 
 def by_name(kind: str, thing: Any) -> tuple[Any, ...]:
-    """Return what a name stands for in a form that pickles, if there is one."""
+    """Return a reference by which to pickle an object: ("import", module, name) if possible, else (kind, thing)."""
     if isinstance(thing, ModuleType):
         return "import", thing.__name__, ""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
@@ -205,11 +205,11 @@ def _import(module: str, name: str) -> Any:
 
 
 class Unwatchable(Exception):
-    """Say that a value cannot be compared before every call."""
+    """Raised for a value that cannot be compared before every call."""
 
 
 def pattern_of(value: Any) -> Any:
-    """Return what a forward's code can tell of an argument: tensors by their place, all else by value.
+    """Return the pattern of an argument: tensors by their position, everything else by value.
 
     >>> pattern_of([torch.zeros(1), None]) == (list, Tensor, ("value", None))
     True
@@ -224,7 +224,7 @@ def pattern_of(value: Any) -> Any:
 
 
 def freeze(value: Any) -> Any:
-    """Return a hashable value that is equal for equal contents, to see later whether an attribute has changed."""
+    """Return a hashable copy of a value, to check later whether an attribute has changed."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum):
         if isinstance(value, float) and isnan(value):
             raise Unwatchable("nan")

@@ -1,4 +1,4 @@
-"""Who holds a reference to each module of a network, and whose code is known to call its parts in one order only."""
+"""Find what refers to each module of a network, and which modules are known to call their children in order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ OPAQUE = (Tensor, type, ModuleType, str, bytes, int, float, complex)
 
 
 class Holder(NamedTuple):
-    """Hold a module that refers to another: as the child ``key``, or by an attribute, closure or list (None)."""
+    """Name a module that refers to another: as its child ``key``, or by an attribute, closure or list (key None)."""
 
     module: nn.Module
     key: str | None
 
 
 def holders(net: nn.Module) -> dict[nn.Module, list[Holder]]:
-    """Return everything in a network that refers to each module: parents, and Python objects that parents keep.
+    """Return, for each module, everything in the network that refers to it: parents, and objects that modules keep.
 
     >>> net = nn.Sequential(nn.ReLU(), nn.Tanh())
     >>> net.favourites = [net[1]]
@@ -45,7 +45,7 @@ def holders(net: nn.Module) -> dict[nn.Module, list[Holder]]:
 
 
 def _modules_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
-    """Yield the modules that a Python object leads to, not looking into them."""
+    """Yield the modules reachable from a Python object, without looking inside them."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -74,13 +74,13 @@ def _parts(value: Any) -> Iterator[Any]:
             try:
                 yield cell.cell_contents
             except ValueError:
-                continue  # a variable without a value yet
+                continue  # an unassigned variable
     else:
         yield getattr(value, "__dict__", None)
 
 
 def runs_in_order(module: nn.Module) -> bool:
-    """Say whether the module is a Sequential that only torch's code runs: each child on the output of the last.
+    """Return whether the module is a Sequential that runs torch's own forward: each child on the last one's output.
 
     >>> runs_in_order(nn.Sequential()), runs_in_order(nn.ModuleList())
     (True, False)
@@ -92,12 +92,12 @@ def runs_in_order(module: nn.Module) -> bool:
 
 
 def runs_its_graph(module: nn.Module) -> bool:
-    """Say whether the module is what torch.fx traced: code without branches."""
+    """Return whether the module runs a torch.fx graph, which has no branches."""
     return isinstance(module, fx.GraphModule) and "forward" not in vars(module)
 
 
 def next_in_order(holder: Holder) -> nn.Module | None:
-    """Return what a Sequential calls on a child's output, past identities; None if that is not known."""
+    """Return the module that a Sequential calls next after a child, skipping identities; None if that is unknown."""
     if holder.key is None or not runs_in_order(holder.module):
         return None
     keys = list(holder.module._modules)
@@ -109,5 +109,5 @@ def next_in_order(holder: Holder) -> nn.Module | None:
 
 
 def is_plain_identity(module: nn.Module | None) -> bool:
-    """Say whether the module hands its input on and nobody watches it do so."""
+    """Return whether the module is an nn.Identity without hooks or a patched forward."""
     return type(module) is nn.Identity and "forward" not in vars(module) and not has_hooks(module)

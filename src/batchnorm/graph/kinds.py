@@ -1,4 +1,4 @@
-"""Kinds of modules and calls: affine, nonlinear, moving elements, passing on what an affine layer computes."""
+"""Classify modules and calls: affine, nonlinear, moving elements, passing on an affine layer's output."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 Affine = nn.Linear | Convolution | Transposed
 
-# operator.iadd and its like: x += y.
+# operator.iadd etc.: x += y.
 IN_PLACE = frozenset(
     getattr(operator, name) for name in dir(operator) if name[:1] == "i" and hasattr(operator, name[1:])
 )
-# Names as plain_name() returns them, so that F.leaky_relu and nn.LeakyReLU are one word.
+# Names as plain_name() returns them, so that F.leaky_relu and nn.LeakyReLU have the same name.
 NONLINEAR = frozenset(
     """relu relu6 leakyrelu prelu rrelu elu selu celu gelu silu mish sigmoid tanh hardtanh hardsigmoid hardswish
     softplus softsign logsigmoid threshold tanhshrink softshrink hardshrink clamp clampmin clip sin""".split()  # noqa: SIM905
@@ -42,18 +42,18 @@ HANDING_ON = MOVING | frozenset(
 
 
 def plain_name(name: str) -> str:
-    """Return one spelling for a function and its module: leaky_relu and LeakyReLU are both leakyrelu."""
+    """Return the same name for a function and its module: leaky_relu and LeakyReLU are both leakyrelu."""
     return name.lower().replace("_", "")
 
 
 def base_type(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class, without the subclass that ``torch.nn.utils.parametrize`` generates."""
+    """Return the module's class, ignoring the subclass that ``torch.nn.utils.parametrize`` generates."""
     kind: type[nn.Module] = type(module)
     return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
 
 
 def keeps_torch_forward(module: nn.Module) -> bool:
-    """Say whether the module runs the forward of ``torch.nn``, neither overridden nor patched."""
+    """Return whether the module runs ``torch.nn``'s forward, neither overridden nor patched."""
     if "forward" in vars(module) or "_conv_forward" in vars(module):
         return False
     kind = base_type(module)
@@ -62,7 +62,7 @@ def keeps_torch_forward(module: nn.Module) -> bool:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Say whether a call of the module is one step of the network that is not looked into."""
+    """Return whether a call of the module is recorded as one step, without looking inside."""
     if isinstance(module, TorchBatchNorm | torch.jit.ScriptModule):
         return True
     children = [name for name, _ in module.named_children() if name != "parametrizations"]
@@ -70,23 +70,23 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def is_affine(module: nn.Module | None) -> bool:
-    """Say whether the module computes Wu + b as ``torch.nn`` does: Linear, a convolution, a transposed convolution."""
+    """Return whether the module computes Wu + b as ``torch.nn`` does: Linear, convolution, transposed convolution."""
     return isinstance(module, Affine) and keeps_torch_forward(module)
 
 
 def is_in_place(module: nn.Module) -> bool:
-    """Say whether a module of ``torch.nn`` writes into its input and returns it."""
+    """Return whether a ``torch.nn`` module writes into its input and returns it."""
     return bool(getattr(module, "inplace", False))
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Say whether hooks see, or may change, what goes in or comes out of the module."""
+    """Return whether the module has hooks, which may see or change its inputs and outputs."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind) for kind in kinds)
 
 
 def is_quiet(module: nn.Module) -> bool:
-    """Say whether nobody sees the calls of a module: no hooks, and its class's own forward."""
+    """Return whether a module has no hooks and no patched forward."""
     held = module.__dict__
     return not (
         held["_forward_hooks"]
@@ -101,13 +101,13 @@ _unwatched = False
 
 
 def is_watched() -> bool:
-    """Say whether somebody sees the calls of all modules."""
+    """Return whether global hooks are set, which see the calls of all modules."""
     return not _unwatched and _has_any_global_hook()
 
 
 @contextmanager
 def despite_global_hooks() -> Iterator[None]:
-    """Run rewritten forwards although somebody sees the calls of all modules, who knows about it."""
+    """Run rewritten forwards even if global hooks are set, for callers whose hooks expect that."""
     global _unwatched
     before, _unwatched = _unwatched, True
     try:

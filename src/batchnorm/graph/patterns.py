@@ -1,6 +1,6 @@
 """Find BN -> activation and BN -> sum -> activation in a torch.fx graph.
 
-Both ``convert``, whose graphs call modules, and the ``torch.compile`` backend, whose graphs call functions, use it.
+It is used by ``convert``, whose graphs call modules, and by the ``torch.compile`` backend, whose graphs call functions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..ops.activation import NAMES, Activation, from_module
 from .holders import is_plain_identity, runs_in_order
 from .kinds import IN_PLACE, has_hooks, is_affine, is_in_place, keeps_torch_forward
 
-# Every activation that a batch normalization can apply, in each of torch's spellings: F.relu, torch.relu_, x.relu().
+# Every activation that can be fused, in each of torch's spellings: F.relu, torch.relu_, x.relu().
 FUNCTIONS: dict[Any, str] = {
     getattr(owner, spelling): name
     for name in (*NAMES, "hardtanh")
@@ -30,27 +30,27 @@ FUNCTIONS: dict[Any, str] = {
 METHODS = {spelling: name for name in NAMES for spelling in (name, f"{name}_") if hasattr(Tensor, spelling)}
 SUMS = {operator.add: False, operator.iadd: True, torch.add: False, Tensor.add: False, Tensor.add_: True}
 SUM_METHODS = {"add": False, "__add__": False, "__radd__": False, "add_": True, "__iadd__": True}
-# Functions whose result is a tensor of its own.
+# Functions that return a new tensor.
 NEW = {operator.add, operator.sub, operator.mul, operator.truediv, torch.add, torch.sub, torch.mul, torch.div}
 NEW |= {torch.conv1d, torch.conv2d, torch.conv3d, torch.batch_norm, F.batch_norm, F.linear}
 
 
 class Fusion(NamedTuple):
-    """Hold what one call of a batch normalization takes in."""
+    """Describe what was fused into one call of a batch normalization."""
 
     path: str
-    """The layer's, below the module whose forward was traced."""
+    """The layer's path, relative to the module whose forward was traced."""
     activation: Activation
     residual: bool
 
 
 class Match(NamedTuple):
-    """Hold the nodes of one pattern; ``passed`` are identities between them."""
+    """Hold the nodes of one pattern; ``passed`` are the identities between them."""
 
     norm: fx.Node
     sum: fx.Node | None
     summand: int
-    """Which summand the batch normalization makes; the other is the residual."""
+    """Which summand comes from the batch normalization; the other is the residual."""
     activation: fx.Node | None
     kind: Activation
     passed: tuple[fx.Node, ...] = ()
@@ -67,12 +67,12 @@ class Match(NamedTuple):
 
     @property
     def bypassed(self) -> list[fx.Node]:
-        """The calls of modules that the fused call replaces."""
+        """The module calls that the fused call replaces."""
         nodes = [*self.passed, *([self.activation] if self.activation is not None else [])]
         return [node for node in nodes if node.op == "call_module"]
 
     def replace_by(self, new: fx.Node) -> None:
-        """Let another node, which may be the batch normalization's own, compute what the pattern computes."""
+        """Replace the pattern by a node, which may be the batch normalization's own."""
         self.end.replace_all_uses_with(new)
         gone = {node for node in (self.norm, self.sum, self.activation, *self.passed) if node not in (None, new)}
         while gone:
@@ -84,9 +84,9 @@ class Match(NamedTuple):
 def normalize_and_add(
     norm: Callable[..., Tensor], x: Tensor, residual: Tensor, activation: str | Activation, first: bool, in_place: bool
 ) -> Tensor:
-    """Return g(BN(x) + residual); not fused if the sum promotes types, broadcasts or has strides of its own.
+    """Return g(BN(x) + residual), fused unless the sum would change the dtype, shape or strides.
 
-    ``first`` says whether BN(x) was the first summand, ``in_place`` whether the sum was written into the first.
+    ``first`` says whether BN(x) was the first summand, ``in_place`` whether the sum was written into the first summand.
     """
     if residual.dtype is x.dtype and residual.shape == x.shape and residual.stride() == x.stride():
         return norm(x, residual, activation=activation)
@@ -97,7 +97,7 @@ def normalize_and_add(
 
 
 def fuse_modules_(graph: fx.Graph, matches: list[Match]) -> list[Fusion]:
-    """Make each pattern a call of its batch normalization, a module, and return what was fused."""
+    """Replace each pattern by one call of its batch normalization module, in place, and return what was fused."""
     for match in matches:
         kind: str | Activation = match.kind if match.kind.name == "leaky_relu" else match.kind.name
         new = match.norm
@@ -116,11 +116,11 @@ class Matcher:
     """Find the patterns of a graph.
 
     Args:
-        root: the module that the graph's targets are paths of.
+        root: the module to which the graph's targets are relative.
         graph: the graph.
-        is_norm: whether a node is a batch normalization that can take in what follows it; its first argument is x.
-        fits: whether a batch normalization can take in a residual. The default leaves that to the fused call.
-        depth: how deep in opened children a batch normalization is called; the least deep of two summands is fused.
+        is_norm: whether a node is a batch normalization that supports fusion; its first argument is x.
+        fits: whether a residual can be fused into a batch normalization. By default the fused call decides.
+        depth: how deep in opened children a batch normalization is called; of two summands the less deep one is fused.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Matcher:
         self._order = {node: i for i, node in enumerate(graph.nodes)}
 
     def matches(self) -> list[Match]:
-        """Return the patterns, each batch normalization in one at most."""
+        """Return the patterns; each batch normalization is in at most one."""
         found: dict[fx.Node, Match] = {}
         for node in self.graph.nodes:
             if writes_its_sum(node) is not None:
@@ -155,7 +155,7 @@ class Matcher:
         return list(found.values())
 
     def ends_in_norm(self) -> bool:
-        """Say whether the value that the graph returns comes from a batch normalization, and goes nowhere else."""
+        """Return whether the graph returns the output of a batch normalization that nothing else reads."""
         (output,) = (node for node in self.graph.nodes if node.op == "output")
         node = output.args[0]
         while isinstance(node, fx.Node) and len(node.users) == 1:
@@ -170,13 +170,13 @@ class Matcher:
             norm, passed = self._lead_back(node.args[mine])
             if norm is not None:
                 candidates.append((self._depth(norm), -self._order[norm], norm, passed, mine))
-        # Least depth: no module is opened that need not be. Then the last one: nothing is moved past other calls.
+        # First the least deep, to open no module unnecessarily; then the last, to move no BN past other calls.
         for _, _, norm, passed, mine in sorted(candidates, key=lambda c: c[:2]):
             residual = node.args[1 - mine]
             assert isinstance(residual, fx.Node)
             if not self._fits(norm, residual):
                 continue
-            # Written into: somebody else may see what it held, unless it was made here for this sum alone.
+            # The sum overwrites the residual. Others may see the old contents, unless it was created for this sum only.
             if writes_its_sum(node) and mine and not (self._is_fresh(residual) and _only_user(residual) is node):
                 continue
             if self._moves_past_a_write(norm, node, passed):
@@ -186,7 +186,7 @@ class Matcher:
         return None
 
     def _activation_after(self, node: fx.Node) -> tuple[fx.Node | None, Activation, tuple[fx.Node, ...]]:
-        """Return the activation that alone reads a node's value, its kind and the identities before it."""
+        """Return the activation that is the only reader of a node's value, its kind and the identities before it."""
         last, passed = self._follow(node)
         user = _only_user(last)
         kind = self._activation(user)
@@ -198,7 +198,7 @@ class Matcher:
         return self._modules[str(node.target)] if node is not None and node.op == "call_module" else None
 
     def _handed_on(self, node: fx.Node) -> fx.Node | None:
-        """Return the value that a node hands on unchanged: of an identity, or of a sum with the number 0."""
+        """Return the value that a node passes on unchanged, as an identity or a sum with the number 0 does, or None."""
         first, *others = node.args or (None,)
         if isinstance(first, fx.Node) and not others and not node.kwargs and is_plain_identity(self._module(node)):
             return first
@@ -208,7 +208,7 @@ class Matcher:
         return values[0] if is_sum and len(node.args) == 2 and len(values) == len(zeros) == 1 else None
 
     def _follow(self, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-        """Walk from a node past identities; return where that ends, and the identities."""
+        """Follow a node's value through identities; return the last of them, and all of them."""
         passed = []
         while (user := _only_user(node)) is not None and self._handed_on(user) is node:
             passed.append(user)
@@ -216,7 +216,7 @@ class Matcher:
         return node, tuple(passed)
 
     def _lead_back(self, node: Any) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
-        """Walk back from a summand past identities to the batch normalization that alone makes it."""
+        """Follow a summand back through identities to its batch normalization, if nothing else uses its output."""
         passed: list[fx.Node] = []
         while isinstance(node, fx.Node) and [_uses_of(user, node) for user in node.users] == [1]:
             if self._is_norm(node):
@@ -249,7 +249,7 @@ class Matcher:
         return Activation(name, float(slope)) if name == "leaky_relu" else Activation(name)
 
     def _is_fresh(self, node: fx.Node) -> bool:
-        """Say whether a node makes a new tensor, or hands on one that nobody else has."""
+        """Return whether a node creates a new tensor, or passes on one that nothing else uses."""
         same = self._same_tensor(node)
         if same is not None:
             return _only_user(same) is node and self._is_fresh(same)
@@ -262,23 +262,23 @@ class Matcher:
         return node.op == "call_function" and node.target in NEW and any(isinstance(a, fx.Node) for a in node.args)
 
     def _same_tensor(self, node: fx.Node) -> fx.Node | None:
-        """Return the value that a node returns itself, written into or not: x += y is x."""
+        """Return the argument that a node returns itself, possibly written into (x += y returns x), or None."""
         same = node.args[0] if writes_its_sum(node) else self._handed_on(node)
         return same if isinstance(same, fx.Node) else None
 
     def _is_apart(self, written: Any, x: Any) -> bool:
-        """Say whether a sum writes into a tensor that was made after x, and so shares no memory with it."""
+        """Return whether a written tensor was created after x, so that they share no memory."""
         root = self._root(written)
         return self._is_new(root) and self._order[root] > self._order[x]
 
     def _root(self, node: fx.Node) -> fx.Node:
-        """Return the node that made the tensor which a node returns."""
+        """Return the node that created the tensor which a node returns."""
         while (same := self._same_tensor(node)) is not None:
             node = same
         return node
 
     def origins(self, match: Match) -> Iterator[fx.Node]:
-        """Yield the nodes that had to be seen to find a match: BN, and what made the tensors that sums write into."""
+        """Yield the nodes that a match relies on: BN, and those that created the tensors which sums write into."""
         yield match.norm
         if match.sum is not None:
             for node in (*_between(match.norm, match.sum), match.sum):
@@ -286,7 +286,7 @@ class Matcher:
                     yield self._root(node)
 
     def _moves_past_a_write(self, norm: fx.Node, end: fx.Node, passed: tuple[fx.Node, ...]) -> bool:
-        """Say whether a call between BN and sum may write what BN reads, or call the same BN: BN would come later."""
+        """Return whether BN cannot move to the sum: a call in between may write what BN reads, or call the same BN."""
         layer = self._module(norm)
         for node in _between(norm, end):
             module = self._module(node)
@@ -325,7 +325,7 @@ _PARAMETERS = {
 
 
 def writes_its_sum(node: fx.Node) -> bool | None:
-    """Say whether a sum of two values is written into the first; None if the node is no such sum."""
+    """Return whether a sum of two values is written into the first; None if the node is not such a sum."""
     table = _sums(node.op)
     if node.target not in table or len(node.args) != 2 or node.kwargs or node.args[0] is node.args[1]:
         return None
@@ -345,7 +345,7 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 
 
 def _switches_a_mode(node: fx.Node) -> bool:
-    """Say whether a node may switch gradients, autocast or a transform: such functions of torch are private."""
+    """Return whether a node may switch gradients, autocast or a transform; torch's functions for that are private."""
     return node.op == "call_function" and getattr(node.target, "__name__", "_").startswith("_")
 
 
@@ -360,7 +360,7 @@ def _only_user(node: Any) -> fx.Node | None:
 
 
 def _uses_of(user: fx.Node, node: Any) -> int:
-    """Return how often a node is an argument of another; nested ones count."""
+    """Return how often a node is an argument of another, including nested arguments."""
     seen: list[fx.Node] = []
 
     def see(argument: fx.Node) -> fx.Node:
@@ -378,7 +378,7 @@ def _makes_a_new_tensor(module: nn.Module) -> bool:
 
 
 def may_write_its_input(module: nn.Module) -> bool:
-    """Say whether a module is not known to leave its input alone."""
+    """Return whether a module may write to its input; False only if it is known not to."""
     if isinstance(module, nn.Sequential) and runs_in_order(module):
         for child in module:
             if may_write_its_input(child) or _makes_a_new_tensor(child):

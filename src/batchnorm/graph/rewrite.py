@@ -1,4 +1,4 @@
-"""Give a module a forward in which patterns of its own code are single calls: see generated.py for its class."""
+"""Rewrite a module's forward so that each pattern in its code is a single call; generated.py makes the class."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ IsNorm = Callable[[nn.Module], bool]
 
 
 class Rewritten(NamedTuple):
-    """Hold what became of a module's forward in each mode: what was fused, or why nothing was."""
+    """Hold the result of rewriting a module's forward in each mode: what was fused, or why nothing was."""
 
     fusions: dict[bool, tuple[Fusion, ...]]
     reasons: dict[bool, str]
 
 
 def rewrite_(net: nn.Module, calls: dict[bool, dict[str, Any]], is_norm: IsNorm) -> dict[str, Rewritten]:
-    """Rewrite the forwards of a network's modules, in place, and return what was done by path.
+    """Rewrite the forwards of a network's modules, in place, and return the results by path.
 
     Args:
-        net: the network; modules that :func:`restore_` could restore should be restored first.
-        calls: by mode (training or not), what :func:`arguments_in` found.
-        is_norm: whether a module is a batch normalization that takes ``residual=`` and ``activation=`` now. It is
-            asked again before every call, so it must be a function that can be imported.
+        net: the network; call :func:`restore_` first if it has rewritten modules.
+        calls: for each mode (training or not), the result of :func:`arguments_in`.
+        is_norm: whether a module is a batch normalization that accepts ``residual=`` and ``activation=`` now. It is
+            called again before every forward, so it must be an importable function.
     """
     found: dict[str, dict[bool, Variant]] = {}
     done: dict[str, Rewritten] = {}
@@ -62,7 +62,7 @@ def rewrite_(net: nn.Module, calls: dict[bool, dict[str, Any]], is_norm: IsNorm)
 
 
 def restore_(net: nn.Module) -> list[str]:
-    """Give each module of a network its own class back, in place, and return the paths of those that had another."""
+    """Restore the original class of each rewritten module, in place, and return the paths of those modules."""
     paths = []
     for path, module in net.named_modules():
         if is_rewritten(module):
@@ -72,10 +72,10 @@ def restore_(net: nn.Module) -> list[str]:
 
 
 def restore_wrong_(net: nn.Module, check: Callable[[], Any]) -> dict[str, str]:
-    """Restore the rewritten modules that make a check of the network fail, in place; return why, by path.
+    """Restore, in place, the rewritten modules that make ``check`` fail; return the reasons by path.
 
     Raises:
-        Exception: what ``check`` raises even if no module is rewritten.
+        Exception: whatever ``check`` raises if it fails even without rewritten modules.
     """
     kinds = {path: type(module) for path, module in net.named_modules() if is_rewritten(module)}
     wrong: dict[str, str] = {}
@@ -106,7 +106,7 @@ def restore_wrong_(net: nn.Module, check: Callable[[], Any]) -> dict[str, str]:
 def arguments_in(
     net: nn.Module, example: Any, forward: network_call.Forward | None, *, training: bool
 ) -> dict[str, dict[str, Any] | str]:
-    """Run a copy of a network, and return the patterns of each module's arguments, or why there are none."""
+    """Run a copy of a network; return for each module the patterns of its arguments, or why there are none."""
     twin = private_copy(net).train(training)
     found: dict[str, dict[str, Any] | str] = {}
 
@@ -132,7 +132,7 @@ def arguments_in(
 
 
 def _rest(module: nn.Module) -> list[str]:
-    """Return the names of *args and **kwargs."""
+    """Return the names of the forward's *args and **kwargs."""
     parameters = signature(type(module).forward).parameters.values()
     return [p.name for p in parameters if p.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
 
@@ -144,7 +144,7 @@ def _has_code(module: nn.Module) -> bool:
 
 
 class _Worker:
-    """Trace and match the modules of a network in one mode, children before their parents."""
+    """Trace and match a network's modules in one mode, children before their parents."""
 
     def __init__(self, net: nn.Module, training: bool, calls: dict[str, Any], is_norm: IsNorm) -> None:
         self.net, self.calls, self.is_norm = net, calls, is_norm
@@ -166,7 +166,7 @@ class _Worker:
             matches = matcher.matches()
             if matcher.ends_in_norm() and not has_hooks(module):
                 self.ending.add(path)
-            # Open only children whose batch normalization is followed by code outside of them.
+            # Open only children whose batch normalization is fused with code outside of them.
             needed = {p for match in matches for p in _crossed(module, matcher, traced, match)}
             needed = {f"{path}.{p}".lstrip(".") for p in needed}
             if needed == {f"{path}.{p}".lstrip(".") for p in traced.opened}:
@@ -195,7 +195,7 @@ class _Worker:
 
 
 def _crossed(module: nn.Module, matcher: Matcher, traced: Traced, match: Match) -> Iterator[str]:
-    """Yield the children that have to be open: a pattern depends on their code, or moves BN past them."""
+    """Yield the children that must be opened: a pattern depends on their code, or moves BN past them."""
     outer = traced.stacks[match.end.name]
     yield from (p for node in matcher.origins(match) for p in traced.stacks[node.name] if p not in outer)
     node = match.norm
@@ -238,7 +238,7 @@ class _Builder:
             try:
                 self._expect_read(owner, text, name)
             except Unwatchable as error:
-                raise Untraceable(f"its code reads '{name}', {error}, which may change unseen") from error
+                raise Untraceable(f"its code reads '{name}', {error}, whose changes cannot be detected") from error
         for path in self.traced.opened:
             child = self.module.get_submodule(path)
             self._expect(f"_original_kind({_spell(path)}) is {self._name(type(child))} and _is_quiet({_spell(path)})")

@@ -1,9 +1,9 @@
 """Trace the forward of one module with torch.fx, its children as leaves, and record what the code depended on.
 
 torch.fx runs the code once and keeps the path that it took. So everything that may have decided the path is recorded:
-attributes that were read, the arguments that were absent or no tensors, the children of containers. Whatever torch.fx
-would drop without a word is refused: a gradient mode or autocast region around a call, random numbers, attributes set,
-tensors computed apart from the arguments.
+the attributes that were read, the arguments that were not tensors, the children of containers. Anything that torch.fx
+would silently drop is refused: a gradient mode or autocast around a call, random numbers, assignments to attributes,
+tensors that are not computed from the arguments.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from torch.overrides import TorchFunctionMode
 
 from .kinds import IN_PLACE, is_affine, is_in_place, keeps_torch_forward
 
-# What may be asked of a tensor that is no argument: it depends on no content.
+# Queries that are allowed on tensors other than the arguments, because their results do not depend on the contents.
 QUESTIONS = frozenset({"__get__", "size", "dim", "numel", "is_floating_point", "element_size", "__len__"})
 
 
 class Untraceable(BaseException):
-    """Say why a forward cannot be traced. Not an Exception: the code that is traced must not catch it."""
+    """Raised if a forward cannot be traced. Not an Exception, so that the traced code cannot catch it."""
 
 
 class Traced(NamedTuple):
-    """Hold a graph and what the code that made it depended on."""
+    """Hold a graph and what the traced code depended on."""
 
     graph: fx.Graph
     reads: list[tuple[str, str]]
-    """Module paths and the attributes that were read of them; of containers, ``_modules``."""
+    """Pairs of a module's path and an attribute that was read from it; for containers, ``_modules``."""
     opened: list[str]
-    """The paths of children that are no leaves: their code is part of the graph."""
+    """The paths of children that are not leaves: their code is part of the graph."""
     stacks: dict[str, tuple[str, ...]]
-    """For each node, the opened children whose code made it."""
+    """For each node, the opened children whose code created it."""
 
 
 class Spies:
-    """Give the modules of a network classes that record which attributes the user's code reads of them.
+    """Change the classes of a network's modules to record which attributes the user's code reads.
 
-    The network is a copy that is only traced: its modules' classes change for good.
+    The network must be a copy made for tracing: its modules keep the changed classes.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -83,7 +83,7 @@ class Spies:
 
         def write(self: Any, name: str, value: Any) -> None:
             if not _is_machinery(_caller()):
-                raise Untraceable(f"its code sets the attribute '{name}'")
+                raise Untraceable(f"its code assigns to the attribute '{name}'")
             kind.__setattr__(self, name, value)
 
         names = {"__getattribute__": read, "__setattr__": write, "_spied": kind, "__module__": kind.__module__}
@@ -92,10 +92,10 @@ class Spies:
 
 
 def problem_with(kind: type) -> str:
-    """Say why a module's class can be given no subclass, or calls of it cannot be traced; "" if neither."""
+    """Return why a module's class cannot be subclassed or its calls cannot be traced; "" if both are possible."""
     own = [k for k in kind.__mro__ if k not in (nn.Module, object)]
     if any("__init_subclass__" in vars(k) for k in own) or type(kind) not in (type, ABCMeta):
-        return f"{kind.__name__} keeps account of its subclasses"
+        return f"{kind.__name__} customizes its subclasses"
     if any("__call__" in vars(k) for k in own):
         return f"{kind.__name__} has its own __call__"
     return ""
@@ -104,7 +104,7 @@ def problem_with(kind: type) -> str:
 def trace_forward(
     module: nn.Module, spies: Spies, arguments: dict[str, Any], opened: Collection[nn.Module] = ()
 ) -> Traced:
-    """Trace a module's forward, given the patterns of its arguments; children in ``opened`` are traced through."""
+    """Trace a module's forward, given the patterns of its arguments; children in ``opened`` are traced too."""
     for problem in (spies.problems[m] for m in module.modules() if m in spies.problems):
         raise Untraceable(problem)
     before = {m: _containers_of(m) for m in (module, *opened)}
@@ -112,7 +112,7 @@ def trace_forward(
     spies.reads.clear()
     tracer = _Tracer(opened)
     kind: Any = type(module)
-    beneath = vars(kind).get("_spied", kind)  # the class without the recording of reads
+    beneath = vars(kind).get("_spied", kind)  # the class that does not record reads
     kind._entry = _entry(beneath.forward, arguments)
     try:
         with _Outsiders(), warnings.catch_warnings(action="ignore"):
@@ -125,20 +125,20 @@ def trace_forward(
     if generators != _generators():
         raise Untraceable("its code draws random numbers")
     if any(_containers_of(m) != held for m, held in before.items()):
-        raise Untraceable("its code changes a list or dict that it keeps")
+        raise Untraceable("its code changes one of its own lists or dicts")
     reads = {m: list(names) for m, names in spies.reads.items()}
     for node in graph.nodes:
         node.type = None
     paths = {m: name for name, m in module.named_modules()}
     strangers = [type(m).__name__ for m in reads if m not in paths]
     if strangers:
-        raise Untraceable(f"its code reads attributes of a {strangers[0]} that is not among its children")
+        raise Untraceable(f"its code reads attributes of a {strangers[0]} that is not one of its children")
     read = [(paths[m], name) for m, names in reads.items() for name in names]
     return Traced(graph, read, [paths[m] for m in tracer.entered], tracer.stacks)
 
 
 def _entry(forward: Callable[..., Any], arguments: dict[str, Any]) -> FunctionType:
-    """Return a function of the tensors among the arguments, one by one, that calls the forward."""
+    """Return a function that takes each tensor of the arguments as a parameter and calls the forward."""
     names: list[str] = []
     scope: dict[str, Any] = {"call": _call, "forward": forward}
 
@@ -164,9 +164,9 @@ def _call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     before = _ids((args, kwargs))
     out = forward(*args, **kwargs)
     if _ids((args, kwargs)) != before:
-        raise Untraceable("its code changes a list that it is called with")
+        raise Untraceable("its code changes a list that it gets as an argument")
     if {id(t) for t in _lists_in(out)} & {id(t) for t in _lists_in((*args[1:], *kwargs.values()))}:
-        raise Untraceable("its code returns a list that it is called with")
+        raise Untraceable("its code returns a list that it gets as an argument")
     return out
 
 
@@ -210,11 +210,11 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self._modes:
-            raise Untraceable("its code switches gradients, autocast or the saving of tensors for some calls")
+            raise Untraceable("its code changes the gradient mode, autocast or saved-tensor hooks for some calls")
         _refuse_contexts()
         node = super().create_node(*args, **kwargs)
         if node.op == "get_attr" and str(node.target).startswith(("_tensor_constant", "_torchbind_obj", "_opaque_obj")):
-            raise Untraceable("its code makes a tensor apart from its arguments")
+            raise Untraceable("its code creates a tensor that does not depend on its arguments")
         self.stacks[node.name] = tuple(self._stack)
         return node
 
@@ -225,7 +225,7 @@ class _Tracer(fx.Tracer):
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         first = args[0] if args else None
         if isinstance(first, _Value) and self._returns_its_input(kind, target, kwargs):
-            first.node = proxy.node  # every name for the tensor stands for what it holds now
+            first.node = proxy.node  # every reference to the tensor now means its new contents
             return first
         return proxy
 
@@ -245,11 +245,11 @@ class _Tracer(fx.Tracer):
         raise Untraceable("its code loops over a tensor or its shape")
 
     def keys(self, obj: fx.Proxy) -> Any:
-        raise Untraceable("its code passes on a dict that another module returns")
+        raise Untraceable("its code unpacks a dict that another module returns")
 
 
 class _Typed:
-    """Tell the user's code that asks with isinstance what a value will be, or refuse."""
+    """Make isinstance checks in the user's code see a Tensor, or refuse if the type is unknown."""
 
     node: fx.Node
     tracer: Any
@@ -260,7 +260,7 @@ class _Typed:
             return type(self)
         if not isinstance(self, Attribute) and _is_tensor(self.node, self.tracer.root):
             return Tensor
-        raise Untraceable("its code asks for the type of a value")
+        raise Untraceable("its code checks the type of a value")
 
 
 def _is_tensor(node: fx.Node, root: nn.Module) -> bool:
@@ -276,7 +276,7 @@ class _Value(_Typed, fx.Proxy):
             return _Attribute(self, name)
         if name.startswith("__") or _is_tensor(self.node, self.tracer.root):
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
-        raise Untraceable(f"its code reads '{name}' of what another module returns")
+        raise Untraceable(f"its code reads '{name}' from the result of another module")
 
 
 class _Attribute(_Typed, Attribute):
@@ -288,20 +288,20 @@ def _in_place(function: Any) -> Callable[[Any, Any], Any]:
     return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
 
 
-# torch.fx itself would make x += y a new tensor.
+# torch.fx itself would treat x += y as x = x + y, a new tensor.
 for _function in IN_PLACE - {operator.iconcat}:
     for _kind in (_Value, _Attribute):
         setattr(_kind, f"__{_function.__name__}__", _in_place(_function))
 
 
 class _Outsiders(TorchFunctionMode):
-    """Refuse calls of torch that have nothing to do with the arguments: they would run once, while tracing."""
+    """Refuse torch calls that do not involve the arguments: they would run only once, during tracing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if not _has_proxy((args, kwargs)) and name not in QUESTIONS and not _is_machinery(_caller()):
-            raise Untraceable(f"its code calls {name or func} on no tensor that comes from its arguments")
+            raise Untraceable(f"its code calls {name or func} without a tensor that comes from its arguments")
         return func(*args, **kwargs)
 
 
@@ -314,7 +314,7 @@ def _has_proxy(tree: Any) -> bool:
 
 
 def _caller() -> str:
-    """Return the name of the Python module that made the call which a function of this one handles."""
+    """Return the name of the Python module that called the function from which this one is called."""
     name: str = sys._getframe(2).f_globals.get("__name__", "")
     return name
 
@@ -329,27 +329,27 @@ def _has_context(code: CodeType) -> bool:
 
 
 def _refuse_contexts() -> None:
-    """Refuse a call by code that has a with statement: torch.fx does not keep it around the call."""
+    """Refuse calls from code that has a with statement, because torch.fx does not record it."""
     frame: FrameType | None = sys._getframe(2)
     found = False
     while frame is not None:
         if frame.f_code is _call.__code__:
             if found:
-                raise Untraceable("its code has a with statement, of which a graph keeps nothing")
+                raise Untraceable("its code has a with statement, which torch.fx does not record")
             return
         found |= not _is_machinery(frame.f_globals.get("__name__", "")) and _has_context(frame.f_code)
         frame = frame.f_back
 
 
 def _modes() -> tuple[Any, ...]:
-    """Return what may be switched around a call and leaves no mark in a graph."""
+    """Return the modes that code may switch around a call and that a graph does not record."""
     autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
     saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, saving
 
 
 def _generators() -> tuple[Any, ...]:
-    """Return the state of the random generators that are shared by all."""
+    """Return the states of the global random number generators."""
     state: Any = np.random.get_state()
     return random.getstate(), state[1].tobytes(), state[2:], torch.get_rng_state().numpy().tobytes()
 

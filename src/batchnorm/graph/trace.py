@@ -1,8 +1,8 @@
 """Record the data flow of a real forward pass.
 
-Hooks see module calls, and a torch-function mode sees functional calls and operators, so the user's Python runs as it
-is. Tensors are followed by identity: a call that writes in place gives the same tensor, and each view of it, a new
-value.
+Hooks record module calls, and a torch-function mode records functions and operators, so the user's Python runs
+unchanged. Tensors are tracked by identity: a call that writes in place gives the tensor, and each view of it, a new
+Value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..network_copy import SharedWithOriginalError, isolated, private_copy
 from .calls import Graph, TracedCall, Value
 from .kinds import has_hooks, is_leaf
 
-# Functions that hand a tensor's values, not its shape or type, to the user's Python.
+# Functions that return a tensor's contents, not its shape or dtype, to Python.
 READS = frozenset(
     "item tolist numpy __bool__ __float__ __int__ __index__ __array__ __contains__ is_nonzero equal".split()  # noqa: SIM905
 )
@@ -33,13 +33,13 @@ READS = frozenset(
 def trace(
     net: nn.Module, example: Any, forward: network_call.Forward | None = None, *, training: bool | None = None
 ) -> Graph:
-    """Run a copy of the network on an example and return its data flow, in terms of the network's own modules.
+    """Run a copy of the network on an example and return its data flow, with the original network's modules.
 
     Args:
         net: any network.
         example: a batch, see :mod:`batchnorm.network_call`; it is copied, so in-place code cannot change it.
-        forward: how to call the network, if that rule does not fit.
-        training: the mode to run in; None is the network's current mode.
+        forward: how to call the network, if the default does not fit.
+        training: the mode to run in; None means the network's current mode.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
     >>> linear, relu = trace(net, torch.zeros(1, 2)).calls
@@ -65,14 +65,14 @@ def trace(
 
 
 def trace_modes(net: nn.Module, example: Any, forward: network_call.Forward | None) -> list[Graph]:
-    """Trace evaluation and, if it runs on the example, training."""
+    """Trace the network in evaluation mode and, if the example allows it, in training mode."""
     evaluation = trace(net, example, forward, training=False)
     try:
         return [evaluation, trace(net, example, forward, training=True)]
     except SharedWithOriginalError:
         raise
     except Exception:
-        # One value per feature, SyncBatchNorm without a GPU, missing targets: training cannot run on this example.
+        # Training may fail on this example: one value per feature, SyncBatchNorm without a GPU, missing targets.
         return [evaluation]
 
 
@@ -84,7 +84,7 @@ def _call(net: nn.Module, example: Any, forward: network_call.Forward | None) ->
             raise
         shapes = ", ".join(str(tuple(t.shape)) for t in network_call.tensors_in(example))
         why = str(error).partition("\n")[0]
-        raise RuntimeError(f"the network cannot take an example of shape {shapes}: {why}") from error
+        raise RuntimeError(f"the network fails on an example of shape {shapes}: {why}") from error
 
 
 def _held(net: nn.Module) -> list[Tensor]:
@@ -92,21 +92,21 @@ def _held(net: nn.Module) -> list[Tensor]:
 
 
 class _Resurface(TorchDispatchMode):
-    """Repeat calls that C++ code makes (scripted functions) from Python, so that the torch-function mode sees them."""
+    """Repeat calls made by C++ code (scripted functions) from Python, so that the torch-function mode sees them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchFunctionMode):
-    """Record calls; while ``_inside`` is not 0 a call is part of one already being recorded."""
+    """Record calls; while ``_inside`` is not 0, calls are part of one that is already being recorded."""
 
     def __init__(self, net: nn.Module, refuse: Callable[[Any], None]) -> None:
         super().__init__()
         self._refuse = refuse
         self.calls: list[TracedCall] = []
         self.values: dict[int, Value] = {}
-        # Holding the tensors keeps each id() that of one tensor only.
+        # Keeping the tensors alive makes each id() unique.
         self._aliases: dict[int, dict[int, Tensor]] = defaultdict(dict)
         self._names = {m: name for name, m in net.named_modules()}
         self._hooked = {m for m in net.modules() if has_hooks(m)}
@@ -128,26 +128,26 @@ class _Recorder(TorchFunctionMode):
         return out
 
     def mark_escaped(self, out: Any) -> None:
-        """Mark the values that the network's output holds, or that anything else still refers to after the run.
+        """Mark the values that are in the network's output, or that something still refers to after the run.
 
-        A tensor that is alive once this recorder lets go of it was kept: on a module, in a global list, in a closure.
+        If a tensor outlives this recorder's reference, something keeps it: a module, a global list, a closure.
         """
         shown = {id(t) for t in network_call.tensors_in(out)}
         kept = [(weakref.ref(t), self.values[id(t)]) for aliases in self._aliases.values() for t in aliases.values()]
         computed = [(ref, value) for ref, value in kept if value.producer is not None]
         self._aliases.clear()
         if any(t is not None and id(t) not in shown for t in (ref() for ref, _ in computed)):
-            gc.collect()  # a cycle of dead objects keeps nothing
+            gc.collect()  # reference cycles of dead objects do not count
         for ref, value in kept:
             t = ref()
             if t is not None and (value.producer is not None or id(t) in shown):
                 value.escapes = True
 
     def watch(self, net: nn.Module) -> None:
-        """Hook every module of a network that is only there to be watched."""
+        """Hook every module; the network must be a copy, since the hooks stay."""
         for module in net.modules():
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # takes no hooks; what it calls is seen call by call
+                continue  # does not support hooks; the functions that it calls are recorded
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave, with_kwargs=True)
 
@@ -156,7 +156,7 @@ class _Recorder(TorchFunctionMode):
         if is_leaf(module):
             if self._inside == 1:
                 self._open.append(self._start(type(module).__name__, self._names[module], module, args, kwargs))
-            return  # stays inside until it returns
+            return  # _leave decrements _inside
         self._inside -= 1
         if not self._inside:
             self._scopes.append(self._names[module])
@@ -186,7 +186,7 @@ class _Recorder(TorchFunctionMode):
             self._inside -= 1
 
     def value(self, t: Tensor) -> Value:
-        """Return what a tensor holds now."""
+        """Return a tensor's current Value."""
         return self.values.get(id(t)) or self._bind(t, None)
 
     def _bind(self, t: Tensor, producer: TracedCall | None) -> Value:
@@ -225,7 +225,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _without_tensors(item: Any) -> Any:
-    """Return an argument to record; None for an object with tensors, which would keep them alive."""
+    """Return an argument to record; None for an object with tensors, because it would keep them alive."""
     return None if network_call.tensors_in(item) else item
 
 

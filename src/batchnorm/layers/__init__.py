@@ -1,4 +1,4 @@
-"""Algorithm 1 as modules, with the state that training keeps between batches."""
+"""Batch normalization layers: Algorithm 1 as modules, with running averages."""
 
 from .batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from .freeze import freeze_, unfreeze_

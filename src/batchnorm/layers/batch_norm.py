@@ -1,4 +1,4 @@
-"""BatchNorm1d, 2d and 3d: ``torch.nn``'s, with the nonlinearity, a residual and a mask in the same call."""
+"""Drop-in replacements for ``torch.nn.BatchNorm1d``, 2d and 3d with a fused nonlinearity, a residual and a mask."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STATISTICS, WEIGHT, BIAS = 1, 2, 4
 
 
 class BatchNorm(TorchBatchNorm):
-    """Normalize by batch statistics in training and by running averages in evaluation; the base of the three layers.
+    """Normalize by batch statistics in training and by running averages in evaluation; the base class of the layers.
 
     Beyond the paper: state around Alg. 1 (running averages, freezing, policies for degenerate batches).
     """
@@ -60,7 +60,7 @@ class BatchNorm(TorchBatchNorm):
         if statistics is not None and (isinstance(statistics, type) or not hasattr(statistics, "batch_norm")):
             raise TypeError(f"statistics must be a value such as Sync(), Ghost(32) or Renorm(), not {statistics!r}")
         if eps < 0:
-            raise ValueError(f"eps must not be negative, it is {eps}")
+            raise ValueError(f"eps must not be negative, but is {eps}")
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)  # type: ignore[arg-type]
         if not bias:
             self.bias = None  # type: ignore[assignment]
@@ -75,7 +75,7 @@ class BatchNorm(TorchBatchNorm):
 
     def _checked_features(self, features: Any) -> int | tuple[int, ...]:
         try:
-            numbers = [operator.index(features)]  # numpy's and torch's integers too
+            numbers = [operator.index(features)]  # also accepts numpy and torch integers
             whole = False
         except TypeError:
             numbers = [operator.index(n) for n in features]
@@ -98,8 +98,8 @@ class BatchNorm(TorchBatchNorm):
         """The running average of the mean; None if the layer keeps none.
 
         Raises:
-            RuntimeError: if one of torch's own tools reads it that would drop the activation, the policy of
-                statistics or the freezing of this layer.
+            RuntimeError: if it is read by one of torch's own tools that would drop this layer's activation, statistics
+                policy or freezing.
         """
         if not torch.compiler.is_compiling():
             tool = tool_at(sys._getframe(1))
@@ -110,12 +110,12 @@ class BatchNorm(TorchBatchNorm):
 
     @property
     def frozen_statistics(self) -> bool:
-        """Whether the running statistics are used, and left alone, in training too."""
+        """Whether training normalizes by the running statistics and does not update them."""
         return bool(self._frozen & STATISTICS)
 
     @property
     def uses_batch_statistics(self) -> bool:
-        """Whether a forward pass now would normalize by the statistics of its mini-batch."""
+        """Whether the next forward pass would normalize by the statistics of its mini-batch."""
         return not self.frozen_statistics and (self.training or self.running_mean is None or self.running_var is None)
 
     def forward(
@@ -129,10 +129,10 @@ class BatchNorm(TorchBatchNorm):
         """Return g(BN(input) + residual).
 
         Args:
-            input: values of shape (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W).
-            residual: added before the activation; of the input's shape.
+            input: a tensor of shape (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W).
+            residual: added before the activation; same shape as the input.
             mask: bool, of shape (N, *locations): False leaves a position out of the statistics and makes its output 0.
-            activation: g for this call, in place of the layer's own.
+            activation: g for this call, instead of the layer's own.
         """
         g = self.activation if activation is None else as_activation(activation)
         if mask is None and type(input) is Tensor:
@@ -152,7 +152,9 @@ class BatchNorm(TorchBatchNorm):
         }
         if not self.uses_batch_statistics or self._falls_back_on_running(input, mask):
             if self.running_mean is None or self.running_var is None:
-                raise RuntimeError(f"{path_of(self)}: frozen statistics, but the layer keeps none; unfreeze_ it")
+                raise RuntimeError(
+                    f"{path_of(self)}: the statistics are frozen, but the layer has none; call batchnorm.unfreeze_"
+                )
             return ops.normalize(
                 input, self.running_mean, self.running_var, self.weight, self.bias, self.eps, **options
             )
@@ -168,13 +170,13 @@ class BatchNorm(TorchBatchNorm):
         return ops.batch_norm_(input, self.weight, self.bias, running, self._factor, self.eps, **options)[0]
 
     def _fast(self, input: Tensor, residual: Tensor | None, activation: Activation) -> Tensor | None:
-        """Take the fast path of an ordinary call, with nothing to refuse and no policy; None if anything is unusual."""
+        """Return the output by the fast path for ordinary calls; None if the fast path does not apply."""
         if self.statistics is not None or input.dim() not in self._input_dims:
             return None
-        # From the dictionaries: nn.Module.__getattr__ is Python, and would be asked six times.
+        # Read the dictionaries directly: six calls of nn.Module.__getattr__, which is Python code, would be slow.
         p, b = self._parameters, self._buffers
         try:
-            weight, bias = p["weight"], p["bias"]  # missing if something computes it: torch.nn.utils.parametrize
+            weight, bias = p["weight"], p["bias"]  # missing under torch.nn.utils.parametrize
             mean, var = b["running_mean"], b["running_var"]
             batches, skipped = b["num_batches_tracked"], b["num_batches_skipped"]
         except KeyError:
@@ -189,23 +191,23 @@ class BatchNorm(TorchBatchNorm):
         return train_(Call(input, weight, bias, self.eps, activation, residual, None, running, self.momentum))
 
     def _as_leaf(self, proxy: Any, extra: dict[str, Any]) -> Any:
-        """Stay one node under torch.fx, which takes modules of torch.nn as leaves but not others."""
+        """Return one torch.fx node for the layer: torch.fx treats only torch.nn's own modules as leaves."""
         given = {k: v for k, v in extra.items() if v is not None}
         return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), (proxy,), given)
 
     def _check_ranks(self) -> None:
-        """Once, before the first exchange: ranks whose layers differ would hang or mix up their statistics."""
+        """Check once, before the first all-reduce, that all ranks have the same layer; they would hang otherwise."""
         if isinstance(self.statistics, Sync) and not self._ranks_checked:
             if collectives.world_size(self.statistics.group) > 1:
                 collectives.check_same_features(self.features, path_of(self), self.statistics.group)
             self._ranks_checked = True
 
     def _running(self) -> ops.Running | None:
-        """Return the running averages that a batch should move, if it should."""
+        """Return the running averages to update; None if this call should not update any."""
         mean, var = self.running_mean, self.running_var
         if not (self.training and self.track_running_stats) or mean is None or var is None:
             return None
-        # As in torch.nn, a layer may do without a count: num_batches_tracked = None.
+        # As in torch.nn, num_batches_tracked may be None.
         counts = (
             torch.zeros((), dtype=torch.long, device=mean.device) if count is None else count
             for count in (self.num_batches_tracked, self.num_batches_skipped)
@@ -214,7 +216,7 @@ class BatchNorm(TorchBatchNorm):
 
     @property
     def _factor(self) -> float | None:
-        """The momentum; without a count to average all batches alike nothing moves, as in torch.nn."""
+        """The momentum; 0 for a cumulative average without a batch count, as in torch.nn."""
         return 0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -226,18 +228,18 @@ class BatchNorm(TorchBatchNorm):
         if not input.is_floating_point():
             raise TypeError(
                 f"{path_of(self)}: batch normalization needs real floating-point input, not {input.dtype};"
-                " convert it first (complex values: normalize real and imaginary parts with a layer each)"
+                " convert it first (for complex values, use one layer each for the real and imaginary parts)"
             )
         if tuple(input.shape[1 : 1 + len(self.features)]) != self.features:
             raise ValueError(
-                f"{path_of(self)}: made for {' x '.join(map(str, self.features))} features, but the input of shape"
+                f"{path_of(self)}: expected {' x '.join(map(str, self.features))} features, but the input of shape"
                 f" {tuple(input.shape)} has {' x '.join(map(str, input.shape[1 : 1 + len(self.features)]))};"
                 f" set num_features to match the layer before it"
             )
         if residual is not None and residual.shape != input.shape:
             raise ValueError(
-                f"{path_of(self)}: the residual of shape {tuple(residual.shape)} cannot be added to the input's"
-                f" {tuple(input.shape)}: project it to that shape first"
+                f"{path_of(self)}: a residual of shape {tuple(residual.shape)} cannot be added to an input of shape"
+                f" {tuple(input.shape)}; project it to that shape first"
             )
         positions = (input.shape[0], *input.shape[1 + len(self.features) :])
         if mask is not None and (mask.dtype != torch.bool or mask.shape != positions):
@@ -247,13 +249,13 @@ class BatchNorm(TorchBatchNorm):
             )
 
     def _falls_back_on_running(self, input: Tensor, mask: Tensor | None) -> bool:
-        """Apply the policy for a batch of one value per feature, whose variance says nothing."""
+        """Apply the ``on_single`` policy to a batch with one value per feature, whose variance is meaningless."""
         if isinstance(self.statistics, Sync):
-            return False  # other ranks may have more
+            return False  # other ranks may have more values
         m = input.shape[0] * prod(input.shape[1 + len(self.features) :])
         masked = ""
         if mask is not None and mask.device.type == "cpu" and not (torch.compiler.is_compiling() or is_transformed()):
-            m, masked = int(mask.sum()), " of which the mask leaves one"
+            m, masked = int(mask.sum()), " with all but one value masked"
         if m != 1:
             return False
         if self.on_single == "running":
@@ -261,14 +263,14 @@ class BatchNorm(TorchBatchNorm):
         raise ValueError(
             f"{path_of(self)}: expected more than 1 value per channel when training, got input size"
             f" {tuple(input.shape)}{masked}. Use a larger batch, drop or balance the loader's last batch"
-            " (batchnorm.data.BalancedBatches), freeze the statistics (batchnorm.freeze_), or make the layer with"
+            " (batchnorm.data.BalancedBatches), freeze the statistics (batchnorm.freeze_), or create the layer with"
             " on_single='running' to normalize such a batch by the running statistics"
         )
 
     def reset_running_stats(self) -> None:
-        """Set the running averages and both counters back to their start, unless they are frozen.
+        """Reset the running averages and both counters, unless the statistics are frozen.
 
-        ``torch.optim.swa_utils.update_bn`` does that to every layer, and would not move a frozen one again.
+        ``torch.optim.swa_utils.update_bn`` resets every layer, and would leave a frozen one without statistics.
         """
         if self.__dict__.get("_frozen", 0) & STATISTICS:
             return
@@ -277,11 +279,14 @@ class BatchNorm(TorchBatchNorm):
             self.num_batches_skipped.zero_()  # type: ignore[union-attr]
 
     def extra_repr(self) -> str:
-        """Extend ``torch.nn``'s line by what is not at its default."""
+        """Append the options that are not at their defaults to ``torch.nn``'s line."""
         return ", ".join([super().extra_repr(), *self._extras()])  # type: ignore[no-untyped-call]
 
     def _extras(self, *, for_inference: bool = False) -> list[str]:
-        """List what ``torch.nn``'s layer does not have and is not at its default; or of it what inference needs."""
+        """List options that ``torch.nn`` does not have and that are not at their defaults.
+
+        With ``for_inference``, list only those that matter at inference.
+        """
         found = []
         if self.activation.name != "identity":
             slope = f"({self.activation.slope})" if self.activation.name == "leaky_relu" else ""
@@ -303,7 +308,7 @@ class BatchNorm(TorchBatchNorm):
         for key, old in kept.items():
             new = self._buffers[key]
             if new is not None and new.dtype.itemsize < 4:
-                # From the old tensor, so that nothing is rounded on the way.
+                # Convert the old tensor: the new one is already rounded.
                 wide = torch.empty_like(new, dtype=torch.float32) if old.is_meta else old.to(new.device, torch.float32)
                 self._buffers[key] = wide
         return self
@@ -320,17 +325,17 @@ class BatchNorm(TorchBatchNorm):
             destination[prefix + "frozen"] = torch.tensor(self._frozen, dtype=torch.uint8)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # A checkpoint that says nothing about freezing leaves a frozen layer frozen.
+        # A checkpoint without this entry leaves a frozen layer frozen.
         frozen = state_dict.pop(prefix + "frozen", None)
         mean = self._buffers.get("running_mean")
         if mean is not None:
-            forget(mean)  # torch.utils.swap_tensors refuses tensors with weak references
+            forget(mean)  # torch.utils.swap_tensors does not accept tensors with weak references
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._keep_statistics_wide()  # load_state_dict(assign=True) may bring half-precision tensors
         if frozen is not None:
             before, self._frozen = self._frozen, int(frozen)
             for bit, parameter in ((WEIGHT, self.weight), (BIAS, self.bias)):
-                # What was frozen here and is not there trains again; what did not train for other reasons does not.
+                # A parameter frozen here but not in the checkpoint trains again, unless freeze_ did not freeze it.
                 if parameter is not None and (before | self._frozen) & bit:
                     parameter.requires_grad_(not self._frozen & bit)
 
@@ -340,24 +345,24 @@ def _is_symbolic(value: object) -> bool:
 
 
 class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
-    """Normalize (N, C) or (N, C, L) input; a drop-in for ``torch.nn.BatchNorm1d``.
+    """Normalize (N, C) or (N, C, L) input; a drop-in replacement for ``torch.nn.BatchNorm1d``.
 
     y = g(gamma * (x - E[x]) / sqrt(Var[x] + eps) + beta + residual)
 
     Args:
         num_features: C, or (C, L) for statistics and parameters per activation.
         eps: added to the variance.
-        momentum: the weight of the new batch in the running averages; None averages all batches alike.
+        momentum: the weight of the new batch in the running averages; None weights all batches equally.
         affine: learn gamma (``weight``) and beta (``bias``).
         track_running_stats: keep running averages for evaluation.
-        device: where the parameters live.
-        dtype: their type; running statistics are kept in at least float32.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters; running statistics are kept in at least float32.
         bias: learn beta, if ``affine``.
-        activation: g: relu, relu6, leaky_relu, sigmoid, tanh, silu, hardswish, or such a ``torch.nn`` module.
-        statistics: where a training batch's statistics come from, if not from itself: ``Sync()``, ``Ghost(size)``,
+        activation: g: relu, relu6, leaky_relu, sigmoid, tanh, silu, hardswish, or the ``torch.nn`` module for one.
+        statistics: another source of the training statistics than the batch: ``Sync()``, ``Ghost(size)`` or
             ``Renorm()``.
-        on_single: what a training batch of one value per feature gets: "error", or "running" to normalize it by
-            the running statistics.
+        on_single: what to do with a training batch that has one value per feature: "error", or "running" to normalize
+            it by the running statistics.
 
     >>> layer = BatchNorm1d(2, activation="sigmoid")
     >>> layer(torch.tensor([[0.0, 1.0], [0.0, 3.0]])).shape
@@ -370,10 +375,10 @@ class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
 
 
 class BatchNorm2d(BatchNorm, nn.BatchNorm2d):
-    """Normalize (N, C, H, W) input; a drop-in for ``torch.nn.BatchNorm2d``. Arguments as for :class:`BatchNorm1d`.
+    """Normalize (N, C, H, W) input; a drop-in replacement for ``torch.nn.BatchNorm2d``.
 
-    ``num_features=C`` gives each feature map one pair gamma, beta and statistics over batch and locations;
-    ``num_features=(C, H, W)`` gives each activation its own.
+    The arguments are those of :class:`BatchNorm1d`. With ``num_features=C`` each feature map has one gamma and beta,
+    and statistics over batch and locations; with ``num_features=(C, H, W)`` each activation has its own.
 
     >>> block = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), BatchNorm2d(8, activation="relu"))
     >>> bool((block(torch.randn(4, 3, 9, 9)) >= 0).all())
@@ -386,7 +391,9 @@ class BatchNorm2d(BatchNorm, nn.BatchNorm2d):
 
 
 class BatchNorm3d(BatchNorm, nn.BatchNorm3d):
-    """Normalize (N, C, D, H, W) input; a drop-in for ``torch.nn.BatchNorm3d``. Arguments as for :class:`BatchNorm1d`.
+    """Normalize (N, C, D, H, W) input; a drop-in replacement for ``torch.nn.BatchNorm3d``.
+
+    The arguments are those of :class:`BatchNorm1d`.
 
     >>> BatchNorm3d(2)(torch.randn(2, 2, 3, 3, 3)).shape
     torch.Size([2, 2, 3, 3, 3])
@@ -398,7 +405,7 @@ class BatchNorm3d(BatchNorm, nn.BatchNorm3d):
 
 
 def path_of(layer: nn.Module) -> str:
-    """Return the layer's name in the network that is running, found on the call stack, for use in errors."""
+    """Return the layer's path in the running network, found on the call stack, for error messages."""
     kind = type(layer).__name__
     if torch.compiler.is_compiling():
         return kind

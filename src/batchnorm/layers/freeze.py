@@ -1,4 +1,4 @@
-"""Freezing as a state of the layer: ``train()`` does not undo it, the state dict carries it."""
+"""Freeze and unfreeze layers; ``train()`` does not undo it, and the state dict stores it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def freeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> 
 
     Args:
         net: any network with layers of this library.
-        statistics: normalize by the running statistics in training too, and do not move them.
+        statistics: normalize by the running statistics in training too, and do not update them.
         affine: stop training gamma and beta.
 
     Raises:
-        ValueError: if the network has ``torch.nn`` layers (convert them first), none at all, or layers without
-            running statistics to freeze. Nothing is changed then.
+        ValueError: if the network has ``torch.nn`` layers (convert them first), no batch normalization, or layers
+            without running statistics. The network is unchanged then.
 
     >>> layer = BatchNorm(3); freeze_(layer); layer.train().frozen_statistics
     True
@@ -30,24 +30,24 @@ def freeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> 
     layers = list(_layers(net, "freeze"))
     for name, layer in layers:
         if statistics and layer.running_mean is None:
-            raise ValueError(f"{name}: no running statistics to freeze; make it with track_running_stats=True")
+            raise ValueError(f"{name}: no running statistics to freeze; create it with track_running_stats=True")
     for _, layer in layers:
         if statistics:
             layer._frozen |= STATISTICS
         if affine:
             for bit, parameter in ((WEIGHT, layer.weight), (BIAS, layer.bias)):
-                # A parameter that did not train before stays out of it: unfreeze_ must not start to train it.
+                # Skip parameters that were not training: unfreeze_ must not make them train.
                 if parameter is not None and parameter.requires_grad:
                     parameter.requires_grad_(False)
                     layer._frozen |= bit
 
 
 def unfreeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> None:
-    """Undo :func:`freeze_`, in place; parameters that did not train before it stay as they were.
+    """Undo :func:`freeze_`, in place; parameters that were not training before it still do not train.
 
     Args:
         net: any network with layers of this library.
-        statistics: normalize by the batch again in training, and move the running statistics.
+        statistics: normalize by batch statistics in training again, and update the running statistics.
         affine: train gamma and beta again.
 
     >>> layer = BatchNorm(3); freeze_(layer); unfreeze_(layer); layer.weight.requires_grad
@@ -70,7 +70,7 @@ def _layers(net: nn.Module, verb: str) -> Iterator[tuple[str, BatchNorm]]:
     foreign = [name for name, m in found if not isinstance(m, BatchNorm)]
     if foreign:
         raise ValueError(
-            f"cannot {verb} torch.nn layers, whose train() would undo it: {', '.join(foreign)}; convert the network"
+            f"cannot {verb} torch.nn layers, because train() would undo it: {', '.join(foreign)}; convert the network"
             " first: net = batchnorm.convert(net, example)"
         )
     if not found:

@@ -1,4 +1,4 @@
-"""Find the activation module that a layer can apply itself."""
+"""Find activation modules that a batch normalization can apply itself."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .norm_act import NormAct
 
 
 class Fused(nn.Module):
-    """Hold the place of an activation module that a batch normalization now applies itself.
+    """Take the place of an activation module that a batch normalization now applies itself.
 
-    It keeps that module and those layers, so that ``revert`` can put it back.
+    It keeps that module and the layers that apply it, so that ``revert`` can restore them.
 
     >>> Fused(nn.ReLU(), [])
     Fused(was ReLU())
@@ -30,7 +30,7 @@ class Fused(nn.Module):
 
     def __init__(self, activation: nn.Module, layers: list[nn.Module]) -> None:
         super().__init__()
-        # Past nn.Module's registration: these are not children, and nothing of them belongs in the state dict.
+        # Bypass nn.Module's registration: these are not children and must not appear in the state dict.
         self.__dict__.update(activation=activation, layers=layers)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -38,12 +38,12 @@ class Fused(nn.Module):
         return input
 
     def extra_repr(self) -> str:
-        """Say what was here."""
+        """Show the module that was here."""
         return f"was {self.activation}"
 
 
 def takes_activation(layer: nn.Module) -> bool:
-    """Say whether a layer can be called with ``residual=`` and ``activation=``: unwatched, and with no g of its own.
+    """Return whether a layer can be called with ``residual=`` and ``activation=``: no hooks, no activation of its own.
 
     >>> from batchnorm import BatchNorm1d
     >>> takes_activation(BatchNorm1d(2)), takes_activation(BatchNorm1d(2, activation="relu"))
@@ -62,11 +62,12 @@ def takes_activation(layer: nn.Module) -> bool:
 def activations_after(
     net: nn.Module, graphs: list[Graph], layers: Iterable[nn.Module]
 ) -> tuple[dict[nn.Module, nn.Module], dict[nn.Module, str]]:
-    """Return the activation module that each layer can take in, and for the others the reason why not.
+    """Return the activation module that each layer can absorb, and for the other layers the reason why not.
 
-    The activation must be the only consumer of every output of the layer, in each of the forward passes given, and no
-    other use of either may exist: a Sequential calls them one after the other, or the network is a torch.fx graph, and
-    nothing else in the network refers to them. The user's own code may take a path that the example did not take.
+    In every traced forward pass, the activation must be the only consumer of each of the layer's outputs. Nor may
+    either be used anywhere else: a Sequential must call one after the other, or the network must be a torch.fx graph,
+    and nothing else in the network may refer to them. The user's own code is not enough, because it may take a path
+    that the example did not take.
 
     >>> from batchnorm.graph import trace
     >>> import torch
@@ -102,23 +103,23 @@ def _only_activation(layer: nn.Module, calls: list[TracedCall]) -> tuple[nn.Modu
     if not calls:
         return None, "not called on the example"
     if has_hooks(layer):
-        return None, "it has hooks, which would see the activation's output"
+        return None, "its hooks would see the activation's output"
     modules = set()
     for call in calls:
         output = call.outputs[0]
         consumer = output.sole_consumer
         if consumer is None:
-            readers = [*map(str, output.consumers), *["the outside"] * output.escapes]
+            readers = [*map(str, output.consumers), *["something outside the network"] * output.escapes]
             return None, f"its output is read by {', '.join(readers) or 'nothing'}"
         if consumer.module is None:
             return None, f"its output goes to the function {consumer}, not to a module"
         between = [c for c in output.handed_on if not is_plain_identity(c.module)]
         if between:
-            return None, f"{between[0]} lies between it and its activation"
+            return None, f"{between[0]} is between it and its activation"
         modules.add(consumer.module)
         activation = from_module(consumer.module)
         if activation is None or activation.name == "identity":
-            return None, f"its output goes to {consumer}, which is no activation it can apply"
+            return None, f"its output goes to {consumer}, which is not an activation that it can apply"
     if len(modules) > 1:
         return None, "its calls are followed by different modules"
     (module,) = modules
@@ -128,7 +129,7 @@ def _only_activation(layer: nn.Module, calls: list[TracedCall]) -> tuple[nn.Modu
 
 
 def _other_code(net: nn.Module, calls: list[TracedCall]) -> str:
-    """Say whose code calls the layer or its activation, unless it can call them in one order only."""
+    """Return whose code calls the layer or its activation; "" if that code always calls one after the other."""
     for call in calls:
         consumer = call.outputs[0].sole_consumer
         for caller in (call.caller, consumer.caller if consumer is not None else None):
@@ -137,12 +138,12 @@ def _other_code(net: nn.Module, calls: list[TracedCall]) -> str:
                 name = (
                     "forward=" if owner is None else f"'{caller}' ({type(owner).__name__})" if caller else "the network"
                 )
-                return f"the code of {name} calls it and its activation, and may use either without the other"
+                return f"the code of {name} calls it and its activation, and may call either without the other"
     return ""
 
 
 def _other_use(net: nn.Module, layer: nn.Module, activation: nn.Module, held: dict[nn.Module, list[Holder]]) -> str:
-    """Say what refers to the layer other than a Sequential in which the activation follows, or a traced graph."""
+    """Return what else refers to the layer than a Sequential with the activation next, or a traced graph; or ""."""
     for holder in held[layer]:
         if next_in_order(holder) is not activation and not _is_in_graph(net, holder):
             return f"{type(holder.module).__name__} also refers to it, and may use it without its activation"
@@ -156,7 +157,7 @@ def _other_input(
     takers: list[nn.Module],
     held: dict[nn.Module, list[Holder]],
 ) -> str:
-    """Say what else the activation is, or may be, applied to than the outputs of these layers."""
+    """Return what the activation is, or may be, applied to other than the outputs of these layers; or ""."""
     for call in (call for graph in graphs for call in graph.calls_of(activation)):
         producer = call.inputs[0].producer
         if producer is None or producer.module not in takers:
@@ -168,5 +169,5 @@ def _other_input(
 
 
 def _is_in_graph(net: nn.Module, holder: Holder) -> bool:
-    # torch.fx keeps the modules that its graph calls in plain modules, which have no code of their own.
+    # torch.fx keeps the modules that its graph calls inside plain nn.Modules, which have no code.
     return runs_its_graph(net) and holder.key is not None and (holder.module is net or type(holder.module) is nn.Module)

@@ -1,4 +1,4 @@
-"""timm's batch normalization with an activation inside, as a layer of this library."""
+"""timm's BatchNormAct2d, batch normalization with an activation, as a layer of this library."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .batch_norm import BatchNorm2d, _is_symbolic
 
 
 class NormAct(BatchNorm2d):
-    """Normalize and apply ``drop`` and ``act``, two children of the layer, in the same call if possible.
+    """Normalize, then apply the child modules ``drop`` and ``act``, in the same call if possible.
 
-    ``convert`` makes layers of this class of timm's ``BatchNormAct2d``; they are instances of timm's class too.
+    ``convert`` turns timm's ``BatchNormAct2d`` into this class. The converted layers are still instances of timm's.
 
     Beyond the paper: z = g(BN(Wu)) as one call.
     """
@@ -50,7 +50,7 @@ class NormAct(BatchNorm2d):
 
 
 def is_norm_act(kind: type) -> bool:
-    """Say whether a class is timm's BatchNormAct2d."""
+    """Return whether a class is timm's BatchNormAct2d."""
     return (
         kind.__name__ == "BatchNormAct2d" and kind.__module__.startswith("timm.") and issubclass(kind, nn.BatchNorm2d)
     )
@@ -60,7 +60,7 @@ _joined: dict[type, type[NormAct]] = {}
 
 
 def joined(kind: type[nn.Module]) -> type[NormAct]:
-    """Return the class that is both a layer of this library and timm's."""
+    """Return a class that derives from both NormAct and timm's class."""
     if kind not in _joined:
         names = {"_made_from": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
         _joined[kind] = type(kind.__name__, (NormAct, kind), names)

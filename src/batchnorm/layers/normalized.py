@@ -1,4 +1,4 @@
-"""A batch normalization beside the module whose output it normalizes: the container that surgery adds."""
+"""The container that surgery adds: a module together with the batch normalization of its output."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import Tensor, nn
 
 
 class Normalized(nn.Module):
-    """Normalize what a module computes: BN(module(...)), in the module's place.
+    """Replace a module by BN(module(...)).
 
-    The module keeps its own names one level down: the state-dict entry ``conv1.weight`` becomes
-    ``conv1.affine.weight``, and the layer's are ``conv1.norm.*``. Public attributes that the container has not are the
-    module's, so that code which reads ``self.conv1.out_channels`` keeps working.
+    The module's state-dict entries move one level down: ``conv1.weight`` becomes ``conv1.affine.weight``, and the
+    layer's entries are ``conv1.norm.*``. Public attributes that the container does not have are looked up on the
+    module, so that code which reads ``self.conv1.out_channels`` keeps working.
 
     Args:
-        affine: the module; a Linear or a convolution, or an activation where BN is placed after it.
+        affine: the module: a Linear or a convolution, or an activation if BN goes after it.
         norm: the batch normalization.
-        features_last: the features are the last dimension, as Linear has them, and all others the mini-batch.
+        features_last: whether the features are the last dimension, as in Linear, and all others are the mini-batch.
 
     >>> layer = Normalized(nn.Linear(3, 5, bias=False), nn.BatchNorm1d(5), features_last=True)
     >>> layer.out_features
@@ -44,7 +44,7 @@ class Normalized(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Not what Python itself asks for: the copy or the pickle of the module is not that of the container.
+            # Not for special methods: copying or pickling the container must not use those of the module.
             if name.startswith("_") or name in ("affine", "norm"):
                 raise
             return getattr(self.affine, name)

@@ -1,4 +1,4 @@
-"""Which parameters weight decay should leave alone."""
+"""Separate the parameters that should not have weight decay."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def param_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups for an optimizer: everything that trains, with weight decay, and gamma and beta, without.
+    """Return two parameter groups for an optimizer: gamma and beta without weight decay, all others with it.
 
-    Decay on W before a batch normalization only changes the step size, since BN((aW)u) = BN(Wu); decay on gamma and
-    beta changes the function. They are told by the layer they belong to (batch, instance, layer or group
-    normalization), not by their shape. Parameters with ``requires_grad=False`` are left out; a shared one appears once.
+    Decay on W before a batch normalization only changes the step size, since BN((aW)u) = BN(Wu). Decay on gamma and
+    beta changes the function. They are recognized by their layer (batch, instance, layer or group normalization), not
+    by their shape. Parameters with ``requires_grad=False`` are left out, and a shared parameter appears once.
 
     Args:
         net: any network.
-        weight_decay: for the first group.
+        weight_decay: the decay of the first group, which has all other parameters.
 
     >>> net = nn.Sequential(nn.Linear(4, 3, bias=False), nn.BatchNorm1d(3))
     >>> [(len(group["params"]), group["weight_decay"]) for group in param_groups(net, 1e-4)]

@@ -1,4 +1,4 @@
-"""Where a layer's statistics come from, if not from the mini-batch at hand: values given to ``statistics=``."""
+"""Values for ``statistics=``: other sources of a layer's statistics than the current mini-batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..ops.torch_state import is_recomputation
 
 
 class Statistics(Protocol):
-    """Normalize a training batch in another way than Algorithm 1's.
+    """Normalize training batches differently from Algorithm 1.
 
     Beyond the paper: the variants that came after it.
     """
@@ -25,19 +25,19 @@ class Statistics(Protocol):
     def batch_norm(
         self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any
     ) -> tuple[Tensor, Moments]:
-        """Return the output and the moments that the running averages should move towards."""
+        """Return the output, and the moments with which to update the running averages."""
         ...
 
 
 @dataclass(frozen=True)
 class Sync:
-    """Take the statistics over the samples of all ranks, exactly, even if ranks have different numbers of samples.
+    """Compute exact statistics over the samples of all ranks, even if ranks have different numbers of samples.
 
-    The ranks' (count, mean, M2) are merged; one all-reduce forward and one backward. Runs on CPU (gloo) and CUDA
-    (nccl), under DistributedDataParallel too. In a single process it is Algorithm 1.
+    The ranks' (count, mean, M2) are merged with one all-reduce in the forward pass and one in the backward pass. Works
+    on CPU (gloo) and CUDA (nccl), also under DistributedDataParallel. In a single process it is Algorithm 1.
 
     Args:
-        group: the process group whose ranks share statistics; None is the default group.
+        group: the process group whose ranks share statistics; None means the default group.
 
     >>> import batchnorm as bn
     >>> bn.BatchNorm2d(8, statistics=bn.Sync()).statistics
@@ -56,7 +56,7 @@ class Sync:
             return ops.batch_norm(x, gamma, beta, eps, **options)
         features = Features(x, options.pop("feature_dims"))
         call = features.call(x, gamma, beta, eps, **options)
-        # The difference of two means must keep its digits where the means themselves are large: float64.
+        # float64, because the difference of two large means must stay precise.
         local, centred = batch_moments(call.x, call.reduced_dims, call.mask, mean_dtype=torch.float64)
         merged = collectives.merge_across_ranks(
             Moments(local.count.double(), local.mean.flatten(), local.var.double().flatten()), self.group
@@ -71,7 +71,7 @@ class Sync:
 class Ghost:
     """Normalize each group of at most ``size`` examples by its own statistics (Hoffer et al., 2017).
 
-    A batch is cut into ceil(N / size) groups whose sizes differ by at most one. The running variance is the paper's
+    A batch is split into ceil(N / size) groups whose sizes differ by at most one. The running variance is the paper's
     average over groups, sum(m_b var_b) / sum(m_b - 1).
 
     Args:
@@ -111,7 +111,7 @@ class Renorm:
 
     x_hat = (x - mu_B) / sigma_B * r + d with r = sigma_B / sigma clipped to [1/r_max, r_max] and d = (mu_B - mu) /
     sigma clipped to [-d_max, d_max]; no gradient flows through r and d. ``Renorm(1, 0)`` is Algorithm 1. The 2017
-    paper starts there and widens the bounds: assign a new value to ``layer.statistics`` to do so.
+    paper starts with it and then widens the bounds. To do so, assign a new value to ``layer.statistics``.
 
     Args:
         r_max: bound on the correction of the scale, at least 1.
@@ -136,11 +136,11 @@ class Renorm:
     ) -> tuple[Tensor, Moments]:
         """Normalize by the batch's statistics, corrected by the running ones."""
         if running is None:
-            raise ValueError("Renorm needs running statistics; make the layer with track_running_stats=True")
+            raise ValueError("Renorm needs running statistics; create the layer with track_running_stats=True")
         if (self.r_max, self.d_max) != (1, 0) and not torch.compiler.is_compiling() and is_recomputation():
             raise RuntimeError(
-                "a Renorm layer cannot be recomputed in the backward pass: the running statistics that its output"
-                " depends on have moved since; leave it out of torch.utils.checkpoint"
+                "a Renorm layer cannot be recomputed in the backward pass, because its output depends on running"
+                " statistics that have changed since; leave it out of torch.utils.checkpoint"
             )
         features = Features(x, options["feature_dims"])
         x_hat, moments = ops.batch_norm(
@@ -167,5 +167,5 @@ def _average(parts: list[Moments]) -> Moments:
     count, mean, var = (torch.stack(list(v)) for v in zip(*parts, strict=True))
     total = count.sum()
     weight = (count / total.clamp(min=1)).reshape(-1, *[1] * (mean.dim() - 1))
-    # With m the average size, var * m/(m-1) = sum(m_b var_b) / sum(m_b - 1).
+    # With m the average group size, var * m/(m-1) = sum(m_b var_b) / sum(m_b - 1).
     return Moments(total / len(parts), (weight * mean).sum(0), (weight * var).sum(0))

@@ -1,4 +1,4 @@
-"""Refuse those of torch's own tools that read a layer's tensors and would drop the rest of it without a word."""
+"""Detect torch tools that read a layer's tensors but silently drop its activation, freezing and other state."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 
 class Tool(NamedTuple):
-    """Name a tool of torch, and what to do instead.
+    """Name a torch tool and what to use instead.
 
     Beyond the paper: keeps fused activations and frozen statistics.
     """
 
     name: str
     instead: str
-    for_inference: bool  # its result runs in evaluation mode only
+    for_inference: bool  # whether its result is only for evaluation mode
 
 
 _FOLD = "use batchnorm.fold(net, example)"
-# By the module and the function that read a layer's running mean, which each of them does.
+# Keyed by the module and name of the function in which the tool reads a layer's running mean; they all do.
 TOOLS = {
     ("torch.nn.modules.batchnorm", "convert_sync_batchnorm"): Tool(
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "set layer.statistics = batchnorm.Sync()", False
@@ -30,5 +30,5 @@ TOOLS = {
 
 
 def tool_at(frame: FrameType) -> Tool | None:
-    """Return the tool that a frame runs, if any."""
+    """Return the tool whose code a frame runs; None if there is none."""
     return TOOLS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
