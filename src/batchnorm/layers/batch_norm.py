@@ -83,7 +83,7 @@ class BatchNorm(TorchBatchNorm):
         dims = [d - 1 for d in getattr(self, "_input_dims", ())]
         if (whole and dims and len(numbers) not in (1, *dims)) or min(numbers, default=0) < 0:
             raise ValueError(
-                f"num_features={features}: give the number of channels, or for statistics per activation the whole"
+                f"num_features={features}: give the number of channels or, for statistics per activation, the whole"
                 f" shape of an example ({' or '.join(map(str, dims))} numbers)"
             )
         return tuple(numbers) if whole else numbers[0]

@@ -143,7 +143,7 @@ def _other_code(net: nn.Module, calls: list[TracedCall]) -> str:
 
 
 def _other_use(net: nn.Module, layer: nn.Module, activation: nn.Module, held: dict[nn.Module, list[Holder]]) -> str:
-    """Return what else refers to the layer than a Sequential with the activation next, or a traced graph; or ""."""
+    """Return what refers to the layer besides a traced graph, or a Sequential that calls the activation next; or ""."""
     for holder in held[layer]:
         if next_in_order(holder) is not activation and not _is_in_graph(net, holder):
             return f"{type(holder.module).__name__} also refers to it, and may use it without its activation"
@@ -157,7 +157,7 @@ def _other_input(
     takers: list[nn.Module],
     held: dict[nn.Module, list[Holder]],
 ) -> str:
-    """Return what the activation is, or may be, applied to other than the outputs of these layers; or ""."""
+    """Return what the activation is, or may be, applied to besides the outputs of these layers; or ""."""
     for call in (call for graph in graphs for call in graph.calls_of(activation)):
         producer = call.inputs[0].producer
         if producer is None or producer.module not in takers:

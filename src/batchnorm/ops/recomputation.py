@@ -187,7 +187,7 @@ class Registry:
 
     def remember(self, y: Tensor, again: Callable[..., Tensor], sources: tuple[Tensor | None, ...]) -> None:
         """Record how to recompute ``y``, and drop ``y`` if it was already kept."""
-        # Drop recipes of freed storages: the weak reference blocks the address, and the recipe keeps x alive.
+        # A recipe keeps x alive, so drop those of freed storages. Until then its weak reference reserves the address.
         self.recipes = {at: recipe for at, recipe in self.recipes.items() if not recipe.storage.expired()}
         recipe = Recomputed(y, again, [None if source is None else self.keep(source) for source in sources])
         self.recipes[_address(y)] = recipe

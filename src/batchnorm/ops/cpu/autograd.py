@@ -150,8 +150,8 @@ def train_(call: Call) -> Tensor | None:
     factor = momentum if momentum is not None else 1 / (count[0] + 1)
     moved = 1
     if is_recomputation():
-        # The averages have already been updated. Take the same path all the same: checkpointing expects the same
-        # saved tensors.
+        # The averages have already been updated. Stay on this path, because checkpointing expects the same saved
+        # tensors.
         mean, var, moved = mean.clone(), var.clone(), 0
     before = bytes(means), bytes(variances)
     y, mu, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, factor, eps)

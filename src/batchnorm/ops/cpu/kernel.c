@@ -47,7 +47,7 @@ enum {
     RUN = 256,     // least number of adjacent values in a group
     WIDTH = 1024,  // most columns of a matrix, if there is a choice
     NARROW = 64,   // least columns
-    ADDED = 256,   // planes: rows summed in float32, approximately; those sums are added in float64
+    ADDED = 256,   // planes: about this many rows are summed in float32 before they are added to float64
     BLOCK = 65536, // most values in a block of rows
     ROWS = 64,     // least rows in a block
     TASKS = 16,    // blocks of a small tensor, if it has enough rows

@@ -130,7 +130,10 @@ class Launch(NamedTuple):
     present: tuple[int, ...]  # indices of the pass's tensors that are not None; they come first in `values`
 
     def described(self, slots: Iterable[int | None]) -> tuple[Any, ...]:
-        """Describe the launch for autograd.cpp; ``slots`` says which of its values goes where, None if it is fixed."""
+        """Describe the launch for autograd.cpp.
+
+        ``slots`` has, for each changing argument, its index among autograd.cpp's values; None if it stays as it is.
+        """
         k = self.kernel
         image, starts, changing = self.arguments.layout(self.values)
         writes = [(*at, slot) for at, slot in zip(changing, slots, strict=True) if slot is not None]

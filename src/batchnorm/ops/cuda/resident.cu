@@ -10,8 +10,8 @@
 // - Channels last: a row, one location of one example, has SV vectors of a slice's channels.
 // - Channels first, if a channel's locations in one example fill whole vectors: a slice is a channel, and a unit is one
 //   of its vectors.
-// - WOVEN, channels first if they do not (7 x 7): a slice has as many channels as fill SV whole vectors in one example,
-//   a row is an example, and a vector may hold values of two channels.
+// - WOVEN: channels first, if they do not, as with 7 x 7. A slice has as many channels as fill SV whole vectors in one
+//   example, a row is an example, and a vector may hold values of two channels.
 //
 // The file is compiled for one case at a time:
 // - KIND: 0 bfloat16, 1 float16, 2 float32
@@ -568,7 +568,8 @@ struct Running {
 };
 
 // Each of the first W threads updates one channel's running averages. The last warp to finish counts the batch, and
-// restores all averages if a channel was bad. go() returns the count `all`, which only finish() needs, at the end.
+// restores all averages if a channel was not finite. go() returns `all`, the count of finished warps; only finish()
+// reads it, so nothing waits for the atomic.
 struct Move {
     float old_mean, old_var, factor;
 

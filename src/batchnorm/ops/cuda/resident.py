@@ -284,7 +284,7 @@ def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
 @cache
 def runs_on(device: torch.device) -> bool:
     """Return whether the kernel can run on a device: it needs Hopper's shared memory, NVRTC and the whole device."""
-    alone = 0 < AT_ONCE <= 2  # with two streams, one waits until the other's programs are done
+    alone = 0 < AT_ONCE <= 2  # two streams are fine: one waits until the other's programs are done
     if device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)

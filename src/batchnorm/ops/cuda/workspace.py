@@ -15,7 +15,7 @@ class Workspace:
     """Keep memory per stream for the sums of parts and for barrier words.
 
     The words are zero between launches. Launches on one stream run one after the other, so they can share memory. A
-    captured launch has its own, because its graph may be replayed in parallel to anything.
+    captured launch has its own, because its graph may be replayed at the same time as anything else.
 
     Beyond the paper: saves every launch two allocations.
     """

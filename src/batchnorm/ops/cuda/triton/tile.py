@@ -8,7 +8,7 @@ These arguments are passed everywhere:
 
 - ``FORM``, constants: (channels last?, R, V, A, offsets need 64 bits?).
 - ``shape``, numbers: (C, units of a channel, units of a channel in one example, magic, shift). ``magic`` and ``shift``
-  replace the division by the third by a multiplication, because a division takes 20 instructions.
+  turn the division by the third number into a multiplication, because a division takes 20 instructions.
 - ``strides``, for each tensor: of a row or an example, and of a channel.
 """
 
