@@ -183,7 +183,7 @@ _running: set[subprocess.Popen[str]] = set()
 
 def _run(command: list[str]) -> None:
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    # In a session of its own: a compiler starts others, which must end with it.
+    # In a new session: a compiler starts other processes, which must be killed with it.
     with subprocess.Popen(command, **pipes, text=True, errors="replace", start_new_session=True) as process:
         _running.add(process)
         try:

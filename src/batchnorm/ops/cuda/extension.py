@@ -119,7 +119,7 @@ def _use(found: Any, configure: Callable[[Any], None]) -> None:
     global module, unavailable
     try:
         configure(found)
-    except Exception as error:  # of any kind: without the extension everything works, too
+    except Exception as error:  # any error: everything works without the extension too
         unavailable = f"{type(error).__name__}: {error}"
         return
     module, unavailable = found, None

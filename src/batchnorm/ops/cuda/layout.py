@@ -80,10 +80,10 @@ def row_stride(x: Tensor) -> int:
         ValueError: if it is not channels last.
     """
     g = geometry_of(x)
-    if g is not None and g.channels == 1 and (g.nhwc or g.stride in (0, g.width)):  # one channel lies as both do
+    if g is not None and g.channels == 1 and (g.nhwc or g.stride in (0, g.width)):  # with one channel, both layouts are the same
         return g.stride if g.nhwc else 1
     if g is None or not g.nhwc:
-        raise ValueError(f"these kernels take channels-last tensors, not strides {x.stride()}")
+        raise ValueError(f"these kernels need channels-last tensors, not strides {x.stride()}")
     return g.stride
 
 
