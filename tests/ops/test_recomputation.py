@@ -336,7 +336,9 @@ def test_a_source_changed_in_place_is_an_error_and_not_a_wrong_number():
     with bn.recompute():
         loss = conv(norm(torch.randn(SMALL), residual=added)).sum()
     added += 1
-    with pytest.raises(RuntimeError, match=r"needs a tensor of shape \(4, 8, 6, 6\) \(torch.float32\) as it was"):
+    with pytest.raises(
+        RuntimeError, match=r"needs a tensor of shape \(4, 8, 6, 6\) \(torch.float32\) that was changed"
+    ):
         loss.backward()
 
 

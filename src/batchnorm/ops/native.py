@@ -91,7 +91,7 @@ def cached(source: Source) -> Any:
 
 
 def remember_failure(source: Source, why: str) -> None:
-    """Let :func:`cached` say at once what a compiler took long to say."""
+    """Record a failed compilation, so that :func:`cached` need not repeat it."""
     with suppress(OSError):
         (_folder(create=True) / f"{source.path.stem}-{_key(source, _command(source))}.failed").write_text(why)
 
@@ -123,7 +123,7 @@ def _folder(*, create: bool) -> Path:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Let one process at a time compile a source, if the file system knows locks."""
+    """Let one process at a time compile a source, if the file system supports locks."""
     import fcntl
 
     with lock.open("w") as file:
@@ -183,7 +183,7 @@ _running: set[subprocess.Popen[str]] = set()
 
 def _run(command: list[str]) -> None:
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    # In a session of its own: a compiler starts others, which must end with it.
+    # In a new session: a compiler starts other processes, which must be killed with it.
     with subprocess.Popen(command, **pipes, text=True, errors="replace", start_new_session=True) as process:
         _running.add(process)
         try:

@@ -317,7 +317,7 @@ static c10::DispatchKeySet keys_of(const c10::Device& device) {
   return at::empty({0}, at::TensorOptions().device(device)).key_set();
 }
 
-// Whether tensors are what at::empty makes on a device: no subclasses, sparse or quantized tensors.
+// Whether all tensors are plain: on the device, and not subclasses, sparse or quantized.
 static bool are_plain(const c10::Device& device, std::initializer_list<const Tensor*> tensors) {
   static const auto cpu = keys_of(c10::Device(c10::DeviceType::CPU));
   auto expected = cpu;

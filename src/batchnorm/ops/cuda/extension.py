@@ -77,7 +77,7 @@ def start(configure: Callable[[Any], None]) -> None:
 
 
 def register() -> None:
-    """Let compiled graphs call the extension, too; from the main thread, since others may look operators up."""
+    """Make compiled graphs call the extension too. Call this on the main thread: others may look up operators."""
     global _registered
     if module is not None and not _registered:
         _registered = True
@@ -119,7 +119,7 @@ def _use(found: Any, configure: Callable[[Any], None]) -> None:
     global module, unavailable
     try:
         configure(found)
-    except Exception as error:  # of any kind: without the extension everything works, too
+    except Exception as error:  # any error: everything works without the extension too
         unavailable = f"{type(error).__name__}: {error}"
         return
     module, unavailable = found, None
