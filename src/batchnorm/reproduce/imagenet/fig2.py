@@ -76,7 +76,7 @@ def fig2(options: Fig2) -> Path:
     def figures() -> Path:
         return publish(plan, read_all(plan, options.result_files, options.out), options.out)
 
-    return options.run(waiting, (job.files.run.recipe.size for job in waiting), figures)
+    return options.run(waiting, [job.files.run.recipe for job in waiting], plan.evaluate_batch, figures)
 
 
 def _missing(options: Fig2, plan: Plan) -> list[Training]:

@@ -47,8 +47,10 @@ def fig4(options: Fig4) -> Path:
         return publish([MemberFiles(name, options.result_files) for name in _known(options, plan)], options.out)
     jobs: Sequence[TrainedMember | TakenMember] = _taken(options, plan) if options.runs else _planned(options, plan)
     waiting = [job for job in jobs if not job.finished() and (not options.only or job.name in options.only)]
-    sizes = {job.files.run.recipe.size for job in waiting if isinstance(job, TrainedMember)}
-    return options.run(waiting, sizes, lambda: publish([job.member for job in jobs], options.out))
+    recipes = [job.files.run.recipe for job in waiting if isinstance(job, TrainedMember)]
+    return options.run(
+        waiting, recipes, plan.evaluate_batch, lambda: publish([job.member for job in jobs], options.out)
+    )
 
 
 def _known(options: Fig4, plan: Plan) -> list[str]:
