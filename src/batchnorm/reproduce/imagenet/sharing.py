@@ -138,7 +138,9 @@ def compare_convolutions(net: nn.Module, images: Tensor) -> str | None:
 class _Compare(TorchDispatchMode):
     """Compute every convolution in bfloat16 once more in float32."""
 
-    wrong: str | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong: str | None = None
 
     def __torch_dispatch__(
         self,
