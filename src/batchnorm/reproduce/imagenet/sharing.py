@@ -139,7 +139,7 @@ class _Compare(TorchDispatchMode):
     """Compute every convolution in bfloat16 once more in float32."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.wrong: str | None = None
 
     def __torch_dispatch__(
