@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -78,8 +79,8 @@ def read(out, name="fig4"):
 def test_the_committed_plan_is_the_six_members_for_as_long_as_the_ablation():
     runs = read_plan("fig4").runs
     assert [run.name for run in runs] == list(MEMBERS)
-    x30 = next(run.recipe for run in read_plan("fig2").runs if run.name == "bn-x30-seed0")
-    x5 = next(run.recipe for run in read_plan("fig2").runs if run.name == "ablation-seed0")
+    x30 = next(run.recipe for run in read_plan("fig2", Path("paper-rates")).runs if run.name == "bn-x30-seed0")
+    x5 = next(run.recipe for run in read_plan("fig2", Path("paper-rates")).runs if run.name == "ablation-seed0")
     for run in runs:
         member = MEMBERS[run.name]
         assert (run.recipe.epochs, run.recipe.decay_epochs) == (x5.epochs, x5.decay_epochs)

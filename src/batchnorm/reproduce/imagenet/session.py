@@ -82,7 +82,7 @@ class Session:
         if self.data is not None:
             check_installed("PIL", "safetensors")
             device_of(self.device)
-        elif not any(self.result_files.glob("*.json")):
+        elif not any(self.result_files.rglob("*.json")):
             raise FileNotFoundError(
                 f"{self.result_files} holds no result files: give --data DIR to train, or --results DIR"
             )
