@@ -337,14 +337,14 @@ def test_a_sitting_needs_only_the_result_files_of_the_ones_before(data, tmp_path
     """The end of a sweep sets the rates of the other runs, in the same session or in a later one elsewhere."""
     plan = tmp_path / "plan.toml"
     plan.write_text(SWEEP)
-    run(data, plan, tmp_path / "whole")
+    run(data, plan, tmp_path / "whole", jobs=2)
     whole = json.loads((tmp_path / "whole/fig2.json").read_text())
     assert whole["not yet run"] == []
     assert whole["best rates"] == {"inception": 0.003}
     assert read(tmp_path / "whole", "faster")["recipe"]["rate"] == pytest.approx(0.015)
-    run(data, plan, tmp_path / "first", only=("low",))
+    run(data, plan, tmp_path / "first", jobs=2, only=("low",))
     shutil.copytree(tmp_path / "first/results", tmp_path / "second/results")  # nothing else travels
-    run(data, plan, tmp_path / "second")
+    run(data, plan, tmp_path / "second", jobs=2)
     for name in ("low", "faster"):
         for key in ("recipe", "curve", "data"):
             assert read(tmp_path / "second", name)[key] == read(tmp_path / "whole", name)[key]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -133,16 +133,12 @@ class Studies:
 def fig2(options: Fig2) -> Path:
     """Train what is missing, write the figures, and return the path of the table."""
     options.check()
-    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-    while True:
-        plan = read_plan("fig2", options.plan, options.result_files)
-        waiting = [] if options.data is None else _missing(options, plan)
-        now = options if deadline is None else replace(options, minutes=max(0.0, deadline - time.monotonic()) / 60)
-        recipes = [job.files.run.recipe for job in waiting]
-        table = now.run(waiting, recipes, plan.evaluate_batch, lambda: publish(Studies.read(options), options.out))
-        # The end of a sweep sets the rates of further runs.
-        if not waiting or not plan.waiting:
-            return table
+    started, plan = time.monotonic(), read_plan("fig2", options.plan, options.result_files)
+    waiting = [] if options.data is None else _missing(options, plan)
+    recipes = [job.files.run.recipe for job in waiting]
+    table = options.run(waiting, recipes, plan.evaluate_batch, lambda: publish(Studies.read(options), options.out))
+    # The end of a sweep sets the rates of further runs.
+    return fig2(options.after(started)) if waiting and plan.waiting else table
 
 
 def _missing(options: Fig2, plan: Plan) -> list[Training]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -74,6 +75,12 @@ class Session:
     def threads(self) -> int:
         """Threads of each run."""
         return max(1, (os.cpu_count() or 1) // self.jobs)
+
+    def after(self, started: float) -> Self:
+        """Return the options with the minutes that are left, after work that started at this time."""
+        if self.minutes is None:
+            return self
+        return replace(self, minutes=max(0.0, self.minutes - (time.monotonic() - started) / 60))
 
     def check(self) -> None:
         """Check what can be known before any work."""
