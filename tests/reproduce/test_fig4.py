@@ -349,10 +349,11 @@ def test_steps_are_paired_over_images(tmp_path):
 
 
 def predictions(folder, name, *right):
-    """A member that is certain of the right class where asked for, and else of the next one."""
-    labels = torch.arange(40) % 4
-    answers = torch.where(torch.tensor(right * (40 // len(right))), labels, (labels + 1) % 4)
-    scores = torch.nn.functional.one_hot(answers, 4).float()
+    """A member that gives the right class 60% where asked for, and else the next one 90%."""
+    labels, asked = torch.arange(40) % 4, torch.tensor(right * (40 // len(right)))
+    answers = torch.nn.functional.one_hot(torch.where(asked, labels, (labels + 1) % 4), 4)
+    certain = torch.where(asked, 0.6, 0.9)[:, None]
+    scores = torch.where(answers == 1, certain, (1 - certain) / 3)
     member = MemberFiles(name, folder)
     member.write_probabilities({c: Predictions(scores, labels, torch.arange(40), 0, ()) for c in (1, 144)})
     return member
