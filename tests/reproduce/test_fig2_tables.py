@@ -9,7 +9,7 @@ import pytest
 from batchnorm.cli import main
 from batchnorm.reproduce.imagenet.claims import best_against_best, trusted, verdicts
 from batchnorm.reproduce.imagenet.curves import seeds_of, tuned_baseline, unchanged_seeds_of
-from batchnorm.reproduce.imagenet.fig2 import Studies, Study, claims_table, publish, sections
+from batchnorm.reproduce.imagenet.fig2 import Studies, Study, claims_table, publish, sections, summary
 from batchnorm.reproduce.imagenet.fig2_tables import ablation, dropout, failures, figure3, on_the_way, rates
 from batchnorm.reproduce.imagenet.plan import read_plan
 from batchnorm.reproduce.imagenet.result_files import read_all
@@ -446,6 +446,19 @@ def test_the_published_tables_are_made_again_from_the_result_files(tmp_path, mon
     assert main(["reproduce", "fig2", "--results", str(ROOT / "results/fig2"), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "fig2.md").read_bytes() == (ROOT / "results/fig2/fig2.md").read_bytes()
     assert (tmp_path / "fig2.json").read_bytes() == (ROOT / "results/fig2.json").read_bytes()
+
+
+def test_the_runs_at_the_papers_rates_are_shown_until_others_are_finished(results):
+    old = Study(PLAN, results.add("inception-seed0", INCEPTION).read(), [])
+    main = Study(read_plan("fig2"), {}, [])
+    found = summary(Studies(main, old))
+    assert (found["rates"], found["networks"]["inception"]["maximum"]) == ("the paper's rates", 0.4)
+    assert "rate-0.015-inception" not in found["not yet run"]
+    assert "rate-0.015-inception" in found["planned"]
+    of_three(sweeps(results), "inception", {1000: 0.5})
+    found = summary(Studies(Study(results.plan, results.read(), []), old))
+    assert (found["rates"], found["networks"]["inception"]["maximum"]) == ("best of the sweep", 0.5)
+    assert found["networks"]["inception"]["rate"] == 0.015
 
 
 def test_different_data_is_not_mixed(results):

@@ -204,7 +204,8 @@ def summary(studies: Studies) -> dict[str, Any]:
         "figure 3": figure3(finished)._asdict(),
         "claims": claims_table(studies).rows,
         "verdicts": [verdict._asdict() for verdict in verdicts(studies.shown.plan, finished)],
-        "not yet run": list(studies.missing),
+        "not yet run": list(studies.shown.plan.missing(finished)),
+        "planned": list(studies.missing),
     }
 
 
