@@ -399,6 +399,19 @@ def test_it_needs_neither_tyro_nor_rich(plan, session, tmp_path):
     assert (tmp_path / "fig2.md").exists()
 
 
+def test_the_steps_in_the_documentation_are_the_whole_plan():
+    text = (Path(__file__).parents[2] / "docs" / "fig2.md").read_text()
+    steps = re.findall(r"^fig2 --only (.*)$", text, flags=re.MULTILINE)
+    names = [subprocess.check_output(["bash", "-c", f"echo {step}"], text=True).split() for step in steps]
+    assert [len(step) for step in names] == [12, 12, 12, 12, 6]
+    plan = read_plan("fig2")
+    assert sorted(sum(names, [])) == sorted([*(run.name for run in plan.runs), *plan.waiting])
+    # Only finished sweeps set the rates of a step.
+    swept = [{name.split("-", 2)[2] for name in step if name.startswith("rate-")} for step in names]
+    assert swept[:2] == [{"inception", "bn-baseline"}, {"bn-x5"}]
+    assert {plan.waiting[name] for name in names[1] if name in plan.waiting} == {"the sweep of inception"}
+
+
 def test_the_plan_in_the_documentation_is_one(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "fig2.md").read_text()
     (plan,) = [block for block in re.findall(r"```\n(.*?)```", text, flags=re.DOTALL) if "[train]" in block]
