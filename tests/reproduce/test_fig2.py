@@ -405,7 +405,7 @@ def test_the_steps_in_the_documentation_are_the_whole_plan():
     names = [subprocess.check_output(["bash", "-c", f"echo {step}"], text=True).split() for step in steps]
     assert [len(step) for step in names] == [12, 12, 12, 12, 6]
     plan = read_plan("fig2")
-    assert sorted(sum(names, [])) == sorted([*(run.name for run in plan.runs), *plan.waiting])
+    assert sorted(name for step in names for name in step) == sorted([*(run.name for run in plan.runs), *plan.waiting])
     # Only finished sweeps set the rates of a step.
     swept = [{name.split("-", 2)[2] for name in step if name.startswith("rate-")} for step in names]
     assert swept[:2] == [{"inception", "bn-baseline"}, {"bn-x5"}]

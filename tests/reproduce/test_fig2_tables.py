@@ -407,7 +407,8 @@ def of_three(results, name, *curves):
 
 def test_the_claims_at_every_choice_of_rates(results, tmp_path):
     of_three(sweeps(results), "inception", INCEPTION)  # 40% at step 3000
-    of_three(results, "bn-baseline", {1000: 0.4}, {1200: 0.4}, {1400: 0.4})
+    reached = ({step: 0.4 if step >= first else 0.1 for step in (1000, 1200, 1400)} for first in (1000, 1200, 1400))
+    of_three(results, "bn-baseline", *reached)
     of_three(results, "bn-x5", {200: 0.4})
     of_three(results, "best-bn-baseline", {2000: 0.4})
     assert [v.verdict for v in best_against_best(results.read())] == ["refuted", "not run yet"]
@@ -415,6 +416,7 @@ def test_the_claims_at_every_choice_of_rates(results, tmp_path):
     table = claims_table(Studies(Study(results.plan, results.read(), []), old, None)).rows
     assert table[0] == ["claim", "paper", "at r = 0.015, 5 r, 30 r", "the paper's rates", "best rate of each"]
     assert [row[2].split(":")[0] for row in table[1:4]] == ["confirmed", "confirmed", "not run yet"]
+    assert table[1][2] == "confirmed: 2.1 (2.1 to 3.0 by seeds)"
     assert [row[3] for row in table[1:4]] == ["not run yet"] * 3
     assert [row[4].split(":")[0] for row in table[1:4]] == ["refuted", "not run yet", "-"]
 
@@ -427,7 +429,7 @@ def test_bn_trains_where_inception_fails(results):
     assert judged(results, claim).verdict == "not run yet"
     of_three(results, "inception-x5-kaiming", {400: 0.01})
     assert judged(results, claim).verdict == "confirmed"
-    assert judged(results, claim).found.startswith("at rate 0.075, without BN stayed at chance (1.0%), ")
+    assert judged(results, claim).found.startswith("at rate 0.075, without BN stayed at chance (1.0%, 1.0%, 1.0%); ")
     of_three(results, "inception-x5-kaiming", {400: 0.3})
     assert judged(results, claim).verdict == "refuted"
 

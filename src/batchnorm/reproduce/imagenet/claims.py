@@ -140,7 +140,7 @@ def fewer_steps(
     pairs = [times_fewer(a, b) for a, b in product(inception.curves, network.curves)]
     found = ""
     if pairs:
-        found = f"{_times(times_fewer(inception.curve, network.curve))} ({', '.join(map(_times, pairs))} by seeds)"
+        found = f"{_times(times_fewer(inception.curve, network.curve))} ({_listed(pairs)} by seeds)"
         if (end_slope(inception.curve) or 0.0) >= LEVEL:
             found += "; at this length, for Inception has not levelled off"
     holds = [times is not None and enough(times) for times in pairs]
@@ -211,7 +211,7 @@ def diverges(name: str, network: Seeds) -> Verdict:
 
 def _fails(claim: str, paper: str, network: Seeds) -> Verdict:
     holds = [run.diverged or _top(run.points) <= _chance(run) for run in network.runs]
-    return Verdict(claim, paper, decide(holds, _fewest(network)), ", ".join(map(how_it_went, network.runs)))
+    return Verdict(claim, paper, decide(holds, _fewest(network)), _how_they_went(network))
 
 
 def how_it_went(run: Finished) -> str:
@@ -221,6 +221,14 @@ def how_it_went(run: Finished) -> str:
     if _top(run.points) <= _chance(run):
         return f"stayed at chance ({_top(run.points):.1%})"
     return f"trained to {_top(run.points):.1%}"
+
+
+def _how_they_went(network: Seeds) -> str:
+    """Return how all runs went; what is the same for all of them is said once."""
+    went = [how_it_went(run) for run in network.runs]
+    if len(went) > 1 and len({text.split(" (")[0] for text in went}) == 1 and went[0].endswith(")"):
+        return f"{went[0].split(' (')[0]} ({', '.join(text.split(' (')[1][:-1] for text in went)})"
+    return ", ".join(went)
 
 
 def wider_range(finished: Mapping[str, Finished]) -> Verdict:
@@ -240,7 +248,7 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
             for a, b in product(plain.runs, fast.runs)
         ]
         sides = (("without BN", plain), ("with BN", fast))
-        told = "; ".join(f"{name} {', '.join(map(how_it_went, seeds.runs))}" for name, seeds in sides)
+        told = "; ".join(f"{name} {_how_they_went(seeds)}" for name, seeds in sides)
         found = f"at rate {fast.runs[0].run.recipe.rate:g}, {told}" if holds else ""
         return Verdict(claim, paper, decide(holds, _fewest(plain, fast)), found)
     sweeps = [seeds_of(finished, "rates", name).runs for name in ("inception", "bn-baseline")]
@@ -328,6 +336,14 @@ def _chance(run: Finished) -> float:
 def _top(curve: Curve) -> float:
     top = best(curve)
     return 0.0 if top is None else top[1]
+
+
+def _listed(pairs: Sequence[float | None]) -> str:
+    """Return the ratios of all pairings of seeds, or the lowest and the highest of many."""
+    if len(pairs) <= 4:
+        return ", ".join(map(_times, pairs))
+    ordered = sorted(pairs, key=lambda times: times or 0.0)
+    return f"{_times(ordered[0])} to {_times(ordered[-1])}"
 
 
 def _times(value: float | None) -> str:

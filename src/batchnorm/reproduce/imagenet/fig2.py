@@ -22,6 +22,7 @@ from .claims import Verdict, best_against_best, less_dropout, trusted, verdicts
 from .curves import Seeds, best, end_slope, network_of, seeds_of, times_fewer, tuned_baseline, unnormalized
 from .fig2_tables import (
     PAPER,
+    SWEPT,
     Section,
     ablation,
     dropout,
@@ -375,18 +376,25 @@ def _steps_and_percent(axis: Any) -> None:
 def _rates(finished: Mapping[str, Finished], plt: Any) -> Any:
     figure, axis = plt.subplots(figsize=(4.4, 2.8))
     crossed = False
-    for batch_norm, variant in ((False, "inception"), (True, "bn-baseline")):
+    drawn_as = {
+        "inception": (colour(False), label(False)),
+        "bn-baseline": (colour(True), label(True)),
+        "bn-x5": (LINES["bn-x5-sigmoid"][0], SWEPT["bn-x5"]),
+    }
+    for variant, (tint, name) in drawn_as.items():
         runs = sorted(seeds_of(finished, "rates", variant).runs, key=lambda one: one.run.recipe.rate)
         points = [(one.run.recipe.rate, one.result["top1"] or 0.0) for one in runs]
         if points:
-            axis.plot(*zip(*points, strict=True), "o-", ms=3, color=colour(batch_norm), label=label(batch_norm))
+            axis.plot(*zip(*points, strict=True), "o-", ms=3, color=tint, label=name)
         diverged = [one.run.recipe.rate for one in runs if one.diverged]
         crossed |= bool(diverged)
-        axis.plot(diverged, [0.0] * len(diverged), "x", color=colour(batch_norm), clip_on=False)
+        axis.plot(diverged, [0.0] * len(diverged), "x", color=tint, clip_on=False)
     rates = sorted({one.run.recipe.rate for one in finished.values() if one.run.group == "rates"})
     axis.set(xscale="log", xlabel="learning rate (x: diverged)" if crossed else "learning rate")
     axis.set(ylabel="validation accuracy", ylim=(0, None))
     axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    if len(rates) > 8:
+        axis.tick_params(axis="x", rotation=60)
     axis.minorticks_off()
     axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
     axis.legend()
