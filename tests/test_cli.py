@@ -135,7 +135,7 @@ def test_a_full_disk_is_one_sentence(capsys, monkeypatch):
 @pytest.mark.parametrize("name", ["fig2", "fig4"])
 @pytest.mark.parametrize("content", ["{", "[1]", "{}", json.dumps({**dict.fromkeys(KEYS), "recipe": 1, "crops": 1})])
 def test_a_damaged_result_file_is_named(name, content, capsys):
-    run = {"fig2": "inception-seed0", "fig4": "bn-x30-large-init"}[name]
+    run = {"fig2": "rate-0.005-inception", "fig4": "bn-x30-large-init"}[name]
     Path("results").mkdir()
     Path(f"results/{run}.json").write_text(content)
     assert f"results/{run}.json" in refused(["reproduce", name, "--results", "results"], capsys)

@@ -52,10 +52,12 @@ def test_folders_and_shards_and_training_agree(tmp_path):
         for kind in ("folder", "shards")
     ]
     batches = open_images(tmp_path / "folder", "val", size=32, batch_size=5, train=False)
-    accuracy = Accuracy.of(count_correct(Tiny(), batches.epoch(0), Normalize()))
+    loss = torch.zeros(1, dtype=torch.float64)
+    accuracy = Accuracy.of(count_correct(Tiny(), batches.epoch(0), Normalize(), loss=loss))
     assert found[0].examples == found[1].examples == accuracy.examples == len(SIZES)
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]))
     assert 1 - found[0].top1_error == pytest.approx(accuracy.top1)
+    assert loss.item() / accuracy.examples == pytest.approx(found[0].log_loss, rel=1e-4)
     assert 0 < accuracy.top1 < 1
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,8 @@ def test_what_a_run_leaves(session):
     # The training batches' means are of the steps since the validation before.
     lines = [json.loads(line) for line in (session / "runs/normalized/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
+    assert result["columns"][-1] == "val_loss"
+    assert all(row[-1] > 0 for row in result["curve"])
     assert result["curve"][1][3] == pytest.approx(sum(losses[3:6]) / 3, abs=1e-5)
 
 
@@ -96,14 +99,14 @@ def test_divergence_is_a_result(session):
 def test_what_a_session_publishes(session):
     table, summary = (session / "fig2.md").read_text(), json.loads((session / "fig2.json").read_text())
     assert summary["not yet run"] == ["other"]
-    assert "| other | figures |" in table
+    assert "| other | not run yet |" in table
     assert "| inception | 1 |" in table
     assert "31.0M" in table
     for name in ("fig2.png", "fig2.svg", "fig2-unnormalized.png", "fig2-rates.png"):
         assert (session / name).stat().st_size > 1000
     assert "Figure 3" in (session / "report.html").read_text()
     verdicts = {verdict["claim"]: verdict["verdict"] for verdict in summary["verdicts"]}
-    assert verdicts["BN-x5-Sigmoid trains"] == "not yet run"
+    assert verdicts["BN-x5-Sigmoid trains"] == "not run yet"
 
 
 def test_figures_are_made_of_the_files_alone(plan, session, tmp_path, capsys):
@@ -114,7 +117,7 @@ def test_figures_are_made_of_the_files_alone(plan, session, tmp_path, capsys):
     decoded.touch()
     assert main(["reproduce", "fig2", *words]) == 0
     assert decoded.exists()
-    assert "not yet run: other" in capsys.readouterr().out
+    assert "not run yet: other" in capsys.readouterr().out
     assert (tmp_path / "out/fig2.md").read_text() == (session / "fig2.md").read_text()
     assert (tmp_path / "out/fig2.svg").read_bytes() == (session / "fig2.svg").read_bytes()
 
@@ -168,7 +171,7 @@ def test_it_goes_on_where_it_was_stopped(data, plan, session, tmp_path):
 def test_the_time_limit(data, plan, tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         run(data, plan, tmp_path, minutes=0.0)
-    assert "not yet run: plain, normalized, other, far" in capsys.readouterr().out
+    assert "not run yet: plain, normalized, other, far" in capsys.readouterr().out
 
 
 def test_results_of_another_plan_are_refused(data, plan, session, tmp_path, capsys):
@@ -252,8 +255,103 @@ def test_an_unknown_name(data, plan, tmp_path):
         run(data, plan, tmp_path, only=("nobody",))
 
 
-def test_the_committed_plan_is_complete():
-    runs = read_plan("fig2").runs
+PAPER_RATES = Path("paper-rates")
+
+
+def test_the_committed_plan_is_complete(tmp_path):
+    plan = read_plan("fig2")
+    assert {run.group for run in plan.runs} == {"rates"}
+    assert set(plan.waiting.values()) == {"the sweep of inception", "the sweep of bn-baseline", "the sweep of bn-x5"}
+    with pytest.raises(ValueError, match="bn-x5-seed1 cannot run yet: it waits for the sweep of inception"):
+        plan.chosen((), ("bn-x5-seed1",))
+    for run in plan.runs:  # the best of each: the third rate
+        third = sorted(one.recipe.rate for one in plan.runs if one.variant == run.variant)[2]
+        result = {"top1": 0.3 if run.recipe.rate == third else None}
+        (tmp_path / f"{run.name}.json").write_text(json.dumps({"result": result}))
+    plan = read_plan("fig2", results=tmp_path)
+    assert plan.waiting == {}
+    assert plan.best == {"inception": 0.01, "bn-baseline": 0.03, "bn-x5": 0.075}
+    networks = {}
+    for run in plan.runs:
+        if run.group != "rates":
+            key = (run.group, run.variant, run.recipe.init, run.recipe.rate)
+            networks.setdefault(key, set()).add(run.recipe.seed)
+        recipe = run.recipe
+        assert (recipe.size, recipe.batch_size, recipe.width) == (64, 32, 1.0)
+        assert recipe.decay ** (recipe.epochs / recipe.decay_epochs) == pytest.approx(0.001)
+        assert recipe.epochs == (8 if run.variant == "inception-sigmoid" else 16)
+        assert run.evaluate_every == 400
+    assert networks == {
+        key: {1, 2, 3}
+        for key in [
+            ("figures", "inception", "kaiming", 0.01),
+            ("figures", "bn-baseline", "kaiming", 0.01),
+            ("figures", "bn-x5", "kaiming", 0.05),
+            ("figures", "bn-x30", "kaiming", 0.3),
+            ("figures", "bn-x5-sigmoid", "kaiming", 0.05),
+            ("figures", "bn-baseline", "kaiming", 0.05),
+            ("figures", "inception-x5", "kaiming", 0.05),
+            ("figures", "inception-x5", "xavier", 0.05),
+            ("figures", "inception-sigmoid", "kaiming", 0.01),
+            ("figures", "inception-sigmoid", "xavier", 0.01),
+            ("best", "bn-baseline", "kaiming", 0.03),
+            ("best", "bn-x5", "kaiming", 0.075),
+        ]
+    }
+
+
+def test_the_plan_of_dropout_changes_nothing_else():
+    runs = read_plan("fig2", Path("dropout")).runs
+    kinds = {(run.variant, run.recipe.dropout, run.recipe.seed) for run in runs}
+    assert kinds == {(v, d, s) for v in ("inception", "bn-baseline") for d in (0.0, 0.4) for s in (1, 2, 3)}
+    assert len({replace(r.recipe, name="", batch_norm=False, dropout=0.0, seed=0) for r in runs}) == 1
+
+
+def test_a_rate_that_follows_from_no_sweep(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(PLAN.replace('recipe = "bn-baseline", seed = 1', 'recipe = "bn-baseline", rate = "best"'))
+    with pytest.raises(
+        ValueError, match="other: its rate follows from the sweep of bn-baseline, which the group rates"
+    ):
+        read_plan("fig2", path)
+
+
+SWEEP = (
+    PLAN[: PLAN.index("[[group]]")]
+    + """
+[[group]]
+name = "rates"
+horizon = 1
+runs = [{ name = "low", recipe = "inception", rate = 0.003 }]
+[[group]]
+name = "figures"
+base = "inception"
+horizon = 1
+runs = [{ name = "faster", recipe = "bn-x5" }]
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_sitting_needs_only_the_result_files_of_the_ones_before(data, tmp_path):
+    """The end of a sweep sets the rates of the other runs, in the same session or in a later one elsewhere."""
+    plan = tmp_path / "plan.toml"
+    plan.write_text(SWEEP)
+    run(data, plan, tmp_path / "whole", jobs=2)
+    whole = json.loads((tmp_path / "whole/fig2.json").read_text())
+    assert whole["not yet run"] == []
+    assert whole["best rates"] == {"inception": 0.003}
+    assert read(tmp_path / "whole", "faster")["recipe"]["rate"] == pytest.approx(0.015)
+    run(data, plan, tmp_path / "first", jobs=2, only=("low",))
+    shutil.copytree(tmp_path / "first/results", tmp_path / "second/results")  # nothing else travels
+    run(data, plan, tmp_path / "second", jobs=2)
+    for name in ("low", "faster"):
+        for key in ("recipe", "curve", "data"):
+            assert read(tmp_path / "second", name)[key] == read(tmp_path / "whole", name)[key]
+
+
+def test_the_plan_of_the_papers_rates_is_complete():
+    runs = read_plan("fig2", PAPER_RATES).runs
     by_group = {group: [run for run in runs if run.group == group] for group in ("figures", "rates", "dropout")}
     variants = [run.variant for run in by_group["figures"]]
     assert [variants.count(name) for name in ("inception", "bn-baseline", "bn-x5", "bn-x30")] == [3, 2, 2, 2]
@@ -275,11 +373,11 @@ def test_the_committed_plan_is_complete():
 
 
 def test_the_ablation_takes_back_one_modification_each():
-    group = [run for run in read_plan("fig2").runs if run.group == "ablation"]
+    group = [run for run in read_plan("fig2", PAPER_RATES).runs if run.group == "ablation"]
     seeds = [run for run in group if set(run.changed) == {"seed"}]
     assert len({run.recipe.seed for run in seeds}) == 3
     runs, x5 = group[3:], seeds[0].recipe
-    base = next(run.recipe for run in read_plan("fig2").runs if run.variant == "bn-baseline")
+    base = next(run.recipe for run in read_plan("fig2", PAPER_RATES).runs if run.variant == "bn-baseline")
     fields = ("rate", "dropout", "weight_decay", "decay_epochs", "local_response", "shuffle", "photometric")
     assert [list(run.changed) for run in runs] == [[field] for field in fields]
     for run, field in zip(runs, fields, strict=True):
@@ -299,6 +397,19 @@ def test_it_needs_neither_tyro_nor_rich(plan, session, tmp_path):
     words = ["--plan", str(plan), "--results", str(session / "results"), "--out", str(tmp_path)]
     subprocess.run([sys.executable, "-c", code, *words], check=True, env=environment(), capture_output=True)
     assert (tmp_path / "fig2.md").exists()
+
+
+def test_the_steps_in_the_documentation_are_the_whole_plan():
+    text = (Path(__file__).parents[2] / "docs" / "fig2.md").read_text()
+    steps = re.findall(r"^fig2 --only (.*)$", text, flags=re.MULTILINE)
+    names = [subprocess.check_output(["bash", "-c", f"echo {step}"], text=True).split() for step in steps]
+    assert [len(step) for step in names] == [12, 12, 12, 12, 6]
+    plan = read_plan("fig2")
+    assert sorted(name for step in names for name in step) == sorted([*(run.name for run in plan.runs), *plan.waiting])
+    # Only finished sweeps set the rates of a step.
+    swept = [{name.split("-", 2)[2] for name in step if name.startswith("rate-")} for step in names]
+    assert swept[:2] == [{"inception", "bn-baseline"}, {"bn-x5"}]
+    assert {plan.waiting[name] for name in names[1] if name in plan.waiting} == {"the sweep of inception"}
 
 
 def test_the_plan_in_the_documentation_is_one(tmp_path):

@@ -2,17 +2,19 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
-from batchnorm.reproduce.imagenet.claims import verdicts
+from batchnorm.cli import main
+from batchnorm.reproduce.imagenet.claims import best_against_best, trusted, verdicts
 from batchnorm.reproduce.imagenet.curves import seeds_of, tuned_baseline, unchanged_seeds_of
-from batchnorm.reproduce.imagenet.fig2 import publish, sections
+from batchnorm.reproduce.imagenet.fig2 import Studies, Study, claims_table, publish, sections, summary
 from batchnorm.reproduce.imagenet.fig2_tables import ablation, dropout, failures, figure3, on_the_way, rates
 from batchnorm.reproduce.imagenet.plan import read_plan
 from batchnorm.reproduce.imagenet.result_files import read_all
 
-PLAN = read_plan("fig2")
+PLAN = read_plan("fig2", Path("paper-rates"))
 DATA = {"train": 50000, "val": 10000, "classes": 100, "sha256": "0"}
 ENVIRONMENT = {"hardware": "a CPU", "cores": 2, "gpu": "a GPU", "torch": "2.11", "commit": "abc"}
 
@@ -24,11 +26,13 @@ def results(tmp_path):
     class Results:
         folder, plan = tmp_path / "results", PLAN
 
-        def add(self, name, curve=(), final=None, training=None, diverged=False, steps=None):
+        def add(self, name, curve=(), final=None, training=None, diverged=False, steps=None, losses=()):
             run = next(run for run in self.plan.runs if run.name == name)
             curve = [[step, accuracy, accuracy, None, None] for step, accuracy in dict(curve).items()]
             if final is None and curve and not diverged:
                 final = curve[-1][1]
+            for row, loss in zip(curve, losses, strict=False):
+                row.append(loss)
             last = steps or (curve[-1][0] if curve else 0)
             result = {"steps": last, "diverged": diverged, "top1": final, "train_top1": training}
             content = {
@@ -52,8 +56,9 @@ def results(tmp_path):
 
 
 def judged(results, claim):
-    (found,) = [verdict for verdict in verdicts(PLAN, results.read()) if verdict.claim.startswith(claim)]
-    return found
+    """The verdict on a claim, without the number of seeds."""
+    (found,) = [v for v in verdicts(results.plan, results.read()) if v.claim.startswith(claim)]
+    return found._replace(verdict=found.verdict.split(",")[0])
 
 
 INCEPTION = {1000: 0.2, 2000: 0.3, 3000: 0.4, 4000: 0.4}
@@ -142,15 +147,15 @@ def test_the_slope_of_the_end_is_stated(results):
 @pytest.mark.parametrize(
     ("steps", "verdict", "found"),
     [
-        ((1000, 1400), "confirmed", "2.1 (3.0, 2.1 by seeds)"),
-        ((1500, 3000), "refuted", "1.0 (2.0, 1.0 by seeds)"),
+        ((1000, 1400), "seen", "2.1 (3.0, 2.1 by seeds)"),
+        ((1500, 3000), "not seen", "1.0 (2.0, 1.0 by seeds)"),
         ((1000, 2000), "not resolved", "1.5 (3.0, 1.5 by seeds)"),
         ((1000, None), "not resolved", "(3.0, never reached by seeds)"),
     ],
 )
 def test_half_the_steps(results, steps, verdict, found):
     results.add("inception-seed0", INCEPTION)  # 40% at step 3000
-    assert judged(results, "BN-Baseline reaches").verdict == "not yet run"
+    assert judged(results, "BN-Baseline reaches").verdict == "not run yet"
     for seed, reached in enumerate(steps):
         curve = {step: 0.4 if reached and step >= reached else 0.1 for step in (1000, 1400, 1500, 2000, 3000)}
         results.add(f"bn-baseline-seed{seed}", curve)
@@ -158,7 +163,7 @@ def test_half_the_steps(results, steps, verdict, found):
     assert found in judged(results, "BN-Baseline reaches").found
 
 
-@pytest.mark.parametrize(("reached", "verdict"), [(210, "confirmed"), (220, "refuted"), (None, "refuted")])
+@pytest.mark.parametrize(("reached", "verdict"), [(210, "seen"), (220, "not seen"), (None, "not seen")])
 def test_a_fourteenth_of_the_steps(results, reached, verdict):
     results.add("inception-seed0", INCEPTION)
     curve = {step: 0.4 if reached and step >= reached else 0.1 for step in (210, 220)}
@@ -175,18 +180,18 @@ def test_a_baseline_at_chance_decides_nothing(results):
 @pytest.mark.parametrize(
     ("x5", "x30", "verdict"),
     [
-        ({100: 0.4}, {100: 0.3, 200: 0.5}, "confirmed"),
-        ({100: 0.3, 200: 0.4}, {100: 0.45}, "refuted"),
-        ({100: 0.4}, {100: 0.4}, "refuted"),
-        ({100: 0.4}, {100: 0.1}, "confirmed"),  # never
-        ({100: 0.1}, {100: 0.4}, "refuted"),
+        ({100: 0.4}, {100: 0.3, 200: 0.5}, "seen"),
+        ({100: 0.3, 200: 0.4}, {100: 0.45}, "not seen"),
+        ({100: 0.4}, {100: 0.4}, "not seen"),
+        ({100: 0.4}, {100: 0.1}, "seen"),  # never
+        ({100: 0.1}, {100: 0.4}, "not seen"),
         ({100: 0.1}, {100: 0.1}, "not resolved"),  # neither of them
     ],
 )
 def test_bn_x30_early(results, x5, x30, verdict):
     claim = "BN-x30 trails BN-x5 early"
     results.add("bn-x5-seed0", x5).add("bn-x30-seed0", x30)
-    assert judged(results, claim).verdict == "not yet run"
+    assert judged(results, claim).verdict == "not run yet"
     results.add("inception-seed0", INCEPTION)
     assert judged(results, claim).verdict == verdict
 
@@ -201,45 +206,68 @@ def test_how_long_bn_x30_trails(results):
 
 
 @pytest.mark.parametrize(
-    ("x30", "verdict"), [((0.52, 0.53), "confirmed"), ((0.49, 0.48), "refuted"), ((0.52, 0.495), "not resolved")]
+    ("x30", "verdict"), [((0.52, 0.53), "seen"), ((0.49, 0.48), "not seen"), ((0.52, 0.495), "not resolved")]
 )
 def test_bn_x30_in_the_end(results, x30, verdict):
     results.add("bn-x5-seed0", {100: 0.5}).add("bn-x5-seed1", {100: 0.49})
-    assert judged(results, "BN-x30's best").verdict == "not yet run"
+    assert judged(results, "BN-x30's best").verdict == "not run yet"
     for seed, accuracy in enumerate(x30):
         results.add(f"bn-x30-seed{seed}", {100: accuracy, 200: accuracy - 0.01})
     assert judged(results, "BN-x30's best").verdict == verdict
 
 
-@pytest.mark.parametrize(("accuracy", "verdict"), [(0.3, "confirmed"), (0.09, "refuted")])
+@pytest.mark.parametrize(("accuracy", "verdict"), [(0.3, "seen"), (0.09, "not seen")])
 def test_the_sigmoid_with_bn(results, accuracy, verdict):
     assert judged(results.add("bn-x5-sigmoid", {100: accuracy}), "BN-x5-Sigmoid").verdict == verdict
 
 
 def test_ten_times_chance_is_not_asked_of_few_classes(results, monkeypatch):
     monkeypatch.setitem(DATA, "classes", 10)  # chance 0.1; half of the way to 1 is 0.55
-    assert judged(results.add("bn-x5-sigmoid", {100: 0.56}), "BN-x5-Sigmoid").verdict == "confirmed"
-    assert judged(results.add("bn-x5-sigmoid", {100: 0.54}), "BN-x5-Sigmoid").verdict == "refuted"
+    assert judged(results.add("bn-x5-sigmoid", {100: 0.56}), "BN-x5-Sigmoid").verdict == "seen"
+    assert judged(results.add("bn-x5-sigmoid", {100: 0.54}), "BN-x5-Sigmoid").verdict == "not seen"
 
 
-@pytest.mark.parametrize(("accuracy", "verdict"), [(0.0139, "confirmed"), (0.0141, "refuted")])
+@pytest.mark.parametrize(("accuracy", "verdict"), [(0.0139, "seen"), (0.0141, "not seen")])
 def test_the_sigmoid_without_bn(results, accuracy, verdict):
     # Chance is 1%; its standard error over 10,000 images is 0.0995%, and four of them are asked for.
     results.add("inception-sigmoid-xavier", {100: 0.01, 200: accuracy})
-    assert judged(results, "Inception with sigmoid stays at chance (xavier").verdict == verdict
-    assert judged(results, "Inception with sigmoid stays at chance (kaiming").verdict == "not yet run"
+    assert judged(results, "Inception with sigmoid fails to train (xavier").verdict == verdict
+    assert judged(results, "Inception with sigmoid fails to train (kaiming").verdict == "not run yet"
 
 
 def test_the_high_rate_without_bn(results):
     results.add("inception-x5-kaiming", {800: 0.05}, diverged=True, steps=900)
     results.add("inception-x5-xavier", {800: 0.45})
-    kaiming, xavier = (judged(results, f"Inception at 5 times the rate diverges ({i}") for i in ("kaiming", "xavier"))
-    assert (kaiming.verdict, kaiming.found) == ("confirmed", "diverged by step 900")
-    assert (xavier.verdict, xavier.found) == ("refuted", "best accuracy 45.0%")
+    kaiming, xavier = (
+        judged(results, f"Inception at 5 times the rate fails to train ({i}") for i in ("kaiming", "xavier")
+    )
+    assert (kaiming.verdict, kaiming.found) == ("seen", "overflowed by step 900")
+    assert (xavier.verdict, xavier.found) == ("not seen", "trained to 45.0%")
     assert failures(results.read()).rows[1:] == [
-        ["inception-x5", "kaiming", "900", "yes", "5.0%", "diverged by step 900"],
-        ["inception-x5", "xavier", "800", "no", "45.0%", "45.0%"],
+        ["inception-x5", "kaiming", "0", "0.0075", "900", "overflowed by step 900", "diverged by step 900"],
+        ["inception-x5", "xavier", "0", "0.0075", "800", "trained to 45.0%", "45.0%"],
     ]
+    # A network that stays at chance has failed as well, if not by overflow.
+    results.add("inception-x5-xavier", {800: 0.012})
+    found = judged(results, "Inception at 5 times the rate fails to train (xavier")
+    assert (found.verdict, found.found) == ("seen", "stayed at chance (1.2%)")
+
+
+def test_nothing_is_read_from_runs_that_fail_alike_with_and_without_bn(results):
+    results.add("inception-x5-kaiming", diverged=True, steps=10).add("bn-x5-seed0", diverged=True, steps=10)
+    results.add("inception-seed0", INCEPTION).add("inception-x5-xavier", {800: 0.05}, diverged=True, steps=900)
+    finished, untrusted = trusted(results.read())
+    assert untrusted == ["bn-x5-seed0", "inception-x5-kaiming"]
+    found = {v.claim: v.verdict for v in verdicts(PLAN, finished)}
+    assert found["Inception at 5 times the rate fails to train (kaiming initialization)"] == "not run yet"
+    assert found["BN-x5 reaches Inception's best in 14 times fewer steps"] == "not run yet"
+    assert found["Inception at 5 times the rate fails to train (xavier initialization)"] == "seen, 1 seed"
+    study = Study(PLAN, finished, untrusted)
+    (part,) = [part for part in sections(Studies(study)) if part.heading == "Runs that do not count"]
+    assert part.rows == [["run"], ["bn-x5-seed0"], ["inception-x5-kaiming"]]
+    # An early failure without BN is a result as long as the networks with BN do better.
+    results.add("bn-x5-seed0", {400: 0.3})
+    assert trusted(results.read()) == (results.read(), [])
 
 
 WITHOUT = {"x1": 0.2, "x2": 0.3, "x5": 0.4, "x10": 0.1, "x30": None, "x100": None}
@@ -266,15 +294,15 @@ def test_rates(results):
 
 
 def test_the_range_of_rates(results):
-    assert judged(sweep(results, WITHOUT, WITH), "BN trains at higher rates").verdict == "confirmed"
-    assert judged(sweep(results, WITH, WITHOUT), "BN trains at higher rates").verdict == "refuted"
+    assert judged(sweep(results, WITHOUT, WITH), "BN trains at higher rates").verdict == "seen"
+    assert judged(sweep(results, WITH, WITHOUT), "BN trains at higher rates").verdict == "not seen"
     (results.folder / "rate-x100-inception.json").unlink()
-    assert judged(results, "BN trains at higher rates").verdict == "not yet run"
+    assert judged(results, "BN trains at higher rates").verdict == "not run yet"
 
 
-def drop(results, name, accuracies):
+def drop(results, name, accuracies, gap=0.1, losses=()):
     for share, accuracy in accuracies.items():
-        results.add(f"dropout-{share}-{name}", final=accuracy, training=accuracy + 0.1)
+        results.add(f"dropout-{share}-{name}", {400: 0.1, 800: 0.2}, accuracy, accuracy + gap, losses=losses)
     return results
 
 
@@ -282,20 +310,41 @@ def test_dropout(results):
     drop(results, "inception", {0: 0.3, 5: 0.31, 10: 0.32, 40: 0.35})
     found = dropout(drop(results, "bn-baseline", {0: 0.5}).read()).rows
     assert found[1] == ["0%", "40.0%", "30.0%", "60.0%", "50.0%"]
-    assert found[4] == ["40%", "45.0%", "35.0%", "not yet run", "not yet run"]
+    assert found[4] == ["40%", "45.0%", "35.0%", "not run yet", "not run yet"]
+
+
+def with_dropout(results, name, share, accuracies, gap=0.2, losses=(2.0, 2.2)):
+    for seed, accuracy in enumerate(accuracies, 1):
+        run = f"dropout-{share}-{name}-seed{seed}"
+        results.add(run, {400: 0.1, 800: 0.2}, accuracy, accuracy + gap, losses=losses)
+    return results
 
 
 @pytest.mark.parametrize(("without", "verdict"), [(0.5, "confirmed"), (0.46, "confirmed"), (0.44, "refuted")])
 def test_less_dropout(results, without, verdict):
     claim = "with BN, dropout can be removed"
-    drop(results, "inception", dict.fromkeys((0, 5, 10, 40), 0.3))
-    drop(results, "bn-baseline", {0: without, 5: 0.3, 10: 0.3, 40: 0.5})
-    assert judged(results, claim).verdict == "not yet run"  # the noise is not known
-    for seed, accuracy in enumerate((0.49, 0.50, 0.51)):
-        results.add(f"ablation-seed{seed}", final=accuracy)
+    results.plan = read_plan("fig2", Path("dropout"))
+    for share in (0, 40):
+        with_dropout(results, "inception", share, (0.3, 0.3, 0.3))
+    assert judged(results, claim).verdict == "not run yet"
+    with_dropout(results, "bn-baseline", 0, (without,) * 3)
+    with_dropout(results, "bn-baseline", 40, (0.49, 0.50, 0.51))
     # 4.30 * 0.01 * sqrt(4 / 3) = 4.97 points
     assert judged(results, claim).verdict == verdict
-    assert "(noise of BN-x5's seeds: 5.0%)" in judged(results, claim).found
+    assert "(noise of the seeds at 40%: 5.0%); overfits without BN and with BN" in judged(results, claim).found
+
+
+@pytest.mark.parametrize(("gap", "losses"), [(0.09, (2.0, 2.2)), (0.2, (2.0, 2.09)), (0.2, ())])
+def test_dropout_is_not_tested_without_visible_overfitting(results, gap, losses):
+    results.plan = read_plan("fig2", Path("dropout"))
+    for name in ("inception", "bn-baseline"):
+        for share in (0, 40):
+            with_dropout(results, name, share, (0.5, 0.5, 0.5), gap, losses)
+    found = judged(results, "with BN, dropout can be removed")
+    assert found.verdict == "not tested"
+    assert found.found.startswith("no network overfits visibly at 0% dropout (training, validation accuracy: without")
+    with_dropout(results, "inception", 0, (0.5, 0.5, 0.5))  # which overfits: dropout has something to prevent
+    assert judged(results, "with BN, dropout can be removed").verdict == "confirmed"
 
 
 def test_ablation(results):
@@ -329,15 +378,89 @@ def test_seeds_of_one_network(results):
 
 
 def test_nothing_is_claimed_of_nothing(results, tmp_path, capsys):
-    results.folder.mkdir()
-    assert [section.heading for section in sections(PLAN, results.read())] == ["What the paper found", "Not yet run"]
-    assert {verdict.verdict for verdict in verdicts(PLAN, results.read())} == {"not yet run"}
-    publish(PLAN, {}, tmp_path)
+    nothing = Studies(Study(PLAN, {}, []))
+    assert [section.heading for section in sections(nothing)] == ["What the paper found", "Not run yet"]
+    assert {verdict.verdict for verdict in verdicts(PLAN, {})} == {"not run yet"}
+    publish(nothing, tmp_path)
     summary = json.loads((tmp_path / "fig2.json").read_text())
     assert summary["networks"] == {}
     assert len(summary["not yet run"]) == len(PLAN.runs)
     assert not (tmp_path / "fig2.png").exists()
-    assert "not yet run: inception-seed0" in capsys.readouterr().out
+    assert "not run yet: inception-seed0" in capsys.readouterr().out
+
+
+def sweeps(results, inception=0.015, baseline=0.03, x5=0.15):
+    """Finish the sweeps of the library's plan with these best rates, and read the plan again."""
+    results.plan = read_plan("fig2")
+    tops = {"inception": inception, "bn-baseline": baseline, "bn-x5": x5}
+    for run in [run for run in results.plan.runs if run.group == "rates"]:
+        results.add(run.name, {400: 0.2 + 0.1 * (run.recipe.rate == tops[run.variant])})
+    results.plan = read_plan("fig2", results=results.folder)
+    return results
+
+
+def of_three(results, name, *curves):
+    for seed, curve in enumerate(curves if len(curves) == 3 else curves * 3, 1):
+        results.add(f"{name}-seed{seed}", curve)
+    return results
+
+
+def test_the_claims_at_every_choice_of_rates(results, tmp_path):
+    of_three(sweeps(results), "inception", INCEPTION)  # 40% at step 3000
+    reached = ({step: 0.4 if step >= first else 0.1 for step in (1000, 1200, 1400)} for first in (1000, 1200, 1400))
+    of_three(results, "bn-baseline", *reached)
+    of_three(results, "bn-x5", {200: 0.4})
+    of_three(results, "best-bn-baseline", {2000: 0.4})
+    assert [v.verdict for v in best_against_best(results.read())] == ["refuted", "not run yet"]
+    old = Study(PLAN, {}, [])
+    table = claims_table(Studies(Study(results.plan, results.read(), []), old, None)).rows
+    assert table[0] == ["claim", "paper", "at r = 0.015, 5 r, 30 r", "the paper's rates", "best rate of each"]
+    assert [row[2].split(":")[0] for row in table[1:4]] == ["confirmed", "confirmed", "not run yet"]
+    assert table[1][2] == "confirmed: 2.1 (2.1 to 3.0 by seeds)"
+    assert [row[3] for row in table[1:4]] == ["not run yet"] * 3
+    assert [row[4].split(":")[0] for row in table[1:4]] == ["refuted", "not run yet", "-"]
+
+
+def test_bn_trains_where_inception_fails(results):
+    claim = "BN trains at higher rates"
+    sweeps(results)  # whose rates differ with and without BN, so that they do not decide
+    assert judged(results, claim).verdict == "not run yet"
+    of_three(results, "bn-baseline-x5", {400: 0.3})
+    assert judged(results, claim).verdict == "not run yet"
+    of_three(results, "inception-x5-kaiming", {400: 0.01})
+    assert judged(results, claim).verdict == "confirmed"
+    assert judged(results, claim).found.startswith("at rate 0.075, without BN stayed at chance (1.0%, 1.0%, 1.0%); ")
+    of_three(results, "inception-x5-kaiming", {400: 0.3})
+    assert judged(results, claim).verdict == "refuted"
+
+
+def test_a_best_rate_at_the_end_of_its_sweep_is_told(results):
+    assert "at the end" not in rates(sweeps(results).read()).text.replace("at the end, one seed", "")
+    text = rates(sweeps(results, inception=0.03).read()).text
+    assert "The best rate without BN is at the end of its sweep; a better one may lie beyond." in text
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_published_tables_are_made_again_from_the_result_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("batchnorm.reproduce.imagenet.fig2.pictures", lambda *_: [])  # depend on matplotlib's version
+    assert main(["reproduce", "fig2", "--results", str(ROOT / "results/fig2"), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "fig2.md").read_bytes() == (ROOT / "results/fig2/fig2.md").read_bytes()
+    assert (tmp_path / "fig2.json").read_bytes() == (ROOT / "results/fig2.json").read_bytes()
+
+
+def test_the_runs_at_the_papers_rates_are_shown_until_others_are_finished(results):
+    old = Study(PLAN, results.add("inception-seed0", INCEPTION).read(), [])
+    main = Study(read_plan("fig2"), {}, [])
+    found = summary(Studies(main, old))
+    assert (found["rates"], found["networks"]["inception"]["maximum"]) == ("the paper's rates", 0.4)
+    assert "rate-0.015-inception" not in found["not yet run"]
+    assert "rate-0.015-inception" in found["planned"]
+    of_three(sweeps(results), "inception", {1000: 0.5})
+    found = summary(Studies(Study(results.plan, results.read(), []), old))
+    assert (found["rates"], found["networks"]["inception"]["maximum"]) == ("best of the sweep", 0.5)
+    assert found["networks"]["inception"]["rate"] == 0.015
 
 
 def test_different_data_is_not_mixed(results):

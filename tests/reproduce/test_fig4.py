@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -78,8 +80,8 @@ def read(out, name="fig4"):
 def test_the_committed_plan_is_the_six_members_for_as_long_as_the_ablation():
     runs = read_plan("fig4").runs
     assert [run.name for run in runs] == list(MEMBERS)
-    x30 = next(run.recipe for run in read_plan("fig2").runs if run.name == "bn-x30-seed0")
-    x5 = next(run.recipe for run in read_plan("fig2").runs if run.name == "ablation-seed0")
+    x30 = next(run.recipe for run in read_plan("fig2", Path("paper-rates")).runs if run.name == "bn-x30-seed0")
+    x5 = next(run.recipe for run in read_plan("fig2", Path("paper-rates")).runs if run.name == "ablation-seed0")
     for run in runs:
         member = MEMBERS[run.name]
         assert (run.recipe.epochs, run.recipe.decay_epochs) == (x5.epochs, x5.decay_epochs)
@@ -87,6 +89,22 @@ def test_the_committed_plan_is_the_six_members_for_as_long_as_the_ablation():
         for field in ("seed", "dropout", "init_scale", "per_activation"):
             assert getattr(run.recipe, field) == getattr(member, field)
     assert len({run.recipe.seed for run in runs}) == 6
+
+
+def test_the_tuned_plan_changes_the_rates_of_the_swept_members_alone(tmp_path):
+    plan = read_plan("fig4", Path("fig4-tuned"))
+    swept = [run for run in plan.runs if run.group == "rates"]
+    assert {(run.variant, run.recipe.rate / 0.045) for run in swept} == {
+        *(("bn-x30-large-init", times) for times in (1.0, 2.0, 4.0)),
+        *(("bn-x30-per-activation", times) for times in (0.25, 0.5, 1.0)),
+    }
+    for run in swept:
+        best = run.recipe.rate == {"bn-x30-large-init": 0.18, "bn-x30-per-activation": 0.0225}[run.variant]
+        (tmp_path / f"{run.name}.json").write_text(json.dumps({"result": {"top1": 0.2 + 0.1 * best}}))
+    tuned = {run.name: run.recipe for run in read_plan("fig4", Path("fig4-tuned"), tmp_path).runs}
+    for run in read_plan("fig4").runs:
+        rate = 0.18 if "large" in run.name else 0.0225 if "per" in run.name else 0.045
+        assert tuned[run.name] == replace(run.recipe, rate=rate)
 
 
 def test_a_first_session(session):
@@ -291,7 +309,7 @@ def test_other_plans_and_other_data_are_refused(data, plan, session, tmp_path):
     with pytest.raises(ValueError, match="no run named nobody; it has five, apart"):
         run(data, plan, tmp_path, only=("nobody",))
     other.write_text(PLAN.replace('"members"', '"figures"'))
-    with pytest.raises(ValueError, match="group 'figures' is none of members"):
+    with pytest.raises(ValueError, match="group 'figures' is none of rates, members"):
         run(data, other, tmp_path)
 
 
@@ -328,6 +346,38 @@ def test_steps_are_paired_over_images(tmp_path):
     assert f"the best of them, {'abc'[best]}," in against_best.name
     assert (against_best.before, against_best.after) == pytest.approx((wrong[144][best].mean(), mean.mean()))
     assert against_best.standard_error == pytest.approx((wrong[144][best] - mean).std(ddof=1) / 300**0.5)
+
+
+def predictions(folder, name, *right):
+    """A member that gives the right class 60% where asked for, and else the next one 90%."""
+    labels, asked = torch.arange(40) % 4, torch.tensor(right * (40 // len(right)))
+    answers = torch.nn.functional.one_hot(torch.where(asked, labels, (labels + 1) % 4), 4)
+    certain = torch.where(asked, 0.6, 0.9)[:, None]
+    scores = torch.where(answers == 1, certain, (1 - certain) / 3)
+    member = MemberFiles(name, folder)
+    member.write_probabilities({c: Predictions(scores, labels, torch.arange(40), 0, ()) for c in (1, 144)})
+    return member
+
+
+def test_the_best_ensemble_is_chosen_by_other_images_than_it_is_judged_by(tmp_path):
+    # Three networks, each wrong on another fifth of the images: any vote of three is right.
+    a = predictions(tmp_path, "a", False, True, True, True, True)
+    b = predictions(tmp_path, "b", True, False, True, True, True)
+    c = predictions(tmp_path, "c", True, True, False, True, True)
+    figure = figure4([a, b, c], 32)
+    assert figure.statement == "The ensemble is better than its best member (by top-1 error)."
+    (chosen, _) = figure.chosen
+    assert "(a, b, c)" in chosen.name
+    assert (chosen.before, chosen.after) == (0.2, 0.0)
+    # Two networks that are wrong everywhere spoil the vote of all five, not that of the three.
+    bad = [predictions(tmp_path, name, False) for name in "de"]
+    figure = figure4([a, b, c, *bad], 32)
+    assert figure.statement.startswith("The ensemble of all networks is not better than its best member, but one of")
+    assert (
+        figure4([a, *bad], 32).statement
+        == "At this scale no ensemble of these networks is better than its best member."
+    )
+    assert figure4([a], 32).statement is None
 
 
 def test_verdicts():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..collectives import add_across_ranks
@@ -58,6 +59,7 @@ def count_correct(
     device: torch.device | str = "cpu",
     *,
     bf16: bool = False,
+    loss: Tensor | None = None,
 ) -> Tensor:
     """Count the examples that are correct at 1, correct at 5, and all, in a float64 tensor that ranks can add up.
 
@@ -70,6 +72,7 @@ def count_correct(
         prepare: turns such images into the network's input.
         device: where the count is kept.
         bf16: run under autocast.
+        loss: a float64 tensor of one element, to which the sum of the examples' cross-entropies is added.
 
     >>> scores = torch.tensor([[3.0, 1.0, 2.0], [3.0, 1.0, 2.0]])
     >>> count_correct(nn.Identity(), [(scores, torch.tensor([0, 2]))], lambda x: x)
@@ -83,6 +86,8 @@ def count_correct(
             continue
         with torch.autocast(images.device.type, torch.bfloat16, enabled=bf16):
             scores = net(prepare(images)).float()
+        if loss is not None:
+            loss += F.cross_entropy(scores, labels, reduction="sum")
         ranks = label_ranks(scores, labels)
         counts += torch.stack([(ranks < 1).sum(), (ranks < 5).sum(), torch.full_like(labels[0], len(labels))])
     return counts

@@ -220,14 +220,19 @@ class _Training:
     def _evaluate_if_due(self) -> None:
         if not self._evaluation_due():
             return
-        accuracy = self._accuracy(self.net, self.validation)
+        loss = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
+        accuracy = self._accuracy(self.net, self.validation, loss)
+        mean = self.ranks.sum_(loss).item() / max(accuracy.examples, 1)
         self.evaluated = self.step
         if self.logger is not None:
-            self.logger.log({"step": self.step, "val_top1": accuracy.top1, "val_top5": accuracy.top5})
+            found = {"val_top1": accuracy.top1, "val_top5": accuracy.top5, "val_loss": mean}
+            self.logger.log({"step": self.step, **found})
 
-    def _accuracy(self, net: nn.Module, batches: ImageBatches) -> Accuracy:
+    def _accuracy(self, net: nn.Module, batches: ImageBatches, loss: Tensor | None = None) -> Accuracy:
         net.eval()
-        counts = count_correct(net, self._interruptible(batches), self.normalize, self.ranks.device, bf16=self.bf16)
+        counts = count_correct(
+            net, self._interruptible(batches), self.normalize, self.ranks.device, bf16=self.bf16, loss=loss
+        )
         net.train()
         return Accuracy.of(self.ranks.sum_(counts))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -20,12 +21,19 @@ from .curves import (
     noise,
     seeds_of,
     times_fewer,
-    unchanged_seeds_of,
 )
 from .plan import Plan
 from .result_files import Finished
 
-CONFIRMED, REFUTED, UNRESOLVED, NOT_RUN = "confirmed", "refuted", "not resolved", "not yet run"
+CONFIRMED, REFUTED, UNRESOLVED, NOT_RUN = "confirmed", "refuted", "not resolved", "not run yet"
+NOT_TESTED = "not tested"
+# A claim is confirmed or refuted by so many seeds of each network; what fewer show is only reported.
+SEEDS = 3
+# A run that diverges this early has not seen enough of the data to say anything if normalized networks do the same.
+EARLY = 100
+# A network overfits visibly if its training accuracy exceeds its validation accuracy by more than GAP, and its
+# validation loss ends at more than RISE times its lowest value.
+GAP, RISE = 0.1, 1.05
 # A network trains if its accuracy exceeds ten times chance or, with few classes, half of the way from chance to 1. It
 # stays at chance if no validation lies four standard errors above it.
 TRAINS, ERRORS = 10, 4
@@ -43,6 +51,18 @@ class Verdict(NamedTuple):
         return f"{self.claim}: {self.verdict}" + (f", {self.found}" if self.found else "")
 
 
+def trusted(finished: Mapping[str, Finished]) -> tuple[dict[str, Finished], list[str]]:
+    """Return the runs that verdicts may be read from, and the names of the others.
+
+    If a normalized network diverges within the first steps, broken arithmetic is the likely cause, and unnormalized
+    networks that fail in the same way say nothing about their learning rate. None of these runs count.
+    """
+    early = [name for name, one in finished.items() if one.diverged and one.result["steps"] <= EARLY]
+    if not any(finished[name].run.recipe.batch_norm for name in early):
+        return dict(finished), []
+    return {name: one for name, one in finished.items() if name not in early}, early
+
+
 def verdicts(plan: Plan, finished: Mapping[str, Finished]) -> list[Verdict]:
     """Judge every claim of Section 4.2.2, of Section 3.3 on rates, and of Section 3.4.
 
@@ -52,10 +72,8 @@ def verdicts(plan: Plan, finished: Mapping[str, Finished]) -> list[Verdict]:
         network_of(finished, name) for name in ("inception", "bn-baseline", "bn-x5", "bn-x30", "bn-x5-sigmoid")
     )
     found = [
-        fewer_steps(
-            "BN-Baseline", "more than 2 times fewer steps", inception, baseline, lambda times: times > 2, "2.3"
-        ),
-        fewer_steps("BN-x5", "14 times fewer steps", inception, x5, lambda times: times >= 14, "14"),
+        _half_the_steps(inception, baseline),
+        _a_fourteenth_of_the_steps(inception, x5),
         slower_start(inception, x5, x30),
         ends_higher(x5, x30),
         trains("BN-x5-Sigmoid", sigmoid),
@@ -66,21 +84,47 @@ def verdicts(plan: Plan, finished: Mapping[str, Finished]) -> list[Verdict]:
         found.append(diverges(name, seeds_of(finished, "figures", "inception-x5", init=init)))
     # A sweep says nothing before all of it is there.
     whole = {group for group in ("rates", "dropout") if all(r.name in finished for r in plan.runs if r.group == group)}
-    found.append(wider_range(finished if "rates" in whole else {}))
+    found.append(wider_range({n: o for n, o in finished.items() if o.run.group != "rates" or "rates" in whole}))
     found.append(less_dropout(finished if "dropout" in whole else {}))
     return found
 
 
-def decide(holds: Iterable[bool]) -> str:
+def best_against_best(finished: Mapping[str, Finished]) -> list[Verdict]:
+    """Judge the claims on steps with every network at the best rate of its own sweep."""
+    inception = network_of(finished, "inception")
+    baseline, x5 = (seeds_of(finished, "best", name) for name in ("bn-baseline", "bn-x5"))
+    return [_half_the_steps(inception, baseline), _a_fourteenth_of_the_steps(inception, x5)]
+
+
+def decide(holds: Iterable[bool], seeds: int = SEEDS) -> str:
     """Return the verdict of several seeds, or pairings of seeds: one that all of them share, or none.
 
+    Args:
+        holds: whether the claim holds, for each.
+        seeds: how many there are of the network with the fewest.
+
     >>> decide([True, True]), decide([False, False]), decide([True, False]), decide([])
-    ('confirmed', 'refuted', 'not resolved', 'not yet run')
+    ('confirmed', 'refuted', 'not resolved', 'not run yet')
+    >>> decide([True], seeds=1), decide([False, False], seeds=2)
+    ('seen, 1 seed', 'not seen, 2 seeds')
     """
-    seen = set(holds)
-    if not seen:
+    outcomes = set(holds)
+    if not outcomes:
         return NOT_RUN
-    return UNRESOLVED if len(seen) > 1 else CONFIRMED if seen == {True} else REFUTED
+    if len(outcomes) > 1:
+        return UNRESOLVED
+    if seeds < SEEDS:
+        return f"{'seen' if True in outcomes else 'not seen'}, {seeds} seed{'s' if seeds > 1 else ''}"
+    return CONFIRMED if True in outcomes else REFUTED
+
+
+def _half_the_steps(inception: Seeds, baseline: Seeds) -> Verdict:
+    claim = "more than 2 times fewer steps"
+    return fewer_steps("BN-Baseline", claim, inception, baseline, lambda times: times > 2, "2.3")
+
+
+def _a_fourteenth_of_the_steps(inception: Seeds, x5: Seeds) -> Verdict:
+    return fewer_steps("BN-x5", "14 times fewer steps", inception, x5, lambda times: times >= 14, "14")
 
 
 def fewer_steps(
@@ -96,10 +140,11 @@ def fewer_steps(
     pairs = [times_fewer(a, b) for a, b in product(inception.curves, network.curves)]
     found = ""
     if pairs:
-        found = f"{_times(times_fewer(inception.curve, network.curve))} ({', '.join(map(_times, pairs))} by seeds)"
+        found = f"{_times(times_fewer(inception.curve, network.curve))} ({_listed(pairs)} by seeds)"
         if (end_slope(inception.curve) or 0.0) >= LEVEL:
             found += "; at this length, for Inception has not levelled off"
-    return Verdict(claim, paper, decide(times is not None and enough(times) for times in pairs), found)
+    holds = [times is not None and enough(times) for times in pairs]
+    return Verdict(claim, paper, decide(holds, _fewest(inception, network)), found)
 
 
 def slower_start(inception: Seeds, x5: Seeds, x30: Seeds) -> Verdict:
@@ -113,7 +158,8 @@ def slower_start(inception: Seeds, x5: Seeds, x30: Seeds) -> Verdict:
         return Verdict(claim, paper, NOT_RUN, "")
     pairs = [(steps_to(a, top[1]), steps_to(b, top[1])) for a, b in product(x5.curves, x30.curves)]
     comparable = [pair for pair in pairs if pair != (None, None)]
-    verdict = decide((b or math.inf) > (a or math.inf) for a, b in comparable) if comparable else UNRESOLVED
+    holds = [(b or math.inf) > (a or math.inf) for a, b in comparable]
+    verdict = decide(holds, _fewest(inception, x5, x30)) if comparable else UNRESOLVED
     reached = [_steps(steps_to(seeds.curve, top[1])) for seeds in (x5, x30)]
     found = f"{reached[0]} (BN-x5) and {reached[1]} (BN-x30)"
     early = [at(seeds.curve, seeds.runs[0].result["steps"] / 10) for seeds in (x5, x30)]
@@ -132,7 +178,9 @@ def ends_higher(x5: Seeds, x30: Seeds) -> Verdict:
     """
     holds = [_top(b) > _top(a) for a, b in product(x5.curves, x30.curves)]
     found = f"{_top(x5.curve):.1%} (BN-x5) and {_top(x30.curve):.1%} (BN-x30)" if holds else ""
-    return Verdict("BN-x30's best accuracy is higher than BN-x5's", "74.8% against 73.0%", decide(holds), found)
+    return Verdict(
+        "BN-x30's best accuracy is higher than BN-x5's", "74.8% against 73.0%", decide(holds, _fewest(x5, x30)), found
+    )
 
 
 def trains(name: str, network: Seeds) -> Verdict:
@@ -142,49 +190,74 @@ def trains(name: str, network: Seeds) -> Verdict:
     """
     holds = [_top(run.points) > _trained(run) for run in network.runs]
     found = f"best accuracy {_top(network.curve):.1%}" if holds else ""
-    return Verdict(f"{name} trains", "69.8%", decide(holds), found)
+    return Verdict(f"{name} trains", "69.8%", decide(holds, _fewest(network)), found)
 
 
 def at_chance(name: str, network: Seeds) -> Verdict:
-    """Judge whether Inception with sigmoid stays at chance.
+    """Judge whether Inception with sigmoid fails to train.
 
     Paper: Sec. 4.2.2, "never achieves better than 1/1000"
     """
-    holds = [_top(run.points) <= _chance(run) for run in network.runs]
-    found = (
-        f"best accuracy {_top(network.curve):.1%}, chance {1 / network.runs[0].data['classes']:.1%}" if holds else ""
-    )
-    return Verdict(f"Inception with sigmoid stays at chance ({name})", "1/1000", decide(holds), found)
+    return _fails(f"Inception with sigmoid fails to train ({name})", "stays at 1/1000", network)
 
 
 def diverges(name: str, network: Seeds) -> Verdict:
-    """Judge whether Inception at five times its rate diverges.
+    """Judge whether Inception at five times its rate fails to train: overflows, as in the paper, or stays at chance.
 
     Paper: Sec. 4.2.2, "machine infinity"
     """
-    found = ", ".join(
-        f"diverged by step {run.result['steps']:,}" if run.diverged else f"best accuracy {_top(run.points):.1%}"
-        for run in network.runs
-    )
-    verdict = decide(run.diverged for run in network.runs)
-    return Verdict(f"Inception at 5 times the rate diverges ({name})", "machine infinity", verdict, found)
+    return _fails(f"Inception at 5 times the rate fails to train ({name})", "machine infinity", network)
+
+
+def _fails(claim: str, paper: str, network: Seeds) -> Verdict:
+    holds = [run.diverged or _top(run.points) <= _chance(run) for run in network.runs]
+    return Verdict(claim, paper, decide(holds, _fewest(network)), _how_they_went(network))
+
+
+def how_it_went(run: Finished) -> str:
+    """Return whether a run overflowed, stayed at chance or trained."""
+    if run.diverged:
+        return f"overflowed by step {run.result['steps']:,}"
+    if _top(run.points) <= _chance(run):
+        return f"stayed at chance ({_top(run.points):.1%})"
+    return f"trained to {_top(run.points):.1%}"
+
+
+def _how_they_went(network: Seeds) -> str:
+    """Return how all runs went; what is the same for all of them is said once."""
+    went = [how_it_went(run) for run in network.runs]
+    if len(went) > 1 and len({text.split(" (")[0] for text in went}) == 1 and went[0].endswith(")"):
+        return f"{went[0].split(' (')[0]} ({', '.join(text.split(' (')[1][:-1] for text in went)})"
+    return ", ".join(went)
 
 
 def wider_range(finished: Mapping[str, Finished]) -> Verdict:
-    """Judge whether the highest rate that trains is higher with batch normalization than without.
+    """Judge whether batch normalization trains at rates at which the network without it does not.
 
-    A rate trains when the network does not diverge and comes to half of its best accuracy at any rate.
+    If the plan trains BN-Baseline at five times Inception's rate: that network trains, and Inception at this rate
+    fails. Otherwise, if both sweeps end at the same rate: the highest rate that trains is higher with BN.
 
     Paper: Sec. 3.3
     """
     claim, paper = "BN trains at higher rates", '"much higher learning rates"'
-    without, with_bn = (
-        rates_that_train(seeds_of(finished, "rates", name).runs) for name in ("inception", "bn-baseline")
-    )
-    if without is None or with_bn is None:
+    fast = Seeds(tuple(r for r in seeds_of(finished, "figures", "bn-baseline").runs if "rate" in r.run.changed))
+    plain = seeds_of(finished, "figures", "inception-x5", init="kaiming")
+    if fast:
+        holds = [
+            _top(b.points) > _trained(b) and (a.diverged or _top(a.points) <= _chance(a))
+            for a, b in product(plain.runs, fast.runs)
+        ]
+        sides = (("without BN", plain), ("with BN", fast))
+        told = "; ".join(f"{name} {_how_they_went(seeds)}" for name, seeds in sides)
+        found = f"at rate {fast.runs[0].run.recipe.rate:g}, {told}" if holds else ""
+        return Verdict(claim, paper, decide(holds, _fewest(plain, fast)), found)
+    sweeps = [seeds_of(finished, "rates", name).runs for name in ("inception", "bn-baseline")]
+    highest = {max((one.run.recipe.rate for one in runs), default=0.0) for runs in sweeps}
+    without, with_bn = map(rates_that_train, sweeps)
+    if without is None or with_bn is None or len(highest) > 1:
         return Verdict(claim, paper, NOT_RUN, "")
     found = f"{without[0]:g} to {without[1]:g} without BN and {with_bn[0]:g} to {with_bn[1]:g} with BN"
-    return Verdict(claim, paper, decide([with_bn[1] > without[1]]), f"rates that train: {found}")
+    return Verdict(claim, paper, decide([with_bn[1] > without[1]], 1), f"rates that train: {found}")
 
 
 def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
@@ -197,20 +270,57 @@ def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
 
 
 def less_dropout(finished: Mapping[str, Finished]) -> Verdict:
-    """Judge whether less dropout does a normalized network no harm that exceeds the noise of BN-x5's seeds.
+    """Judge whether a normalized network without dropout, or with less, is as good as with the most, up to noise.
+
+    The claim is tested only if dropout has something to prevent: with or without BN, the network without dropout
+    overfits visibly in all its seeds.
 
     Paper: Sec. 3.4
     """
     claim, paper = "with BN, dropout can be removed or reduced", '"either removed or reduced in strength"'
-    runs = {one.run.recipe.dropout: one for one in seeds_of(finished, "dropout", "bn-baseline").runs}
-    spread = noise(unchanged_seeds_of(finished, "ablation", "bn-x5").final)
-    accuracies = {share: one.result["top1"] or 0.0 for share, one in runs.items()}
-    if len(accuracies) < 2 or spread is None:
+    by_share: dict[float, list[Finished]] = {}
+    for one in seeds_of(finished, "dropout", "bn-baseline").runs:
+        by_share.setdefault(one.run.recipe.dropout, []).append(one)
+    if len(by_share) < 2:
         return Verdict(claim, paper, NOT_RUN, "")
-    most = max(accuracies)
-    gain = max(accuracy for share, accuracy in accuracies.items() if share < most) - accuracies[most]
-    found = f"validation accuracy {', '.join(f'{a:.1%} at {s:.0%}' for s, a in sorted(accuracies.items()))}"
-    return Verdict(claim, paper, decide([gain >= -spread]), f"{found} (noise of BN-x5's seeds: {spread:.1%})")
+    free = [
+        (name, runs)
+        for variant, name in (("inception", "without BN"), ("bn-baseline", "with BN"))
+        if (runs := seeds_of(finished, "dropout", variant, dropout=min(by_share)).runs)
+    ]
+    told = "; ".join(f"{name} {', '.join(map(_gap, runs))}" for name, runs in free)
+    overfitting = [name for name, runs in free if all(map(overfits, runs))]
+    if not overfitting:
+        found = f"no network overfits visibly at {min(by_share):.0%} dropout (training, validation accuracy: {told})"
+        return Verdict(claim, paper, NOT_TESTED, found)
+    accuracies = {share: Seeds(tuple(runs)).final for share, runs in by_share.items()}
+    means = {share: statistics.fmean(values) for share, values in accuracies.items() if values}
+    most, spread = max(by_share), noise(accuracies[max(by_share)])
+    if most not in means or len(means) < 2 or spread is None:
+        return Verdict(claim, paper, UNRESOLVED, "too few runs came to their end")
+    gain = max(mean for share, mean in means.items() if share < most) - means[most]
+    found = f"validation accuracy {', '.join(f'{mean:.1%} at {share:.0%}' for share, mean in sorted(means.items()))}"
+    found += f" (noise of the seeds at {most:.0%}: {spread:.1%}); overfits {' and '.join(overfitting)}: {told}"
+    return Verdict(claim, paper, decide([gain >= -spread], min(map(len, accuracies.values()))), found)
+
+
+def overfits(run: Finished) -> bool:
+    """Return whether a network overfits visibly: by GAP in accuracy, while its validation loss rises by RISE."""
+    losses = [point.val_loss for point in run.curve if point.val_loss is not None]
+    training, validation = run.result["train_top1"], run.result["top1"]
+    if training is None or validation is None or not losses:
+        return False
+    return bool(training - validation > GAP and losses[-1] > RISE * min(losses))
+
+
+def _gap(run: Finished) -> str:
+    if run.result["top1"] is None or run.result["train_top1"] is None:
+        return "diverged"
+    return f"{run.result['train_top1']:.1%} and {run.result['top1']:.1%}"
+
+
+def _fewest(*networks: Seeds) -> int:
+    return min(len(network.runs) for network in networks)
 
 
 def _trained(run: Finished) -> float:
@@ -226,6 +336,14 @@ def _chance(run: Finished) -> float:
 def _top(curve: Curve) -> float:
     top = best(curve)
     return 0.0 if top is None else top[1]
+
+
+def _listed(pairs: Sequence[float | None]) -> str:
+    """Return the ratios of all pairings of seeds, or the lowest and the highest of many."""
+    if len(pairs) <= 4:
+        return ", ".join(map(_times, pairs))
+    ordered = sorted(pairs, key=lambda times: times or 0.0)
+    return f"{_times(ordered[0])} to {_times(ordered[-1])}"
 
 
 def _times(value: float | None) -> str:

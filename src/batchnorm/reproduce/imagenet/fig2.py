@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,10 +18,11 @@ from ...report.runs import Run
 from ...results import write_atomically, write_json
 from ...train.metrics import steps_to
 from ..publish import colour, label
-from .claims import Verdict, verdicts
+from .claims import Verdict, best_against_best, less_dropout, trusted, verdicts
 from .curves import Seeds, best, end_slope, network_of, seeds_of, times_fewer, tuned_baseline, unnormalized
 from .fig2_tables import (
     PAPER,
+    SWEPT,
     Section,
     ablation,
     dropout,
@@ -37,6 +39,8 @@ from .result_files import Finished, RunFiles, read_all
 from .session import Session
 from .training import Training
 
+FURTHER = ("paper-rates", "dropout")  # the library's plans beside the default one
+PAPERS_RATES = "the paper's rates"
 TITLE = "Figures 2 and 3: Inception and its batch-normalized variants"
 # Colour and line of each network, its name in the paper.
 LINES = {
@@ -66,17 +70,76 @@ class Fig2(Session):
     group: tuple[Group, ...] = ()
     """Train runs of these groups alone."""
 
+    @property
+    def all_results(self) -> Path:
+        """The folder of all result files; the library's plans other than the default one have a folder in it each."""
+        return self.results or self.out / "results"
+
+    @property
+    def result_files(self) -> Path:
+        """The folder of the plan's result files."""
+        return self.all_results / str(self.plan) if str(self.plan) in FURTHER else self.all_results
+
+
+@dataclass(frozen=True)
+class Study:
+    """A plan, its finished runs, and those that do not count."""
+
+    plan: Plan
+    finished: dict[str, Finished]
+    untrusted: list[str]
+
+    @classmethod
+    def read(cls, plan: Path | None, results: Path, out: Path) -> Study:
+        """Read a plan and its result files."""
+        known = read_plan("fig2", plan, results)
+        return cls(known, *trusted(read_all(known, results, out)))
+
+
+@dataclass(frozen=True)
+class Studies:
+    """The runs of the plan, and for the library's own plan those at the paper's rates and those of dropout."""
+
+    main: Study
+    paper_rates: Study | None = None
+    dropout: Study | None = None
+
+    @classmethod
+    def read(cls, options: Fig2) -> Studies:
+        """Read all result files that there are."""
+        folder, out = options.all_results, options.out
+        if options.plan is not None and str(options.plan) not in FURTHER:
+            return cls(Study.read(options.plan, folder, out))
+        paper_rates, dropped = (Study.read(Path(name), folder / name, out) for name in FURTHER)
+        return cls(Study.read(None, folder, out), paper_rates if paper_rates.finished else None, dropped)
+
+    @property
+    def shown(self) -> Study:
+        """The study that Figures 2 and 3 show: that at the paper's rates until the main one has a baseline."""
+        if self.paper_rates is None or network_of(self.main.finished, "inception"):
+            return self.main
+        return self.paper_rates
+
+    @property
+    def all(self) -> list[Study]:
+        """Those that there are."""
+        return [study for study in (self.main, self.paper_rates, self.dropout) if study is not None]
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """The runs that are not finished, and why."""
+        return {name: why for study in self.all for name, why in study.plan.missing(study.finished).items()}
+
 
 def fig2(options: Fig2) -> Path:
     """Train what is missing, write the figures, and return the path of the table."""
     options.check()
-    plan = read_plan("fig2", options.plan)
+    started, plan = time.monotonic(), read_plan("fig2", options.plan, options.result_files)
     waiting = [] if options.data is None else _missing(options, plan)
-
-    def figures() -> Path:
-        return publish(plan, read_all(plan, options.result_files, options.out), options.out)
-
-    return options.run(waiting, (job.files.run.recipe.size for job in waiting), figures)
+    recipes = [job.files.run.recipe for job in waiting]
+    table = options.run(waiting, recipes, plan.evaluate_batch, lambda: publish(Studies.read(options), options.out))
+    # The end of a sweep sets the rates of further runs.
+    return fig2(options.after(started)) if waiting and plan.waiting else table
 
 
 def _missing(options: Fig2, plan: Plan) -> list[Training]:
@@ -88,28 +151,30 @@ def _missing(options: Fig2, plan: Plan) -> list[Training]:
     ]
 
 
-def publish(plan: Plan, finished: Mapping[str, Finished], out: Path) -> Path:
+def publish(studies: Studies, out: Path) -> Path:
     """Write ``fig2.json``, ``fig2.md``, ``report.html`` and the pictures, print the table and return its path."""
-    parts = sections(plan, finished)
-    write_json(out / "fig2.json", summary(plan, finished))
+    parts, shown = sections(studies), studies.shown.finished
+    write_json(out / "fig2.json", summary(studies))
     table = out / "fig2.md"
     write_atomically(table, f"# {TITLE}\n\n{markdown(parts)}\n".encode())
-    print(markdown([part for part in parts if part.heading == "Figure 3"]), "", *verdicts(plan, finished), sep="\n")
-    if missing := [run.name for run in plan.runs if run.name not in finished]:
-        print(f"not yet run: {', '.join(missing)}")
+    judged = verdicts(studies.shown.plan, shown)
+    print(markdown([part for part in parts if part.heading.startswith("Figure 3")]), "", *judged, sep="\n")
+    if studies.missing:
+        print(f"not run yet: {', '.join(studies.missing)}")
     written = [table]
-    if runs := _as_runs(finished):
+    if runs := _as_runs(shown):
         written.append(write_report(runs, out / "report.html", title=TITLE, sections=parts))
     try:
-        written += pictures(finished, out)
+        written += pictures(shown, out)
     except MissingExtraError as error:
         print(f"no pictures: {error}")
     print("\n" + "\n".join(map(str, written)))
     return table
 
 
-def summary(plan: Plan, finished: Mapping[str, Finished]) -> dict[str, Any]:
+def summary(studies: Studies) -> dict[str, Any]:
     """Return what was found, for README's table and for other programs."""
+    finished = studies.shown.finished
     inception, tuned = network_of(finished, "inception"), tuned_baseline(finished)
     networks: dict[str, Any] = {}
     for variant in PAPER:
@@ -118,6 +183,7 @@ def summary(plan: Plan, finished: Mapping[str, Finished]) -> dict[str, Any]:
             top = best(network.curve)
             networks[variant] = {
                 "seeds": len(network.runs),
+                "rate": network.runs[0].run.recipe.rate,
                 "maximum": None if top is None else top[1],
                 "step": None if top is None else top[0],
                 "maxima": [top[1] for curve in network.curves if (top := best(curve)) is not None],
@@ -130,13 +196,17 @@ def summary(plan: Plan, finished: Mapping[str, Finished]) -> dict[str, Any]:
         "data": first.data if first else None,
         "environment": first.environment if first else None,
         "size": first.run.recipe.size if first else None,
-        "epochs": first.run.recipe.epochs if first else None,
+        "epochs": inception.runs[0].run.recipe.epochs if inception else first.run.recipe.epochs if first else None,
+        "rates": PAPERS_RATES if studies.shown is studies.paper_rates else "best of the sweep",
+        "best rates": studies.main.plan.best,
         "networks": networks,
         "best-tuned baseline": tuned[0] if tuned else None,
         "end slope": end_slope(inception.curve) if inception.curve else None,
         "figure 3": figure3(finished)._asdict(),
-        "verdicts": [verdict._asdict() for verdict in verdicts(plan, finished)],
-        "not yet run": [run.name for run in plan.runs if run.name not in finished],
+        "claims": claims_table(studies).rows,
+        "verdicts": [verdict._asdict() for verdict in verdicts(studies.shown.plan, finished)],
+        "not yet run": list(studies.shown.plan.missing(finished)),
+        "planned": list(studies.missing),
     }
 
 
@@ -152,23 +222,65 @@ def _as_runs(finished: Mapping[str, Finished]) -> list[Run]:
     return runs
 
 
-def sections(plan: Plan, finished: Mapping[str, Finished]) -> list[Section]:
+def claims_table(studies: Studies) -> Section:
+    """Tabulate every claim with what the paper measured and what came out at each choice of rates."""
+    main, old, dropped = studies.main, studies.paper_rates, studies.dropout
+    columns = {_at_r(main): {v.claim: v for v in verdicts(main.plan, main.finished)}}
+    if dropped is not None:
+        found = less_dropout(dropped.finished if not dropped.plan.missing(dropped.finished) else {})
+        columns[_at_r(main)][found.claim] = found
+    if old is not None:
+        columns[PAPERS_RATES] = {v.claim: v for v in verdicts(old.plan, old.finished)}
+    if any(run.startswith("best-") for run in (*main.plan.waiting, *(r.name for r in main.plan.runs))):
+        columns["best rate of each"] = {v.claim: v for v in best_against_best(main.finished)}
+    rows = [["claim", "paper", *columns]]
+    for claim, verdict in next(iter(columns.values())).items():
+        rows.append([claim, verdict.paper, *(_cell(column.get(claim)) for column in columns.values())])
+    text = (
+        "A claim is confirmed or refuted by three seeds of each network that all agree. What fewer seeds show is"
+        ' "seen" or "not seen".'
+    )
+    return Section("What the paper found", text, rows)
+
+
+def _at_r(main: Study) -> str:
+    r = main.plan.best.get("inception")
+    return "at Inception's best rate" if r is None else f"at r = {r:g}, 5 r, 30 r"
+
+
+def _cell(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return "-"
+    return f"{verdict.verdict}: {verdict.found}" if verdict.found else verdict.verdict
+
+
+def sections(studies: Studies) -> list[Section]:
     """Return all tables; those of which nothing is finished are left out."""
-    judged = verdicts(plan, finished)
-    parts = [
-        figure3(finished),
-        on_the_way(finished),
-        Section("What the paper found", "", [list(Verdict._fields), *(list(v) for v in judged)]),
-        failures(finished),
-        rates(finished),
-        dropout(finished),
-        ablation(finished),
-        ran(finished),
-        Section(
-            "Not yet run", "", [["run", "group"], *([r.name, r.group] for r in plan.runs if r.name not in finished)]
-        ),
-    ]
+    main, old, dropped = studies.main, studies.paper_rates, studies.dropout
+    parts = [claims_table(studies), *_tables(main.finished)]
+    if dropped is not None:
+        parts.append(dropout(dropped.finished))
+    if old is not None:
+        parts += [part._replace(heading=f"{part.heading}, {PAPERS_RATES}") for part in _tables(old.finished)]
+    parts.append(ran({name: one for study in studies.all for name, one in _named(study, studies).items()}))
+    untrusted = [[name] for study in studies.all for name in study.untrusted]
+    text = (
+        "Normalized networks are among these runs that diverged within their first steps, so the arithmetic is likely"
+        " to blame. No verdict is read from them. Delete their result files and train them again."
+    )
+    parts.append(Section("Runs that do not count", text, [["run"], *untrusted]))
+    parts.append(Section("Not run yet", "", [["run", ""], *(list(item) for item in studies.missing.items())]))
     return [part for part in parts if len(part.rows) > 1]
+
+
+def _named(study: Study, studies: Studies) -> dict[str, Finished]:
+    """Return a study's runs by names that tell them from those of the other studies."""
+    folder = "" if study is studies.main else "paper-rates/" if study is studies.paper_rates else "dropout/"
+    return {f"{folder}{name}": one for name, one in study.finished.items()}
+
+
+def _tables(finished: Mapping[str, Finished]) -> list[Section]:
+    return [table(finished) for table in (figure3, on_the_way, failures, rates, dropout, ablation)]
 
 
 def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
@@ -264,18 +376,25 @@ def _steps_and_percent(axis: Any) -> None:
 def _rates(finished: Mapping[str, Finished], plt: Any) -> Any:
     figure, axis = plt.subplots(figsize=(4.4, 2.8))
     crossed = False
-    for batch_norm, variant in ((False, "inception"), (True, "bn-baseline")):
+    drawn_as = {
+        "inception": (colour(False), label(False)),
+        "bn-baseline": (colour(True), label(True)),
+        "bn-x5": (LINES["bn-x5-sigmoid"][0], SWEPT["bn-x5"]),
+    }
+    for variant, (tint, name) in drawn_as.items():
         runs = sorted(seeds_of(finished, "rates", variant).runs, key=lambda one: one.run.recipe.rate)
         points = [(one.run.recipe.rate, one.result["top1"] or 0.0) for one in runs]
         if points:
-            axis.plot(*zip(*points, strict=True), "o-", ms=3, color=colour(batch_norm), label=label(batch_norm))
+            axis.plot(*zip(*points, strict=True), "o-", ms=3, color=tint, label=name)
         diverged = [one.run.recipe.rate for one in runs if one.diverged]
         crossed |= bool(diverged)
-        axis.plot(diverged, [0.0] * len(diverged), "x", color=colour(batch_norm), clip_on=False)
+        axis.plot(diverged, [0.0] * len(diverged), "x", color=tint, clip_on=False)
     rates = sorted({one.run.recipe.rate for one in finished.values() if one.run.group == "rates"})
     axis.set(xscale="log", xlabel="learning rate (x: diverged)" if crossed else "learning rate")
     axis.set(ylabel="validation accuracy", ylim=(0, None))
     axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    if len(rates) > 8:
+        axis.tick_params(axis="x", rotation=60)
     axis.minorticks_off()
     axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
     axis.legend()

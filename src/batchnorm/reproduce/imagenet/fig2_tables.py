@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ...train.metrics import steps_to
-from .claims import rates_that_train
+from .claims import how_it_went, rates_that_train
 from .curves import (
     LEVEL,
     Seeds,
@@ -47,6 +47,10 @@ MODIFICATIONS = {
 }
 
 
+# What the sweeps of rates are of.
+SWEPT = {"inception": "without BN", "bn-baseline": "with BN", "bn-x5": "with BN and all modifications"}
+
+
 class Section(NamedTuple):
     """A table with a heading and a text above it; the first row is the header."""
 
@@ -78,7 +82,7 @@ def markdown(parts: Sequence[Section]) -> str:
 def show_accuracy(one: Finished | None, key: str = "top1") -> str:
     """Return a run's accuracy at the end, or why there is none."""
     if one is None:
-        return "not yet run"
+        return "not run yet"
     if one.diverged:
         return f"diverged by step {one.result['steps']:,}"
     return f"{one.result[key]:.1%}"
@@ -186,17 +190,19 @@ def failures(finished: Mapping[str, Finished]) -> Section:
 
     Paper: Sec. 4.2.2
     """
-    rows = [["network", "initialization", "steps", "diverged", "best accuracy", "at the end"]]
+    rows = [["network", "initialization", "seed", "rate", "steps", "what happened", "at the end"]]
     for variant in ("inception-x5", "inception-sigmoid"):
         for one in seeds_of(finished, "figures", variant).runs:
-            top = best(one.points)
+            recipe = one.run.recipe
+            steps = f"{one.result['steps']:,}"
             rows.append(
                 [
                     variant,
-                    one.run.recipe.init,
-                    f"{one.result['steps']:,}",
-                    "yes" if one.diverged else "no",
-                    "-" if top is None else f"{top[1]:.1%}",
+                    recipe.init,
+                    str(recipe.seed),
+                    f"{recipe.rate:g}",
+                    steps,
+                    how_it_went(one),
                     show_accuracy(one),
                 ]
             )
@@ -205,25 +211,31 @@ def failures(finished: Mapping[str, Finished]) -> Section:
 
 def rates(finished: Mapping[str, Finished]) -> Section:
     """Tabulate the accuracy at each rate with and without batch normalization, and the step ratio best against best."""
-    without, with_bn = (seeds_of(finished, "rates", name) for name in ("inception", "bn-baseline"))
-    columns = [{one.run.recipe.rate: one for one in seeds.runs} for seeds in (without, with_bn)]
-    rows = [["rate", "without BN", "with BN"]]
+    sweeps = {name: seeds for variant, name in SWEPT.items() if (seeds := seeds_of(finished, "rates", variant))}
+    columns = [{one.run.recipe.rate: one for one in seeds.runs} for seeds in sweeps.values()]
+    rows = [["rate", *sweeps]]
     for rate in sorted({rate for column in columns for rate in column}):
-        rows.append([f"{rate:g}", *(show_accuracy(column.get(rate)) for column in columns)])
-    return Section("Learning rates (Section 3.3)", _rates_text(without, with_bn), rows)
+        rows.append([f"{rate:g}", *(show_accuracy(column[rate]) if rate in column else "-" for column in columns)])
+    return Section("Learning rates (Section 3.3)", _rates_text(sweeps), rows)
 
 
-def _rates_text(without: Seeds, with_bn: Seeds) -> str:
-    text = "Accuracy of the folded network at the end of a shorter run, one seed."
-    ranges = [rates_that_train(seeds.runs) for seeds in (without, with_bn)]
-    for found, name in zip(ranges, ("without BN", "with BN"), strict=True):
-        if found is not None:
-            text += f" Half of the best accuracy or more {name}: rates {found[0]:g} to {found[1]:g}."
-    if without and with_bn:
-        tops = [max(seeds.runs, key=lambda one: one.result["top1"] or 0.0) for seeds in (without, with_bn)]
-        times = times_fewer(tops[0].points, tops[1].points)
+def _rates_text(sweeps: Mapping[str, Seeds]) -> str:
+    text = "Accuracy of the folded network at the end, one seed."
+    tops = {}
+    for name, seeds in sweeps.items():
+        found = rates_that_train(seeds.runs)
+        if found is None:
+            continue
+        text += f" Half of the best accuracy or more {name}: rates {found[0]:g} to {found[1]:g}."
+        tops[name] = top = max(seeds.runs, key=lambda one: one.result["top1"] or 0.0)
+        swept = [one.run.recipe.rate for one in seeds.runs]
+        if len(swept) > 2 and top.run.recipe.rate in (min(swept), max(swept)):
+            text += f" The best rate {name} is at the end of its sweep; a better one may lie beyond."
+    if "without BN" in tops and "with BN" in tops:
+        plain, normalized = tops["without BN"], tops["with BN"]
+        times = times_fewer(plain.points, normalized.points)
         text += (
-            f" Best against best ({tops[0].run.recipe.rate:g} without, {tops[1].run.recipe.rate:g} with BN), the"
+            f" Best against best ({plain.run.recipe.rate:g} without, {normalized.run.recipe.rate:g} with BN), the"
             f" normalized network takes {show_times(times)} times fewer steps to the other's best accuracy."
         )
     return text
@@ -231,17 +243,17 @@ def _rates_text(without: Seeds, with_bn: Seeds) -> str:
 
 def dropout(finished: Mapping[str, Finished]) -> Section:
     """Tabulate training and validation accuracy by dropout with and without batch normalization."""
-    columns = [
-        {one.run.recipe.dropout: one for one in seeds_of(finished, "dropout", name).runs}
-        for name in ("inception", "bn-baseline")
-    ]
+    networks = [seeds_of(finished, "dropout", name) for name in ("inception", "bn-baseline")]
     rows = [
         ["dropout", *(f"{name}: {what}" for name in ("without BN", "with BN") for what in ("training", "validation"))]
     ]
-    for share in sorted({share for column in columns for share in column}):
-        cells = (show_accuracy(column.get(share), key) for column in columns for key in ("train_top1", "top1"))
-        rows.append([f"{share:.0%}", *cells])
-    text = "Accuracy of the folded network at the end, on the centre squares of both sets, one seed."
+    for share in sorted({one.run.recipe.dropout for seeds in networks for one in seeds.runs}):
+        row = [f"{share:.0%}"]
+        for seeds in networks:
+            runs: list[Finished | None] = [one for one in seeds.runs if one.run.recipe.dropout == share]
+            row += [", ".join(show_accuracy(one, key) for one in runs or [None]) for key in ("train_top1", "top1")]
+        rows.append(row)
+    text = "Accuracy of the folded network at the end, on the centre squares of both sets, of each seed."
     repeated = _repeated(finished)
     if repeated is not None:
         text += (

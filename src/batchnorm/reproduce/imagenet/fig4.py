@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from .fig4_table import CONTEXT, PAPER, alone, figure4, markdown, notes
 from .plan import Plan, read_plan
 from .result_files import MemberFiles, RunFiles, read_all, read_result
 from .session import Session
-from .training import TakenMember, TrainedMember
+from .training import TakenMember, TrainedMember, Training
 
 KEPT = ("recipe", "weights", "crops", "environment")
 
@@ -42,13 +43,17 @@ def fig4(options: Fig4) -> Path:
     """Train and evaluate what is missing, write ``fig4.json`` and ``fig4.md``, and return the path of the table."""
     _check(options)
     options.check()
-    plan = read_plan("fig4", options.plan)
+    started, plan = time.monotonic(), read_plan("fig4", options.plan, options.result_files)
     if options.data is None:
         return publish([MemberFiles(name, options.result_files) for name in _known(options, plan)], options.out)
-    jobs: Sequence[TrainedMember | TakenMember] = _taken(options, plan) if options.runs else _planned(options, plan)
+    jobs = _taken(options, plan) if options.runs else _planned(options, plan)
     waiting = [job for job in jobs if not job.finished() and (not options.only or job.name in options.only)]
-    sizes = {job.files.run.recipe.size for job in waiting if isinstance(job, TrainedMember)}
-    return options.run(waiting, sizes, lambda: publish([job.member for job in jobs], options.out))
+    recipes = [job.files.run.recipe for job in waiting if isinstance(job, Training)]
+    names = [job.name for job in jobs] if options.runs else _members(plan)
+    members = [MemberFiles(name, options.result_files) for name in names]
+    table = options.run(waiting, recipes, plan.evaluate_batch, lambda: publish(members, options.out))
+    # The end of a sweep sets the rates of further members.
+    return fig4(options.after(started)) if waiting and plan.waiting and not options.runs else table
 
 
 def _known(options: Fig4, plan: Plan) -> list[str]:
@@ -57,7 +62,11 @@ def _known(options: Fig4, plan: Plan) -> list[str]:
     if not any("result" in content for content in there.values()):  # a taken run's file has no result of its training
         return list(there)
     read_all(plan, options.result_files, options.out)  # refuses those of another plan
-    return [run.name for run in plan.runs]
+    return _members(plan)
+
+
+def _members(plan: Plan) -> list[str]:
+    return [*(run.name for run in plan.runs if run.group == "members"), *plan.waiting]
 
 
 def _check(options: Fig4) -> None:
@@ -72,13 +81,18 @@ def _check(options: Fig4) -> None:
         )
 
 
-def _planned(options: Fig4, plan: Plan) -> list[TrainedMember]:
+def _planned(options: Fig4, plan: Plan) -> Sequence[Training | TakenMember]:
     data, _ = options.open_data(plan)
     plan.chosen((), options.only)  # refuses names that it does not have
-    return [TrainedMember(RunFiles(run, options.result_files, options.out), plan, options, data) for run in plan.runs]
+    return [
+        (TrainedMember if run.group == "members" else Training)(
+            RunFiles(run, options.result_files, options.out), plan, options, data
+        )
+        for run in plan.runs
+    ]
 
 
-def _taken(options: Fig4, plan: Plan) -> list[TakenMember]:
+def _taken(options: Fig4, plan: Plan) -> Sequence[Training | TakenMember]:
     data, source = describe_data(options.images, ("val",)), open_source(options.images, "val")
     check_complete(source, options.images, "val")
     jobs = []
@@ -114,6 +128,8 @@ def publish(members: Sequence[MemberFiles], out: Path) -> Path:
         contents |= {"rows": [row._asdict() for row in (*rows, *figure.rows)], "steps": steps}
         contents |= {"paper": [row._asdict() for row in (*PAPER, *CONTEXT)]}
         contents |= {"disagreement": figure.disagreement, "ensemble": figure.together}
+        contents |= {"best ensemble": [{**step._asdict(), "says": str(step)} for step in figure.chosen]}
+        contents |= {"statement": figure.statement}
     write_json(out / "fig4.json", contents)
     table = out / "fig4.md"
     write_atomically(table, (text + "\n").encode())

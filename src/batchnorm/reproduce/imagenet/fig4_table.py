@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,25 @@ class Figure4(NamedTuple):
     steps: tuple[Gain, ...]
     disagreement: dict[str, float | None]
     together: dict[str, dict[str, Any]]
+    chosen: tuple[Gain, ...] = ()
+    """the best ensemble of any members instead of the best network, chosen by half of the images, judged by the rest"""
+
+    @property
+    def statement(self) -> str | None:
+        """Whether an ensemble is better than its best member; None for a single network."""
+        against_best = [step for step in self.steps if "the best of them" in step.name]
+        if not against_best:
+            return None
+        better = [step.error for step in against_best if step.verdict == "confirmed"]
+        if better:
+            return f"The ensemble is better than its best member (by {' and '.join(better)} error)."
+        better = [step.error for step in self.chosen if step.verdict == "confirmed"]
+        if better:
+            return (
+                "The ensemble of all networks is not better than its best member, but one of some of them is (by"
+                f" {' and '.join(better)} error)."
+            )
+        return "At this scale no ensemble of these networks is better than its best member."
 
 
 def figure4(members: Sequence[MemberFiles], size: int) -> Figure4:
@@ -109,7 +129,33 @@ def figure4(members: Sequence[MemberFiles], size: int) -> Figure4:
         tuple(steps),
         {str(c): ensembles[c].disagreement() for c in CROPS},
         {str(c): ensembles[c].members[-1].together._asdict() for c in CROPS},
+        tuple(_best_ensemble(members, error) for error in TOP) if len(members) > 1 else (),
     )
+
+
+def _best_ensemble(members: Sequence[MemberFiles], error: str) -> Gain:
+    """Compare the best of all ensembles with the best network.
+
+    Both are chosen by every second image and judged by the others, so that the choice does not flatter them.
+    """
+    found = [member.predictions(max(CROPS)) for member in members]
+    labels = found[0][1]
+    wrong = {
+        names: _is_wrong(torch.stack([found[k][0] for k in names]).mean(0), labels, error)
+        for count in range(1, len(members) + 1)
+        for names in combinations(range(len(members)), count)
+    }
+    alone, together = (
+        min(
+            (names for names in wrong if (len(names) > 1) == several), key=lambda names: wrong[names][::2].mean().item()
+        )
+        for several in (False, True)
+    )
+    listed = ", ".join(members[k].name for k in together)
+    name = (
+        f"the best ensemble of two or more networks ({listed}) instead of the best network, {members[alone[0]].name},"
+    )
+    return _step(name, error, wrong[alone][1::2], wrong[together][1::2])
 
 
 def _combine(members: Sequence[MemberFiles], crops: int, wrong: dict[tuple[int, str], Tensor]) -> Ensemble:
@@ -199,12 +245,13 @@ def markdown(
     if rows:
         lines += [f"| **measured here: {images}** | | | | | |", *map(_line, rows)]
     if figure is not None:
-        lines += [*map(_line, figure.rows), "", *(f"- {step}" for step in figure.steps)]
+        lines += [*map(_line, figure.rows), "", *(f"- {step}" for step in (*figure.steps, *figure.chosen))]
         lines += [
             f"- two networks disagree on {share:.2%} of the images ({crops} {'crop' if crops == '1' else 'crops'})"
             for crops, share in figure.disagreement.items()
             if share is not None
         ]
+    lines += ["", figure.statement] if figure is not None and figure.statement else []
     lines += ["", *(f"- {remark}" for remark in remarks)] if remarks else []
     if missing:
         lines += ["", *(f"- {name}: {why}" for name, why in missing.items())]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Any, Literal, get_args
 
 from ...train import RECIPES, Recipe
 
-Group = Literal["figures", "rates", "dropout", "ablation"]
-GROUPS = {"fig2": get_args(Group), "fig4": ("members",)}  # that each figure's plan may have
-OWN = ("name", "recipe", "evaluate_every", "horizon", "end_rate")
+Group = Literal["rates", "figures", "best", "dropout", "ablation"]
+GROUPS = {"fig2": get_args(Group), "fig4": ("rates", "members")}  # that each figure's plan may have
+LIBRARY = ("fig2", "paper-rates", "dropout", "fig4", "fig4-tuned")  # plans that --plan takes by name
+OWN = ("name", "recipe", "evaluate_every", "horizon", "end_rate", "times", "best_of")
+SHARED = OWN[2:5]
 EVERYWHERE = ("log_every", "checkpoint_every", "evaluate_batch")
 
 
@@ -39,12 +42,24 @@ class Plan:
     """The runs in their order, and how they are logged."""
 
     runs: tuple[PlannedRun, ...]
+    waiting: dict[str, str]
+    """runs whose rate follows from a sweep that is not finished, and what they wait for"""
+    best: dict[str, float]
+    """the best rate of each recipe whose sweep is finished"""
     log_every: int
     checkpoint_every: int
     evaluate_batch: int
 
+    def missing(self, finished: Container[str]) -> dict[str, str]:
+        """Return the runs that are not finished, and why."""
+        unrun = {run.name: "not run yet" for run in self.runs if run.name not in finished}
+        return unrun | {name: f"waits for {what}" for name, what in self.waiting.items()}
+
     def chosen(self, groups: Sequence[str], names: Sequence[str]) -> list[PlannedRun]:
         """Return the runs of these groups and of these names; all if neither is given."""
+        early = [name for name in names if name in self.waiting]
+        if early:
+            raise ValueError(f"{early[0]} cannot run yet: it waits for {self.waiting[early[0]]}")
         unknown = [name for name in names if name not in {run.name for run in self.runs}]
         if unknown:
             listed = ", ".join(run.name for run in self.runs)
@@ -52,42 +67,102 @@ class Plan:
         return [run for run in self.runs if (not groups or run.group in groups) and (not names or run.name in names)]
 
 
-def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None) -> Plan:
+def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results: Path | None = None) -> Plan:
     """Read a figure's plan, a TOML file; by default the one that comes with the library.
 
     A run lasts ``horizon`` epochs, and its rate falls to the share ``end_rate`` of the initial one: its own numbers,
     its group's, or those of the table ``train``.
 
+    Rates can follow from the sweeps in the group ``rates``. ``rate = "best"`` is the rate with the highest accuracy in
+    the sweep of the run's recipe, or of the recipe that ``best_of`` names. In a group with ``base = "inception"``, the
+    best rate of that sweep replaces the paper's 0.0015, and all rates are multiplied alike. ``times`` multiplies a
+    run's rate once more.
+
     Args:
         figure: whose groups the plan may have.
-        path: the file.
+        path: the file, or the name of one of the library's plans.
+        results: folder of the result files that decide which rate is the best.
 
-    >>> run = next(run for run in read_plan("fig2").runs if run.variant == "bn-x5")
+    >>> run = next(run for run in read_plan("fig2", Path("paper-rates")).runs if run.variant == "bn-x5")
     >>> round(run.recipe.decay ** (run.recipe.epochs / run.recipe.decay_epochs), 6)  # of the rate is left at the end
     0.003
-    >>> len(read_plan("fig4").runs)
-    6
+    >>> read_plan("fig2").waiting["bn-x5-seed1"]
+    'the sweep of inception'
     """
-    file = path or files(__package__).joinpath(f"{figure}.toml")
+    named = path is None or (str(path) in LIBRARY and not path.exists())
+    file = files(__package__).joinpath(f"{path or figure}.toml") if named else path
+    assert file is not None
     where, text = str(file), file.read_bytes()
     try:
         content = tomllib.loads(text.decode())
         everywhere, training = content.get("recipe", {}), content["train"]
-        _check_table("train", training, (*OWN[2:], *EVERYWHERE))
-        runs = [
-            _planned(group["name"], {**training, **group, **run}, run, everywhere)
-            for group in _known(content["group"], GROUPS[figure])
-            for run in group["runs"]
-        ]
-        plan = Plan(tuple(runs), training["log_every"], training["checkpoint_every"], training["evaluate_batch"])
+        _check_table("train", training, (*SHARED, *EVERYWHERE))
+        groups = _known(content["group"], GROUPS[figure])
+        names = [run["name"] for group in groups for run in group["runs"]]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two runs are called {next(n for n in names if names.count(n) > 1)}")
+        for run in (run for group in groups for run in group["runs"]):
+            if run["recipe"] not in RECIPES:
+                raise ValueError(f"{run['name']}: there is no recipe {run['recipe']!r}; there are {', '.join(RECIPES)}")
+        best = _best_rates([run for group in groups if group["name"] == "rates" for run in group["runs"]], results)
+        runs, waiting = [], {}
+        for group in groups:
+            for run in group["runs"]:
+                rate, sweep = _rate(group, run, best)
+                if rate is None and sweep is not None:
+                    waiting[run["name"]] = f"the sweep of {sweep}"
+                    rate = RECIPES[run["recipe"]].rate  # so that everything else is checked all the same
+                planned = _planned(group["name"], {**training, **group, **run}, run, everywhere, rate)
+                if planned.name not in waiting:
+                    runs.append(planned)
+        known = {recipe: rate for recipe, rate in best.items() if rate is not None}
+        return Plan(tuple(runs), waiting, known, *(training[key] for key in EVERYWHERE))
     except KeyError as error:
         raise ValueError(f"{where}: {error} is missing") from error
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from error
-    names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"{where}: two runs are called {next(n for n in names if names.count(n) > 1)}")
-    return plan
+
+
+def _best_rates(sweep: Sequence[dict[str, Any]], results: Path | None) -> dict[str, float | None]:
+    """Return the best rate of each recipe that is swept; None unless all runs of its sweep are finished.
+
+    Of rates with the same accuracy the lower one counts, and a run that diverged counts as 0.
+    """
+    accuracies: dict[str, dict[float, list[float | None]]] = {}
+    for run in sweep:
+        file = None if results is None else results / f"{run['name']}.json"
+        accuracy = None if file is None or not file.is_file() else _accuracy(file)
+        of_rates = accuracies.setdefault(run["recipe"], {})
+        of_rates.setdefault(run.get("rate", RECIPES[run["recipe"]].rate), []).append(accuracy)
+    best: dict[str, float | None] = {}
+    for recipe, of_rates in accuracies.items():
+        means = {rate: statistics.fmean(a or 0.0 for a in found) for rate, found in of_rates.items()}
+        complete = all(a is not None for found in of_rates.values() for a in found)
+        best[recipe] = min(means, key=lambda rate: (-means[rate], rate)) if complete else None
+    return best
+
+
+def _accuracy(file: Path) -> float:
+    try:
+        return float(json.loads(file.read_text())["result"]["top1"] or 0.0)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} is not the result file of a run: {error!r}") from error
+
+
+def _rate(group: dict[str, Any], run: dict[str, Any], best: dict[str, float | None]) -> tuple[float | None, str | None]:
+    """Return a run's rate if the plan or a sweep sets it, and the recipe of the sweep that it follows from."""
+    sweep = group.get("base")
+    if run.get("rate") == "best":
+        sweep = run.get("best_of", run["recipe"])
+    elif "rate" in run or sweep is None:
+        return run.get("rate"), None
+    if sweep not in best:
+        raise ValueError(f"{run['name']}: its rate follows from the sweep of {sweep}, which the group rates has not")
+    found = best[sweep]
+    if found is None:
+        return None, sweep
+    factor = 1.0 if run.get("rate") == "best" else RECIPES[run["recipe"]].rate / RECIPES[sweep].rate
+    return float(f"{found * factor * run.get('times', 1):.9g}"), sweep
 
 
 def _known(found: Sequence[dict[str, Any]], groups: Sequence[str]) -> Sequence[dict[str, Any]]:
@@ -95,7 +170,7 @@ def _known(found: Sequence[dict[str, Any]], groups: Sequence[str]) -> Sequence[d
         _check_table("a group", group, tuple(group))
         if group["name"] not in groups:
             raise ValueError(f"group {group['name']!r} is none of {', '.join(groups)}")
-        _check_table(f"group {group['name']}", group, ("name", "runs", *OWN[2:]))
+        _check_table(f"group {group['name']}", group, ("name", "runs", "base", *SHARED))
     return found
 
 
@@ -110,10 +185,10 @@ def _check_table(where: str, table: Any, known: Sequence[str]) -> None:
             raise ValueError(f"{where}: {key}={value!r}, but it counts steps or images")
 
 
-def _planned(group: str, settings: dict[str, Any], run: dict[str, Any], everywhere: dict[str, Any]) -> PlannedRun:
+def _planned(
+    group: str, settings: dict[str, Any], run: dict[str, Any], everywhere: dict[str, Any], rate: float | None
+) -> PlannedRun:
     name, horizon, end_rate = run["name"], settings["horizon"], settings["end_rate"]
-    if run["recipe"] not in RECIPES:
-        raise ValueError(f"{name}: there is no recipe {run['recipe']!r}; there are {', '.join(RECIPES)}")
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise ValueError(f"{name!r} cannot be the name of a run: its files are called so")
     _check_table(name, {key: run[key] for key in OWN if key in run}, OWN)
@@ -124,7 +199,10 @@ def _planned(group: str, settings: dict[str, Any], run: dict[str, Any], everywhe
     changed = {key: value for key, value in run.items() if key not in OWN}
     if {"epochs", "decay_epochs"} & {*changed, *everywhere}:
         raise ValueError(f"{name}: epochs and decay_epochs follow from horizon and end_rate")
-    values = {**asdict(RECIPES[run["recipe"]]), **everywhere, **changed, "name": name, "epochs": float(horizon)}
+    if {"times", "rate"} & run.keys():
+        changed["rate"] = rate
+    own = changed if rate is None else {**changed, "rate": rate}
+    values = {**asdict(RECIPES[run["recipe"]]), **everywhere, **own, "name": name, "epochs": float(horizon)}
     if not 0 < values["decay"] < 1:
         raise ValueError(f"{name}: decay={values['decay']}, but the rate falls")
     values["decay_epochs"] = horizon * math.log(values["decay"]) / math.log(end_rate)

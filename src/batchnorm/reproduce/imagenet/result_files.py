@@ -29,7 +29,7 @@ from .plan import Plan, PlannedRun, differing
 
 KEYS = ("curve", "result", "data", "environment", "seconds", "steps_per_second")
 CROPS: tuple[Count, ...] = (1, 144)
-COLUMNS = ("step", "val_top1", "val_top5", "train_loss", "train_top1")
+COLUMNS = ("step", "val_top1", "val_top5", "train_loss", "train_top1", "val_loss")
 
 
 class Point(NamedTuple):
@@ -40,6 +40,7 @@ class Point(NamedTuple):
     val_top5: float
     train_loss: float | None
     train_top1: float | None
+    val_loss: float | None = None  # older files do not have it
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def curve(records: Sequence[dict[str, Any]]) -> list[Point]:
 
     >>> lines = [{"step": 1, "loss": 2.0, "train_top1": 0.2}, {"step": 2, "loss": 1.0, "train_top1": 0.4}]
     >>> curve([*lines, {"step": 2, "val_top1": 0.3, "val_top5": 0.6}])
-    [Point(step=2, val_top1=0.3, val_top5=0.6, train_loss=1.5, train_top1=0.30000000000000004)]
+    [Point(step=2, val_top1=0.3, val_top5=0.6, train_loss=1.5, train_top1=0.30000000000000004, val_loss=None)]
     """
     points, loss, right = [], [], []
     for record in records:
@@ -205,7 +206,8 @@ def curve(records: Sequence[dict[str, Any]]) -> list[Point]:
             right.append(record["train_top1"])
         elif "val_top1" in record and not record.get("final"):
             means = [statistics.fmean(values) if values else None for values in (loss, right)]
-            points.append(Point(record["step"], record["val_top1"], record["val_top5"], *means))
+            validation = (record["step"], record["val_top1"], record["val_top5"])
+            points.append(Point(*validation, means[0], means[1], record.get("val_loss")))
             loss, right = [], []
     return points
 

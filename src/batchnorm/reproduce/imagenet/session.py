@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -21,15 +18,11 @@ from ...errors import at_least
 from ...extras import check_installed
 from ...jobs import Job, run_side_by_side
 from ...results import check_writable
+from ...train import Recipe
 from ...train.distributed import device_of
 from .plan import Plan
 from .result_files import Finished, read_all
-
-# NVIDIA's Multi-Process Service: without it a GPU gives each process its turn, and eight small networks take as long
-# side by side as one after the other.
-CONTROL = "nvidia-cuda-mps-control"
-SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
-FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+from .sharing import CONTROL, check_share, shared_gpu
 
 
 @dataclass(frozen=True)
@@ -83,6 +76,12 @@ class Session:
         """Threads of each run."""
         return max(1, (os.cpu_count() or 1) // self.jobs)
 
+    def after(self, started: float) -> Self:
+        """Return the options with the minutes that are left, after work that started at this time."""
+        if self.minutes is None:
+            return self
+        return replace(self, minutes=max(0.0, self.minutes - (time.monotonic() - started) / 60))
+
     def check(self) -> None:
         """Check what can be known before any work."""
         at_least(1, jobs=self.jobs)
@@ -90,7 +89,7 @@ class Session:
         if self.data is not None:
             check_installed("PIL", "safetensors")
             device_of(self.device)
-        elif not any(self.result_files.glob("*.json")):
+        elif not any(self.result_files.rglob("*.json")):
             raise FileNotFoundError(
                 f"{self.result_files} holds no result files: give --data DIR to train, or --results DIR"
             )
@@ -104,16 +103,20 @@ class Session:
         check_same_data({"the data given": data, **{name: one.data for name, one in finished.items()}})
         return data, finished
 
-    def run(self, waiting: Sequence[Job], sizes: Iterable[int], publish: Callable[[], Path]) -> Path:
+    def run(
+        self, waiting: Sequence[Job], recipes: Sequence[Recipe], evaluate_batch: int, publish: Callable[[], Path]
+    ) -> Path:
         """Run the jobs side by side, publish what the results amount to, and return what ``publish`` returns.
 
         Args:
             waiting: the jobs.
-            sizes: heights of the images that the jobs train on, to be decoded once for all.
+            recipes: what the jobs train; the images are decoded once for all of them.
+            evaluate_batch: images that a network is validated with at a time.
             publish: called after the jobs, however they ended.
 
         Raises:
             OSError: if nothing can be written to the folders.
+            ValueError: if the networks' convolutions are wrong at the share of the GPU that each job would get.
             JobsFailedError: if a job failed; the others count all the same.
             KeyboardInterrupt: if they were stopped before their end.
         """
@@ -121,7 +124,7 @@ class Session:
             check_writable(folder / "result.json")
         complete, failure = True, None
         try:
-            complete = self._side_by_side(waiting, sizes)
+            complete = self._side_by_side(waiting, recipes, evaluate_batch)
         except RuntimeError as error:
             failure = error
         published = publish()
@@ -133,57 +136,25 @@ class Session:
             discard_decoded(self.out / "decoded")
         return published
 
-    def _side_by_side(self, waiting: Sequence[Job], sizes: Iterable[int]) -> bool:
+    def _side_by_side(self, waiting: Sequence[Job], recipes: Sequence[Recipe], evaluate_batch: int) -> bool:
         on_gpu = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
         together = min(self.jobs, len(waiting))
         if together > 1:
-            self._decode(sizes)
+            self._decode({recipe.size for recipe in recipes})
         with shared_gpu(together if on_gpu else 1) as shared:
-            if on_gpu and together > 1 and not shared:
-                print(f"{CONTROL} is not available: the runs take turns on the GPU, and gain little side by side")
+            if on_gpu and together > 1:
+                if not shared:
+                    print(f"{CONTROL} is not available: the runs take turns on the GPU, and gain little side by side")
+                if self.precision != "fp32":
+                    check_share(recipes, evaluate_batch, "cuda")
             return run_side_by_side(waiting, jobs=self.jobs, minutes=self.minutes)
 
     def _decode(self, sizes: Iterable[int]) -> None:
         """Decode the images that several runs need, once and with all cores."""
         if self.decoded is None:
             return
-        for size in set(sizes):
+        for size in sizes:
             print(f"decoding the images of {self.images} for all runs", flush=True)
             for split in ("train", "val"):
                 cores = os.cpu_count() or 1
                 open_decoded(self.images, split, size, folder=self.decoded, workers=cores, device="cpu")
-
-
-@contextmanager
-def shared_gpu(processes: int) -> Iterator[bool]:
-    """Set the child processes' environment so that they share a GPU; yield whether the sharing service runs.
-
-    A service that is already there is left as it is.
-    """
-    if processes < 2:
-        yield False
-        return
-    before = dict(os.environ)
-    # A kernel whose programs wait for each other could wait forever for room that other processes took.
-    os.environ.setdefault("BATCHNORM_LAUNCHES_AT_ONCE", "0")
-    # On all multiprocessors, one process's wide kernels hold up the small ones of all others (docs/decisions.md).
-    os.environ.setdefault(SHARE, str(max(25, 200 // processes)))
-    folder = None
-    try:
-        if shutil.which(CONTROL) is not None and FOLDERS[0] not in os.environ:
-            folder = Path(tempfile.mkdtemp(prefix="mps-"))
-            for name in FOLDERS:
-                os.environ[name] = str(folder / name.lower())
-                Path(os.environ[name]).mkdir()
-            started = subprocess.run([CONTROL, "-d"], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
-            if not started:  # not allowed here, or no such GPU
-                for name in FOLDERS:
-                    del os.environ[name]
-        yield FOLDERS[0] in os.environ
-    finally:
-        if folder is not None and FOLDERS[0] in os.environ:
-            subprocess.run([CONTROL], input=b"quit\n", capture_output=True)
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        os.environ.clear()
-        os.environ.update(before)

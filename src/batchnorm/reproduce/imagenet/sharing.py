@@ -1,0 +1,168 @@
+"""Share one GPU between processes, after checking that convolutions are right at the share each process gets."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...train import Recipe
+
+# NVIDIA's Multi-Process Service: without it a GPU gives each process its turn, and eight small networks take as long
+# side by side as one after the other.
+CONTROL = "nvidia-cuda-mps-control"
+SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+# At 33 percent (42 multiprocessors of an H200), cuDNN's bfloat16 convolutions return NaN; at these they are right.
+SHARES = (25, 50, 100)
+# Relative error of a convolution in bfloat16. Rounding alone gives less than 0.01.
+TOLERANCE = 0.05
+CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+
+
+def share_of(processes: int) -> int:
+    """Return the percentage of the multiprocessors that each of several processes gets, one of those checked.
+
+    Each gets twice its part, since a process does not keep its multiprocessors busy all the time.
+
+    >>> [share_of(processes) for processes in (2, 4, 6, 8, 12)]
+    [100, 50, 50, 25, 25]
+    """
+    return next(share for share in SHARES if share >= min(100, 200 // processes) or share == SHARES[-1])
+
+
+@contextmanager
+def shared_gpu(processes: int) -> Iterator[bool]:
+    """Set the child processes' environment so that they share a GPU; yield whether the sharing service runs.
+
+    A service that is already running is left alone.
+
+    Raises:
+        ValueError: if the environment sets a share at which convolutions were not checked.
+    """
+    if processes < 2:
+        yield False
+        return
+    before = dict(os.environ)
+    # On all multiprocessors, one process's wide kernels hold up the small ones of all others (docs/decisions.md).
+    share = os.environ.setdefault(SHARE, str(share_of(processes)))
+    if share not in map(str, SHARES):
+        raise ValueError(
+            f"{SHARE}={share}: convolutions can be wrong at a share that was not checked; set"
+            f" {', '.join(map(str, SHARES[:-1]))} or {SHARES[-1]}, or unset it"
+        )
+    # A kernel whose programs wait for each other could wait forever for room that other processes took.
+    os.environ.setdefault("BATCHNORM_LAUNCHES_AT_ONCE", "0")
+    folder = None
+    try:
+        if shutil.which(CONTROL) is not None and FOLDERS[0] not in os.environ:
+            folder = Path(tempfile.mkdtemp(prefix="mps-"))
+            for name in FOLDERS:
+                os.environ[name] = str(folder / name.lower())
+                Path(os.environ[name]).mkdir()
+            started = subprocess.run([CONTROL, "-d"], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
+            if not started:  # not allowed here, or no such GPU
+                for name in FOLDERS:
+                    del os.environ[name]
+        yield FOLDERS[0] in os.environ
+    finally:
+        if folder is not None and FOLDERS[0] in os.environ:
+            subprocess.run([CONTROL], input=b"quit\n", capture_output=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def check_share(recipes: Iterable[Recipe], evaluate_batch: int, device: str) -> None:
+    """Check the convolutions of these networks in a process that has this environment's share of the GPU.
+
+    Raises:
+        ValueError: naming the first convolution that is wrong.
+    """
+    # Convolutions depend on little of a recipe.
+    networks = {
+        (r.factory, r.normalize, r.batch_norm, r.stem, r.projection, r.width, r.size, r.batch_size): r for r in recipes
+    }
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        for recipe in networks.values():
+            wrong = pool.submit(wrong_convolution, recipe, evaluate_batch, device).result()
+            if wrong is not None:
+                raise ValueError(
+                    f"{recipe.name}: {wrong} at {SHARE}={os.environ.get(SHARE)}: train fewer or more runs side by"
+                    " side (--jobs), or one at a time"
+                )
+
+
+def wrong_convolution(recipe: Recipe, evaluate_batch: int, device: str) -> str | None:
+    """Return which convolution of a network is wrong in bfloat16, in training or in validation; None if none is."""
+    net = recipe.network(10).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for batch, training in ((recipe.batch_size, True), (evaluate_batch, False)):
+        images = torch.randn(batch, 3, recipe.size, recipe.size, device=device).to(memory_format=torch.channels_last)
+        found = compare_convolutions(net.train(training), images)
+        if found is not None:
+            return found
+    return None
+
+
+def compare_convolutions(net: nn.Module, images: Tensor) -> str | None:
+    """Run a network under autocast to bfloat16, and compare each convolution with the same one in float32.
+
+    A network in training mode is also run backwards.
+
+    Returns:
+        What is wrong with the first convolution that differs by more than rounding, or None.
+    """
+    watch = _Compare()
+    with torch.set_grad_enabled(net.training), watch:
+        with torch.autocast(images.device.type, torch.bfloat16):
+            scores = net(images)
+        if net.training:
+            scores.float().square().mean().backward()
+    net.zero_grad()
+    return watch.wrong
+
+
+class _Compare(TorchDispatchMode):
+    """Compute every convolution in bfloat16 once more in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.wrong: str | None = None
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in CONVOLUTIONS and args[0].dtype == torch.bfloat16 and self.wrong is None:
+            exact = func(*(a.float() if isinstance(a, Tensor) else a for a in args), **(kwargs or {}))
+            pairs = zip(_tensors(found), _tensors(exact), strict=True)
+            errors = [((a.float() - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in pairs]
+            if not all(error <= TOLERANCE for error in errors):
+                worst = max(errors, key=lambda error: math.inf if math.isnan(error) else error)
+                shapes = " and ".join(str(tuple(a.shape)) for a in args[:3] if isinstance(a, Tensor))
+                self.wrong = (
+                    f"the bfloat16 convolution of {shapes} differs from float32's by {worst:.2g} of its size, and"
+                    f" rounding explains {TOLERANCE:g} at most"
+                )
+        return found
+
+
+def _tensors(found: Tensor | Sequence[Tensor | None]) -> list[Tensor]:
+    return [t for t in ([found] if isinstance(found, Tensor) else found) if t is not None]
