@@ -14,7 +14,7 @@ import pytest
 from training import environment, striped_folder
 
 from batchnorm.cli import main
-from batchnorm.reproduce.imagenet.fig2 import Fig2, fig2
+from batchnorm.reproduce.imagenet.fig2 import Fig2, _missing, fig2
 from batchnorm.reproduce.imagenet.plan import read_plan
 from batchnorm.train import RECIPES
 
@@ -298,6 +298,15 @@ def test_the_committed_plan_is_complete(tmp_path):
             ("best", "bn-x5", "kaiming", 0.075),
         ]
     }
+
+
+def test_the_librarys_other_plans_have_folders_of_their_own(data, tmp_path):
+    named = Fig2(data, tmp_path, plan=PAPER_RATES, device="cpu")
+    assert named.result_files == tmp_path / "results/paper-rates"
+    (old,) = [job for job in _missing(named, read_plan("fig2", PAPER_RATES)) if job.name == "rate-x10-inception"]
+    assert old.folder == tmp_path / "paper-rates/runs/rate-x10-inception"
+    new = _missing(Fig2(data, tmp_path, device="cpu"), read_plan("fig2"))[0]
+    assert (new.folder.parent, new.files.results) == (tmp_path / "runs", tmp_path / "results")
 
 
 def test_the_plan_of_dropout_changes_nothing_else():

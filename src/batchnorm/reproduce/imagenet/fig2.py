@@ -144,8 +144,10 @@ def fig2(options: Fig2) -> Path:
 
 def _missing(options: Fig2, plan: Plan) -> list[Training]:
     data, finished = options.open_data(plan)
+    # Plans have runs of the same names.
+    out = options.out / str(options.plan) if str(options.plan) in FURTHER else options.out
     return [
-        Training(RunFiles(run, options.result_files, options.out), plan, options, data)
+        Training(RunFiles(run, options.result_files, out), plan, options, data)
         for run in plan.chosen(options.group, options.only)
         if run.name not in finished
     ]
