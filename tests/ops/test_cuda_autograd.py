@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from batchnorm.ops import Activation, Choice, Running, composite, dispatch
 from batchnorm.ops.call import Call
-from batchnorm.ops.cuda import autograd, launch, passes
+from batchnorm.ops.cuda import autograd, cached_pass, launch
 
 pytestmark = [
     pytest.mark.triton,
@@ -255,6 +255,6 @@ def test_rocm_takes_plain_operations(monkeypatch):
 
 def test_programs_do_not_wait_for_each_other_on_other_gpus(monkeypatch):
     x = torch.randn(64, 8, 4, 4)
-    assert passes._find_pass(x.shape, x.stride(), 4, x.device, False, False).path == "once"
-    monkeypatch.setattr(passes, "is_tuned", lambda _: False)
-    assert passes._find_pass(x.shape, x.stride(), 4, x.device, False, False).path == "stream"
+    assert cached_pass._find_pass(x.shape, x.stride(), 4, x.device, False, False).path == "once"
+    monkeypatch.setattr(cached_pass, "is_tuned", lambda _: False)
+    assert cached_pass._find_pass(x.shape, x.stride(), 4, x.device, False, False).path == "stream"

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchnorm.ops.cuda import layout, passes, schedule
+from batchnorm.ops.cuda import cached_pass, layout, schedule
 
 
 def test_layouts():
@@ -30,7 +30,7 @@ def test_dense_strides_are_torchs():
 def test_division_by_multiplication(width, n):
     g = layout.Geometry(False, 1, width, width, width, width, False)
     p = schedule.make(g, 16, "stream", 64, 0, 1, 0, 4)  # 16-byte items: one to an access
-    *_, units, magic, shift = passes.numbers(g, p)
+    *_, units, magic, shift = cached_pass.numbers(g, p)
     assert units == width
     assert ((n * (magic % 2**32)) >> 32) >> shift == n // width
 

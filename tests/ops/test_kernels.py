@@ -12,7 +12,7 @@ from oracle import assert_near
 
 from batchnorm.ops import Activation
 from batchnorm.ops.call import Call
-from batchnorm.ops.cuda import launch, passes, schedule
+from batchnorm.ops.cuda import cached_pass, launch, schedule
 from batchnorm.ops.cuda.layout import geometry_of
 
 # Triton's interpreter meets it in numpy >= 1.25.
@@ -122,8 +122,8 @@ def test_hard_inputs(device, x, way):
 
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_64_bit_offsets(device, layout, monkeypatch):
-    find = passes.find_geometry
-    monkeypatch.setattr(passes, "find_geometry", lambda *lies: find(*lies)._replace(wide=True))
+    find = cached_pass.find_geometry
+    monkeypatch.setattr(cached_pass, "find_geometry", lambda *lies: find(*lies)._replace(wide=True))
     x = arranged((3, 10, 4, 4), layout, torch.float32, device)
     residual = torch.randn_like(x)
     got, e = run(x, MET, ("relu",), residual)

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from batchnorm.bench.kernel_rows import all_layers
 from batchnorm.ops import Activation, Running
 from batchnorm.ops.call import Call
-from batchnorm.ops.cuda import autograd, driver, launch, passes, resident, schedule
+from batchnorm.ops.cuda import autograd, cached_pass, driver, launch, resident, schedule
 from batchnorm.ops.cuda.layout import geometry_of
 from batchnorm.ops.cuda.sign_bits import is_woven, unpack
 
@@ -159,7 +159,7 @@ def chosen(device, monkeypatch):
     """Let small tensors and the CPU take the kernel of their own accord."""
     monkeypatch.setattr(resident, "megabytes_of", lambda *_: 100.0)
     monkeypatch.setattr(resident, "runs_on", lambda _: True)
-    caches = (passes._pass, resident.choose)
+    caches = (cached_pass._pass, resident.choose)
     for one in caches:
         one.cache_clear()
     yield device

@@ -18,9 +18,9 @@ from torch import Tensor
 from ..activation import NAMES, Activation
 from ..running import Kept
 from . import driver, resident, schedule
+from .cached_pass import is_tuned, launches_of, processors
 from .launch import STATS
 from .layout import Geometry, geometry_of, row_stride
-from .passes import is_tuned, launches_of, processors
 from .resident import Residence
 from .schedule import Tiling, up
 from .triton_launch import TritonLaunch

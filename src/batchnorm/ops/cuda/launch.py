@@ -11,8 +11,8 @@ from torch import Tensor
 from ..activation import NAMES, TWO_SLOPES, Activation
 from ..call import Call
 from . import driver, extension, resident, schedule
+from .cached_pass import inference_pass, pass_of, processors
 from .layout import Geometry, as_dense, geometry_of, is_dense
-from .passes import inference_pass, pass_of, processors
 from .resident import Residence
 from .schedule import Tiling
 from .sign_bits import empty_bits, is_woven, rearrange
