@@ -56,8 +56,6 @@ def compile_graph(
         options: Inductor's options, as for ``torch.compile``.
         inner: the backend that compiles the result, or its name; only Inductor takes ``mode`` and ``options``.
         everywhere: also fuse calls that the fused kernels do not support, such as calls on a CPU; they gain no speed.
-
-    Beyond the paper: z = g(BN(Wu) + residual) as one call.
     """
     with _compiling():
         fuse_(module, everywhere=everywhere)
@@ -83,8 +81,6 @@ def fuse_(module: fx.GraphModule, *, everywhere: bool = False) -> int:
     """Fuse the batch normalizations in a Dynamo graph, in place, and return their number.
 
     ``TORCH_LOGS=batchnorm.dynamo`` shows what was fused, ``torch._dynamo.utils.counters["batchnorm"]`` counts it.
-
-    Beyond the paper: z = g(BN(Wu) + residual) as one call.
     """
     for node in list(module.graph.nodes):
         if node.target is torch.ops.higher_order.tag_activation_checkpoint:

@@ -106,8 +106,6 @@ def resized(width: int, height: int, scale: int) -> tuple[int, int]:
 
     >>> resized(500, 375, 256), resized(30, 40, 256)
     ((341, 256), (256, 341))
-
-    Beyond the paper: GoogLeNet's protocol.
     """
     short = min(width, height)
     return round(width * scale / short), round(height * scale / short)
@@ -118,8 +116,6 @@ def square_boxes(width: int, height: int, squares: int) -> tuple[Square, ...]:
 
     >>> square_boxes(341, 256, 3)[1]
     Square(left=42, top=0, right=298, bottom=256)
-
-    Beyond the paper: GoogLeNet's protocol.
     """
     side = min(width, height)
     room = max(width, height) - side
@@ -132,8 +128,6 @@ def crop_boxes(side: int, size: int, corners: bool) -> tuple[Square, ...]:
 
     >>> crop_boxes(256, 224, corners=False)
     (Square(left=16, top=16, right=240, bottom=240),)
-
-    Beyond the paper: GoogLeNet's protocol.
     """
     room = side - size
     centre = _square(room // 2, room // 2, size)

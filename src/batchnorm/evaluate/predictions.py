@@ -24,8 +24,6 @@ def cut_views(squares: Tensor, crops: Crops) -> Tensor:
 
     >>> cut_views(torch.zeros(6, 3, 73, 73, dtype=torch.uint8), Crops.of(144, size=64)).shape
     torch.Size([12, 6, 3, 64, 64])
-
-    Beyond the paper: GoogLeNet's protocol.
     """
     n, side, size = len(squares), squares.shape[-1], crops.size
     boxes = crop_boxes(side, size, crops.corners)

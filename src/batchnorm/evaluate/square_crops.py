@@ -181,8 +181,6 @@ def cut_squares(image: Tensor, crops: Crops) -> list[Tensor]:
 
     >>> [tuple(squares.shape) for squares in cut_squares(torch.zeros(48, 64, 3, dtype=torch.uint8), Crops.of(10, 32))]
     [(1, 37, 37, 3)]
-
-    Beyond the paper: GoogLeNet's protocol.
     """
     height, width = image.shape[:2]
     squares = 1 if width == height else crops.squares

@@ -28,10 +28,7 @@ STATISTICS, WEIGHT, BIAS = 1, 2, 4
 
 
 class BatchNorm(TorchBatchNorm):
-    """Normalize by batch statistics in training and by running averages in evaluation; the base class of the layers.
-
-    Beyond the paper: state around Alg. 1 (running averages, freezing, policies for degenerate batches).
-    """
+    """Normalize by batch statistics in training and by running averages in evaluation; the base class of the layers."""
 
     num_features: int | tuple[int, ...]  # type: ignore[assignment]
     num_batches_skipped: Tensor | None

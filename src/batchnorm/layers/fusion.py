@@ -21,8 +21,6 @@ class Fused(nn.Module):
 
     >>> Fused(nn.ReLU(), [])
     Fused(was ReLU())
-
-    Beyond the paper: z = g(BN(Wu)) as one call.
     """
 
     activation: nn.Module
@@ -48,8 +46,6 @@ def takes_activation(layer: nn.Module) -> bool:
     >>> from batchnorm import BatchNorm1d
     >>> takes_activation(BatchNorm1d(2)), takes_activation(BatchNorm1d(2, activation="relu"))
     (True, False)
-
-    Beyond the paper: z = g(BN(Wu) + residual) as one call.
     """
     if not isinstance(layer, BatchNorm) or layer.activation.name != "identity" or not is_quiet(layer):
         return False
@@ -74,8 +70,6 @@ def activations_after(
     >>> net = nn.Sequential(nn.BatchNorm1d(2), nn.ReLU()).eval()
     >>> activations_after(net, [trace(net, torch.zeros(1, 2))], [net[0]])[0] == {net[0]: net[1]}
     True
-
-    Beyond the paper: z = g(BN(Wu)) as one call.
     """
     held = holders(net)
     found: dict[nn.Module, nn.Module] = {}

@@ -17,8 +17,6 @@ class NormAct(BatchNorm2d):
     """Normalize, then apply the child modules ``drop`` and ``act``, in the same call if possible.
 
     ``convert`` turns timm's ``BatchNormAct2d`` into this class. The converted layers are still instances of timm's.
-
-    Beyond the paper: z = g(BN(Wu)) as one call.
     """
 
     drop: nn.Module

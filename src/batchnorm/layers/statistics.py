@@ -17,10 +17,7 @@ from ..ops.torch_state import is_recomputation
 
 
 class Statistics(Protocol):
-    """Normalize training batches differently from Algorithm 1.
-
-    Beyond the paper: the variants that came after it.
-    """
+    """Normalize training batches differently from Algorithm 1."""
 
     def batch_norm(
         self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any

@@ -7,10 +7,7 @@ from typing import NamedTuple
 
 
 class Tool(NamedTuple):
-    """Name a torch tool and what to use instead.
-
-    Beyond the paper: keeps fused activations and frozen statistics.
-    """
+    """Name a torch tool and what to use instead."""
 
     name: str
     instead: str

@@ -50,8 +50,6 @@ def percentiles_of(
 ) -> Tensor:
     """Return the percentiles of each unit over all other dimensions, shape (percentiles, units), interpolated linearly.
 
-    Beyond the paper: of a large tensor only ``samples`` values per unit and ``units`` units are used, evenly spaced.
-
     >>> percentiles_of(torch.tensor([[0.0], [1.0], [2.0]]), (0, 50, 75))
     tensor([[0.0000],
             [1.0000],

@@ -140,8 +140,6 @@ def to_module(activation: Activation) -> nn.Module:
 
     >>> to_module(Activation("leaky_relu", 0.2))
     LeakyReLU(negative_slope=0.2)
-
-    Beyond the paper: for networks without fused layers.
     """
     if activation.name == "leaky_relu":
         return nn.LeakyReLU(activation.slope)

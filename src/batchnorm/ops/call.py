@@ -13,10 +13,7 @@ from .running import Kept
 
 
 class Call(NamedTuple):
-    """Hold the arguments of a call: x is (N, C, ...), parameters and averages are (C,), the mask is (N, 1, ...).
-
-    Beyond the paper: one record instead of a long list of arguments.
-    """
+    """Hold the arguments of a call: x is (N, C, ...), parameters and averages are (C,), the mask is (N, 1, ...)."""
 
     x: Tensor
     gamma: Tensor | None = None
@@ -35,10 +32,7 @@ class Call(NamedTuple):
 
 
 class Path(Protocol):
-    """Implement batch normalization in one way; ``composite``, ``cpu`` and ``cuda.autograd`` are such modules.
-
-    Beyond the paper: what the dispatcher chooses from.
-    """
+    """Implement batch normalization in one way; ``composite``, ``cpu`` and ``cuda.autograd`` are such modules."""
 
     def refusal(self, call: Call, /) -> str | None:
         """Return why the path does not support a call; None if it does."""
@@ -54,10 +48,7 @@ class Path(Protocol):
 
 
 class Features:
-    """Flatten the feature dimensions of a user's tensors to one dimension C, and restore their shape.
-
-    Beyond the paper: statistics per channel and per activation (Sec. 3.2 and 4.2.3) by the same code.
-    """
+    """Flatten the feature dimensions of a user's tensors to one dimension C, and restore their shape."""
 
     def __init__(self, x: Tensor, feature_dims: int) -> None:
         if not x.is_floating_point():

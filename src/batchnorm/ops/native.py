@@ -23,17 +23,11 @@ from typing import Any, NamedTuple
 
 
 class Unavailable(RuntimeError):
-    """Raised with the reason why a source cannot be compiled and loaded here.
-
-    Beyond the paper: slower paths take over.
-    """
+    """Raised with the reason why a source cannot be compiled and loaded here."""
 
 
 class Source(NamedTuple):
-    """Describe a source file, how to compile it and how to load the library.
-
-    Beyond the paper: kernel.c and autograd.cpp.
-    """
+    """Describe a source file, how to compile it and how to load the library."""
 
     path: Path
     language: str  # its name in error messages

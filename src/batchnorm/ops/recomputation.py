@@ -78,10 +78,7 @@ def is_active() -> bool:
 
 
 class Recomputed:
-    """Recompute a tensor once per backward pass, however many operations read it.
-
-    Beyond the paper: memory for time.
-    """
+    """Recompute a tensor once per backward pass, however many operations read it."""
 
     def __init__(self, y: Tensor, again: Callable[..., Tensor], sources: list[Kept | None]) -> None:
         self.again, self.sources = again, sources
@@ -120,10 +117,7 @@ class Recomputed:
 
 
 class Kept:
-    """Hold a saved tensor: the tensor itself, or how to recompute it and its place in the result.
-
-    Beyond the paper: memory for time.
-    """
+    """Hold a saved tensor: the tensor itself, or how to recompute it and its place in the result."""
 
     def __init__(self, tensor: Tensor, *, counted: bool) -> None:
         self.tensor: Tensor | None = tensor.detach()
@@ -160,10 +154,7 @@ class Kept:
 
 
 class Registry:
-    """Record, during one forward pass, which memory can be recomputed.
-
-    Beyond the paper: memory for time.
-    """
+    """Record, during one forward pass, which memory can be recomputed."""
 
     def __init__(self) -> None:
         self.recipes: dict[int, Recomputed] = {}

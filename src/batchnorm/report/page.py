@@ -54,8 +54,6 @@ def write_report(
         path: of the page.
         title: by default made from the runs.
         sections: headings, texts and tables about the runs; by default Section 4.1's claims.
-
-    Beyond the paper: ``batchnorm report``.
     """
     # A lone surrogate, from an undecodable file name or a JSON string, cannot be encoded in UTF-8.
     write_atomically(path, render(runs, title=title, sections=sections).encode(errors="replace"))
@@ -63,10 +61,7 @@ def write_report(
 
 
 def render(runs: Sequence[Run], *, title: str | None = None, sections: Sequence[PageSection] | None = None) -> str:
-    """Return the page's HTML.
-
-    Beyond the paper: ``batchnorm report``.
-    """
+    """Return the page's HTML."""
     assets = files(__package__).joinpath("assets")
     text = {name: assets.joinpath(name).read_text("utf-8") for name in ("page.html", "page.css", "chart.js", "page.js")}
     style = "\n" + text["page.css"]

@@ -14,10 +14,7 @@ from .runs import read_runs
 
 @dataclass(frozen=True)
 class Report:
-    """Compare runs on one self-contained page of HTML.
-
-    Beyond the paper: ``batchnorm report runs/a runs/b``.
-    """
+    """Compare runs on one self-contained page of HTML."""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN...", help_behavior_hint="(one or more)")]
     """folders of runs, or folders that hold them"""
@@ -31,8 +28,6 @@ def report(options: Report) -> Path:
     Raises:
         FileNotFoundError: if a folder holds no run.
         ValueError: if a file is not a run's, with its name.
-
-    Beyond the paper: ``batchnorm report``.
     """
     check_writable(options.out)
     runs = read_runs(options.runs)

@@ -26,10 +26,7 @@ ACCURACIES = ("accuracy", "top1")
 
 @dataclass(frozen=True)
 class Run:
-    """Hold what was read from one run's folder.
-
-    Beyond the paper: comparing runs.
-    """
+    """Hold what was read from one run's folder."""
 
     name: str
     config: dict[str, Any]
@@ -95,8 +92,6 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     Raises:
         FileNotFoundError: if a path holds no run.
         ValueError: if there is no path, or if a file is not a run's, with its name.
-
-    Beyond the paper: ``batchnorm report``.
     """
     if not paths:
         raise ValueError("give at least one run folder")

@@ -19,10 +19,7 @@ HALVED = "*"
 
 
 def alternatives(results: Path) -> str:
-    """Return what usual tools cannot do and what to use here, with a test or a result file for each line.
-
-    Beyond the paper: a comparison of tools.
-    """
+    """Return what usual tools cannot do and what to use here, with a test or a result file for each line."""
     steps, kernels = read(results, NETWORKS), read(results, "kernels-h200.json")
     resnet = next(
         (
@@ -80,10 +77,7 @@ def _over_compile(kernels: Result) -> float:
 
 
 def networks(results: Path) -> str:
-    """Return the speedups of real networks as Markdown; empty if they are not yet measured.
-
-    Beyond the paper: speed.
-    """
+    """Return the speedups of real networks as Markdown; empty if they are not yet measured."""
     result = read(results, NETWORKS)
     if result is None:
         return ""
@@ -237,9 +231,6 @@ SPEED = [
 
 
 def speeds(results: Path) -> str:
-    """Return the table of all other benchmarks as Markdown; rows without a result file say "not yet run".
-
-    Beyond the paper: speed.
-    """
+    """Return the table of all other benchmarks as Markdown; rows without a result file say "not yet run"."""
     header = ["what", "command", "measured", "on"]
     return table([header, *([row.what, f"`batchnorm {row.command}`", *cells(row, results)] for row in SPEED)])

@@ -119,10 +119,7 @@ FIGURES = [
 
 
 def paper(results: Path) -> str:
-    """Return the table of the paper's parts as Markdown; rows without a result file say "not yet run".
-
-    Beyond the paper: the paper's results beside ours.
-    """
+    """Return the table of the paper's parts as Markdown; rows without a result file say "not yet run"."""
     header = ["part of the paper", "command", "the paper says", "measured here", "on"]
     rows = [[row.what, f"`batchnorm {row.command}`", row.paper, *cells(row, results)] for row in FIGURES]
     return table([header, *rows])

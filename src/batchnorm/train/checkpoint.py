@@ -31,10 +31,7 @@ class CheckpointError(ValueError):
 
 
 class Checkpoint(NamedTuple):
-    """Hold a checkpoint, and why any newer ones were skipped.
-
-    Beyond the paper: resuming.
-    """
+    """Hold a checkpoint, and why any newer ones were skipped."""
 
     step: int
     model: dict[str, Tensor]
@@ -59,8 +56,6 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
     'step-000000007'
     >>> load_latest(folder).state
     {'note': 'hello'}
-
-    Beyond the paper: resuming.
     """
     safetensors = require("safetensors.torch", "train")
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,8 +94,6 @@ def load_latest(folder: Path) -> Checkpoint | None:
 
     Raises:
         CheckpointError: if there are checkpoints but none is usable; the message says why, for each.
-
-    Beyond the paper: resuming.
     """
     passed_over: list[str] = []
     for path in _newest_first(folder):
@@ -153,8 +146,6 @@ def weights_digest(folder: Path) -> str | None:
 
     Raises:
         CheckpointError: if its manifest cannot be read.
-
-    Beyond the paper: telling runs apart.
     """
     found = _newest_first(folder)
     return str(_manifest(found[0])[1]["model.safetensors"].get("sha256")) if found else None

@@ -24,8 +24,6 @@ class Ranks:
 
     >>> Ranks().any(True), Ranks().main
     (True, True)
-
-    Beyond the paper: its "large-scale, distributed architecture" is not described.
     """
 
     rank: int = 0
@@ -94,8 +92,6 @@ def device_of(name: str) -> torch.device:
     Traceback (most recent call last):
         ...
     ValueError: device='gpu' is unknown: choose cpu, cuda or auto
-
-    Beyond the paper: the command line.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={name!r} is unknown: choose cpu, cuda or auto")
@@ -117,8 +113,6 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
 
     >>> with ranks("cpu") as alone: print(alone.rank, alone.world_size)
     0 1
-
-    Beyond the paper: torchrun's convention.
     """
     cuda = device_of(device).type == "cuda"
     world_size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))

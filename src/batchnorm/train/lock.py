@@ -36,8 +36,6 @@ def locked(folder: Path) -> Iterator[None]:
     ['train.lock']
     >>> folder.exists()
     False
-
-    Beyond the paper: resuming.
     """
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)

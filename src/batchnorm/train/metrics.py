@@ -36,8 +36,6 @@ class Metrics:
     >>> metrics = Metrics(path, kept); metrics.write({"step": 2, "again": True}); metrics.close()
     >>> [line["step"] for line in read(path)]
     [1, 2]
-
-    Beyond the paper: resuming.
     """
 
     def __init__(self, path: Path, position: int = 0) -> None:
@@ -84,8 +82,6 @@ class Logger:
         positions: lengths at which to continue metrics.jsonl and monitor.jsonl.
         total: number of steps of the whole run.
         tensorboard: also write scalars for TensorBoard.
-
-    Beyond the paper: watching a run.
     """
 
     def __init__(self, folder: Path, positions: tuple[int, int], total: int, *, tensorboard: bool = False) -> None:
@@ -135,8 +131,6 @@ def read(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         ValueError: if a line is not a record; the message names the file and the line.
-
-    Beyond the paper: results.
     """
     *lines, _ = path.read_bytes().split(b"\n")
     return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]

@@ -32,8 +32,6 @@ def own_network(factory: str, change: Change, *, classes: int, size: int, seed: 
     Raises:
         ValueError: if there is no such network, if it does not fit the images or the classes, or if there is nothing
             to change.
-
-    Beyond the paper: any network.
     """
     example = example_images(size)
     with torch.random.fork_rng(devices=[]):
@@ -62,8 +60,6 @@ def without_batch_norm(net: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: if a layer of an unknown class may do more than normalize.
-
-    Beyond the paper: the network to compare with.
     """
     plain = revert(net)
     layers = {m: name for name, m in plain.named_modules() if isinstance(m, TorchBatchNorm)}

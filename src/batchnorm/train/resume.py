@@ -31,8 +31,6 @@ def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) 
     Traceback (most recent call last):
         ...
     ValueError: ...: rate is 0.0015 there, 1.0 here; choose another --out, or remove that folder
-
-    Beyond the paper: resuming.
     """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "recipe.json"
@@ -52,10 +50,7 @@ def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) 
 
 
 class RunState(NamedTuple):
-    """Hold a run's progress; its network and optimizer are saved separately.
-
-    Beyond the paper: resuming.
-    """
+    """Hold a run's progress; its network and optimizer are saved separately."""
 
     step: int = 0
     evaluated: int = 0
@@ -67,10 +62,7 @@ class RunState(NamedTuple):
 
 
 def save_state(folder: Path, state: RunState, net: nn.Module, optimizer: torch.optim.Optimizer, here: Ranks) -> None:
-    """Write a checkpoint that :func:`resume_` reads. Every rank must call this; rank 0 writes.
-
-    Beyond the paper: resuming.
-    """
+    """Write a checkpoint that :func:`resume_` reads. Every rank must call this; rank 0 writes."""
     assert state.sums is not None
     # The sums differ between ranks; everything else is the same on each.
     sums = state.sums.new_zeros(here.world_size, 3)
@@ -95,8 +87,6 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
 
     Raises:
         ValueError: if no checkpoint can be read, or the newest one does not fit the network.
-
-    Beyond the paper: resuming.
     """
     found = checkpoint.load_latest(folder / "checkpoints")
     if found is None:

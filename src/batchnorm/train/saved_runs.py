@@ -21,10 +21,7 @@ from .recipe import Recipe
 
 
 class SavedRun(NamedTuple):
-    """Represent a run in a folder; :meth:`load` reads its network.
-
-    Beyond the paper: evaluating a run.
-    """
+    """Represent a run in a folder; :meth:`load` reads its network."""
 
     folder: Path
     recipe: Recipe
@@ -124,8 +121,6 @@ def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
     Raises:
         FileNotFoundError: if the folder is not a run's.
         ValueError: if its recipe was written by another version.
-
-    Beyond the paper: evaluating a run.
     """
     path = folder / "recipe.json"
     if not path.is_file():
@@ -150,8 +145,6 @@ def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) ->
     Traceback (most recent call last):
         ...
     ValueError: run was trained on other classes: its class 1 is 'dog', the data's is 'eel'
-
-    Beyond the paper: evaluating a run.
     """
     if len(trained) != len(found):
         raise ValueError(f"{folder} was trained on {len(trained)} classes, but the data has {len(found)}")
@@ -200,8 +193,6 @@ def open_runs(folders: Sequence[Path], *, trust: bool = False) -> dict[str, Save
 
     Raises:
         ValueError: if there are no runs, or they take images of different sizes.
-
-    Beyond the paper: evaluating runs.
     """
     if not folders:
         raise ValueError("give at least one run: a folder written by batchnorm train")

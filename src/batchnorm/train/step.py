@@ -60,8 +60,6 @@ class Shadows:
     Args:
         net: the network.
         aside: on a GPU, compute the kernels' gradients on a separate stream.
-
-    Beyond the paper: speed; autocast computes the same.
     """
 
     def __init__(self, net: nn.Module, aside: bool = False) -> None:
@@ -143,8 +141,6 @@ class TrainStep:
             parallel, and with ``cast_once`` so do the gradients of its kernels.
         batch: examples in this rank's part of a full batch. A smaller batch at the end of an epoch runs without the
             graph and without compilation.
-
-    Beyond the paper: speed; the step computes the same as the paper's.
     """
 
     def __init__(

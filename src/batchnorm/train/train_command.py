@@ -173,8 +173,6 @@ def resolve(recipe: Recipe, overrides: Recipe) -> Recipe:
 
     >>> resolve(RECIPES["bn-x30"], Overrides(batch_size=64)).batch_size
     64
-
-    Beyond the paper: the command line.
     """
     values: dict[str, Any] = {field.name: getattr(overrides, field.name) for field in fields(Recipe)}
     given = {name: value for name, value in values.items() if value is not None}

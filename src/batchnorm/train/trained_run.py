@@ -43,8 +43,6 @@ class Preprocessing:
 
     >>> Preprocessing(32)(torch.zeros(3, 48, 64, dtype=torch.uint8)).shape
     torch.Size([1, 3, 32, 32])
-
-    Beyond the paper: using a trained network.
     """
 
     size: int
@@ -96,10 +94,7 @@ class Preprocessing:
 
 
 class Prediction(NamedTuple):
-    """Hold a network's predictions for images.
-
-    Beyond the paper: using a trained network.
-    """
+    """Hold a network's predictions for images."""
 
     probabilities: Tensor
     """float32 of shape (images, classes), on the CPU"""
@@ -108,10 +103,7 @@ class Prediction(NamedTuple):
 
 
 class TrainedRun:
-    """A finished run of ``batchnorm train``, as returned by :func:`load`.
-
-    Beyond the paper: using a trained network.
-    """
+    """A finished run of ``batchnorm train``, as returned by :func:`load`."""
 
     def __init__(self, saved: SavedRun, device: torch.device) -> None:
         net, classes = saved.trained()

@@ -17,8 +17,6 @@ def takes(x: Tensor | torch.fx.Proxy) -> bool:
 
     >>> takes(torch.zeros(1, 8, 4, 4))  # not on a GPU
     False
-
-    Beyond the paper: speed.
     """
     if isinstance(x, torch.fx.Proxy):  # torch.fx is tracing
         return False
@@ -33,10 +31,7 @@ def takes(x: Tensor | torch.fx.Proxy) -> bool:
 
 
 class ChannelTiles:
-    """Divide the pixels and channels of a tensor among programs, in tiles of P pixels and V channels.
-
-    Beyond the paper: speed.
-    """
+    """Divide the pixels and channels of a tensor among programs, in tiles of P pixels and V channels."""
 
     def __init__(self, x: Tensor, strides: tuple[int, ...], pixels: int) -> None:
         channels = x.shape[1]

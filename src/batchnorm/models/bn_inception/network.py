@@ -149,8 +149,6 @@ def early_strides(size: int) -> tuple[int, int]:
 
     >>> early_strides(224), early_strides(64), early_strides(32)
     ((2, 2), (2, 1), (1, 1))
-
-    Beyond the paper: images other than 224 px.
     """
     for strides in ((2, 2), (2, 1)):
         if -(-size // (8 * strides[0] * strides[1])) >= SMALLEST_MAP:
@@ -163,8 +161,6 @@ def early_strides_note(size: int) -> str | None:
 
     >>> early_strides_note(64)
     'at 64 px the first max pool is left out'
-
-    Beyond the paper: images other than 224 px.
     """
     stem, pool = early_strides(size)
     if (stem, pool) == (2, 2):
@@ -182,8 +178,6 @@ def initialize_(
 
     >>> net = nn.Linear(3, 2); initialize_(net, "xavier", seed=0); net.bias.tolist()
     [0.0, 0.0]
-
-    Beyond the paper: it names no initialization.
     """
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     for layer in net.modules():

@@ -54,19 +54,13 @@ class AvgPool2d(nn.AvgPool2d):
 
 
 def max_pool(x: Tensor, stride: int) -> Tensor:
-    """Return the maximum of each 3x3 window, padded by 1, at stride 1 or 2.
-
-    Beyond the paper: speed; ``F.max_pool2d`` computes the same.
-    """
+    """Return the maximum of each 3x3 window, padded by 1, at stride 1 or 2."""
     y: Tensor = torch.ops.batchnorm.max_pool(x, stride)[0]
     return y
 
 
 def average_pool(x: Tensor) -> Tensor:
-    """Return the mean of each 3x3 window at stride 1 over its pixels inside the image.
-
-    Beyond the paper: speed; ``F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)`` computes the same.
-    """
+    """Return the mean of each 3x3 window at stride 1 over its pixels inside the image."""
     y: Tensor = torch.ops.batchnorm.average_pool(x, False)
     return y
 

@@ -45,10 +45,7 @@ _NOWHERE = None, None, None
 
 
 class Shape(ctypes.Structure):
-    """Describe a call to the kernel: planes (n, channels, length), or rows (n, channels) if the length is 0.
-
-    Beyond the paper: how memory is laid out.
-    """
+    """Describe a call to the kernel: planes (n, channels, length), or rows (n, channels) if the length is 0."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("n", "channels", "length", "activation")),
@@ -58,10 +55,7 @@ class Shape(ctypes.Structure):
 
 
 class KernelForm(NamedTuple):
-    """Hold what all calls with one shape have in common, so that it is computed once.
-
-    Beyond the paper: how the kernel is called.
-    """
+    """Hold what all calls with one shape have in common, so that it is computed once."""
 
     forward: Callable[..., int]
     backward: Callable[..., int]
@@ -273,10 +267,7 @@ class _NotFinite(Exception):
 
 
 class CompiledFunction(torch.autograd.Function):
-    """Compute (x, gamma, beta, residual) -> y with kernel.c.
-
-    Beyond the paper: how autograd sees it.
-    """
+    """Compute (x, gamma, beta, residual) -> y with kernel.c."""
 
     @staticmethod
     def forward(

@@ -27,10 +27,7 @@ FLAGS = (
 
 
 class Kernels(NamedTuple):
-    """Hold the compiled functions, and the addresses of the OpenMP functions that run torch's threads.
-
-    Beyond the paper: kernel.c as compiled here.
-    """
+    """Hold the compiled functions, and the addresses of the OpenMP functions that run torch's threads."""
 
     forward: Callable[..., int]
     backward: Callable[..., int]

@@ -19,10 +19,7 @@ BLOCK = 2048  # elements per program when normalizing by given statistics
 
 
 class Pass(NamedTuple):
-    """Hold everything that a pass over tensors of one shape needs except the tensors.
-
-    Beyond the paper: the choices behind a call, and the resulting launches.
-    """
+    """Hold everything that a pass over tensors of one shape needs except the tensors."""
 
     geometry: Geometry
     strides: tuple[int, ...]  # of dense tensors in x's layout

@@ -20,10 +20,7 @@ _REFUSALS = (701, 720, 801)
 
 
 class Refused(RuntimeError):
-    """Raised if a device cannot run a launch, for example because another process uses part of the device.
-
-    Beyond the paper: other kernels run then.
-    """
+    """Raised if a device cannot run a launch, for example because another process uses part of the device."""
 
 
 Launcher = Callable[[int, Any, int], None]  # programs, pointers to the arguments, stream
@@ -38,8 +35,6 @@ class Arguments:
     >>> arguments = Arguments("P", ctypes.c_int(7), "f")
     >>> arguments.launch(lambda programs, pointers, stream: print(programs, len(pointers)), 4, (0, 0.5), 0)
     4 3
-
-    Beyond the paper: speed; on small tensors the host takes longer than the kernel.
     """
 
     def __init__(self, *fields: Any) -> None:
@@ -91,8 +86,6 @@ class Kernel:
         shared: bytes of shared memory.
         device: the device index.
         cooperative: run all programs at the same time, or fail.
-
-    Beyond the paper: how kernels get to the device.
     """
 
     def __init__(self, function: int, threads: int, shared: int, device: int, *, cooperative: bool) -> None:
@@ -118,10 +111,7 @@ class Kernel:
 
 
 class Launch(NamedTuple):
-    """Hold the parameters of one launch through the driver, so that the extension can repeat it.
-
-    Beyond the paper: what the extension repeats.
-    """
+    """Hold the parameters of one launch through the driver, so that the extension can repeat it."""
 
     kernel: Kernel
     programs: int

@@ -11,10 +11,7 @@ from torch import Tensor
 
 
 class Geometry(NamedTuple):
-    """Describe x's layout to the kernels; ``offsets`` in triton/tile.py uses the strides.
-
-    Beyond the paper: where the kernels find each value.
-    """
+    """Describe x's layout to the kernels; ``offsets`` in triton/tile.py uses the strides."""
 
     nhwc: bool
     channels: int

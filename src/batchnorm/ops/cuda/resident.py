@@ -25,10 +25,7 @@ BATCHES = 8  # most batches of 4 vectors that a thread copies and waits for, one
 
 
 class Residence(NamedTuple):
-    """Hold the launch parameters of the kernel.
-
-    Beyond the paper: the choices behind one launch.
-    """
+    """Hold the launch parameters of the kernel."""
 
     threads: int
     each: int  # programs per multiprocessor

@@ -20,10 +20,7 @@ HELD = (1, 2, 4, 7, 8, 12, 16)
 
 
 class Tiling(NamedTuple):
-    """Hold the launch parameters: R x V tiles, T of them held in registers, each slice of channels split into parts.
-
-    Beyond the paper: the choices behind one launch.
-    """
+    """Hold the launch parameters: R x V tiles, T of them held in registers, each slice of channels split into parts."""
 
     path: str  # "once": one launch, x held in registers; "stream": two launches, x read twice
     R: int

@@ -24,8 +24,6 @@ class TritonLaunch:
     Triton inspects every argument to find the code that it compiled for such arguments, and runs more Python around
     each launch. Together that takes several times as long as the launch. This object and the key below fix everything
     that Triton's choice depends on.
-
-    Beyond the paper: speed.
     """
 
     def __init__(

@@ -16,8 +16,6 @@ class Workspace:
 
     The words are zero between launches. Launches on one stream run one after the other, so they can share memory. A
     captured launch has its own, because its graph may be replayed at the same time as anything else.
-
-    Beyond the paper: saves every launch two allocations.
     """
 
     ARENA = 1 << 22
