@@ -152,3 +152,8 @@ def test_the_map_names_code_tests_and_commands_that_exist(paper_map):
             assert f"\ndef {test}(" in (ROOT / "tests" / path).read_text(), test
         assert set(row.commands) <= set(COMMANDS)
     assert set(paper_map.TAGGED) == {name for row in rows for name in paper_map.symbols(row)}
+
+
+def test_every_table_has_rows():
+    for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"]:
+        assert not re.search(r"^\|[-|: ]+\|\n(?!\|)", page.read_text(), re.MULTILINE), page
