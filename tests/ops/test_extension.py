@@ -253,9 +253,25 @@ def test_what_fails_to_load_or_compile_is_said(monkeypatch, tmp_path):
     extension._use(None, broken)
     assert extension.unavailable == "RuntimeError: no such operator"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native.remember_failure(extension.source(), "the compiler is too old")
-    with pytest.raises(native.Unavailable, match="the compiler is too old"):
-        native.cached(extension.source())
+    for cause, remembered in ((OSError("the disk is full"), False), (ImportError("the compiler is too old"), True)):
+        error = native.Unavailable(str(cause))
+        error.__cause__ = cause
+        native.remember_failure(extension.source(), error)
+        if remembered:
+            with pytest.raises(native.Unavailable, match="the compiler is too old"):
+                native.cached(extension.source())
+        else:
+            assert native.cached(extension.source()) is None
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(native.Path, "home", home)
+    assert native.cached(extension.source()) is None
+    native.remember_failure(extension.source(), native.Unavailable("nothing"))
 
 
 def python_alone(monkeypatch):

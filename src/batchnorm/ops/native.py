@@ -56,7 +56,7 @@ def built(source: Source) -> tuple[Any, str | None]:
                 with _alone(folder / f"{source.path.stem}.lock"):
                     found = _cached(source, folder, command) or _compile(source, folder, command)
             return found, None
-        except (OSError, AttributeError, ImportError, RuntimeError) as error:
+        except (OSError, AttributeError, ImportError) as error:
             # The cache folder is missing, not writable, does not allow loading, or is not private.
             with tempfile.TemporaryDirectory() as temporary:
                 return _compile(source, Path(temporary), command), str(error)
@@ -84,10 +84,12 @@ def cached(source: Source) -> Any:
         return None
 
 
-def remember_failure(source: Source, why: str) -> None:
-    """Record a failed compilation, so that :func:`cached` need not repeat it."""
-    with suppress(OSError):
-        (_folder(create=True) / f"{source.path.stem}-{_key(source, _command(source))}.failed").write_text(why)
+def remember_failure(source: Source, error: Unavailable) -> None:
+    """Record that the source does not compile or load, so that :func:`cached` can say so without trying again."""
+    if isinstance(error.__cause__, subprocess.CalledProcessError | ImportError):  # a full disk may be gone next time
+        with suppress(OSError):
+            failure = _folder(create=True) / f"{source.path.stem}-{_key(source, _command(source))}.failed"
+            failure.write_text(str(error))
 
 
 def _command(source: Source) -> list[str]:
@@ -107,7 +109,10 @@ def _command(source: Source) -> list[str]:
 
 
 def _folder(*, create: bool) -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchnorm"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchnorm"
+    except RuntimeError as error:
+        raise OSError(str(error)) from error  # the user has no home folder
     if create:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = folder.resolve()
@@ -166,9 +171,8 @@ def _compile(source: Source, folder: Path, command: list[str]) -> Any:
         loaded = source.load(out)
         with out.open("rb") as file:
             os.fsync(file.fileno())
-        out.replace(
-            folder / _name(source, _key(source, command), out)
-        )  # atomic: other processes may compile it at the same time
+        # Atomic: other processes may compile it at the same time.
+        out.replace(folder / _name(source, _key(source, command), out))
         return loaded
 
 

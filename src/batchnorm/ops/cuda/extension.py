@@ -78,10 +78,13 @@ def start(configure: Callable[[Any], None]) -> None:
 
 def register() -> None:
     """Make compiled graphs call the extension too. Call this on the main thread: others may look up operators."""
-    global _registered
+    global _registered, module, unavailable
     if module is not None and not _registered:
         _registered = True
-        module.register_operators()
+        try:
+            module.register_operators()
+        except RuntimeError as error:
+            module, unavailable = None, str(error)
 
 
 def wait() -> str | None:
@@ -110,7 +113,7 @@ def _build(configure: Callable[[Any], None]) -> None:
     except native.Unavailable as error:
         unavailable = str(error)
         if not _stopped:
-            native.remember_failure(source(), unavailable)
+            native.remember_failure(source(), error)
         return
     _use(found, configure)
 
