@@ -57,12 +57,7 @@ def _find_pass(
     r = way if isinstance(way, Residence) else None
     if way is None and resident.runs_on(device):
         r = resident.choose(g, itemsize, backward, residual, processors(device))
-    if isinstance(way, Tiling):
-        tiling = way
-    elif is_tuned(device):
-        tiling = schedule.choose(g, itemsize, backward, residual, processors(device))
-    else:
-        tiling = schedule.stream(g, itemsize, backward, processors(device))
+    tiling = way if isinstance(way, Tiling) else best_tiling(g, itemsize, backward, residual, device)
     strides = dense_strides(g, shape)
     launches = _launches(g, tiling, backward, device)
     # Each part stores two sums per channel, three in Triton's forward pass, which also needs two floats per channel for
@@ -74,6 +69,13 @@ def _find_pass(
 
 
 _pass = cache(_find_pass)
+
+
+def best_tiling(g: Geometry, itemsize: int, backward: bool, residual: bool, device: torch.device) -> Tiling:
+    """Return the fastest tiling that is known to be right on a device."""
+    if is_tuned(device):
+        return schedule.choose(g, itemsize, backward, residual, processors(device))
+    return schedule.stream(g, itemsize, backward, processors(device))
 
 
 @cache

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..activation import NAMES, Activation
 from ..running import Kept
 from . import driver, resident, schedule
-from .cached_pass import is_tuned, launches_of, processors
+from .cached_pass import best_tiling, launches_of, processors
 from .launch import STATS
 from .layout import Geometry, geometry_of, row_stride
 from .resident import Residence
@@ -229,12 +229,7 @@ def _plan(sizes: _Sizes, device: torch.device, backward: bool, way: Tiling | Res
     r = way if isinstance(way, Residence) else None
     if way is None and resident.runs_on(device):
         r = resident.choose_layers(g, sizes.channels, _strides(sizes), b, backward, processors(device))
-    if isinstance(way, Tiling):
-        p = way
-    elif is_tuned(device):
-        p = schedule.choose(g, b, backward, False, processors(device))
-    else:
-        p = schedule.stream(g, b, backward, processors(device))
+    p = way if isinstance(way, Tiling) else best_tiling(g, b, backward, False, device)
     slices = [up(c, p.V) for c in sizes.channels]
     align = _common_power((*sizes.channels, *_strides(sizes)))
     # If some slices are not full, there are more than in the plan, so programs number themselves as they start.
