@@ -90,7 +90,7 @@ def test_imports_point_down():
 )
 def test_optional_packages_are_imported_in_their_place_only(package, home):
     allowed = {
-        "triton": ("ops/cuda/", "models/bn_inception/triton/"),
+        "triton": ("ops/cuda/", "models/bn_inception/triton/", "train/triton/"),
         "torch.distributed": ("collectives.py", "train/", "layers/statistics.py", "evaluate/", "bench/"),
     }
     for path in FILES:

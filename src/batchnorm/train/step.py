@@ -16,6 +16,7 @@ from ..models.bn_inception.blocks import InceptionModule, SeparableConv2d
 from ..models.bn_inception.joined import as_neighbours
 from ..models.bn_inception.weight_gradients import WeightGradients
 from .distributed import Ranks
+from .fused_update import FusedUpdate, Trained, same_layout
 from .recipe import Recipe
 
 Compile = Literal["network", "nothing"]
@@ -75,6 +76,7 @@ class Shadows:
             copy.requires_grad_()
         self.trained = list(trained.values())
         self.used = [self.copies.get(name, p) for name, p in trained.items()]
+        self._update: FusedUpdate | None = None
 
     def _join(self, net: nn.Module, names: dict[int, str]) -> None:
         """Store the kernels that a module applies as one convolution next to each other, to save copying them."""
@@ -90,15 +92,23 @@ class Shadows:
             y: Tensor = torch.func.functional_call(self.net, self.copies, x)
         return y
 
-    def backward(self, loss: Tensor) -> None:
-        """Set the parameters' gradients to those of their copies, in the parameters' precision."""
+    def step(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Update the parameters by the gradients of their copies, and then the copies."""
         # loss.backward() would copy gradients that are views, as those of joined kernels are.
         grads = torch.autograd.grad(loss, self.used)
         if self.weight_gradients is not None:
             self.weight_gradients.wait()
+        self._update = self._update or FusedUpdate(optimizer)
+        if loss.is_cuda and self._update.can_update(self.trained):
+            copies = (None if copy is p else copy for p, copy in zip(self.trained, self.used, strict=True))
+            found = [Trained(*row) for row in zip(self.trained, grads, copies, strict=True)]
+            if all(one.fits() for one in found):
+                self._update(found)
+                return
         to, of = [], []
         for parameter, grad in zip(self.trained, grads, strict=True):
-            grad = _with_strides_of(parameter, grad)
+            # Torch copies many tensors in one launch only if all strides are equal.
+            grad = grad.as_strided(parameter.shape, parameter.stride()) if same_layout(grad, parameter) else grad
             if grad.dtype == parameter.dtype and grad.stride() == parameter.stride():
                 parameter.grad = grad
             else:
@@ -106,21 +116,13 @@ class Shadows:
                 to.append(parameter.grad)
                 of.append(grad)
         torch._foreach_copy_(to, of)
+        optimizer.step()
+        self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the parameters to their bfloat16 copies again."""
         torch._foreach_copy_(list(self.copies.values()), self.masters)
-
-
-def _with_strides_of(like: Tensor, t: Tensor) -> Tensor:
-    """Return ``t``, with the strides of ``like`` if both have the same memory layout.
-
-    A dimension of size 1 can have any stride: the kernel of a 1x1 convolution is both contiguous and channels last.
-    Torch copies many tensors in one launch only if all strides are equal.
-    """
-    alike = all(n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), like.stride(), strict=True))
-    return t.as_strided(like.shape, like.stride()) if alike else t
 
 
 class TrainStep:
@@ -196,16 +198,19 @@ class TrainStep:
             scores = (model or self.model)(x)
         loss = F.cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), labels)
         loss_share = loss * self._share(labels)
+        aside = self.shadows.weight_gradients if self.shadows is not None else None
+        with nullcontext() if aside is None else aside.beside():
+            self._count(loss.detach(), scores.detach(), labels)
         if self.shadows is None:
             loss_share.backward()
+            self.optimizer.step()
         else:
-            self.shadows.backward(loss_share)
-        self.optimizer.step()
-        if self.shadows is not None:
-            self.shadows.refresh()
+            self.shadows.step(loss_share, self.optimizer)
         self.ranks.average_statistics_(self.net)
-        right = (scores.detach().argmax(1) == labels).sum()
-        self.sums += torch.stack([loss.detach().double() * len(labels), right, torch.full_like(right, len(labels))])
+
+    def _count(self, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
+        right = (scores.argmax(1) == labels).sum()
+        self.sums += torch.stack([loss.double() * len(labels), right, torch.full_like(right, len(labels))])
 
     def _share(self, labels: Tensor) -> Tensor | float:
         """Return the factor that turns the mean over ranks of their mean losses into the mean over all examples."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,12 +38,18 @@ class WeightGradients:
     def __exit__(self, *_: object) -> None:
         _local.gradients = None
 
-    def compute(self, dy: Tensor, x: Tensor, weight: Tensor, options: tuple[Any, Any]) -> Tensor:
-        """Return a gradient that may not be computed yet."""
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Run kernels on this object's stream; what they read must stay in memory until :meth:`wait`."""
         current = torch.cuda.current_stream()
         self.others.add(current)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
+            yield
+
+    def compute(self, dy: Tensor, x: Tensor, weight: Tensor, options: tuple[Any, Any]) -> Tensor:
+        """Return a gradient that may not be computed yet."""
+        with self.beside():
             _, dweight = _convolution_gradients(dy, x, weight, options, (False, True))
             event = torch.cuda.Event()
             event.record()

@@ -1,0 +1,102 @@
+"""SGD with momentum in one kernel, which reads bfloat16 gradients and writes bfloat16 copies of the weights.
+
+Torch's fused SGD needs gradients in the weights' type. To cast the gradients, update the weights and cast them again
+takes three passes, which move 32 bytes per weight. One pass moves 20.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops import dispatch
+from ..ops.cuda.autograd import HAS_TRITON
+
+CHUNK = 2048  # elements that a program updates
+
+
+class Trained(NamedTuple):
+    """A weight, its gradient, and the copy that the network uses; None if it uses the weight itself."""
+
+    weight: Tensor
+    gradient: Tensor
+    copy: Tensor | None
+
+    def fits(self) -> bool:
+        """Return whether the kernel can update it: the same memory layout, and types as it expects."""
+        kind = torch.float32 if self.copy is None else torch.bfloat16
+        others = [self.gradient] if self.copy is None else [self.gradient, self.copy]
+        same = all(t.dtype == kind and same_layout(t, self.weight) for t in others)
+        return same and self.weight.dtype == torch.float32 and _is_dense(self.weight)
+
+
+class FusedUpdate:
+    """Take steps of SGD with momentum: v <- momentum v + g + decay w, then w <- w - rate v.
+
+    The state is that of ``torch.optim.SGD``. This object must exist as long as a captured step is replayed.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._spare: Tensor | None = None
+        self._captured: list[Tensor] = []  # replayed steps read them
+
+    def can_update(self, trained: Sequence[Tensor]) -> bool:
+        """Return whether this does on a GPU what a step of the optimizer does."""
+        if type(self.optimizer) is not torch.optim.SGD or not HAS_TRITON or not dispatch.FAST or torch.version.hip:
+            return False
+        groups = self.optimizer.param_groups
+        momentum = groups[0]["momentum"]
+        unusual = any(group["nesterov"] or group["maximize"] or group["dampening"] for group in groups)
+        rates = all(isinstance(group["lr"], Tensor) and group["lr"].dtype == torch.float32 for group in groups)
+        same = all(group["momentum"] == momentum for group in groups)
+        known = {id(p) for group in groups for p in group["params"]}
+        return rates and same and not unusual and momentum != 0 and known >= set(map(id, trained))
+
+    @torch.no_grad()
+    def __call__(self, trained: list[Trained]) -> None:
+        """Update weights and their copies."""
+        from .triton.update import update
+
+        groups = self.optimizer.param_groups
+        group_of = {id(p): group for group in groups for p in group["params"]}
+        rows, chunks = list[tuple[int, ...]](), list[tuple[int, int]]()
+        for w, g, copy in trained:
+            state, group = self.optimizer.state[w], group_of[id(w)]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(w)
+            tensors = (w, state["momentum_buffer"], g, copy, group["lr"])
+            (decay,) = struct.unpack("i", struct.pack("f", group["weight_decay"]))
+            chunks += [(len(rows), start) for start in range(0, w.numel(), CHUNK)]
+            rows.append((*(0 if t is None else t.data_ptr() for t in tensors), w.numel(), decay))
+        aligned = all(count % 8 == 0 and all(n % 16 == 0 for n in addresses) for *addresses, count, _ in rows)
+        table = self._on_device(torch.tensor([*chain(*rows), *chain(*chunks)]), trained[0].weight.device)
+        with torch.cuda.device_of(table):
+            update[(len(chunks),)](table, table[7 * len(rows) :], groups[0]["momentum"], CHUNK, aligned)
+
+    def _on_device(self, table: Tensor, device: torch.device) -> Tensor:
+        if device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
+            self._spare = torch.empty_like(table, pin_memory=device.type == "cuda")  # cannot be allocated in a capture
+            return table.to(device)
+        if self._spare is None or self._spare.shape != table.shape:
+            raise RuntimeError("take a step before a step is captured as a CUDA graph")
+        self._captured.append(self._spare.copy_(table))
+        self._spare = None
+        return torch.empty_like(table, device=device).copy_(self._captured[-1], non_blocking=True)
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of one shape have their elements in the same order in memory.
+
+    A dimension of size 1 can have any stride: the kernel of a 1x1 convolution is both contiguous and channels last.
+    """
+    return all(n == 1 or i == j for n, i, j in zip(a.shape, a.stride(), b.stride(), strict=True))
+
+
+def _is_dense(t: Tensor) -> bool:
+    return 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) == t.numel()
