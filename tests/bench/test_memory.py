@@ -5,7 +5,7 @@ import torch
 
 from batchnorm.bench import memory as bench
 from batchnorm.bench.contenders import STOCK
-from batchnorm.bench.memory import FORMS, PeakMemory, StepForm, memory, peak, report
+from batchnorm.bench.memory import FORMS, PeakMemory, StepForm, memory, peak, peak_of_tensors, report
 from batchnorm.models.bn_inception.pooling import AvgPool2d, MaxPool2d
 
 
@@ -27,6 +27,7 @@ def test_small_networks_on_this_machine(tmp_path, capsys):
     # How high the peaks are depends on the CPU, whose kernels take workspaces of their own.
     assert [row.over_stock for row in rows] == [row.peak / rows[0].peak for row in rows]
     assert min(row.peak for row in rows) > 0
+    assert [row.tensors for row in rows] == [row.peak for row in rows]  # workspaces are told apart on a GPU only
     written = json.loads((tmp_path / "memory.json").read_text())
     assert [row["name"] for row in written["rows"]] == names
     assert "commit" in written["environment"]  # None outside a git checkout
@@ -43,16 +44,16 @@ def test_forms_are_made_of_the_parts_they_name():
 
 
 def test_the_table_says_whether_the_bars_are_reached():
-    rows = [PeakMemory("stock", 100, 90, 7.0), PeakMemory("ours", 74, 70, 7.0, 0.74)]
-    assert "ours: at most 0.75 of stock: reached" in report(rows, rows[1:])
-    over = PeakMemory("ours, recompute", 74, 70, 7.0, 0.74)
+    rows = [PeakMemory("stock", 100, 95, 90, 7.0), PeakMemory("ours", 74, 57, 70, 7.0, 0.74, 0.6)]
+    assert "ours: tensors at most 0.6 of stock's: reached" in report(rows, rows[1:])
+    over = PeakMemory("ours, recompute", 44, 44, 40, 7.0, 0.44, 0.46)
     assert "NOT reached" in report([rows[0], over], [over])
     assert "reached" not in report(rows)
 
 
 def test_another_loss_is_refused(monkeypatch):
     losses = iter([7.0, 8.0])
-    monkeypatch.setattr(bench, "measure", lambda form, *_: PeakMemory(form.name, 1, 1, next(losses)))
+    monkeypatch.setattr(bench, "measure", lambda form, *_: PeakMemory(form.name, 1, 1, 1, next(losses)))
     with pytest.raises(RuntimeError, match=r"ours computes a loss of 8\.0, but stock computes 7\.0"):
         memory(only=["ours"])
 
@@ -60,3 +61,18 @@ def test_another_loss_is_refused(monkeypatch):
 def test_a_wrong_name_lists_the_right_ones():
     with pytest.raises(ValueError, match="no form named 'our': choose from 'stock, no BN', 'ours', 'ours, recompute'"):
         memory(only=["our"])
+
+
+@pytest.mark.gpu
+def test_workspaces_are_not_tensors():
+    device = torch.device("cuda")
+
+    def call():
+        a = torch.empty(1 << 20, dtype=torch.uint8, device=device)
+        torch.empty(1 << 23, dtype=torch.uint8, device=device)  # freed at once
+        b = torch.empty(1 << 21, dtype=torch.uint8, device=device)
+        return a, b
+
+    before = torch.cuda.memory_allocated()
+    assert peak_of_tensors(call, device) - before == (1 << 20) + (1 << 21)
+    assert peak(call, device)[0] - before == (1 << 20) + (1 << 23)

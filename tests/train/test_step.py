@@ -11,6 +11,7 @@ from batchnorm.models.bn_inception.blocks import InceptionModule
 from batchnorm.models.bn_inception.joined import are_neighbours
 from batchnorm.train import RECIPES
 from batchnorm.train.distributed import Ranks
+from batchnorm.train.fused_update import FusedUpdate
 from batchnorm.train.step import Shadows, TrainStep, make_optimizer
 
 
@@ -117,3 +118,30 @@ def test_branches_side_by_side_do_not_disturb_each_other():
         for _ in range(50):
             graph.replay()
             torch.testing.assert_close(list(captured), one_after_the_other, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_the_fused_update_takes_the_same_captured_steps(monkeypatch):
+    def weights(fused):
+        if not fused:
+            monkeypatch.setattr(FusedUpdate, "can_update", lambda *_: False)
+        recipe = small(width=0.25, rate=1e-4)
+        net = recipe.network(3).cuda().to(memory_format=torch.channels_last)
+        device, augment = torch.device("cuda"), Augment("none").cuda()
+        optimizer = make_optimizer(net, recipe, device)
+        options = {"bf16": True, "cast_once": True, "graph": True}
+        step = TrainStep(net, optimizer, augment, Ranks(device=device), **options)
+        images = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        labels = torch.arange(16, device="cuda") % 3
+        for _ in range(6):  # the first three are not captured
+            step(images.cuda(), labels, augment.draw(16, torch.Generator()), 1e-4)
+        momentum = [optimizer.state[p]["momentum_buffer"] for p in net.parameters()]
+        return dict(net.named_parameters()), momentum, step.shadows.copies
+
+    (ours, momentum, copies), (plain, expected, _) = weights(fused=True), weights(fused=False)
+    assert max(float(v.abs().max()) for v in expected) * 1e-4 > 2e-4  # so that a missed step would be seen
+    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-4)
+    got, wanted = (torch.cat([v.flatten() for v in values]) for values in (momentum, expected))
+    assert (got - wanted).norm() <= 0.05 * wanted.norm()
+    for name, copy in copies.items():
+        assert torch.equal(copy, ours[name].to(torch.bfloat16))

@@ -60,6 +60,8 @@ def with_stock_parts_(net: nn.Module) -> None:
                 setattr(parent, name, nn.MaxPool2d(3, layer.stride, 1))
             elif isinstance(layer, pooling.AvgPool2d):
                 setattr(parent, name, nn.AvgPool2d(3, 1, 1, count_include_pad=False))
+            elif isinstance(layer, pooling.GlobalAvgPool2d):
+                setattr(parent, name, nn.AdaptiveAvgPool2d(1))
 
 
 def noise(batch: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,9 @@ channels_last) of
 - stock: ``torch.nn``'s layers as the appendix draws them, with and without normalization;
 - ours: this library's network in training, without and with ``recompute()``.
 
-On a GPU the number is the peak of all memory that torch has allocated, including parameters and images. On a CPU,
-which is only for trying small sizes, it is the peak of what the step allocates.
+On a GPU the number is the peak of all memory that torch has allocated, including parameters and images. The peak of the
+tensors alone leaves out workspaces, such as cuDNN's. On a CPU, which is only for trying small sizes, it is the peak of
+what the step allocates.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .contenders import OURS, STOCK, Contender, noise, with_stock_parts_
 from .train import LOSS_TOLERANCE
 
 QUESTION = "peak memory of the appendix network's training step, over stock eager's"
-BARS = {"ours": 0.75, "ours, recompute": 0.58}  # upper limits relative to stock's peak, on a GPU at batch 256
+BARS = {"ours": 0.6, "ours, recompute": 0.45}  # upper limits relative to stock's tensors, on a GPU at batch 256
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,15 @@ FORMS = (
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The measurements of one form: bytes at the peak and after the forward pass, and the peak relative to stock's."""
+    """The bytes of one form: at the peak, at the peak of tensors alone, and after the forward pass."""
 
     name: str
     peak: int
+    tensors: int
     after_forward: int
     loss: float
     over_stock: float = 1.0
+    tensors_over_stock: float = 1.0
 
 
 class EagerStep:
@@ -137,7 +140,39 @@ def measure(form: StepForm, batch: int, size: int, device: torch.device) -> Peak
     step()  # allocates momentum buffers and workspaces
     _, after = peak(step.forward, device)
     highest, _ = peak(step, device)
-    return PeakMemory(form.name, highest, after, loss)
+    return PeakMemory(form.name, highest, peak_of_tensors(step, device) or highest, after, loss)
+
+
+def peak_of_tensors(call: Callable[[], Any], device: torch.device) -> int | None:
+    """Return the peak during a call without blocks that are freed before another is allocated; None on a CPU.
+
+    Such blocks are workspaces, which an operation allocates for itself.
+    """
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    now = top = torch.cuda.memory_allocated()
+    torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
+    try:
+        call()
+        torch.cuda.synchronize()
+        events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    events = [e for e in events if e["action"] in ("alloc", "free_requested", "free_completed")]
+    workspaces = set[int]()
+    for event, following in zip(events, [*events[1:], {"action": "", "addr": 0}], strict=True):
+        address, action = event["addr"], event["action"]
+        if action == "alloc" and (following["action"], following["addr"]) == ("free_requested", address):
+            workspaces.add(address)
+        elif action == "alloc":
+            now += event["size"]
+            top = max(top, now)
+        elif action == "free_completed" and address in workspaces:
+            workspaces.remove(address)
+        elif action == "free_completed":
+            now -= event["size"]
+    return top
 
 
 def memory(
@@ -162,7 +197,9 @@ def memory(
     rows: list[PeakMemory] = []
     for form in (FORMS[0], *(form for form in FORMS[1:] if not only or form.name in only)):
         row = measure(form, batch, size, device)
-        rows.append(replace(row, over_stock=row.peak / (rows or [row])[0].peak))
+        stock = (rows or [row])[0]
+        over, tensors_over = row.peak / stock.peak, row.tensors / stock.tensors
+        rows.append(replace(row, over_stock=over, tensors_over_stock=tensors_over))
         if form.norm and not abs(row.loss - rows[0].loss) <= LOSS_TOLERANCE * abs(rows[0].loss):
             raise RuntimeError(f"{row.name} computes a loss of {row.loss}, but stock computes {rows[0].loss}")
         gc.collect()
@@ -171,7 +208,7 @@ def memory(
     judged = [row for row in rows if row.name in BARS and (device.type, batch) == ("cuda", 256)]
     print(report(rows, judged), flush=True)
     if out is not None:
-        bars = [{"name": row.name, "at most": BARS[row.name], "measured": row.over_stock} for row in judged]
+        bars = [{"name": row.name, "at most": BARS[row.name], "measured": row.tensors_over_stock} for row in judged]
         write_result(out, QUESTION, batch=batch, size=size, bars=bars, rows=[asdict(row) for row in rows])
     return rows
 
@@ -179,11 +216,12 @@ def memory(
 def report(rows: Sequence[PeakMemory], judged: Sequence[PeakMemory] = ()) -> str:
     """Return the table, and whether the judged rows meet their bars."""
     width = max(len(row.name) for row in rows)
-    lines = [f"{'':<{width}} {'peak MB':>9} {'after forward':>14} {'x stock':>8}"]
+    lines = [f"{'':<{width}} {'peak MB':>9} {'x stock':>8} {'tensors':>9} {'x stock':>8} {'after forward':>14}"]
     for row in rows:
-        megabytes = f"{row.peak / 1e6:9,.1f} {row.after_forward / 1e6:14,.1f}"
-        lines.append(f"{row.name:<{width}} {megabytes} {row.over_stock:8.3f}")
+        tensors = f"{row.tensors / 1e6:9,.1f} {row.tensors_over_stock:8.3f}"
+        after = f"{row.after_forward / 1e6:14,.1f}"
+        lines.append(f"{row.name:<{width}} {row.peak / 1e6:9,.1f} {row.over_stock:8.3f} {tensors} {after}")
     for row in judged:
-        verdict = "reached" if row.over_stock <= BARS[row.name] else "NOT reached"
-        lines.append(f"{row.name}: at most {BARS[row.name]} of stock: {verdict}")
+        verdict = "reached" if row.tensors_over_stock <= BARS[row.name] else "NOT reached"
+        lines.append(f"{row.name}: tensors at most {BARS[row.name]} of stock's: {verdict}")
     return "\n".join(lines)

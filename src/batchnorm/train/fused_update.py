@@ -38,13 +38,15 @@ class Trained(NamedTuple):
 class FusedUpdate:
     """Take steps of SGD with momentum: v <- momentum v + g + decay w, then w <- w - rate v.
 
-    The state is that of ``torch.optim.SGD``. This object must exist as long as a captured step is replayed.
+    The state is that of ``torch.optim.SGD``. After capturing a step as a CUDA graph, synchronize before you replay it,
+    and keep this object as long as you do.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self._spare: Tensor | None = None
-        self._captured: list[Tensor] = []  # replayed steps read them
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._spare: tuple[Tensor, Tensor] | None = None
+        self._captured: list[tuple[Tensor, Tensor]] = []  # replayed steps read them
 
     def can_update(self, trained: Sequence[Tensor]) -> bool:
         """Return whether this does on a GPU what a step of the optimizer does."""
@@ -81,13 +83,19 @@ class FusedUpdate:
 
     def _on_device(self, table: Tensor, device: torch.device) -> Tensor:
         if device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
-            self._spare = torch.empty_like(table, pin_memory=device.type == "cuda")  # cannot be allocated in a capture
+            # A capture must not allocate pinned memory.
+            self._spare = (
+                torch.empty_like(table, pin_memory=device.type == "cuda"),
+                torch.empty_like(table, device=device),
+            )
             return table.to(device)
-        if self._spare is None or self._spare.shape != table.shape:
-            raise RuntimeError("take a step before a step is captured as a CUDA graph")
-        self._captured.append(self._spare.copy_(table))
+        if self._spare is None or self._spare[0].shape != table.shape:
+            raise RuntimeError("take a step like this one before you capture it as a CUDA graph")
+        pinned, moved = self._spare
+        self._captured.append(self._spare)
         self._spare = None
-        return torch.empty_like(table, device=device).copy_(self._captured[-1], non_blocking=True)
+        with torch.cuda.stream(self._stream):  # not captured, so it is copied now, and only once
+            return moved.copy_(pinned.copy_(table), non_blocking=True)
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from inspect import signature
 from typing import Any, Literal
@@ -76,7 +77,12 @@ class Shadows:
             copy.requires_grad_()
         self.trained = list(trained.values())
         self.used = [self.copies.get(name, p) for name, p in trained.items()]
-        self._update: FusedUpdate | None = None
+        # The weights of the first convolution, whose gradients come last.
+        modules = [m for m in net.modules() if isinstance(m, SeparableConv2d)]
+        alone = len(list(net.named_parameters(remove_duplicate=False))) == len(list(net.named_parameters()))
+        stem = {id(p) for m in modules for p in m.parameters()} if alone and len(modules) == 1 else set()
+        self.stem = {k for k, p in enumerate(self.trained) if id(p) in stem}
+        self._updates: tuple[FusedUpdate, FusedUpdate] | None = None
 
     def _join(self, net: nn.Module, names: dict[int, str]) -> None:
         """Store the kernels that a module applies as one convolution next to each other, to save copying them."""
@@ -94,19 +100,34 @@ class Shadows:
 
     def step(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters by the gradients of their copies, and then the copies."""
+        self._updates = self._updates or (FusedUpdate(optimizer), FusedUpdate(optimizer))
+        fused = loss.is_cuda and self._updates[0].can_update(self.trained)
+        aside = self.weight_gradients
         # loss.backward() would copy gradients that are views, as those of joined kernels are.
-        grads = torch.autograd.grad(loss, self.used)
-        if self.weight_gradients is not None:
-            self.weight_gradients.wait()
-        self._update = self._update or FusedUpdate(optimizer)
-        if loss.is_cuda and self._update.can_update(self.trained):
-            copies = (None if copy is p else copy for p, copy in zip(self.trained, self.used, strict=True))
-            found = [Trained(*row) for row in zip(self.trained, grads, copies, strict=True)]
-            if all(one.fits() for one in found):
-                self._update(found)
-                return
+        if fused and self.stem and aside is not None and len(aside.stems) == 1:
+            # Nothing else is left to compute beside the stem's gradients, so update the other weights meanwhile.
+            late = sorted(self.stem)
+            early = [k for k in range(len(self.used)) if k not in self.stem]
+            *grads, gradient = torch.autograd.grad(loss, [*(self.used[k] for k in early), aside.stems[0]])
+            rows = self._rows(early, grads)
+            if all(row.fits() for row in rows):
+                with aside.beside():
+                    self._updates[0](rows)
+                rows = []  # but `grads` stay in memory
+            rows += self._rows(late, torch.autograd.grad(aside.stems[0], [self.used[k] for k in late], gradient))
+        else:
+            rows = self._rows(range(len(self.used)), torch.autograd.grad(loss, self.used))
+        if aside is not None:
+            aside.wait()
+            aside.stems.clear()
+        if fused and all(row.fits() for row in rows):
+            self._updates[1](rows)
+        else:
+            self._update(rows, optimizer)
+
+    def _update(self, rows: list[Trained], optimizer: torch.optim.Optimizer) -> None:
         to, of = [], []
-        for parameter, grad in zip(self.trained, grads, strict=True):
+        for parameter, grad, _ in rows:
             # Torch copies many tensors in one launch only if all strides are equal.
             grad = grad.as_strided(parameter.shape, parameter.stride()) if same_layout(grad, parameter) else grad
             if grad.dtype == parameter.dtype and grad.stride() == parameter.stride():
@@ -118,6 +139,13 @@ class Shadows:
         torch._foreach_copy_(to, of)
         optimizer.step()
         self.refresh()
+
+    def _rows(self, places: Iterable[int], grads: Iterable[Tensor]) -> list[Trained]:
+        found = []
+        for k, grad in zip(places, grads, strict=True):
+            weight, used = self.trained[k], self.used[k]
+            found.append(Trained(weight, grad, None if used is weight else used))
+        return found
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -228,7 +256,7 @@ class _Graph:
         self.function, self.left = function, warmup
         self.inputs: tuple[Tensor, ...] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.stream = torch.cuda.Stream()
+        self.stream = torch.cuda.Stream(priority=-1)  # before the gradients of kernels, for which nothing waits
 
     def __call__(self, *inputs: Tensor) -> None:
         if self.inputs is None:
@@ -245,6 +273,7 @@ class _Graph:
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
             # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.function(*self.inputs)
+            torch.cuda.synchronize()  # the fused update copies its tables while the step is captured
         self.graph.replay()

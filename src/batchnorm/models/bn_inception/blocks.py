@@ -25,7 +25,7 @@ from .channels_last import takes
 from .joined import Concatenation, Part, are_neighbours, can_join, join_kernels, max_pool_beside, normalize_together
 from .pixel_blocks import pixel_blocks
 from .pooling import AvgPool2d, MaxPool2d
-from .weight_gradients import convolve, is_aside
+from .weight_gradients import convolve, is_aside, note_stem
 
 _NONLINEARITIES: dict[type[nn.Module], Literal["relu", "sigmoid"]] = {nn.ReLU: "relu", nn.Sigmoid: "sigmoid"}
 _A = TypeVar("_A")
@@ -177,9 +177,10 @@ class SeparableConv2d(nn.Sequential):
         if not _rearranged(self, x):
             return self.pointwise(self.depthwise(x))  # type: ignore[no-any-return]
         weight, bias, stride = self.composed_weight(), self.pointwise.bias, self.depthwise.stride
-        if self.by_blocks and stride == (2, 2):
-            return _convolve_blocks(x, weight, bias)
-        return F.conv2d(x, weight, bias, stride, weight.shape[-1] // 2)
+        blocks = self.by_blocks and stride == (2, 2)
+        y = _convolve_blocks(x, weight, bias) if blocks else F.conv2d(x, weight, bias, stride, weight.shape[-1] // 2)
+        note_stem(x, y)
+        return y
 
 
 def _convolve_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -371,7 +372,7 @@ def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
 
 @cache
 def _side_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()
+    return torch.cuda.Stream(priority=-1)  # as high as that of captured steps
 
 
 def _rearranged(module: Unit | SeparableConv2d | InceptionModule, x: Tensor | torch.fx.Proxy) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...layers import BatchNorm2d
 from .blocks import InceptionModule, InceptionRow, SeparableConv2d, Unit, scaled
 from .channels_last import takes
-from .pooling import MaxPool2d
+from .pooling import GlobalAvgPool2d, MaxPool2d
 
 # As printed. 4c and 4d sum to 608 channels, while the output column says 576: see `projection` of inception().
 # fmt: off
@@ -124,7 +124,7 @@ def inception(
     for row in (row.times(width) for row in rows(projection)):
         layers[f"inception_{row.name}"] = InceptionModule(channels, row, size, unit)
         size, channels = -(-size // row.stride), row.outputs(channels)
-    layers["pool"] = nn.AdaptiveAvgPool2d(1)
+    layers["pool"] = GlobalAvgPool2d()
     layers["flatten"] = nn.Flatten()
     layers["dropout"] = nn.Dropout(dropout)
     layers["classifier"] = nn.Linear(channels, classes)

@@ -6,7 +6,7 @@ an index of eight bytes per window; these kernels keep one byte.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,19 @@ def max_pool(x: Tensor, stride: int) -> Tensor:
     """Return the maximum of each 3x3 window, padded by 1, at stride 1 or 2."""
     y: Tensor = torch.ops.batchnorm.max_pool(x, stride)[0]
     return y
+
+
+class GlobalAvgPool2d(nn.AdaptiveAvgPool2d):
+    """Average each channel. On a GPU the gradient is channels last; that of torch's module must be copied to be."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def forward(self, x: Tensor | torch.fx.Proxy) -> Tensor:
+        """Return means of shape (N, C, 1, 1)."""
+        if isinstance(x, torch.fx.Proxy) or not x.is_cuda:
+            return super().forward(cast(Tensor, x))
+        return x.permute(0, 2, 3, 1).mean((1, 2))[:, :, None, None]
 
 
 def average_pool(x: Tensor) -> Tensor:
@@ -144,6 +157,7 @@ def _fake_average_pool(x: Tensor, backward: bool) -> Tensor:
 def _keep_max(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, ctx.stride = inputs
     ctx.size = x.shape[2:]
+    ctx.set_materialize_grads(False)  # the places have no gradient; torch would fill one with zeros
     ctx.save_for_backward(output[1])
 
 
@@ -153,8 +167,10 @@ def max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, width
     return dx
 
 
-def _max_gradient(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor, None]:
+def _max_gradient(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, None]:
     (where,) = ctx.saved_tensors
+    if dy is None:
+        return None, None
     return max_pool_backward(dy, where, ctx.stride, *ctx.size), None
 
 

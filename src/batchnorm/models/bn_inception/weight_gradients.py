@@ -30,10 +30,12 @@ class WeightGradients:
         self.pending: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
         self.others: set[torch.cuda.Stream] = set()  # the streams of this backward pass
         self.uses: Counter[int] = Counter()  # how often this forward pass uses each kernel, by address
+        self.stems: list[Tensor] = []  # outputs of this forward pass's convolutions that read an image
 
     def __enter__(self) -> None:
         _local.gradients = self
         self.uses.clear()
+        self.stems.clear()
 
     def __exit__(self, *_: object) -> None:
         _local.gradients = None
@@ -81,6 +83,12 @@ _local = _Local()
 def is_aside() -> bool:
     """Return whether this thread is inside a :class:`WeightGradients` block."""
     return _local.gradients is not None
+
+
+def note_stem(x: Tensor, y: Tensor) -> None:
+    """Tell an enclosing :class:`WeightGradients` block that ``y`` is computed from ``x``, which may be the image."""
+    if _local.gradients is not None and not x.requires_grad and y.requires_grad:
+        _local.gradients.stems.append(y)
 
 
 def convolve(x: Tensor, weight: Tensor, stride: Any, padding: Any) -> Tensor:
