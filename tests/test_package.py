@@ -25,8 +25,8 @@ LAYERS = [
     ["evaluate", "report", "dynamo"],
     ["surgery", "population", "inference", "monitor", "models", "data"],
     ["layers"],
-    ["collectives", "graph", "verify"],
-    ["ops", "network_copy", "pictures", "processes", "jobs"],
+    ["collectives", "graph", "verify", "jobs"],
+    ["ops", "network_copy", "pictures", "processes"],
     ["arguments", "errors", "extras", "network_call", "network_factory", "progress", "results", "verb_report"],
 ]
 LEVEL = {name: -i for i, row in enumerate(LAYERS) for name in row}

@@ -1,8 +1,11 @@
 """Processes that share a device: side by side but one at a time where they measure."""
 
 import os
+import subprocess
+import sys
 import time
 from itertools import count, pairwise
+from multiprocessing import get_context
 from types import SimpleNamespace
 
 import pytest
@@ -74,6 +77,12 @@ class Counter:
         self.count += number
         return self.count
 
+    def exit_status_of_a_child(self):
+        child = get_context("fork").Process(target=os._exit, args=(self.count,))
+        child.start()
+        child.join()
+        return child.exitcode
+
     def die(self):
         os._exit(3)
 
@@ -85,6 +94,7 @@ def test_an_object_lives_in_another_process_and_keeps_its_state():
     with pytest.raises(TypeError, match="unsupported operand"):
         counter.call("add", None)
     assert counter.call("add", 1) == 7  # a call that failed leaves it alive
+    assert counter.call("exit_status_of_a_child") == 7  # as loaders need
     with pytest.raises(RuntimeError, match="died with exit status 3"):
         counter.call("die")
     with pytest.raises(ValueError, match="invalid literal"):
@@ -92,6 +102,12 @@ def test_an_object_lives_in_another_process_and_keeps_its_state():
     for remote in (counter, broken):
         remote.close()
         assert not remote.alive
+
+
+@pytest.mark.slow
+def test_python_ends_without_waiting_for_a_process_that_nobody_closed():
+    code = "from batchnorm.processes import Remote; import time; remote = Remote(time.sleep, 600)"
+    assert not subprocess.run([sys.executable, "-c", code], timeout=120).returncode
 
 
 def die_if_asked(number):

@@ -12,13 +12,12 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import get_context
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol
 
 from .errors import JobsFailedError, sentence
+from .processes import ChildProcess
 from .progress import Display
 
 POLL = 0.2
@@ -97,28 +96,25 @@ def run_side_by_side(waiting: Sequence[Job], *, jobs: int, minutes: float | None
         JobsFailedError: once all jobs have ended, with the names of those that failed and the ends of their logs.
     """
     deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-    left, running, failed = deque(waiting), dict[SpawnProcess, _Running](), dict[str, str]()
-    context = get_context("spawn")
+    left, running, failed = deque(waiting), dict[ChildProcess, _Running](), dict[str, str]()
     asked = unfinished = False
     with stop_signal() as stop, Display() as display:
         while left or running:
             stopping = stop.requested or time.monotonic() > deadline
             while left and len(running) < jobs and not stopping:
                 one = _Running(left.popleft(), display)
-                process = context.Process(target=_do, args=(one.job,), name=one.job.name)
-                process.start()
-                running[process] = one
+                running[ChildProcess(_do, one.job)] = one
             if stopping and not asked:
                 asked, unfinished = True, unfinished or bool(left)
                 left.clear()
                 for process in running:
-                    process.terminate()  # SIGTERM, only once: the job saves on the first
-            for process in [process for process in running if not process.is_alive()]:
+                    process.signal("SIGTERM")  # only once: the job saves on the first
+            for process in [process for process in running if not process.alive]:
                 one = running.pop(process)
                 finished = one.job.finished()  # even if a signal then interrupted its exit
                 unfinished = unfinished or not finished
-                if not finished and process.exitcode != STOPPED and not stopping:
-                    failed[one.job.name] = _end_of_log(one.job, process.exitcode)
+                if not finished and process.exit_status != STOPPED and not stopping:
+                    failed[one.job.name] = _end_of_log(one.job, process.exit_status)
                 one.end("finished" if finished else "stopped")
             for one in running.values():
                 one.show()

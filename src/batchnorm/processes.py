@@ -1,7 +1,8 @@
-"""Run functions and objects in other processes: one per core, or several that take turns on one device."""
+"""Start and stop child processes: for a call, for an object, or as a pool that maps a function over jobs."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import signal
@@ -24,18 +25,42 @@ Work = Callable[..., Any]
 SPAWN = get_context("spawn")
 
 
-class Remote:
+class ChildProcess:
+    """Run ``target(*args)`` in a new process, which may start processes of its own."""
+
+    def __init__(self, target: Work, *args: Any) -> None:
+        self._process = SPAWN.Process(target=target, args=args)
+        self._process.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is running."""
+        return self._process.is_alive()
+
+    @property
+    def exit_status(self) -> int | None:
+        """Its exit status, the negative number of the signal that killed it, or None while it runs."""
+        return self._process.exitcode
+
+    def signal(self, name: str) -> None:
+        """Send a signal, for example SIGTERM or SIGSTOP, if the process is running and the system has the signal."""
+        if hasattr(signal, name) and self.alive and self._process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, getattr(signal, name))
+
+
+class Remote(ChildProcess):
     """Build an object with ``make(*args)`` in a new process, and call its methods there.
 
-    Building does not block; :meth:`result` waits for it.
+    Building does not block; :meth:`result` waits for it. Call :meth:`close` at the end.
     """
 
     def __init__(self, make: Work, *args: Any) -> None:
         self.pipe, theirs = SPAWN.Pipe()
-        self._process = SPAWN.Process(target=_serve, args=(theirs, make, args), daemon=True)
-        self._process.start()
+        super().__init__(_serve, theirs, make, args)
         theirs.close()
         self._busy = True
+        atexit.register(self.close)  # or Python would wait forever for a process that nobody closed
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method and return its result."""
@@ -58,25 +83,15 @@ class Remote:
             error, result = self.pipe.recv()
         except (EOFError, ConnectionError):
             self._process.join(1)
-            raise RuntimeError(f"its process died with exit status {self._process.exitcode}") from None
+            raise RuntimeError(f"its process died with exit status {self.exit_status}") from None
         self._busy = False
         if error is not None:
             raise error
         return result
 
-    @property
-    def alive(self) -> bool:
-        """Whether the process is running."""
-        return self._process.is_alive()
-
-    def signal(self, name: str) -> None:
-        """Send SIGSTOP or SIGCONT to pause or resume the process, if the system has them."""
-        if hasattr(signal, name) and self._process.pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self._process.pid, getattr(signal, name))
-
     def close(self, patience: float = 10.0) -> None:
         """End the process; unless it is busy, first give it some seconds to exit by itself."""
+        atexit.unregister(self.close)
         self.pipe.close()
         self._process.join(0 if self._busy else patience)
         self._process.kill()
@@ -117,6 +132,12 @@ class Outcome(NamedTuple):
     result: Any
     error: Exception | None
 
+    def value(self) -> Any:
+        """Return the result, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return self.result
+
 
 Run = Callable[[Work, Sequence[tuple[Any, ...]], float], Iterator[Outcome]]
 
@@ -136,8 +157,10 @@ def workers(processes: int, *, threads: int | None = None, device_turns: bool = 
         yield _one_by_one
         return
     lock = SPAWN.Lock() if device_turns else None
-    pool = [Remote(_Caller, lock, threads) for _ in range(processes)]
+    pool = list[Remote]()
     try:
+        for _ in range(processes):
+            pool.append(Remote(_Caller, lock, threads))
         for worker in pool:
             worker.result()
         yield partial(_run, pool)
@@ -207,9 +230,7 @@ def map_on_cores(work: Callable[[Given], Result], jobs: Sequence[Given], process
     results: dict[int, Result] = {}
     with torch_threads(1), workers(processes if processes > 1 else 0, threads=1) as run:
         for outcome in progress(run(work, [(job,) for job in jobs], float("inf")), "training", len(jobs)):
-            if outcome.error is not None:
-                raise outcome.error
-            results[outcome.number] = outcome.result
+            results[outcome.number] = outcome.value()
     return [results[number] for number in range(len(jobs))]
 
 

@@ -9,12 +9,11 @@ mean accuracies differ by no more than the range over seeds of one form.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +25,7 @@ from ..data.image_sources import open_source
 from ..errors import SEED_MAX, above, at_least, between
 from ..evaluate.accuracy import Accuracy, count_correct
 from ..network_factory import make_network
+from ..processes import workers as worker_processes
 from ..results import check_writable, write_result
 from ..surgery import convert
 from ..train.distributed import device_of
@@ -171,11 +171,14 @@ def learning(
     sources = {split: open_source(data, split) for split in ("train", "val")}
     images = {split: {"images": len(s.labels), "classes": len(s.classes)} for split, s in sources.items()}
     runs: list[LearningRun] = []
-    for run in _runs([(form, seed, recipe) for seed in seeds for form in FORMS], jobs):
-        print(f"{run.form:<9} seed {run.seed}: {run.accuracy:.2%} after {run.seconds:.0f} s", flush=True)
-        runs = sorted([*runs, run], key=lambda run: (FORMS.index(run.form), run.seed))
-        told = {**asdict(recipe), "data": None, "seeds": len(seeds), "cycle": "one, warm-up 20%", "crops": CROP_AREA}
-        write_result(out, QUESTION, options=told, data=images, **compare(runs), runs=[asdict(run) for run in runs])
+    todo = [(form, seed, recipe) for seed in seeds for form in FORMS]
+    told = {**asdict(recipe), "data": None, "seeds": len(seeds), "cycle": "one, warm-up 20%", "crops": CROP_AREA}
+    with worker_processes(min(jobs, len(todo))) as train_all:
+        for outcome in train_all(train, todo, math.inf):
+            run: LearningRun = outcome.value()
+            print(f"{run.form:<9} seed {run.seed}: {run.accuracy:.2%} after {run.seconds:.0f} s", flush=True)
+            runs = sorted([*runs, run], key=lambda run: (FORMS.index(run.form), run.seed))
+            write_result(out, QUESTION, options=told, data=images, **compare(runs), runs=[asdict(run) for run in runs])
     found = compare(runs)
     verdict = "the same within the seeds' range" if found["same"] else "MORE than the seeds' range"
     print(
@@ -183,12 +186,3 @@ def learning(
         f" {found['difference of means']:+.2%}, range over seeds {found['wider range']:.2%}: {verdict}"
     )
     return runs
-
-
-def _runs(jobs: Sequence[tuple[str, int, LearningRecipe]], processes: int) -> Iterator[LearningRun]:
-    if not processes:
-        yield from (train(*job) for job in jobs)
-        return
-    with ProcessPoolExecutor(min(processes, len(jobs)), get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(train, *job) for job in jobs]):
-            yield done.result()

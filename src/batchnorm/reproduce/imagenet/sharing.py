@@ -8,9 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...processes import workers
 from ...train import Recipe
 
 # NVIDIA's Multi-Process Service: without it a GPU gives each process its turn, and eight small networks take as long
@@ -96,13 +95,12 @@ def check_share(recipes: Iterable[Recipe], evaluate_batch: int, device: str) -> 
     networks = {
         (r.factory, r.normalize, r.batch_norm, r.stem, r.projection, r.width, r.size, r.batch_size): r for r in recipes
     }
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        for recipe in networks.values():
-            wrong = pool.submit(wrong_convolution, recipe, evaluate_batch, device).result()
-            if wrong is not None:
+    with workers(1) as run:
+        for outcome in run(wrong_convolution, [(r, evaluate_batch, device) for r in networks.values()], math.inf):
+            if (wrong := outcome.value()) is not None:
                 raise ValueError(
-                    f"{recipe.name}: {wrong} at {SHARE}={os.environ.get(SHARE)}: train fewer or more runs side by"
-                    " side (--jobs), or one at a time"
+                    f"{outcome.job[0].name}: {wrong} at {SHARE}={os.environ.get(SHARE)}: train fewer or more runs"
+                    " side by side (--jobs), or one at a time"
                 )
 
 
