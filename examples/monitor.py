@@ -9,7 +9,7 @@ from torch import nn
 
 import batchnorm as bn
 from batchnorm.monitor import JSONLines, typical_unit
-from batchnorm.report.report_command import Report, report
+from batchnorm.report.page import Report, report
 
 digits = bn.data.mnist()
 probe = digits.test.images[:250]

@@ -66,7 +66,7 @@ COMMANDS = {
         "images shards --per-shard 5000 --short-side 256",
     ),
     "report": Command(
-        "batchnorm.report.report_command:report",
+        "batchnorm.report.page:report",
         "compare runs on one page of HTML",
         "runs/one runs/two --out report.html",
     ),
@@ -240,7 +240,7 @@ def _run(words: list[str]) -> int:
         print(str(stopped) or "stopped", file=sys.stderr)
         return 130
     except UserCodeError as error:
-        _print_users_part(error.__cause__)
+        _print_users_part(error)
         print(f"batchnorm {command}: {error}; nothing was written", file=sys.stderr)
         return 2
     except BrokenPipeError:
@@ -266,17 +266,19 @@ def _call(function: Callable[..., object], command: str, words: list[str]) -> No
         function(made)
 
 
-def _print_users_part(error: BaseException | None) -> None:
-    """Print a traceback without the frames of this library and of Python's import machinery."""
-    if error is None:  # it came from another process
+def _print_users_part(error: UserCodeError) -> None:
+    """Print the cause's traceback without the frames of this library and of Python's import machinery."""
+    cause = error.__cause__
+    if cause is None:  # it came from another process, which put the traceback into a note
+        print(*getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return
     package = str(Path(__file__).parent)
     frames = [
         frame
-        for frame in traceback.extract_tb(error.__traceback__)
+        for frame in traceback.extract_tb(cause.__traceback__)
         if not frame.filename.startswith((package, "<frozen importlib"))
     ]
-    lines = traceback.format_list(frames) + traceback.format_exception_only(error)
+    lines = traceback.format_list(frames) + traceback.format_exception_only(cause)
     print("Traceback (most recent call last):\n" + "".join(lines), end="", file=sys.stderr)
 
 

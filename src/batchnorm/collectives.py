@@ -34,12 +34,12 @@ def merge_across_ranks(local: Moments, group: distributed.ProcessGroup | None = 
     return merge(gather_moments(local, group))
 
 
-def add_across_ranks(values: Tensor, group: distributed.ProcessGroup | None = None) -> Tensor:
+def add_across_ranks(values: Tensor) -> Tensor:
     """Return the sum of every rank's tensor; the tensor itself without torch.distributed."""
-    if world_size(group) == 1:
+    if world_size() == 1:
         return values
     total = values.clone()
-    distributed.all_reduce(total, group=group)
+    distributed.all_reduce(total)
     return total
 
 

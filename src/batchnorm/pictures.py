@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .extras import MissingExtraError, require
-from .results import read_json
+from .results import read_json, write_atomically
 
 
 def picture(draw: Callable[[Any], Any], path: Path) -> None:
@@ -24,8 +25,10 @@ def picture(draw: Callable[[Any], Any], path: Path) -> None:
     with plt.rc_context(style):
         figure = draw(plt)
         # No date in the file: the same result gives the same bytes.
-        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+        content, no_date = io.BytesIO(), {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(content, format=path.suffix[1:], dpi=200, metadata=no_date)
         plt.close(figure)
+    write_atomically(path, content.getvalue())
 
 
 def picture_beside(path: Path, draw: Callable[[dict[str, Any], Any], Any]) -> None:

@@ -93,9 +93,9 @@ def verify(
         raise ValueError(f"{what} computes something else: {difference}; nothing was changed. {reason}") from None
 
 
-def rounding(net: nn.Module, example: Any, *, training: bool = False) -> float:
+def rounding(net: nn.Module, example: Any) -> float:
     """Return the relative error of outputs that rounding can cause in this network, in its own precision."""
-    run = _CopyRunner(example, None, training)
+    run = _CopyRunner(example, None, training=False)
     was = run(net).output
     noise = max(relative_error(run(net, seed=seed).output, was) for seed in range(TRIALS))
     return max(tolerance_for(net), AMPLIFICATION * noise)

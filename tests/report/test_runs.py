@@ -8,8 +8,7 @@ from batchnorm.cli import main
 from batchnorm.monitor import Percentiles, Record
 from batchnorm.monitor.sinks import as_json
 from batchnorm.report.figure1 import paper_versus_here, steps_to
-from batchnorm.report.page import render
-from batchnorm.report.report_command import Report, report
+from batchnorm.report.page import Report, render, report
 from batchnorm.report.runs import read_runs
 
 

@@ -15,6 +15,8 @@ from training import assert_same_outcome, environment, small, start, train_small
 
 import batchnorm as bn
 from batchnorm.cli import main
+from batchnorm.network_factory import UserCodeError, make_network
+from batchnorm.processes import _portable
 from batchnorm.train import Recipe
 from batchnorm.train.evaluate_command import evaluate
 from batchnorm.train.own_network import without_batch_norm
@@ -263,6 +265,23 @@ def test_an_exception_in_the_users_code_keeps_its_traceback(words, source, tmp_p
     assert trace[0] == "Traceback (most recent call last):"
     assert [line.split(", line")[0] for line in trace if "File" in line] == [f'  File "{broken}"']
     assert not (tmp_path / "run").exists()
+
+
+def test_an_exception_in_another_process_keeps_its_traceback_too(words, tmp_path, capsys, monkeypatch):
+    broken = tmp_path / "broken.py"
+    broken.write_text("def failing():\n    return [][1]\n")
+
+    def from_a_worker(*_):
+        try:
+            make_network(f"{broken}:failing")
+        except UserCodeError as error:
+            raise _portable(error) from None
+
+    monkeypatch.setattr("batchnorm.train.train_command.check_before_training", from_a_worker)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "    return [][1]\n" in error
+    assert error.endswith(f"{broken}:failing raised IndexError; nothing was written\n")
 
 
 def test_a_class_without_images(words, data, tmp_path, capsys):

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    """Return the geometric mean, or None if there are no values."""
+    return statistics.geometric_mean(values) if values else None
 
 
 class Bar(NamedTuple):

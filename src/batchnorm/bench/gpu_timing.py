@@ -23,8 +23,7 @@ def buffers(size: int) -> int:
 class Stopwatch:
     """Replay captured calls at full clock speed, and take the median time."""
 
-    def __init__(self, repeats: int = 11) -> None:
-        self.repeats = repeats
+    def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
         self.load = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
 
@@ -35,7 +34,7 @@ class Stopwatch:
         with torch.cuda.graph(graph, stream=self.stream):
             for i in range(sets):
                 kept.append(call(i))
-        events = [(_event(), _event()) for _ in range(self.repeats)]
+        events = [(_event(), _event()) for _ in range(11)]
         # An idle device lowers its clocks: keep it busy until the replays start.
         for _ in range(6):
             torch.mm(self.load, self.load)

@@ -6,7 +6,6 @@ To redraw the picture of a result file: python -m batchnorm.bench.kernels_report
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import compress
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..pictures import picture_beside
 from ..results import write_atomically
-from .bars import Bar
+from .bars import Bar, geometric_mean
 
 CHIP = 26.4e6  # bytes that stay on chip between the passes: 132 multiprocessors with 200 KB of shared memory
 MOVED = 20e6  # bytes; below this, launch overhead dominates
@@ -91,8 +90,8 @@ def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Kernel
     # both contenders move one more tensor per pass. Eager's NHWC kernels move so few bytes that ours cannot move four
     # times fewer.
     means = [
-        bar("geometric mean of torch.compile over ours", 1.5, compiled, _mean(compiled), True),
-        bar("geometric mean of eager over ours", 4.0, eager, _mean(eager), True),
+        bar("geometric mean of torch.compile over ours", 1.5, compiled, geometric_mean(compiled), True),
+        bar("geometric mean of eager over ours", 4.0, eager, geometric_mean(eager), True),
     ]
     possible = [op == "BN+ReLU", layout == "NCHW"]
     return [
@@ -108,10 +107,6 @@ def ratio(row: dict[str, Any], other: str) -> float:
     return float(sum(row["us"][other]) / sum(row["us"]["batchnorm"]))
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.geometric_mean(values) if values else None
-
-
 def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the geometric means and the worst layer, by layout, type and operation."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
@@ -125,7 +120,7 @@ def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             ratios = [ratio(r, other) for r in members if other in r["us"]]
             if ratios:
                 entry[other] = {
-                    "geometric_mean": statistics.geometric_mean(ratios),
+                    "geometric_mean": geometric_mean(ratios),
                     "worst": min(ratios),
                     "n": len(ratios),
                 }

@@ -15,7 +15,6 @@ import hashlib
 import math
 import os
 import platform
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -34,7 +33,7 @@ from ..pictures import picture_beside
 from ..processes import Remote
 from ..results import check_writable, environment, read_json, write_result
 from ..train.distributed import device_of
-from .bars import Bar
+from .bars import Bar, geometric_mean
 from .network_steps import COMPILING, TURN, Measurement, Mode, NetworkJob, Row, Settings, failed, results_of
 
 QUESTION = "speedup of a converted network's training step over the stock network's"
@@ -68,7 +67,7 @@ def bars(rows: Iterable[Row], device: str) -> list[Bar]:
     if device == "cpu":
         times = [1 / row["speedup"] for row in good]
         return [
-            Bar("time over stock's, geometric mean", 0.9, _mean(times), False, len(times)),
+            Bar("time over stock's, geometric mean", 0.9, geometric_mean(times), False, len(times)),
             Bar("time over stock's, worst", 1.0, max(times, default=None), False, len(times)),
         ]
 
@@ -80,7 +79,9 @@ def bars(rows: Iterable[Row], device: str) -> list[Bar]:
         ]
 
     def mean(what: str, wanted: float, rows: list[Row]) -> Bar:
-        return Bar(f"{what}: speedup, geometric mean", wanted, _mean([r["speedup"] for r in rows]), True, len(rows))
+        return Bar(
+            f"{what}: speedup, geometric mean", wanted, geometric_mean([r["speedup"] for r in rows]), True, len(rows)
+        )
 
     def worst(what: str, wanted: float, values: list[float]) -> Bar:
         return Bar(what, wanted, max(values, default=None), False, len(values))
@@ -106,10 +107,6 @@ def bars(rows: Iterable[Row], device: str) -> list[Bar]:
         worst("torch.compile: peak memory over stock's, worst", 1.05, memory("compiled")),
         worst("torch.compile: CPU time to compile over stock's, worst", 1.2, compiling),
     ]  # fmt: skip
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.geometric_mean(values) if values else None
 
 
 @cache

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ..extras import require
 from ..monitor import drift
-from ..results import write_atomically
+from ..pictures import picture
 from .runs import Run
 
 TARGETS = (0.8, 0.9, 0.95, 0.96, 0.97, 0.98)
@@ -29,31 +28,19 @@ def draw(runs: Sequence[Run], out: Path) -> list[Path]:
     Paper: Fig. 1
     """
     pair = {kind: next((r for r in runs if r.config.get("batch_norm") is kind), None) for kind in (False, True)}
-    matplotlib = require("matplotlib", "report")
-    matplotlib.use("agg")
-    plt = require("matplotlib.pyplot", "report")
-    style = {
-        "font.size": 8,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.linewidth": 0.6,
-        "svg.hashsalt": "batchnorm",
-    }
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(1, 3, figsize=(9, 2.6), layout="constrained", width_ratios=(0.9, 1, 1))
-        axes[2].sharey(axes[1])
-        _accuracy(axes[0], pair)
-        for axis, kind, letter in ((axes[1], False, "b"), (axes[2], True, "c")):
-            _bands(axis, pair[kind], f"({letter}) {'With' if kind else 'Without'} BN", COLOURS[kind])
-        paths = [out / f"fig1.{kind}" for kind in ("png", "svg")]
-        for path in paths:
-            # No date in the file: the same run gives the same bytes.
-            content = io.BytesIO()
-            no_date = {"Date": None} if path.suffix == ".svg" else None
-            figure.savefig(content, format=path.suffix[1:], dpi=200, metadata=no_date)
-            write_atomically(path, content.getvalue())
-        plt.close(figure)
+    paths = [out / f"fig1.{kind}" for kind in ("png", "svg")]
+    for path in paths:
+        picture(partial(_figure1, pair), path)
     return paths
+
+
+def _figure1(pair: dict[bool, Run | None], plt: Any) -> Any:
+    figure, axes = plt.subplots(1, 3, figsize=(9, 2.6), width_ratios=(0.9, 1, 1))
+    axes[2].sharey(axes[1])
+    _accuracy(axes[0], pair)
+    for axis, kind, letter in ((axes[1], False, "b"), (axes[2], True, "c")):
+        _bands(axis, pair[kind], f"({letter}) {'With' if kind else 'Without'} BN", COLOURS[kind])
+    return figure
 
 
 def _accuracy(axis: Any, pair: dict[bool, Run | None]) -> None:
@@ -68,12 +55,12 @@ def _accuracy(axis: Any, pair: dict[bool, Run | None]) -> None:
             label, (steps[-1], values[-1]), (0, side), textcoords="offset points", ha="right", color=COLOURS[kind]
         )
     axis.set_ylim(0.7, 1.0)
-    axis.set_title("(a) Test accuracy", fontsize=8)
+    axis.set_title("(a) Test accuracy")
     _thousands(axis)
 
 
 def _bands(axis: Any, run: Run | None, title: str, colour: str) -> None:
-    axis.set_title(title, fontsize=8)
+    axis.set_title(title)
     if run is None or not run.layers:
         axis.text(0.5, 0.5, "no records", ha="center", transform=axis.transAxes)
         return
@@ -94,7 +81,6 @@ def _thousands(axis: Any) -> None:
     axis.set_xlabel("training steps")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}K" if value else "0")
     axis.set_xlim(left=0)
-    axis.grid(axis="y", color="#000000", alpha=0.08, lw=0.6)
 
 
 def steps_to(runs: Sequence[Run]) -> list[list[str]]:
@@ -153,12 +139,7 @@ def _drift_rows(plain: Run, bn: Run) -> list[list[str]]:
     rows = []
     kinds: tuple[Literal["z", "x"], ...] = ("z", "x")
     for of in kinds:
-        values = [_path(r, of) for r in (plain, bn)]
+        values = [float(drift(r.percentiles, r.layers[-1], of).sum(0).median()) for r in (plain, bn)]
         what = f"total drift of {names[of]}, last hidden layer, median unit, in widths of its distribution"
         rows.append([what, quotes[of], *(f"{v:.1f}" for v in values)])
     return rows
-
-
-def _path(run: Run, of: Literal["z", "x"]) -> float:
-    """Return the median over units of the total drift over the run."""
-    return float(drift(run.percentiles, run.layers[-1], of).sum(0).median())

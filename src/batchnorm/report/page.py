@@ -1,4 +1,4 @@
-"""One self-contained page of HTML that compares runs."""
+"""``batchnorm report``: one self-contained page of HTML that compares runs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import base64
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from ..results import write_atomically
+from ..arguments import Positional, arg
+from ..results import check_writable, write_atomically
 from .figure1 import paper_versus_here, steps_to
-from .runs import ACCURACIES, Curve, Run
+from .runs import ACCURACIES, Curve, Run, read_runs
 
 PageSection = tuple[str, str, Sequence[Sequence[str]]]
 # The most percentile values that one run may put into the page: 125 records of three layers of 100 units.
@@ -42,6 +44,32 @@ MEASURES = (
         " layer.",
     },
 )
+
+
+@dataclass(frozen=True)
+class Report:
+    """Compare runs on one self-contained page of HTML."""
+
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN...", help_behavior_hint="(one or more)")]
+    """folders of runs, or folders that hold them"""
+    out: Path = Path("report.html")
+    """the page to write"""
+
+
+def report(options: Report) -> Path:
+    """Read the runs, write the page and return its path.
+
+    Raises:
+        FileNotFoundError: if a folder holds no run.
+        ValueError: if a file is not a run's, with its name.
+    """
+    check_writable(options.out)
+    runs = read_runs(options.runs)
+    page = write_report(runs, options.out)
+    for run in runs:
+        print(run.line())
+    print(f"report: {page}")
+    return page
 
 
 def write_report(

@@ -31,7 +31,7 @@ from ..train.resume import claim_folder
 from ..train.train_command import Overrides, RecipeName, check_before_training, resolve
 from .imagenet.curves import STUDENT, best, mean_curve, times_fewer
 from .imagenet.fig2_tables import Section, markdown
-from .imagenet.sharing import check_share, shared_gpu
+from .imagenet.sharing import checked_gpu
 from .publish import label
 
 QUESTION = "validation accuracy of a network without and with batch normalization, each at its best rate"
@@ -117,9 +117,7 @@ def compare(
         flush=True,
     )
     together = min(jobs, len(waiting)) if on_gpu else 1
-    with shared_gpu(together):
-        if together > 1 and options.precision != "fp32":
-            check_share([one.recipe for one in waiting], options.evaluate_batch, "cuda")
+    with checked_gpu(together, [one.recipe for one in waiting], options.evaluate_batch, options.precision):
         complete = run_side_by_side(waiting, jobs=jobs, minutes=minutes)
     if not complete:
         raise KeyboardInterrupt("stopped; run the same command again to resume")

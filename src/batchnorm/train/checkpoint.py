@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,9 +172,5 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    def complete() -> Iterator[Path]:
-        for path in folder.glob("step-*"):
-            if path.is_dir() and path.name[5:].isdigit():
-                yield path
-
-    return sorted(complete(), key=lambda path: int(path.name[5:]), reverse=True)
+    complete = [path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
+    return sorted(complete, key=lambda path: int(path.name[5:]), reverse=True)

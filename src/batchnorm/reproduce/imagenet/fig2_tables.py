@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ...report.tables import table
 from ...train.metrics import steps_to
 from .claims import how_it_went, rates_that_train
 from .curves import (
@@ -73,9 +74,7 @@ def markdown(parts: Sequence[Section]) -> str:
     """
     blocks = []
     for part in parts:
-        table = [f"| {' | '.join(row)} |" for row in part.rows]
-        table.insert(1, "|---" * len(part.rows[0]) + "|")
-        blocks += [f"## {part.heading}", *([part.text] if part.text else []), "\n".join(table)]
+        blocks += [f"## {part.heading}", *([part.text] if part.text else []), table(part.rows)]
     return "\n\n".join(blocks)
 
 

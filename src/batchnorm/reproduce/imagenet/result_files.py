@@ -6,8 +6,8 @@ probabilities, ``NAME.npz``: it is evaluated once, wherever its checkpoint is, a
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -160,16 +160,15 @@ class MemberFiles(NamedTuple):
             return torch.from_numpy(arrays[f"crops{crops}"]), torch.from_numpy(arrays["labels"])
 
     def write_probabilities(self, found: Mapping[int, Predictions]) -> None:
-        """Write the probabilities, so that the file is whole or absent.
+        """Write the probabilities.
 
         They stay float32: in float16 the small ones would become equal, and with them the first five choices.
         """
-        self.results.mkdir(parents=True, exist_ok=True)
         arrays = {f"crops{crops}": one.probabilities.cpu().numpy() for crops, one in found.items()}
         arrays["labels"] = found[CROPS[0]].labels.cpu().numpy()
-        temporary = self.results / f".{os.getpid()}-{self.probabilities.name}"
-        np.savez_compressed(temporary, allow_pickle=False, **arrays)
-        temporary.replace(self.probabilities)
+        content = io.BytesIO()
+        np.savez_compressed(content, allow_pickle=False, **arrays)
+        write_atomically(self.probabilities, content.getvalue())
 
 
 def read_result(path: Path, keys: Sequence[str]) -> dict[str, Any]:

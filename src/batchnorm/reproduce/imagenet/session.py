@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import torch
-
 from ...data.device_cache import discard_decoded, open_decoded
 from ...data.fingerprint import check_same_data, describe_data
 from ...data.image_sources import check_complete, open_source
@@ -22,7 +20,7 @@ from ...train import Recipe
 from ...train.distributed import device_of
 from .plan import Plan
 from .result_files import Finished, read_all
-from .sharing import CONTROL, check_share, shared_gpu
+from .sharing import checked_gpu
 
 
 @dataclass(frozen=True)
@@ -137,16 +135,11 @@ class Session:
         return published
 
     def _side_by_side(self, waiting: Sequence[Job], recipes: Sequence[Recipe], evaluate_batch: int) -> bool:
-        on_gpu = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
         together = min(self.jobs, len(waiting))
         if together > 1:
             self._decode({recipe.size for recipe in recipes})
-        with shared_gpu(together if on_gpu else 1) as shared:
-            if on_gpu and together > 1:
-                if not shared:
-                    print(f"{CONTROL} is not available: the runs take turns on the GPU, and gain little side by side")
-                if self.precision != "fp32":
-                    check_share(recipes, evaluate_batch, "cuda")
+        on_gpu = together > 1 and device_of(self.device).type == "cuda"
+        with checked_gpu(together if on_gpu else 1, recipes, evaluate_batch, self.precision):
             return run_side_by_side(waiting, jobs=self.jobs, minutes=self.minutes)
 
     def _decode(self, sizes: Iterable[int]) -> None:

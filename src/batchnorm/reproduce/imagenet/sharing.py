@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,23 @@ def shared_gpu(processes: int) -> Iterator[bool]:
             shutil.rmtree(folder, ignore_errors=True)
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def checked_gpu(
+    processes: int, recipes: Iterable[Recipe], evaluate_batch: int, precision: Literal["auto", "bf16", "fp32"]
+) -> Iterator[None]:
+    """Share a GPU as :func:`shared_gpu` does, after :func:`check_share`; warn if the service does not run.
+
+    Raises:
+        ValueError: as both.
+    """
+    with shared_gpu(processes) as shared:
+        if processes > 1 and not shared:
+            print(f"{CONTROL} is not available: the runs take turns on the GPU, and gain little side by side")
+        if processes > 1 and precision != "fp32":
+            check_share(recipes, evaluate_batch, "cuda")
+        yield
 
 
 def check_share(recipes: Iterable[Recipe], evaluate_batch: int, device: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ...evaluate.predictions import evaluating
 from ...layers import BatchNorm1d
 from ...models import perceptron
 from ..publish import BLUE, GREEN, Experiment, mean, publish, spread
@@ -99,15 +100,13 @@ def shapes(net: nn.Sequential, images: Tensor) -> dict[str, dict[str, float]]:
 
     Paper: Sec. 3.2, "symmetric, non-sparse"
     """
-    mode = net.training
-    net.eval()
     found = {}
     v = images
-    for name, module in net.named_children():
-        v = module(v)
-        if name.startswith(("linear", "g")):
-            found[name.replace("linear", "Wu ").replace("g", "u ")] = shape(v.double())
-    net.train(mode)
+    with evaluating(net):
+        for name, module in net.named_children():
+            v = module(v)
+            if name.startswith(("linear", "g")):
+                found[name.replace("linear", "Wu ").replace("g", "u ")] = shape(v.double())
     return found
 
 

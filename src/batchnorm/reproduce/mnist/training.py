@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from ...data import MNIST, Digits, mnist
 from ...errors import SEED_MAX, above, at_least, between
+from ...evaluate.predictions import evaluating
 from ...models import perceptron
 
 
@@ -103,14 +104,10 @@ def evenly(steps: int, count: int) -> list[int]:
 @torch.no_grad()
 def accuracy(net: nn.Module, digits: Digits) -> float:
     """Return the fraction of correct predictions in evaluation mode, and restore the network's mode."""
-    mode = net.training
-    net.eval()
-    try:
+    with evaluating(net):
         # Small parts, so that their activations stay in the cache.
         predictions = torch.cat([net(part).argmax(1) for part in digits.images.split(2000)])
-        return float((predictions == digits.labels).double().mean())
-    finally:
-        net.train(mode)
+    return float((predictions == digits.labels).double().mean())
 
 
 @lru_cache(maxsize=1)
