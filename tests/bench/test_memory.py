@@ -71,7 +71,7 @@ def test_workspaces_are_not_tensors():
         a = torch.empty(1 << 20, dtype=torch.uint8, device=device)
         torch.empty(1 << 23, dtype=torch.uint8, device=device)  # freed at once
         b = torch.empty(1 << 21, dtype=torch.uint8, device=device)
-        return a, b
+        return a, b, torch.empty(1 << 20, dtype=torch.uint8, device=device)  # Python frees the last one first
 
     before = torch.cuda.memory_allocated()
     assert peak_of_tensors(call, device) - before == (1 << 20) + (1 << 21)

@@ -79,7 +79,7 @@ class Pair(NamedTuple):
     converted: nn.Module
     example: Tensor
     classes: int
-    convert_seconds: float
+    convert_seconds: float  # CPU time on a GPU, with kernels that are compiled for the check
     fused: str
 
 
@@ -95,9 +95,10 @@ def convert_pair(name: str, settings: Settings) -> Pair:
     if settings.on_gpu and example.dim() == 4:
         net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         example = example.contiguous(memory_format=torch.channels_last)
-    began = time.perf_counter()
+    clock = time.process_time if settings.on_gpu else time.perf_counter  # on a GPU, others may pause this process
+    began = clock()
     converted = convert(net, example)
-    seconds = time.perf_counter() - began
+    seconds = clock() - began
     extension.wait()  # it compiles in the background; until it is ready, steps are slower
     with torch.no_grad():
         output = network_call.tensors_in(copy.deepcopy(net)(example))[0]
@@ -205,6 +206,7 @@ def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepa
     The first step of a compiled network starts without cached code. Its time is CPU time, because other processes may
     compile at the same time.
     """
+    gc.collect()  # garbage freed later would be missing from the peak
     before = torch.cuda.memory_allocated() - images.nbytes - labels.nbytes if images.is_cuda else 0
     step: Any = Step(copy.deepcopy(net), mode, images, labels)
     compiles = mode in COMPILING

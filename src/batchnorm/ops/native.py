@@ -1,4 +1,4 @@
-"""Compile C and C++ sources with the machine's own compiler, and load the result.
+"""Compile C and C++ sources with the machine's own compiler, load the result, and keep compiled files.
 
 Each source is compiled once per machine and kept in the user's cache folder. A cached library is loaded only if it
 belongs to the user, nobody else can write to it, and its contents match the digest in its name. Nothing is compiled on
@@ -84,6 +84,33 @@ def cached(source: Source) -> Any:
         return None
 
 
+def kept(name: str, depends: object, make: Callable[[], bytes]) -> bytes:
+    """Return the bytes of a compiled file from the cache folder; make them, and keep them if possible, if it has none.
+
+    ``depends`` describes everything that they depend on.
+    """
+    key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
+    try:
+        folder = _folder(create=True)
+        for path in sorted(folder.glob(f"{name}-{key}-*.bin")):
+            with suppress(OSError):
+                _check_private(path)
+                found = path.read_bytes()
+                if path.name == _named(name, key, found, "bin"):
+                    return found
+            with suppress(OSError):
+                path.unlink()
+    except OSError:
+        return make()
+    made = make()
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=folder) as temporary:
+        out = Path(temporary) / "made"
+        out.write_bytes(made)
+        out.chmod(0o600)  # regardless of the umask
+        out.replace(folder / _named(name, key, made, "bin"))  # atomic: other processes may make it at the same time
+    return made
+
+
 def remember_failure(source: Source, error: Unavailable) -> None:
     """Record that the source does not compile or load, so that :func:`cached` can say so without trying again."""
     if isinstance(error.__cause__, subprocess.CalledProcessError | ImportError):  # a full disk may be gone next time
@@ -143,8 +170,8 @@ def _key(source: Source, command: list[str]) -> str:
     return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
 
 
-def _name(source: Source, key: str, library: Path) -> str:
-    return f"{source.path.stem}-{key}-{hashlib.sha256(library.read_bytes()).hexdigest()[:32]}.so"
+def _named(name: str, key: str, contents: bytes, suffix: str = "so") -> str:
+    return f"{name}-{key}-{hashlib.sha256(contents).hexdigest()[:32]}.{suffix}"
 
 
 def _cached(source: Source, folder: Path, command: list[str]) -> Any:
@@ -154,7 +181,7 @@ def _cached(source: Source, folder: Path, command: list[str]) -> Any:
         try:
             _check_private(path)
             # Loading a truncated library would crash the process.
-            if path.name == _name(source, key, path):
+            if path.name == _named(source.path.stem, key, path.read_bytes()):
                 return source.load(path)
         except (OSError, AttributeError, ImportError):
             pass
@@ -172,7 +199,7 @@ def _compile(source: Source, folder: Path, command: list[str]) -> Any:
         with out.open("rb") as file:
             os.fsync(file.fileno())
         # Atomic: other processes may compile it at the same time.
-        out.replace(folder / _name(source, _key(source, command), out))
+        out.replace(folder / _named(source.path.stem, _key(source, command), out.read_bytes()))
         return loaded
 
 

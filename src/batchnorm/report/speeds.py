@@ -175,6 +175,14 @@ def _kernels(r: Result) -> str:
     )
 
 
+def _host(r: Result) -> str:
+    ratios = {
+        name: [row["ratio"] for row in r["rows"] if row["call"] == name] for name in ("BN", "BN+ReLU", "BN+add+ReLU")
+    }
+    means = (f"{name} {statistics.geometric_mean(found):.2f}x" for name, found in ratios.items())
+    return f"{', '.join(means)} torch.nn's time (worst {max(map(max, ratios.values())):.2f}x)"
+
+
 def _memory(r: Result) -> str:
     over = {row["name"]: row["over_stock"] for row in r["rows"]}
     return f"{over['ours']:.2f} of the stock network's, {over['ours, recompute']:.2f} with `bn.recompute()`"
@@ -182,7 +190,10 @@ def _memory(r: Result) -> str:
 
 def _train(r: Result) -> str:
     ours = [x for x in r["rows"] if not x["name"].startswith("stock")]
-    return ", ".join(f"{x['over_stock']:.2f} times as fast at batch {x['batch']}" for x in ours)
+    return ", ".join(
+        f"{x['over_stock']:.2f} times as fast at batch {x['batch']} ({x['images_per_second']:,.0f} images/s)"
+        for x in ours
+    )
 
 
 def _learning(r: Result) -> str:
@@ -219,6 +230,7 @@ def _algorithm2(r: Result) -> str:
 SPEED = [
     Row("CPU layers", "bench cpu", "", "cpu.json", _cpu),
     Row("CUDA kernels, bf16, forward and backward", "bench kernels", "", "kernels-h200.json", _kernels),
+    Row("host time of an eager CUDA layer, forward and backward", "bench host", "", "host-h200.json", _host),
     Row("BN-Inception: a training step", "bench train", "", "bench-train-h200.json", _train),
     Row("BN-Inception: its peak memory", "bench memory", "", "memory-h200.json", _memory),
     Row("ResNet-18: accuracy after training", "bench learning --data DIR", "", "same-learning-h200.json", _learning),

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import native
+
 _DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -157,28 +159,36 @@ def unavailable() -> str | None:
     return None
 
 
-def _compile(file: str, definitions: tuple[tuple[str, int], ...]) -> Any:
+def _compile(file: str, definitions: tuple[tuple[str, int], ...]) -> bytes:
+    """Compile a file for the current device, unless the user's cache folder has the result."""
     source = (Path(__file__).parent / file).read_bytes()
     major, minor = torch.cuda.get_device_capability()
     options = [f"--gpu-architecture=sm_{major}{minor}", *(f"-D{name}={value}" for name, value in definitions)]
+    version = ctypes.c_int(), ctypes.c_int()
+    _compiler().nvrtcVersion(*map(ctypes.byref, version))
+    depends = (source, options, *(number.value for number in version))
+    return native.kept(Path(file).stem, depends, lambda: _compiled(file, source, options))
+
+
+def _compiled(file: str, source: bytes, options: list[str]) -> bytes:
     compiler, program = _compiler(), ctypes.c_void_p()
     compiler.nvrtcCreateProgram(ctypes.byref(program), source, file.encode(), 0, None, None)
     try:
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if compiler.nvrtcCompileProgram(program, len(options), given):
             log = _fetch(compiler.nvrtcGetProgramLogSize, compiler.nvrtcGetProgramLog, program)
-            raise RuntimeError(f"{file} does not compile with {' '.join(options)}: {log.value.decode()}")
+            raise RuntimeError(f"{file} does not compile with {' '.join(options)}: {log.rstrip(bytes(1)).decode()}")
         return _fetch(compiler.nvrtcGetCUBINSize, compiler.nvrtcGetCUBIN, program)
     finally:
         compiler.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _fetch(size_of: Any, contents_of: Any, program: ctypes.c_void_p) -> Any:
+def _fetch(size_of: Any, contents_of: Any, program: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
     size_of(program, ctypes.byref(size))
     contents = ctypes.create_string_buffer(size.value)
     contents_of(program, contents)
-    return contents
+    return contents.raw
 
 
 @cache
