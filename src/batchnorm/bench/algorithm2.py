@@ -19,7 +19,7 @@ from ..inference import fold
 from ..layers import BatchNorm2d
 from ..population import estimate_
 from ..results import check_writable, write_result
-from ..train.distributed import device_of
+from ..train.distributed import find_device
 
 QUESTION = "seconds a pass over a residual network of 18 layers (medians), and ratios within rounds (medians)"
 
@@ -71,7 +71,7 @@ def algorithm2(
         out: the result file; the published ones are in results.
     """
     at_least(1, rounds=rounds, batch=batch, size=size, batches=batches, threads=threads)
-    device_of(device)
+    find_device(device)
     check_writable(out)
     torch.set_num_threads(threads)
     data = [torch.randn(batch, 3, size, size, device=device) for _ in range(batches)]

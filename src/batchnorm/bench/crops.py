@@ -22,7 +22,7 @@ from ..extras import require
 from ..inference import fold
 from ..models import inception
 from ..results import check_writable, environment, write_json
-from ..train.distributed import device_of
+from ..train.distributed import find_device
 
 
 def crops(
@@ -56,7 +56,7 @@ def crops(
     above(0, width=width)
     at_least(1, size=size, images=images, batch_size=batch_size, rounds=rounds)
     at_least(0, workers=workers)
-    device = str(device_of(device))
+    device = str(find_device(device))
     check_writable(out)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         batches = open_squares(

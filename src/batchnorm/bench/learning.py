@@ -28,7 +28,7 @@ from ..network_factory import make_network
 from ..processes import workers as worker_processes
 from ..results import check_writable, write_result
 from ..surgery import convert
-from ..train.distributed import device_of
+from ..train.distributed import find_device
 
 QUESTION = "validation accuracy of a network trained as it is and converted"
 FORMS = ("stock", "converted")
@@ -167,7 +167,7 @@ def learning(
     above(0, rate=rate)
     between(0, SEED_MAX, seeds=seeds)
     check_writable(out)
-    recipe = LearningRecipe(data, network, size, batch, epochs, rate, device_of(device).type, workers)
+    recipe = LearningRecipe(data, network, size, batch, epochs, rate, find_device(device).type, workers)
     sources = {split: open_source(data, split) for split in ("train", "val")}
     images = {split: {"images": len(s.labels), "classes": len(s.classes)} for split, s in sources.items()}
     runs: list[LearningRun] = []

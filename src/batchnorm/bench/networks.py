@@ -32,7 +32,7 @@ from ..errors import above, at_least
 from ..pictures import picture_beside
 from ..processes import Remote
 from ..results import check_writable, environment, read_json, write_result
-from ..train.distributed import device_of
+from ..train.distributed import find_device
 from .bars import Bar, geometric_mean
 from .network_steps import COMPILING, TURN, Measurement, Mode, NetworkJob, Row, Settings, failed, results_of
 
@@ -304,7 +304,7 @@ def networks(
         out: the result file; a picture is written next to it. The published ones are in results.
     """
     end = time.monotonic() + 60 * minutes
-    device = device_of(device).type
+    device = find_device(device).type
     modes = modes or (("eager", "graph", *COMPILING) if device == "cuda" else ("eager",))
     batches = batches or ((256, 32) if device == "cuda" else (8,))
     _check(networks, modes, device, batches=batches, size=size, jobs=jobs)

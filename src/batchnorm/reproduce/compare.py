@@ -22,7 +22,7 @@ from ..report.page import write_report
 from ..report.runs import Run
 from ..results import check_writable, environment, read_json, write_result
 from ..train import RECIPES, Options, Recipe, train
-from ..train.distributed import device_of
+from ..train.distributed import find_device
 from ..train.final_network import folded_network
 from ..train.metrics import curve, read
 from ..train.own_network import Change
@@ -83,7 +83,7 @@ def compare(
         raise ValueError("nothing to compare: add --network FILE.py:FUNCTION, your own network")
     chosen = resolve(RECIPES[recipe], overrides)
     out = options.out or Path("runs") / f"compare-{chosen.name}"
-    on_gpu = device_of(options.device).type == "cuda"
+    on_gpu = find_device(options.device).type == "cuda"
     classes, note = check_before_training(chosen, options)
     if note is not None:
         print(note)
@@ -101,7 +101,7 @@ def compare(
         return TrainingJob(one, replace(options, out=out / name), steps, jobs)
 
     networks = {
-        (kind, rate): Seeds(kind, rate, [job(kind, rate, seed) for seed in range(seeds)], images)
+        (kind, rate): SeedRuns(kind, rate, [job(kind, rate, seed) for seed in range(seeds)], images)
         for rate in rates
         for kind in changes
     }
@@ -170,7 +170,7 @@ class TrainingJob:
 
 
 @dataclass(frozen=True)
-class Seeds:
+class SeedRuns:
     """The finished runs of one network at one rate, with different seeds.
 
     Paper: Fig. 2
@@ -260,7 +260,7 @@ def verdict(gap: float, low: float, high: float) -> str:
     return f"batch normalization {'helps' if gap > 0 else 'hurts'}: {told} (95% interval {ends})"
 
 
-def publish(networks: Mapping[tuple[bool, float], Seeds], out: Path, **told: Any) -> None:
+def publish(networks: Mapping[tuple[bool, float], SeedRuns], out: Path, **told: Any) -> None:
     """Compare best against best, write compare.json and report.html, and print the result.
 
     Args:
@@ -303,7 +303,7 @@ def publish(networks: Mapping[tuple[bool, float], Seeds], out: Path, **told: Any
     print(markdown(parts), f"result: {out / 'compare.json'}\npage: {page}", sep="\n\n")
 
 
-def _best(*networks: Seeds) -> list[list[str]]:
+def _best(*networks: SeedRuns) -> list[list[str]]:
     rows = [["network", "accuracy", "95% interval", "seeds"]]
     for seeds in networks:
         low, high = interval(seeds.accuracies, seeds.images)
@@ -311,7 +311,7 @@ def _best(*networks: Seeds) -> list[list[str]]:
     return rows
 
 
-def _rates(networks: Mapping[tuple[bool, float], Seeds]) -> list[list[str]]:
+def _rates(networks: Mapping[tuple[bool, float], SeedRuns]) -> list[list[str]]:
     cells = {key: f"{seeds.mean:.1%} ({_listed(seeds.accuracies)})" for key, seeds in networks.items()}
     rates = dict.fromkeys(rate for _, rate in networks)
     return [["rate", label(False), label(True)], *([f"{r:g}", cells[False, r], cells[True, r]] for r in rates)]
@@ -330,7 +330,7 @@ def _steps(times: float | None, top: tuple[int, float] | None) -> str:
     return f"With it, the mean over seeds reaches {top[1]:.1%}, the best without it, {how}."
 
 
-def _edges(networks: Mapping[tuple[bool, float], Seeds], *chosen: Seeds) -> str:
+def _edges(networks: Mapping[tuple[bool, float], SeedRuns], *chosen: SeedRuns) -> str:
     """Explain the table of rates, and warn if a better rate may lie outside the sweep."""
     rates = sorted({rate for _, rate in networks})
     edges = [seeds.run.name for seeds in chosen if seeds.rate in (rates[0], rates[-1])]

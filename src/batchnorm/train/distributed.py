@@ -82,13 +82,13 @@ class Ranks:
             buffer.copy_(mean.view_as(buffer))
 
 
-def device_of(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     """Return the device for a command: "cpu", "cuda", or "auto" for a GPU if there is one.
 
     Raises:
         ValueError: for another name, or for "cuda" if there is no GPU.
 
-    >>> device_of("gpu")
+    >>> find_device("gpu")
     Traceback (most recent call last):
         ...
     ValueError: device='gpu' is unknown: choose cpu, cuda or auto
@@ -114,7 +114,7 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
     >>> with ranks("cpu") as alone: print(alone.rank, alone.world_size)
     0 1
     """
-    cuda = device_of(device).type == "cuda"
+    cuda = find_device(device).type == "cuda"
     world_size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     if cuda and local >= torch.cuda.device_count():
         raise ValueError(

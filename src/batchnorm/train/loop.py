@@ -22,7 +22,7 @@ from . import checkpoint
 from .distributed import Ranks, ranks
 from .final_network import example_images, folded_network, population_network
 from .lock import locked
-from .metrics import Logger, Result, hardware, write_result
+from .metrics import Logger, Result, hardware, write_run_result
 from .options import Options
 from .recipe import Recipe
 from .resume import RunState, claim_folder, resume_, save_state
@@ -280,7 +280,7 @@ class _Training:
             if accuracy is not None:
                 record = {"step": self.step, "final": True, "val_top1": accuracy.top1, "val_top5": accuracy.top5}
                 self.logger.log(record)
-            write_result(self.folder, result, self.options.targets)
+            write_run_result(self.folder, result, self.options.targets)
         self.ranks.wait()
         return result
 

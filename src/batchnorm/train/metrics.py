@@ -186,7 +186,7 @@ class Result:
     hardware: dict[str, Any] = field(default_factory=dict)
 
 
-def write_result(folder: Path, result: Result, targets: Sequence[float]) -> None:
+def write_run_result(folder: Path, result: Result, targets: Sequence[float]) -> None:
     """Complete a result from the run's ``metrics.jsonl`` and write it to ``result.json``.
 
     The metrics supply the best and the last validation accuracy, and the first step that reaches each target.

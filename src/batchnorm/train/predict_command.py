@@ -15,7 +15,7 @@ from ..data.decode import IMAGE_SUFFIXES
 from ..errors import JobsFailedError, at_least, sentence
 from ..progress import progress
 from ..results import check_writable, write_atomically
-from .distributed import device_of
+from .distributed import find_device
 from .trained_run import TrainedRun, load
 
 
@@ -53,7 +53,7 @@ def predict(
     at_least(1, top=top, batch_size=batch_size)
     if not images:
         raise ValueError("give at least one image, or a folder of images")
-    where = device_of(device)
+    where = find_device(device)
     if csv is not None:
         check_writable(csv)
     files = [file for image in images for file in _files(image)]

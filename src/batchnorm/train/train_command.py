@@ -18,7 +18,7 @@ from ..jobs import Stopped
 from ..models import describe as describe_network
 from ..models.bn_inception.network import early_strides_note
 from ..models.description import claims
-from .distributed import device_of
+from .distributed import find_device
 from .loop import train as train_recipe
 from .metrics import Result
 from .options import Options
@@ -123,7 +123,7 @@ def train(
 
 def check_before_training(recipe: Recipe, options: Options) -> tuple[int, str | None]:
     """Check the device, the packages and that every class has images; return the number of classes and a note."""
-    if options.graph and device_of(options.device).type != "cuda":
+    if options.graph and find_device(options.device).type != "cuda":
         raise ValueError("--graph True captures CUDA graphs, but this run is on the CPU: remove that option")
     if options.tensorboard:
         check_installed("tensorboard")

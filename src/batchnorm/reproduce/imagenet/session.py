@@ -17,7 +17,7 @@ from ...extras import check_installed
 from ...jobs import Job, run_side_by_side
 from ...results import check_writable
 from ...train import Recipe
-from ...train.distributed import device_of
+from ...train.distributed import find_device
 from .plan import Plan
 from .result_files import Finished, read_all
 from .sharing import checked_gpu
@@ -86,7 +86,7 @@ class Session:
         at_least(0, workers=self.workers, minutes=self.minutes)
         if self.data is not None:
             check_installed("PIL", "safetensors")
-            device_of(self.device)
+            find_device(self.device)
         elif not any(self.result_files.rglob("*.json")):
             raise FileNotFoundError(
                 f"{self.result_files} holds no result files: give --data DIR to train, or --results DIR"
@@ -138,7 +138,7 @@ class Session:
         together = min(self.jobs, len(waiting))
         if together > 1:
             self._decode({recipe.size for recipe in recipes})
-        on_gpu = together > 1 and device_of(self.device).type == "cuda"
+        on_gpu = together > 1 and find_device(self.device).type == "cuda"
         with checked_gpu(together if on_gpu else 1, recipes, evaluate_batch, self.precision):
             return run_side_by_side(waiting, jobs=self.jobs, minutes=self.minutes)
 
