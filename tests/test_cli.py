@@ -67,7 +67,10 @@ def refused(words, capsys):
         ("train --recipe bn-x5 --data no --device cpu --graph True", "captures CUDA graphs"),
         (["train", "--recipe", "bn-x5", "--data", "no", "--name", ""], "name is empty"),
         ("fold net:make -o net.pt2 --input 99999999999999999999", "the network fails on --input"),
-        ("fold net:needs -o net.pt2", "net:needs cannot be called without arguments: missing a required argument: 'x'"),
+        (
+            "fold net:needs -o net.pt2",
+            "without arguments: missing a required argument: 'x'; give its arguments defaults",
+        ),
         ("fold net:number -o net.pt2", "net:number cannot be called without arguments"),
         ("fold ..net:make -o net.pt2", "names no function"),
         ("evaluate no --data no --workers=-1", "workers=-1: must be 0 or more"),

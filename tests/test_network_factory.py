@@ -21,6 +21,9 @@ def with_example():
 def wide(width):
     return nn.Linear(width, width)
 
+def deep(classes, depth):
+    return nn.Linear(depth, classes)
+
 def nothing(classes):
     return classes
 """
@@ -61,7 +64,8 @@ def test_files_of_one_name_in_different_folders(folder, tmp_path):
         ("mynet:missing", "cannot make a network from mynet:missing"),
         ("absent.py:build", "cannot make a network from absent.py:build: .*absent.py is not a file"),
         ("mynet:nothing", "mynet:nothing returned int, not a torch.nn.Module"),
-        ("mynet:wide", "mynet:wide cannot be called without arguments: missing a required argument: 'width'"),
+        ("mynet:wide", "without arguments: missing a required argument: 'width'; call the number of classes 'classes'"),
+        ("mynet:deep", "with classes= alone: missing a required argument: 'depth'; give its other arguments defaults"),
     ],
 )
 def test_a_name_that_leads_to_no_network(folder, name, says):

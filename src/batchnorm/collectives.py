@@ -17,6 +17,11 @@ def world_size(group: distributed.ProcessGroup | None = None) -> int:
     return distributed.get_world_size(group)
 
 
+def rank() -> int:
+    """Return this process's rank; 0 without torch.distributed."""
+    return 0 if world_size() == 1 else distributed.get_rank()
+
+
 def gather_moments(local: Moments, group: distributed.ProcessGroup | None = None) -> Moments:
     """Stack the moments of every rank along a new first dimension: one all-reduce forward, one backward.
 

@@ -130,7 +130,9 @@ def _arguments(name: str, function: Callable[..., Any], classes: int | None) -> 
         expected.bind(**given)
     except TypeError as error:
         how = "with classes= alone" if given else "without arguments"
-        hint = "" if given or classes is None else "; name the argument for the number of classes 'classes'"
+        hint = "; give its other arguments defaults"
+        if not given:
+            hint = "; give its arguments defaults" if classes is None else "; call the number of classes 'classes'"
         raise ValueError(f"{name} cannot be called {how}: {error}{hint}") from error
     except ValueError:
         return {}  # a builtin with an unknown signature

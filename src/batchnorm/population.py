@@ -195,7 +195,8 @@ def _run(
     device = network_call.device_of(net)
     handles = [handle for observer in observers for handle in observer.register()]
     try:
-        for number, batch in enumerate(progress(batches, label)):
+        shown = progress(batches, label) if collectives.rank() == 0 else batches
+        for number, batch in enumerate(shown):
             with functional if number == 0 else nullcontext():
                 network_call.call(net, network_call.to_device(batch, device), forward)
     finally:

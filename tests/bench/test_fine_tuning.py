@@ -26,5 +26,7 @@ def test_every_cell_is_trained_and_the_best_rate_counts(tmp_path, capsys):
         assert row["mean"] == max(one["mean"] for one in cell)
         assert len(row["accuracies"]) == 2
     assert "batch 2, frozen statistics: " in capsys.readouterr().out
+    assert main([*given, "--data", str(tmp_path / "absent")]) == 2
+    assert "absent is not a folder: give one with train/CLASS/*.jpg" in capsys.readouterr().err
     assert main([*given, "--classes", "10"]) == 2
     assert "has only 4 classes, but classes=10: choose fewer" in capsys.readouterr().err

@@ -36,6 +36,7 @@ def test_shards_hold_the_folder_byte_for_byte(folder, tmp_path, capsys):
     written = shard(folder, tmp_path / "out", per_shard=8)
     assert [tuple(split) for split in written] == [("train", 20, 3, 3), ("val", 6, 1, 3)]
     assert capsys.readouterr().out.splitlines()[0] == "train: 20 images of 3 classes in 3 shards"
+    assert str(written[0]._replace(shards=1)) == "train: 20 images of 3 classes in 1 shard"
     for split in ("train", "val"):
         a, b = open_source(folder, split), open_source(tmp_path / "out", split)
         assert a.classes == b.classes == ("ant", "bee", "cow")

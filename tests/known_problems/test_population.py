@@ -1,5 +1,8 @@
 """Row 7: population statistics computed wrongly (fvcore 152, detectron2 5398, torch.optim.swa_utils.update_bn)."""
 
+import io
+from contextlib import redirect_stderr
+
 import pytest
 import torch
 from ranks import on_ranks
@@ -38,18 +41,22 @@ def one_rank(rank, world_size, sizes, upstream):
     net = nn.Sequential(nn.Linear(4, 5), bn.BatchNorm1d(5), nn.Sigmoid(), nn.BatchNorm1d(5)).double()
     x = torch.randn(sum(sizes), 4, generator=torch.Generator().manual_seed(3)).double()
     mine = x.split(sizes)[rank]
-    report = bn.estimate_(net, mine.split(4), rule="pooled", upstream=upstream)
-    return dict(net.state_dict()), report.layers[0].count
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()) as shown:
+        patch.setattr("batchnorm.progress.PATIENCE", -1.0)
+        report = bn.estimate_(net, mine.split(4), rule="pooled", upstream=upstream)
+    return dict(net.state_dict()), report.layers[0].count, shown.getvalue()
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("upstream", ["batch", "population"])
 def test_ranks_with_different_numbers_of_batches_agree(upstream):
     sizes = [12, 6]
-    (a, count), (b, _) = on_ranks(2, one_rank, sizes, upstream)
+    (a, count, shown), (b, _, nothing) = on_ranks(2, one_rank, sizes, upstream)
     assert count == 18
+    assert "estimating population statistics" in shown
+    assert nothing == ""  # the lines of several ranks would mix
     torch.testing.assert_close(a, b, rtol=0, atol=0)
-    alone, _ = one_rank(0, 1, [18], upstream)
+    alone, *_ = one_rank(0, 1, [18], upstream)
     layers = ("1", "3") if upstream == "population" else ("1",)
     for key in (f"{layer}.running_{what}" for layer in layers for what in ("mean", "var")):
         torch.testing.assert_close(a[key], alone[key], rtol=1e-10, atol=1e-12)

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from ..data.image_sources import FolderSource
+from ..data.image_sources import FolderSource, open_source
 from ..errors import above, at_least
 from ..processes import map_on_cores
 from ..results import check_writable, write_result
@@ -143,7 +143,10 @@ def _means(results: list[Result]) -> dict[str, Any]:
 
 def _divide(data: Path, classes: int, images: int, folder: Path) -> tuple[Path, Path]:
     """Make two image folders of links: half of the classes, and a few training images of each other class."""
-    names = FolderSource.open(data, "train").classes[:classes]
+    source = open_source(data, "train")
+    if not isinstance(source, FolderSource):
+        raise ValueError(f"{data} has tar shards: this benchmark needs the folders train/CLASS and val/CLASS")
+    names = source.classes[:classes]
     if len(names) < classes:
         raise ValueError(f"{data} has only {len(names)} classes, but classes={classes}: choose fewer")
     half = classes // 2

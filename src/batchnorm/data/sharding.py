@@ -37,7 +37,8 @@ class ShardedSplit(NamedTuple):
     classes: int
 
     def __str__(self) -> str:
-        return f"{self.split}: {self.examples} images of {self.classes} classes in {self.shards} shards"
+        shards = "1 shard" if self.shards == 1 else f"{self.shards} shards"
+        return f"{self.split}: {self.examples} images of {self.classes} classes in {shards}"
 
 
 def shard(

@@ -36,7 +36,7 @@ def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) 
     path = out / "recipe.json"
     if path.exists():
         there, here = asdict(Recipe.read(path)), asdict(recipe)
-        other = [f"{k} is {there[k]} there, {here[k]} here" for k in here if k != "epochs" and there[k] != here[k]]
+        other = [f"{k} is {there[k]!r} there, {here[k]!r} here" for k in here if k != "epochs" and there[k] != here[k]]
         if other:
             raise ValueError(
                 f"{path} belongs to another run: {'; '.join(other)}; choose another --out, or remove that folder"

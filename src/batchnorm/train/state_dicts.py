@@ -67,7 +67,9 @@ def start_from_(net: nn.Module, source: str, classes: int) -> str:
     new = [name for name, value in expected.items() if _is_for_other_classes(value, state.get(name), classes)]
     problems = difference({**expected, **{name: state[name] for name in new}}, state)
     if problems:
-        raise ValueError(f"{source} does not fit the network: {problems}")
+        raise ValueError(
+            f"{source} does not fit the network: {problems}; use the --network and --normalize that it was trained with"
+        )
     net.load_state_dict({name: value for name, value in state.items() if name not in new}, strict=False)
     told = f"starting from {source}: {len(state) - len(new)} of {len(expected)} tensors loaded"
     if not new:
