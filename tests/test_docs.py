@@ -9,9 +9,11 @@ from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 from training import striped_folder
 
 from batchnorm.cli import COMMANDS, main
+from batchnorm.network_factory import make_network
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -19,7 +21,6 @@ PAGES = sorted(DOCS.glob("*.md"))
 PACKAGES = ["batchnorm", *(f"batchnorm.{name}" for name in ("ops", "data", "models", "monitor", "evaluate", "train"))]
 
 
-UNTESTED = {"compile.md", "networks.md"}  # their code needs a GPU, torchvision and a network of your own
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -28,7 +29,7 @@ def blocks(page, language):
 
 
 def with_python():
-    return [page for page in PAGES if blocks(page, "python") and page.name not in UNTESTED]
+    return [page for page in PAGES if blocks(page, "python")]
 
 
 @pytest.mark.parametrize("page", with_python(), ids=lambda page: page.name)
@@ -72,19 +73,47 @@ def test_every_command_has_a_line():
     assert listed == list(COMMANDS)
 
 
+def line_of(page, start):
+    return next(line for name, line in commands() if name == page and line.startswith(start))
+
+
 def test_from_images_to_a_file(tmp_path, monkeypatch, capsys):
-    """The commands of "Train my own network", on a few small images."""
+    """The commands of "Train my own network" on a few small images, then what other guides do with the run."""
     monkeypatch.chdir(tmp_path)
     page = DOCS / "train.md"
     (tmp_path / "mynet.py").write_text(next(block for block in blocks(page, "") if "def build" in block))
     images = striped_folder(tmp_path / "images")
     next((images / "val").rglob("*.png")).rename("photo.jpg")
     shutil.rmtree(images / "val")
-    _, *lines = blocks(page, "")[0].splitlines()
+    shutil.copytree(images, "new-images")
+    shutil.rmtree(tmp_path / "new-images/train/class0")
+    (tmp_path / "photos").mkdir()
+    shutil.copy("photo.jpg", "photos")
+    save_file(make_network("mynet.py:build")[0].state_dict(), "net.safetensors")
+    _, *lines = (line.removeprefix("batchnorm ") for line in blocks(page, "")[0].splitlines())
+    lines += [line_of("fine-tuning.md", "train"), line_of("ship.md", "fold mynet"), line_of("monitor.md", "report")]
+    lines += [line_of("ship.md", "predict").replace("runs/bn-x5", "runs/mynet-build-insert --trust")]
     for line in lines:
-        words = shlex.split(line.removeprefix("batchnorm ").replace("--epochs 20", "--epochs 1"))
+        words = shlex.split(re.sub(r"--epochs \d+", "--epochs 1", line))
         assert main(words) == 0, capsys.readouterr().err
-    assert (tmp_path / "net.onnx").exists()
+    printed = capsys.readouterr()
+    assert "starting from runs/mynet-build-insert: 18 of 20 tensors loaded; 11.weight, 11.bias init" in printed.out
+    assert {path.name for path in tmp_path.iterdir()} >= {"net.onnx", "predictions.csv", "report.html"}
+
+
+def test_images_to_shards(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    striped_folder(tmp_path / "DOWNLOADS")
+    assert main(shlex.split(line_of("imagenet.md", "shard"))) == 0
+    assert capsys.readouterr().out.startswith("train: ")
+
+
+def test_commands_that_need_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(line_of("imagenet.md", "describe inception --size 64"))) == 0
+    assert capsys.readouterr().out.endswith("at 64 px the first max pool is left out\n")
+    assert main(shlex.split(line_of("fig4.md", "reproduce fig4 --results").replace("DIR", f"{ROOT}/results/fig4"))) == 0
+    assert (tmp_path / "runs/fig4/fig4.md").exists()
 
 
 def exported():
