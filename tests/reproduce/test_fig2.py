@@ -124,9 +124,11 @@ def test_figures_are_made_of_the_files_alone(plan, session, tmp_path, capsys):
 
 def test_a_folder_of_results_that_is_not_there(tmp_path, capsys):
     assert main(["reproduce", "fig2", "--results", str(tmp_path / "no"), "--out", str(tmp_path / "out")]) == 2
-    assert "no holds no result files: give --data DIR to train, or --results DIR" in capsys.readouterr().err
+    assert (
+        "no has no result files: add --data DIR to train, or give --results another folder" in capsys.readouterr().err
+    )
     assert main(["reproduce", "fig2", "--out", str(tmp_path / "out")]) == 2  # nor anything else to make figures of
-    assert "out/results holds no result files" in capsys.readouterr().err
+    assert "out/results has no result files" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -179,7 +181,7 @@ def test_results_of_another_plan_are_refused(data, plan, session, tmp_path, caps
     other.write_text(plan.read_text().replace("horizon = 3", "horizon = 4"))
     assert main(["reproduce", "fig2", "--plan", str(other), "--out", str(session)]) == 2
     error = capsys.readouterr().err
-    assert "plain.json is of another plan" in error
+    assert "plain.json belongs to another plan" in error
     assert "epochs is 3.0 and 4.0" in error
     other.write_text(plan.read_text().replace("evaluate_every = 3", "evaluate_every = 4"))
     with pytest.raises(ValueError, match="evaluate_every is 3 and 4"):
@@ -208,7 +210,7 @@ def test_a_run_that_fails_says_why(data, tmp_path):
         ('name = "figure"', "group 'figure' is none of"),
         ('recipe = "bn-x7"', "no recipe 'bn-x7'"),
         ("rates = 1e9", "no field rates"),
-        ("end_rate = 1.5", "a rate that falls"),
+        ("end_rate = 1.5", "end_rate=1.5 between 0 and 1"),
         ("decay_epochs = 3", "follow from horizon and end_rate"),
         ('name = "plain", recipe = "bn-baseline"', "two runs are called plain"),
     ],
@@ -234,12 +236,12 @@ def test_a_plan_that_is_none(tmp_path, text, says):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("horizon = 3", "horizon = nan", "a run has a length"),
+        ("horizon = 3", "horizon = nan", "horizon=nan must be above 0"),
         ("horizon = 3", "horizon = 3\nrate = 0.1", "group figures: rate is none of"),
         ("log_every", "log_evry", "train: log_evry is none of"),
-        ("checkpoint_every = 1000", "checkpoint_every = 0", "checkpoint_every=0, but it counts"),
+        ("checkpoint_every = 1000", "checkpoint_every = 0", "checkpoint_every=0: must be a positive number"),
         ('name = "plain"', 'name = "../plain"', "cannot be the name of a run"),
-        ("rate = 1e9", "decay = 1.0", "decay=1.0, but the rate falls"),
+        ("rate = 1e9", "decay = 1.0", "decay=1.0: must be between 0 and 1"),
     ],
 )
 def test_a_plan_that_would_run_otherwise_than_it_reads(tmp_path, old, new, says):
@@ -320,7 +322,7 @@ def test_a_rate_that_follows_from_no_sweep(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text(PLAN.replace('recipe = "bn-baseline", seed = 1', 'recipe = "bn-baseline", rate = "best"'))
     with pytest.raises(
-        ValueError, match="other: its rate follows from the sweep of bn-baseline, which the group rates"
+        ValueError, match="other: its rate follows from the sweep of bn-baseline, but group rates has none"
     ):
         read_plan("fig2", path)
 

@@ -386,7 +386,9 @@ def test_nothing_is_claimed_of_nothing(results, tmp_path, capsys):
     assert summary["networks"] == {}
     assert len(summary["not yet run"]) == len(PLAN.runs)
     assert not (tmp_path / "fig2.png").exists()
-    assert "not run yet: inception-seed0" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "not run yet: inception-seed0" in printed
+    assert f" and {len(PLAN.runs) - 8} more, listed in {tmp_path / 'fig2.md'}\n" in printed
 
 
 def sweeps(results, inception=0.015, baseline=0.03, x5=0.15):

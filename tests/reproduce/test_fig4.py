@@ -159,7 +159,7 @@ def test_result_files_without_probabilities_do_not_count(plan, session, tmp_path
     fig4(Fig4(out=tmp_path / "out", results=tmp_path / "results", plan=plan))
     result = read(tmp_path / "out")
     assert set(result["members"]) == {"apart"}
-    assert result["missing"]["five"].startswith("five.npz, of which ensembles are made, is not there: left out")
+    assert result["missing"]["five"].startswith("left out of the ensemble: five.npz is missing; with --data DIR")
     assert [row["model"] for row in result["rows"][:4]] == ["five", "five", "apart", "apart"]  # alone all the same
 
 
@@ -300,7 +300,7 @@ def test_other_plans_and_other_data_are_refused(data, plan, session, tmp_path):
     other = tmp_path / "plan.toml"
     other.write_text(PLAN.replace("horizon = 2", "horizon = 3"))
     for path in (data, None):
-        with pytest.raises(ValueError, match=r"five.json is of another plan: there and here, decay_epochs is"):
+        with pytest.raises(ValueError, match=r"five.json belongs to another plan: there and here, decay_epochs is"):
             run(path, other, session)
     images = shutil.copytree(data, tmp_path / "data")
     (images / "train/class0/0.png").unlink()
@@ -315,7 +315,7 @@ def test_other_plans_and_other_data_are_refused(data, plan, session, tmp_path):
 
 def test_one_process(data, plan, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="fig4 is one process"):
+    with pytest.raises(ValueError, match="fig4 runs in one process"):
         run(data, plan, tmp_path)
 
 

@@ -27,15 +27,15 @@ from .result_files import Finished
 
 CONFIRMED, REFUTED, UNRESOLVED, NOT_RUN = "confirmed", "refuted", "not resolved", "not run yet"
 NOT_TESTED = "not tested"
-# A claim is confirmed or refuted by so many seeds of each network; what fewer show is only reported.
+# Confirming or refuting a claim takes this many seeds of each network; fewer only show that it was seen or not.
 SEEDS = 3
-# A run that diverges this early has not seen enough of the data to say anything if normalized networks do the same.
+# If a normalized network diverges within this many steps, the arithmetic is suspect (see `trusted`).
 EARLY = 100
 # A network overfits visibly if its training accuracy exceeds its validation accuracy by more than GAP, and its
 # validation loss ends at more than RISE times its lowest value.
 GAP, RISE = 0.1, 1.05
-# A network trains if its accuracy exceeds ten times chance or, with few classes, half of the way from chance to 1. It
-# stays at chance if no validation lies four standard errors above it.
+# A network trains if its accuracy exceeds ten times chance or, with few classes, the middle between chance and 1. It
+# stays at chance if no validation is four standard errors above chance.
 TRAINS, ERRORS = 10, 4
 
 
@@ -82,7 +82,7 @@ def verdicts(plan: Plan, finished: Mapping[str, Finished]) -> list[Verdict]:
         name = f"{init} initialization"
         found.append(at_chance(name, seeds_of(finished, "figures", "inception-sigmoid", init=init)))
         found.append(diverges(name, seeds_of(finished, "figures", "inception-x5", init=init)))
-    # A sweep says nothing before all of it is there.
+    # A sweep is judged only when all its runs are finished.
     whole = {group for group in ("rates", "dropout") if all(r.name in finished for r in plan.runs if r.group == group)}
     found.append(wider_range({n: o for n, o in finished.items() if o.run.group != "rates" or "rates" in whole}))
     found.append(less_dropout(finished if "dropout" in whole else {}))
@@ -97,11 +97,11 @@ def best_against_best(finished: Mapping[str, Finished]) -> list[Verdict]:
 
 
 def decide(holds: Iterable[bool], seeds: int = SEEDS) -> str:
-    """Return the verdict of several seeds, or pairings of seeds: one that all of them share, or none.
+    """Return the verdict on a claim, which is confirmed or refuted only if all seeds, or pairings of seeds, agree.
 
     Args:
-        holds: whether the claim holds, for each.
-        seeds: how many there are of the network with the fewest.
+        holds: whether the claim holds for each seed or pairing.
+        seeds: number of seeds of the network that has the fewest.
 
     >>> decide([True, True]), decide([False, False]), decide([True, False]), decide([])
     ('confirmed', 'refuted', 'not resolved', 'not run yet')
@@ -142,7 +142,7 @@ def fewer_steps(
     if pairs:
         found = f"{_times(times_fewer(inception.curve, network.curve))} ({_listed(pairs)} by seeds)"
         if (end_slope(inception.curve) or 0.0) >= LEVEL:
-            found += "; at this length, for Inception has not levelled off"
+            found += "; longer runs may differ: Inception has not leveled off"
     holds = [times is not None and enough(times) for times in pairs]
     return Verdict(claim, paper, decide(holds, _fewest(inception, network)), found)
 
@@ -224,7 +224,7 @@ def how_it_went(run: Finished) -> str:
 
 
 def _how_they_went(network: Seeds) -> str:
-    """Return how all runs went; what is the same for all of them is said once."""
+    """Return how the runs went; text that they have in common appears once."""
     went = [how_it_went(run) for run in network.runs]
     if len(went) > 1 and len({text.split(" (")[0] for text in went}) == 1 and went[0].endswith(")"):
         return f"{went[0].split(' (')[0]} ({', '.join(text.split(' (')[1][:-1] for text in went)})"
@@ -234,8 +234,9 @@ def _how_they_went(network: Seeds) -> str:
 def wider_range(finished: Mapping[str, Finished]) -> Verdict:
     """Judge whether batch normalization trains at rates at which the network without it does not.
 
-    If the plan trains BN-Baseline at five times Inception's rate: that network trains, and Inception at this rate
-    fails. Otherwise, if both sweeps end at the same rate: the highest rate that trains is higher with BN.
+    If the plan trains BN-Baseline at five times Inception's rate, the claim holds if it trains there and Inception
+    fails. Otherwise both sweeps must end at the same rate, and it holds if the highest rate that trains is higher with
+    BN.
 
     Paper: Sec. 3.3
     """
@@ -261,7 +262,7 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
 
 
 def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
-    """Return the lowest and the highest rate at which a network comes to half of its best accuracy at any rate."""
+    """Return the lowest and the highest rate at which a network reaches half of its best accuracy at any rate."""
     if not runs:
         return None
     ends = {run.run.recipe.rate: run.result["top1"] or 0.0 for run in runs}
@@ -270,7 +271,7 @@ def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
 
 
 def less_dropout(finished: Mapping[str, Finished]) -> Verdict:
-    """Judge whether a normalized network without dropout, or with less, is as good as with the most, up to noise.
+    """Judge whether a normalized network with less dropout, or none, is as accurate as with the most, within noise.
 
     The claim is tested only if dropout has something to prevent: with or without BN, the network without dropout
     overfits visibly in all its seeds.
@@ -297,7 +298,7 @@ def less_dropout(finished: Mapping[str, Finished]) -> Verdict:
     means = {share: statistics.fmean(values) for share, values in accuracies.items() if values}
     most, spread = max(by_share), noise(accuracies[max(by_share)])
     if most not in means or len(means) < 2 or spread is None:
-        return Verdict(claim, paper, UNRESOLVED, "too few runs came to their end")
+        return Verdict(claim, paper, UNRESOLVED, "too few runs finished")
     gain = max(mean for share, mean in means.items() if share < most) - means[most]
     found = f"validation accuracy {', '.join(f'{mean:.1%} at {share:.0%}' for share, mean in sorted(means.items()))}"
     found += f" (noise of the seeds at {most:.0%}: {spread:.1%}); overfits {' and '.join(overfitting)}: {told}"

@@ -1,4 +1,4 @@
-"""What the runs' curves say: accuracies, steps to them, slopes, and the noise between seeds."""
+"""Measurements on curves of validation accuracy: best values, steps to them, slopes, and noise between seeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...train.metrics import steps_to
 from .result_files import Finished
 
 Curve = list[tuple[int, float]]
-# A baseline that rises by less than this over its last quarter has levelled off.
+# A baseline that rises by less than this over its last quarter has leveled off.
 LEVEL = 0.01
 # Student's t, two-sided 95%, by degrees of freedom.
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -40,12 +40,12 @@ class Seeds:
 
     @property
     def curves(self) -> list[Curve]:
-        """Each seed's own."""
+        """Each seed's curve."""
         return [run.points for run in self.runs]
 
     @property
     def final(self) -> list[float]:
-        """Each seed's accuracy of the folded network at the end, of those that did not diverge."""
+        """The final accuracy of the folded network, for each seed that did not diverge."""
         return [run.result["top1"] for run in self.runs if run.result["top1"] is not None]
 
 
@@ -63,12 +63,12 @@ def seeds_of(finished: Mapping[str, Finished], group: str, variant: str, **chang
 
 
 def unchanged_seeds_of(finished: Mapping[str, Finished], group: str, variant: str) -> Seeds:
-    """Return the runs of a group in which nothing of a variant but the seed is changed."""
+    """Return the runs of a group that differ from a variant only in the seed."""
     return Seeds(tuple(one for one in seeds_of(finished, group, variant).runs if set(one.run.changed) <= {"seed"}))
 
 
 def network_of(finished: Mapping[str, Finished], variant: str) -> Seeds:
-    """Return the runs of Figure 2 of one of the paper's networks as it is."""
+    """Return Figure 2's runs of one of the paper's networks, changed only in the seed."""
     return unchanged_seeds_of(finished, "figures", variant)
 
 
@@ -114,7 +114,7 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
 
 
 def best(curve: Curve) -> tuple[int, float] | None:
-    """Return the first step of the highest accuracy, and that; None for an empty curve.
+    """Return the first step with the highest accuracy, and that accuracy; None for an empty curve.
 
     >>> best([(1, 0.5), (2, 0.75), (3, 0.75)])
     (2, 0.75)
@@ -123,7 +123,7 @@ def best(curve: Curve) -> tuple[int, float] | None:
 
 
 def times_fewer(baseline: Curve, curve: Curve) -> float | None:
-    """Return how many times fewer steps a network takes to the baseline's best accuracy; None if it never does.
+    """Return how many times fewer steps a network needs for the baseline's best accuracy; None if it never gets there.
 
     >>> times_fewer([(100, 0.3), (200, 0.5)], [(40, 0.5)])
     5.0
@@ -154,7 +154,7 @@ def at(curve: Curve, step: float) -> tuple[int, float] | None:
 
 
 def behind_until(curve: Curve, other: Curve) -> int | None:
-    """Return the last step of the beginning at which the other curve is the lower one; None if it never is.
+    """Return the last step before the other curve first catches up; None if it does not start behind.
 
     >>> behind_until([(1, 0.2), (2, 0.3), (3, 0.4)], [(1, 0.1), (2, 0.2), (3, 0.5)])
     2
@@ -167,7 +167,7 @@ def behind_until(curve: Curve, other: Curve) -> int | None:
 
 
 def noise(values: Sequence[float]) -> float | None:
-    """Return how far one more run may lie from the mean of these by chance: a 95% prediction interval's half width.
+    """Return how far one more run can be from the mean of these by chance: half the 95% prediction interval.
 
     t s sqrt(1 + 1/n), with s the standard deviation over the n seeds; None for fewer than two.
 

@@ -1,4 +1,4 @@
-"""``batchnorm reproduce fig2``: train the runs of a plan, and make Figures 2 and 3 of what is finished."""
+"""``batchnorm reproduce fig2``: train the runs of a plan, and draw Figures 2 and 3 from the finished ones."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ from .result_files import Finished, RunFiles, read_all
 from .session import Session
 from .training import Training
 
-FURTHER = ("paper-rates", "dropout")  # the library's plans beside the default one
+FURTHER = ("paper-rates", "dropout")  # the library's plans besides the default one
 PAPERS_RATES = "the paper's rates"
 TITLE = "Figures 2 and 3: Inception and its batch-normalized variants"
-# Colour and line of each network, its name in the paper.
+NAMED = 8  # runs that the command names on the screen
+# Each network's color, line style and name in the paper.
 LINES = {
     "inception": ("#8b8a84", "--", "Inception"),
     "bn-baseline": ("#14835b", ":", "BN-Baseline"),
@@ -50,17 +51,17 @@ LINES = {
     "bn-x30": ("#d9622b", "-", "BN-x30"),
     "bn-x5-sigmoid": ("#8a4fb0", "-.", "BN-x5-Sigmoid"),
 }
-# The best unnormalized network, if it is not Inception, and the other unnormalized ones; dots show what lies beneath.
+# The best unnormalized network, if it is not Inception, and the others; dotted lines do not hide what is beneath.
 TUNED = ("#1c1b18", (0, (4, 1, 1, 1)))
 OTHERS = (("#c2428a", "-"), ("#b58a00", "-"), ("#2a6fc9", "-"), ("#14835b", ":"))
 
 
 @dataclass(frozen=True)
 class Fig2(Session):
-    """Train the networks of Section 4.2 by a plan, and make Figures 2 and 3 of what is finished.
+    """Train the networks of Section 4.2 by a plan, and draw Figures 2 and 3 from the finished runs.
 
-    The work spreads over as many sessions and machines as it needs: each run leaves a result file of its own, and the
-    same command resumes where it stopped. Without --data nothing is trained, and the figures are made of the files.
+    You can spread the runs over several sessions and machines: each run writes its own result file, and the same
+    command resumes where it stopped. Without --data nothing is trained, and the figures are drawn from the files.
 
     Paper: Sec. 4.2.1, 4.2.2; Figs. 2, 3
     """
@@ -68,11 +69,11 @@ class Fig2(Session):
     out: Path = Path("runs/fig2")
     """Folder for the figures, the tables, the page, and the runs' checkpoints."""
     group: tuple[Group, ...] = ()
-    """Train runs of these groups alone."""
+    """Train only runs of these groups."""
 
     @property
     def all_results(self) -> Path:
-        """The folder of all result files; the library's plans other than the default one have a folder in it each."""
+        """The folder of all result files; each of the library's further plans has a subfolder."""
         return self.results or self.out / "results"
 
     @property
@@ -98,7 +99,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Studies:
-    """The runs of the plan, and for the library's own plan those at the paper's rates and those of dropout."""
+    """The runs of the plan and, if it is the library's, those of the further plans."""
 
     main: Study
     paper_rates: Study | None = None
@@ -106,7 +107,7 @@ class Studies:
 
     @classmethod
     def read(cls, options: Fig2) -> Studies:
-        """Read all result files that there are."""
+        """Read the plans and all their result files."""
         folder, out = options.all_results, options.out
         if options.plan is not None and str(options.plan) not in FURTHER:
             return cls(Study.read(options.plan, folder, out))
@@ -115,14 +116,14 @@ class Studies:
 
     @property
     def shown(self) -> Study:
-        """The study that Figures 2 and 3 show: that at the paper's rates until the main one has a baseline."""
+        """The study in Figures 2 and 3: the main one, but the one at the paper's rates until that has a baseline."""
         if self.paper_rates is None or network_of(self.main.finished, "inception"):
             return self.main
         return self.paper_rates
 
     @property
     def all(self) -> list[Study]:
-        """Those that there are."""
+        """The studies that were read."""
         return [study for study in (self.main, self.paper_rates, self.dropout) if study is not None]
 
     @property
@@ -138,13 +139,13 @@ def fig2(options: Fig2) -> Path:
     waiting = [] if options.data is None else _missing(options, plan)
     recipes = [job.files.run.recipe for job in waiting]
     table = options.run(waiting, recipes, plan.evaluate_batch, lambda: publish(Studies.read(options), options.out))
-    # The end of a sweep sets the rates of further runs.
+    # A finished sweep sets the rates of further runs.
     return fig2(options.after(started)) if waiting and plan.waiting else table
 
 
 def _missing(options: Fig2, plan: Plan) -> list[Training]:
     data, finished = options.open_data(plan)
-    # Plans have runs of the same names.
+    # Runs of different plans can have the same name.
     out = options.out / str(options.plan) if str(options.plan) in FURTHER else options.out
     return [
         Training(RunFiles(run, options.result_files, out), plan, options, data)
@@ -161,8 +162,9 @@ def publish(studies: Studies, out: Path) -> Path:
     write_atomically(table, f"# {TITLE}\n\n{markdown(parts)}\n".encode())
     judged = verdicts(studies.shown.plan, shown)
     print(markdown([part for part in parts if part.heading.startswith("Figure 3")]), "", *judged, sep="\n")
-    if studies.missing:
-        print(f"not run yet: {', '.join(studies.missing)}")
+    if missing := list(studies.missing):
+        more = f" and {len(missing) - NAMED} more, listed in {table}" if len(missing) > NAMED else ""
+        print(f"not run yet: {', '.join(missing[:NAMED])}{more}")
     written = [table]
     if runs := _as_runs(shown):
         written.append(write_report(runs, out / "report.html", title=TITLE, sections=parts))
@@ -213,7 +215,7 @@ def summary(studies: Studies) -> dict[str, Any]:
 
 
 def _as_runs(finished: Mapping[str, Finished]) -> list[Run]:
-    """Return what Figure 2 draws, each the mean over its seeds, as the page takes them."""
+    """Return the curves of Figure 2, each the mean over its seeds, as runs for the HTML page."""
     runs = []
     for name, (network, _, _) in drawn(finished).items():
         first = network.runs[0]
@@ -225,7 +227,7 @@ def _as_runs(finished: Mapping[str, Finished]) -> list[Run]:
 
 
 def claims_table(studies: Studies) -> Section:
-    """Tabulate every claim with what the paper measured and what came out at each choice of rates."""
+    """Tabulate every claim with the paper's number and the verdict at each choice of rates."""
     main, old, dropped = studies.main, studies.paper_rates, studies.dropout
     columns = {_at_r(main): {v.claim: v for v in verdicts(main.plan, main.finished)}}
     if dropped is not None:
@@ -257,7 +259,7 @@ def _cell(verdict: Verdict | None) -> str:
 
 
 def sections(studies: Studies) -> list[Section]:
-    """Return all tables; those of which nothing is finished are left out."""
+    """Return all tables that have rows."""
     main, old, dropped = studies.main, studies.paper_rates, studies.dropout
     parts = [claims_table(studies), *_tables(main.finished)]
     if dropped is not None:
@@ -267,8 +269,8 @@ def sections(studies: Studies) -> list[Section]:
     parts.append(ran({name: one for study in studies.all for name, one in _named(study, studies).items()}))
     untrusted = [[name] for study in studies.all for name in study.untrusted]
     text = (
-        "Normalized networks are among these runs that diverged within their first steps, so the arithmetic is likely"
-        " to blame. No verdict is read from them. Delete their result files and train them again."
+        "These runs diverged within their first steps, and some of them are normalized, so the arithmetic is the likely"
+        " cause. No verdict uses them. Delete their result files and train them again."
     )
     parts.append(Section("Runs that do not count", text, [["run"], *untrusted]))
     parts.append(Section("Not run yet", "", [["run", ""], *(list(item) for item in studies.missing.items())]))
@@ -276,7 +278,7 @@ def sections(studies: Studies) -> list[Section]:
 
 
 def _named(study: Study, studies: Studies) -> dict[str, Finished]:
-    """Return a study's runs by names that tell them from those of the other studies."""
+    """Return a study's runs, by names that are unique among all studies."""
     folder = "" if study is studies.main else "paper-rates/" if study is studies.paper_rates else "dropout/"
     return {f"{folder}{name}": one for name, one in study.finished.items()}
 
@@ -337,7 +339,7 @@ def _curves(axis: Any, finished: Mapping[str, Finished]) -> None:
 
 
 def drawn(finished: Mapping[str, Finished]) -> dict[str, tuple[Seeds, str, Any]]:
-    """Return the networks of Figure 2 by name, with colour and line: the paper's, and the best unnormalized one."""
+    """Return the networks of Figure 2, the paper's and the best unnormalized one, with color and line style."""
     found: dict[str, tuple[Seeds, str, Any]] = {
         name: (network_of(finished, variant), tint, style) for variant, (tint, style, name) in LINES.items()
     }
@@ -348,7 +350,7 @@ def drawn(finished: Mapping[str, Finished]) -> dict[str, tuple[Seeds, str, Any]]
 
 
 def _unnormalized(finished: Mapping[str, Finished], plt: Any) -> Any:
-    """Draw every network of Figure 2 without batch normalization, those that the paper could not train among them."""
+    """Draw every network of Figure 2 without batch normalization, including those that the paper could not train."""
     figure, axis = plt.subplots(figsize=(5.6, 2.8))
     tuned, others = tuned_baseline(finished), cycle(OTHERS)
     known = {tuned[0] if tuned else "": TUNED, "inception": LINES["inception"][:2]}

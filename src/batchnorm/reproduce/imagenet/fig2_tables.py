@@ -34,9 +34,9 @@ PAPER = {
     "bn-x5-sigmoid": ("", "", "69.8%"),
 }
 
-# Of the baseline's best accuracy, looked at on the way to it.
+# Fractions of the baseline's best accuracy, for the table of steps on the way to it.
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)
-# Section 4.2.1, in its order: the field of the recipe, and what taking it back means.
+# The modifications of Section 4.2.1, in its order, by the field of the recipe that each one changes.
 MODIFICATIONS = {
     "rate": "increase learning rate",
     "dropout": "remove dropout",
@@ -48,7 +48,7 @@ MODIFICATIONS = {
 }
 
 
-# What the sweeps of rates are of.
+# The recipes in the sweeps of rates, with their labels.
 SWEPT = {"inception": "without BN", "bn-baseline": "with BN", "bn-x5": "with BN and all modifications"}
 
 
@@ -263,7 +263,7 @@ def dropout(finished: Mapping[str, Finished]) -> Section:
 
 
 def _repeated(finished: Mapping[str, Finished]) -> float | None:
-    """Return by how much runs of the same recipe in two groups differ at the end; None if there are none."""
+    """Return how much runs of the same recipe in two groups differ at the end; None if no recipe is in both."""
     ends: dict[object, list[float]] = {}
     for one in finished.values():
         if one.run.group in ("rates", "dropout") and one.result["top1"] is not None:
@@ -273,7 +273,7 @@ def _repeated(finished: Mapping[str, Finished]) -> float | None:
 
 
 def ablation(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate BN-x5 with each modification taken back; a difference within the noise of its seeds is not resolved."""
+    """Tabulate BN-x5 without each modification; a difference within the noise of its seeds is not resolved."""
     seeds = unchanged_seeds_of(finished, "ablation", "bn-x5").final
     spread = noise(seeds)
     rows = [["modification", "BN-x5 without it", "the modification gives", ""]]
@@ -301,7 +301,7 @@ def _difference(one: Finished, seeds: Sequence[float], spread: float | None) -> 
 
 
 def ran(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate what ran where and how fast."""
+    """Tabulate where each run ran, and how fast."""
     rows = [["run", "steps", "seconds", "steps/s", "on", "torch", "commit"]]
     for name, one in finished.items():
         env = one.environment

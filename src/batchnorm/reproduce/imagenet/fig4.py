@@ -1,4 +1,4 @@
-"""``batchnorm reproduce fig4``: train the members of an ensemble, evaluate them, and make Figure 4 of their files."""
+"""``batchnorm reproduce fig4``: train the members of an ensemble, evaluate them, and make Figure 4 from their files."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ KEPT = ("recipe", "weights", "crops", "environment")
 class Fig4(Session):
     """Train the six networks of Section 4.2.3, evaluate them with 1 and 144 crops, and write Figure 4 as a table.
 
-    The work spreads over as many sessions and machines as it needs: each member leaves a result file and its
-    probabilities, and the same command resumes where it stopped. What has not been run is listed as such. Without
-    --data nothing is trained, and the table is made of the files.
+    You can spread the members over several sessions and machines: each writes a result file and its probabilities,
+    and the same command resumes where it stopped. Members that have not run are listed. Without --data nothing is
+    trained, and the table is made from the files.
 
     Paper: Sec. 4.2.3; Fig. 4
     """
@@ -36,7 +36,7 @@ class Fig4(Session):
     out: Path = Path("runs/fig4")
     """Folder for the table, and the members' checkpoints."""
     runs: tuple[Path, ...] = ()
-    """Finished runs to take as members instead of training those of the plan."""
+    """Finished runs of batchnorm train to use as members, instead of training the plan's."""
 
 
 def fig4(options: Fig4) -> Path:
@@ -52,16 +52,16 @@ def fig4(options: Fig4) -> Path:
     names = [job.name for job in jobs] if options.runs else _members(plan)
     members = [MemberFiles(name, options.result_files) for name in names]
     table = options.run(waiting, recipes, plan.evaluate_batch, lambda: publish(members, options.out))
-    # The end of a sweep sets the rates of further members.
+    # A finished sweep sets the rates of further members.
     return fig4(options.after(started)) if waiting and plan.waiting and not options.runs else table
 
 
 def _known(options: Fig4, plan: Plan) -> list[str]:
-    """Return the members that the files are of: the plan's, or those that were taken instead."""
+    """Return the names of the members: the plan's, or those of runs that were given with --runs."""
     there = {path.stem: read_result(path, ()) for path in sorted(options.result_files.glob("*.json"))}
-    if not any("result" in content for content in there.values()):  # a taken run's file has no result of its training
+    if not any("result" in content for content in there.values()):  # files of --runs have no training result
         return list(there)
-    read_all(plan, options.result_files, options.out)  # refuses those of another plan
+    read_all(plan, options.result_files, options.out)  # rejects files of another plan
     return _members(plan)
 
 
@@ -71,19 +71,19 @@ def _members(plan: Plan) -> list[str]:
 
 def _check(options: Fig4) -> None:
     if options.runs and options.data is None:
-        raise ValueError("--runs without --data: give the images that the runs are to be evaluated on")
+        raise ValueError("--runs without --data: give the images to evaluate the runs on")
     if options.runs and options.only:
-        raise ValueError("--only chooses members of the plan, and --runs takes others instead: give one of the two")
+        raise ValueError("--only chooses members of the plan, and --runs replaces them: give one of the two")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(
-            "fig4 is one process: train each member with torchrun ... -m batchnorm train --recipe NAME, then give the"
-            " runs with --runs"
+            "fig4 runs in one process: train each member with torchrun ... -m batchnorm train --recipe NAME, then give"
+            " the runs with --runs"
         )
 
 
 def _planned(options: Fig4, plan: Plan) -> Sequence[Training | TakenMember]:
     data, _ = options.open_data(plan)
-    plan.chosen((), options.only)  # refuses names that it does not have
+    plan.chosen((), options.only)  # rejects unknown names
     return [
         (TrainedMember if run.group == "members" else Training)(
             RunFiles(run, options.result_files, options.out), plan, options, data

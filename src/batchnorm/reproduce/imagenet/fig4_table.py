@@ -15,7 +15,7 @@ from .result_files import CROPS, MemberFiles
 
 
 class ErrorRow(NamedTuple):
-    """One row of Figure 4; None if nothing is stated."""
+    """One row of Figure 4; an error is None if the paper does not state it."""
 
     model: str
     resolution: str
@@ -35,8 +35,8 @@ PAPER = (
     ErrorRow("BN-Inception multicrop", "224", "144", "1", 0.2199, 0.0582),
     ErrorRow("BN-Inception ensemble", "224", "144", "6", 0.201, 0.049),
 )
-# On ImageNet's test images: the first two in the paper's text; the paper names human raters without a number, which
-# is that of Russakovsky et al. (2014).
+# On ImageNet's test images. The first two are in the paper's text. The paper mentions human raters without a number;
+# this one is from Russakovsky et al. (2014).
 CONTEXT = (
     ErrorRow("BN-Inception ensemble, test set", "224", "144", "6", None, 0.0482),
     ErrorRow("He et al. (2015), test set", "-", "-", "-", None, 0.0494),
@@ -44,7 +44,7 @@ CONTEXT = (
 )
 
 
-# An error, and how many answers may be given.
+# The number of guesses that each error allows.
 TOP = {"top-1": 1, "top-5": 5}
 
 
@@ -59,7 +59,7 @@ class Gain(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """What the difference says; it must exceed two standard errors."""
+        """Whether the error is lower; the difference must exceed two standard errors."""
         gain = self.before - self.after
         if abs(gain) <= 2 * self.standard_error:
             return "not resolved"
@@ -71,14 +71,14 @@ class Gain(NamedTuple):
 
 
 class Figure4(NamedTuple):
-    """What the members' files amount to."""
+    """The results of all members together."""
 
     rows: tuple[ErrorRow, ...]
     steps: tuple[Gain, ...]
     disagreement: dict[str, float | None]
     together: dict[str, dict[str, Any]]
     chosen: tuple[Gain, ...] = ()
-    """the best ensemble of any members instead of the best network, chosen by half of the images, judged by the rest"""
+    """the best ensemble of any members against the best network, chosen on half of the images, judged on the rest"""
 
     @property
     def statement(self) -> str | None:
@@ -136,7 +136,7 @@ def figure4(members: Sequence[MemberFiles], size: int) -> Figure4:
 def _best_ensemble(members: Sequence[MemberFiles], error: str) -> Gain:
     """Compare the best of all ensembles with the best network.
 
-    Both are chosen by every second image and judged by the others, so that the choice does not flatter them.
+    Both are chosen on every second image and judged on the others, so that the choice does not bias the result.
     """
     found = [member.predictions(max(CROPS)) for member in members]
     labels = found[0][1]
@@ -159,7 +159,7 @@ def _best_ensemble(members: Sequence[MemberFiles], error: str) -> Gain:
 
 
 def _combine(members: Sequence[MemberFiles], crops: int, wrong: dict[tuple[int, str], Tensor]) -> Ensemble:
-    """Average the members' probabilities and note, image by image, how often they are wrong (ensemble: -crops)."""
+    """Average the members' probabilities, and add to ``wrong`` how often each image is wrong (ensemble: -crops)."""
     ensemble = Ensemble()
     for member in members:
         probabilities, labels = member.predictions(crops)
@@ -180,9 +180,9 @@ def _is_wrong(scores: Tensor, labels: Tensor, error: str) -> Tensor:
 
 
 def _best(members: Sequence[MemberFiles], ensemble: Ensemble, error: str) -> tuple[str, Tensor]:
-    """Return the member that alone is wrong least often, and where it is wrong.
+    """Return the member with the lowest error, and which images it gets wrong.
 
-    Chosen by the images it is judged by, so if anything it looks better than it is.
+    It is chosen on the images it is judged on, so it may look better than it is.
     """
     errors = [_errors(member.alone)[list(TOP).index(error)] for member in ensemble.members]
     best = members[errors.index(min(errors))]
@@ -199,7 +199,7 @@ def _errors(found: Score) -> tuple[float, float]:
 
 
 def alone(results: Mapping[str, Mapping[str, Any]]) -> list[ErrorRow]:
-    """Return the rows of single networks, of their result files."""
+    """Return the rows of single networks, from their result files."""
     return [
         ErrorRow(name, str(result["recipe"]["size"]), crops, "1", one["top1_error"], one["top5_error"])
         for name, result in results.items()
@@ -231,11 +231,11 @@ def markdown(
     """Write the figure as Markdown.
 
     Args:
-        figure: what the members amount to, if there are any.
-        rows: of single networks.
-        images: on what.
+        figure: the results of all members, if there are any.
+        rows: the rows of single networks.
+        images: which images were used.
         missing: why a member is missing, by its name.
-        remarks: what else there is to say.
+        remarks: further notes.
 
     >>> print(markdown(None, [], "", {"bn-x30-dropout-5": "not yet run"}).splitlines()[-1])
     - bn-x30-dropout-5: not yet run

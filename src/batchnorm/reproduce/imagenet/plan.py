@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from ...train import RECIPES, Recipe
 
 Group = Literal["rates", "figures", "best", "dropout", "ablation"]
-GROUPS = {"fig2": get_args(Group), "fig4": ("rates", "members")}  # that each figure's plan may have
+GROUPS = {"fig2": get_args(Group), "fig4": ("rates", "members")}  # the groups that a figure's plan may have
 LIBRARY = ("fig2", "paper-rates", "dropout", "fig4", "fig4-tuned")  # plans that --plan takes by name
 OWN = ("name", "recipe", "evaluate_every", "horizon", "end_rate", "times", "best_of")
 SHARED = OWN[2:5]
@@ -25,7 +25,7 @@ EVERYWHERE = ("log_every", "checkpoint_every", "evaluate_batch")
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run: a recipe of the paper's, of another length, and what is changed in it."""
+    """One run: a recipe of the paper with another length and other changes."""
 
     name: str
     group: str
@@ -70,8 +70,8 @@ class Plan:
 def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results: Path | None = None) -> Plan:
     """Read a figure's plan, a TOML file; by default the one that comes with the library.
 
-    A run lasts ``horizon`` epochs, and its rate falls to the share ``end_rate`` of the initial one: its own numbers,
-    its group's, or those of the table ``train``.
+    A run lasts ``horizon`` epochs, and its rate falls to the fraction ``end_rate`` of the initial one. A run can set
+    both, or its group, or the table ``train`` for all.
 
     Rates can follow from the sweeps in the group ``rates``. ``rate = "best"`` is the rate with the highest accuracy in
     the sweep of the run's recipe, or of the recipe that ``best_of`` names. In a group with ``base = "inception"``, the
@@ -79,7 +79,7 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results
     run's rate once more.
 
     Args:
-        figure: whose groups the plan may have.
+        figure: decides which groups the plan may have.
         path: the file, or the name of one of the library's plans.
         results: folder of the result files that decide which rate is the best.
 
@@ -111,7 +111,7 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results
                 rate, sweep = _rate(group, run, best)
                 if rate is None and sweep is not None:
                     waiting[run["name"]] = f"the sweep of {sweep}"
-                    rate = RECIPES[run["recipe"]].rate  # so that everything else is checked all the same
+                    rate = RECIPES[run["recipe"]].rate  # any rate, to check the other fields now
                 planned = _planned(group["name"], {**training, **group, **run}, run, everywhere, rate)
                 if planned.name not in waiting:
                     runs.append(planned)
@@ -157,7 +157,7 @@ def _rate(group: dict[str, Any], run: dict[str, Any], best: dict[str, float | No
     elif "rate" in run or sweep is None:
         return run.get("rate"), None
     if sweep not in best:
-        raise ValueError(f"{run['name']}: its rate follows from the sweep of {sweep}, which the group rates has not")
+        raise ValueError(f"{run['name']}: its rate follows from the sweep of {sweep}, but group rates has none")
     found = best[sweep]
     if found is None:
         return None, sweep
@@ -175,14 +175,14 @@ def _known(found: Sequence[dict[str, Any]], groups: Sequence[str]) -> Sequence[d
 
 
 def _check_table(where: str, table: Any, known: Sequence[str]) -> None:
-    """Refuse keys that nothing would read, and intervals that are none."""
+    """Reject unknown keys, and counts that are not positive integers."""
     if not isinstance(table, dict):
         raise ValueError(f"{where} is {table!r}, not a table")
     for key, value in table.items():
         if key not in known:
-            raise ValueError(f"{where}: {key} is none of {', '.join(known)}; what a recipe has is set for each run")
+            raise ValueError(f"{where}: {key} is none of {', '.join(known)}; set fields of the recipe in each run")
         if key in ("evaluate_every", *EVERYWHERE) and not (type(value) is int and value > 0):
-            raise ValueError(f"{where}: {key}={value!r}, but it counts steps or images")
+            raise ValueError(f"{where}: {key}={value!r}: must be a positive number of steps or images")
 
 
 def _planned(
@@ -190,12 +190,12 @@ def _planned(
 ) -> PlannedRun:
     name, horizon, end_rate = run["name"], settings["horizon"], settings["end_rate"]
     if not re.fullmatch(r"\w[\w.-]*", name):
-        raise ValueError(f"{name!r} cannot be the name of a run: its files are called so")
+        raise ValueError(
+            f"{name!r} cannot be the name of a run, and so of its files: use letters, digits, '-', '.' and '_'"
+        )
     _check_table(name, {key: run[key] for key in OWN if key in run}, OWN)
     if not 0 < end_rate < 1 or not 0 < horizon < math.inf:
-        raise ValueError(
-            f"{name}: horizon={horizon} and end_rate={end_rate}, but a run has a length and a rate that falls"
-        )
+        raise ValueError(f"{name}: horizon={horizon} must be above 0, and end_rate={end_rate} between 0 and 1")
     changed = {key: value for key, value in run.items() if key not in OWN}
     if {"epochs", "decay_epochs"} & {*changed, *everywhere}:
         raise ValueError(f"{name}: epochs and decay_epochs follow from horizon and end_rate")
@@ -204,7 +204,7 @@ def _planned(
     own = changed if rate is None else {**changed, "rate": rate}
     values = {**asdict(RECIPES[run["recipe"]]), **everywhere, **own, "name": name, "epochs": float(horizon)}
     if not 0 < values["decay"] < 1:
-        raise ValueError(f"{name}: decay={values['decay']}, but the rate falls")
+        raise ValueError(f"{name}: decay={values['decay']}: must be between 0 and 1")
     values["decay_epochs"] = horizon * math.log(values["decay"]) / math.log(end_rate)
     if "end_rate" in run:
         changed["decay_epochs"] = values["decay_epochs"]

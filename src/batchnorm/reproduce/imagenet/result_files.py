@@ -1,7 +1,7 @@
-"""The files that runs leave, from which figures and tables are made without data or GPU.
+"""The files that runs write. Figures and tables are made from them, without data or GPU.
 
-Every run leaves a small result file, ``NAME.json``. A member of Figure 4's ensemble also leaves its class
-probabilities, ``NAME.npz``: it is evaluated once, wherever its checkpoint is, and the ensemble needs only the files.
+Every run writes a small result file, ``NAME.json``. A member of Figure 4's ensemble also writes its class
+probabilities, ``NAME.npz``. So each member is evaluated once, on the machine that has its checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COLUMNS = ("step", "val_top1", "val_top5", "train_loss", "train_top1", "val_loss
 
 
 class Point(NamedTuple):
-    """One validation, and the training batches' means since the one before."""
+    """One validation, and the means over the training batches since the previous one."""
 
     step: int
     val_top1: float
@@ -45,7 +45,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Finished:
-    """What a run's result file says."""
+    """The contents of a run's result file."""
 
     run: PlannedRun
     curve: tuple[Point, ...]
@@ -57,7 +57,7 @@ class Finished:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss stopped being a number, which ended the run."""
+        """Whether the loss became NaN or infinite, which ends the run."""
         return bool(self.result["diverged"])
 
     @property
@@ -93,14 +93,14 @@ class RunFiles(NamedTuple):
             other.append(f"evaluate_every is {content['evaluate_every']} and {self.run.evaluate_every}")
         if other:
             raise ValueError(
-                f"{self.result} is of another plan: there and here, {'; '.join(other)}; choose another --results, or"
-                " move the file away"
+                f"{self.result} belongs to another plan: there and here, {'; '.join(other)}; choose another --results,"
+                " or move the file away"
             )
         curve = tuple(Point(*row) for row in content["curve"])
         return Finished(self.run, curve, *(content[key] for key in KEYS[1:]))
 
     def write(self, result: Result, data: dict[str, Any], commit: str | None, **more: Any) -> None:
-        """Write the result file of a run that has ended in its folder, and what more was found out about it."""
+        """Write the result file of a run that has ended, with further results in ``more``."""
         records = lines.read(self.folder / "metrics.jsonl")
         content = {
             "run": self.run.name,
@@ -137,21 +137,21 @@ class MemberFiles(NamedTuple):
         return self.results / f"{self.name}.npz"
 
     def missing(self) -> str | None:
-        """Return why the member does not count; None if it does."""
+        """Return why the member is left out of the ensemble; None if it is not."""
         if not self.result.is_file():
             return "not yet run"
         if not self.read()["crops"]:
             return "diverged in training"
         if self.probabilities.is_file():
             return None
-        return f"{self.probabilities.name}, of which ensembles are made, is not there: left out; --data makes it"
+        return f"left out of the ensemble: {self.probabilities.name} is missing; with --data DIR it is made again"
 
     def finished(self) -> bool:
         """Return whether nothing is left to do."""
         return self.missing() in (None, "diverged in training")
 
     def read(self) -> dict[str, Any]:
-        """Return what the result file holds."""
+        """Return the contents of the result file."""
         return read_result(self.result, ("crops", "data", "recipe", "weights", "environment"))
 
     def predictions(self, crops: int) -> tuple[Tensor, Tensor]:
@@ -162,7 +162,7 @@ class MemberFiles(NamedTuple):
     def write_probabilities(self, found: Mapping[int, Predictions]) -> None:
         """Write the probabilities.
 
-        They stay float32: in float16 the small ones would become equal, and with them the first five choices.
+        They stay float32: rounded to float16, small ones would be equal, and the five highest not unique.
         """
         arrays = {f"crops{crops}": one.probabilities.cpu().numpy() for crops, one in found.items()}
         arrays["labels"] = found[CROPS[0]].labels.cpu().numpy()
@@ -172,7 +172,7 @@ class MemberFiles(NamedTuple):
 
 
 def read_result(path: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """Return what a result file holds."""
+    """Return the contents of a result file, which must have these keys."""
     try:
         content = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
@@ -184,7 +184,7 @@ def read_result(path: Path, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def read_all(plan: Plan, results: Path, out: Path) -> dict[str, Finished]:
-    """Return what is finished, by name, in the plan's order."""
+    """Return the finished runs by name, in the plan's order."""
     found = {run.name: RunFiles(run, results, out).read() for run in plan.runs}
     finished = {name: one for name, one in found.items() if one is not None}
     check_same_data({name: one.data for name, one in finished.items()})
@@ -218,7 +218,7 @@ def _seconds(records: Sequence[dict[str, Any]]) -> float:
 
 
 def _pace(records: Sequence[dict[str, Any]]) -> float | None:
-    """Return the median of the steps per second between training lines with nothing else between them."""
+    """Return the median steps per second between consecutive lines of training."""
     paces = [
         (b["step"] - a["step"]) / (b["seconds"] - a["seconds"])
         for a, b in pairwise(records)

@@ -28,29 +28,30 @@ class Session:
     """Options of one session of a plan's runs."""
 
     data: Path | None = None
-    """Folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar; none trains nothing."""
+    """Folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar; without it, nothing is
+    trained."""
     out: Path = Path("runs")
-    """Folder for what is made of the results, and for the runs' checkpoints."""
+    """Folder for figures, tables and the runs' checkpoints."""
     results: Path | None = None
     """Folder of the runs' result files, by default OUT/results."""
     plan: Path | None = None
-    """The plan of the runs; by default that of the library, for 100 classes at 64 px."""
+    """A plan file, or the name of one of the library's plans; the default is for 100 classes at 64 px."""
     only: tuple[str, ...] = ()
-    """Train the runs of these names alone."""
+    """Train only the runs of these names."""
     jobs: int = 1
-    """Runs that train side by side on the one device."""
+    """Number of runs to train at the same time on the device."""
     minutes: float | None = None
-    """Save and stop after so long."""
+    """Save and stop after this many minutes."""
     device: str = "auto"
     """cpu, cuda, or auto."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU."""
     cache: Literal["none", "device"] = "device"
-    """device keeps the decoded images on the device, for sets that fit."""
+    """device keeps the decoded images in device memory, if they fit."""
     workers: int = 2
-    """Processes that decode images, for each run."""
+    """Processes per run that decode images."""
     commit: str | None = None
-    """Commit to note in the result files, if git cannot tell."""
+    """Commit to record in the result files, if the code is not a git checkout."""
 
     @property
     def result_files(self) -> Path:
@@ -71,17 +72,17 @@ class Session:
 
     @property
     def threads(self) -> int:
-        """Threads of each run."""
+        """Number of threads of each run."""
         return max(1, (os.cpu_count() or 1) // self.jobs)
 
     def after(self, started: float) -> Self:
-        """Return the options with the minutes that are left, after work that started at this time."""
+        """Return the options with the minutes that are left of a session that started at this time."""
         if self.minutes is None:
             return self
         return replace(self, minutes=max(0.0, self.minutes - (time.monotonic() - started) / 60))
 
     def check(self) -> None:
-        """Check what can be known before any work."""
+        """Check the options before any work."""
         at_least(1, jobs=self.jobs)
         at_least(0, workers=self.workers, minutes=self.minutes)
         if self.data is not None:
@@ -89,11 +90,11 @@ class Session:
             find_device(self.device)
         elif not any(self.result_files.rglob("*.json")):
             raise FileNotFoundError(
-                f"{self.result_files} holds no result files: give --data DIR to train, or --results DIR"
+                f"{self.result_files} has no result files: add --data DIR to train, or give --results another folder"
             )
 
     def open_data(self, plan: Plan) -> tuple[dict[str, Any], dict[str, Finished]]:
-        """Return what :func:`describe_data` says of the images, and the runs that are finished already."""
+        """Return :func:`describe_data` of the images, and the runs that are finished already."""
         finished = read_all(plan, self.result_files, self.out)
         for split in ("train", "val"):
             check_complete(open_source(self.images, split), self.images, split)
@@ -104,19 +105,19 @@ class Session:
     def run(
         self, waiting: Sequence[Job], recipes: Sequence[Recipe], evaluate_batch: int, publish: Callable[[], Path]
     ) -> Path:
-        """Run the jobs side by side, publish what the results amount to, and return what ``publish`` returns.
+        """Run the jobs, several at a time, then call ``publish`` and return its result.
 
         Args:
             waiting: the jobs.
-            recipes: what the jobs train; the images are decoded once for all of them.
-            evaluate_batch: images that a network is validated with at a time.
+            recipes: the jobs' recipes; images are decoded once for all of them.
+            evaluate_batch: images per validation batch.
             publish: called after the jobs, however they ended.
 
         Raises:
             OSError: if nothing can be written to the folders.
             ValueError: if the networks' convolutions are wrong at the share of the GPU that each job would get.
-            JobsFailedError: if a job failed; the others count all the same.
-            KeyboardInterrupt: if they were stopped before their end.
+            JobsFailedError: if a job failed; results of the others are kept.
+            KeyboardInterrupt: if they were stopped.
         """
         for folder in (self.out, self.result_files) if waiting else (self.out,):
             check_writable(folder / "result.json")

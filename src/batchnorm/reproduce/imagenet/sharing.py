@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...processes import workers
 from ...train import Recipe
 
-# NVIDIA's Multi-Process Service: without it a GPU gives each process its turn, and eight small networks take as long
-# side by side as one after the other.
+# NVIDIA's Multi-Process Service. Without it, processes take turns on the GPU, and eight small networks take as long
+# together as one after the other.
 CONTROL = "nvidia-cuda-mps-control"
 SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
@@ -32,9 +32,9 @@ CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_b
 
 
 def share_of(processes: int) -> int:
-    """Return the percentage of the multiprocessors that each of several processes gets, one of those checked.
+    """Return the percentage of the multiprocessors that each process gets, one of SHARES.
 
-    Each gets twice its part, since a process does not keep its multiprocessors busy all the time.
+    Each gets twice an equal share or more, since a process does not keep its multiprocessors busy all the time.
 
     >>> [share_of(processes) for processes in (2, 4, 6, 8, 12)]
     [100, 50, 50, 25, 25]
@@ -62,7 +62,7 @@ def shared_gpu(processes: int) -> Iterator[bool]:
             f"{SHARE}={share}: convolutions can be wrong at a share that was not checked; set"
             f" {', '.join(map(str, SHARES[:-1]))} or {SHARES[-1]}, or unset it"
         )
-    # A kernel whose programs wait for each other could wait forever for room that other processes took.
+    # Kernels whose programs wait for each other could deadlock if other processes occupy the multiprocessors.
     os.environ.setdefault("BATCHNORM_LAUNCHES_AT_ONCE", "0")
     folder = None
     try:
@@ -108,7 +108,7 @@ def check_share(recipes: Iterable[Recipe], evaluate_batch: int, device: str) -> 
     Raises:
         ValueError: naming the first convolution that is wrong.
     """
-    # Convolutions depend on little of a recipe.
+    # Recipes that agree in these fields have the same convolutions.
     networks = {
         (r.factory, r.normalize, r.batch_norm, r.stem, r.projection, r.width, r.size, r.batch_size): r for r in recipes
     }
@@ -173,8 +173,8 @@ class _Compare(TorchDispatchMode):
                 worst = max(errors, key=lambda error: math.inf if math.isnan(error) else error)
                 shapes = " and ".join(str(tuple(a.shape)) for a in args[:3] if isinstance(a, Tensor))
                 self.wrong = (
-                    f"the bfloat16 convolution of {shapes} differs from float32's by {worst:.2g} of its size, and"
-                    f" rounding explains {TOLERANCE:g} at most"
+                    f"the bfloat16 convolution of {shapes} has a relative error of {worst:.2g}, and rounding"
+                    f" explains at most {TOLERANCE:g}"
                 )
         return found
 

@@ -52,7 +52,7 @@ class Training:
         self.files.write(self.train(), self.data, self.session.commit)
 
     def train(self) -> Result:
-        """Train to the end; a run that has come to it is only folded and scored again."""
+        """Train to the end; a run that is already there is only folded and scored again."""
         torch.set_num_threads(self.session.threads)
         options = Options(
             self.session.images,
@@ -84,7 +84,7 @@ class TrainedMember(Training):
         return self.member.finished()
 
     def __call__(self) -> None:
-        """Train, evaluate and write the files, the result file last; one that diverged has no scores."""
+        """Train, evaluate and write the files, the result file last; a member that diverged has no scores."""
         self.member.result.unlink(missing_ok=True)
         result = self.train()
         found: dict[str, Any] = {"weights": None, "crops": {}}
