@@ -313,7 +313,7 @@ def test_many_batches_are_merged_in_chunks():
 
 @pytest.mark.parametrize("argument", [{"rule": "mean"}, {"upstream": "none"}])
 def test_unknown_words_are_refused(argument):
-    with pytest.raises(ValueError, match="rule is 'paper' or 'pooled'"):
+    with pytest.raises(ValueError, match=r"rule='.*' must be 'paper' or 'pooled'"):
         bn.estimate_(nn.BatchNorm1d(3), [torch.randn(8, 3)], **argument)
 
 

@@ -103,7 +103,7 @@ def estimate_(
     """
     if rule not in ("paper", "pooled") or upstream not in ("batch", "population"):
         raise ValueError(
-            f"rule is 'paper' or 'pooled' and upstream 'batch' or 'population', not {rule!r}, {upstream!r}"
+            f"rule={rule!r} must be 'paper' or 'pooled', and upstream={upstream!r} must be 'batch' or 'population'"
         )
     if isinstance(batches, Tensor):
         raise ValueError(

@@ -149,7 +149,7 @@ def workers(processes: int, *, threads: int | None = None, device_turns: bool = 
     ``run`` starts no further job once ``seconds`` have passed.
 
     Args:
-        processes: their number; 0 runs the jobs in this process, one after the other.
+        processes: how many; 0 runs the jobs in this process, one after the other.
         threads: torch's threads in each.
         device_turns: let :func:`device_turn` exclude the other workers.
     """

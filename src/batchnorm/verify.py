@@ -30,7 +30,7 @@ Make = Callable[[nn.Module, Any], nn.Module]
 AMPLIFICATION = 20.0
 """The largest accepted ratio of the error to the change that rounding the original's weights causes."""
 TRIALS = 3
-"""How often that change is measured; once is usually enough."""
+"""How many times to measure that change, at most; once is usually enough."""
 EXACT = 1e-6
 """The relative error accepted in float64 without measuring how much the network amplifies rounding."""
 TINY = 1e-12

@@ -175,7 +175,8 @@ class Distortions:
         self.strength = strength
         eye, grey = torch.eye(3).double(), torch.tensor(GREY).double().expand(3, 3)
         components = torch.tensor(COLOUR_COMPONENTS).double()
-        # The maps that b, bc, bcs, b' times the noise and b'c's' times the noise multiply: (9, output channel, 7).
+        # One map per coefficient of y above: b, bc, bcs, then b' and b'c's' for each of three noise components. A map
+        # has a row for each output channel: the factors of x, the factors of m, the offset.
         parts = torch.zeros(9, 3, 7, dtype=torch.float64)
         parts[0, :, 3:6] = grey
         parts[1, :, :6] = torch.cat([grey, -grey], dim=1)

@@ -57,8 +57,8 @@ def random_box(draws: Sequence[float], width: int, height: int, area: tuple[floa
 def centre_box(width: int, height: int, size: int) -> Box:
     """Return the centre square that evaluation sees: 7/8 of the short side.
 
-    This equals resizing the short side to 8/7 of ``size`` and cutting out the centre. A smaller image is not enlarged
-    only to be cut: the square has at least ``size`` pixels, or the whole short side.
+    This equals resizing the short side to 8/7 of ``size`` and cutting out the centre. If 7/8 of the short side is less
+    than ``size``, the square's side is ``size`` or, if the image is smaller still, its short side.
 
     >>> centre_box(512, 256, 224), centre_box(64, 64, 64)
     (Box(left=144, top=16, right=368, bottom=240), Box(left=0, top=0, right=64, bottom=64))

@@ -157,7 +157,7 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _check_room(wanted: int, device: torch.device) -> None:
-    """Refuse more bytes than a GPU has free."""
+    """Raise an error if a GPU has fewer bytes free than needed."""
     if device.type != "cuda":
         return
     free, _ = torch.cuda.mem_get_info(device)

@@ -51,7 +51,7 @@ class Decoded(NamedTuple):
     corrupt: list[CorruptFile]
 
 
-# For each example of a request, the function from its width and height to its box.
+# Returns, for each example of a request, a function that takes the image's width and height and returns the crop's box.
 Crop = Callable[[Request], Sequence[Choose]]
 
 
@@ -199,6 +199,6 @@ def _received(batch: Decoded, copied: torch.cuda.Event) -> Decoded:
     # Wait for this copy alone: the stream is already copying the next batch.
     current.wait_event(copied)
     for tensor in (batch.images, batch.labels):
-        # Its memory belongs to the copying stream: keep it from being reused there while it is read here.
+        # Allocated on the copying stream: do not let that stream reuse the memory while this one reads it.
         tensor.record_stream(current)
     return batch

@@ -1,4 +1,4 @@
-"""WebDataset's tar shards, read in any order through an index of where each image lies."""
+"""WebDataset's tar shards, read in any order with an index of the images' positions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .decode import IMAGE_SUFFIXES
 from .tar import members, read_at
 
 CLASSES_FILE = "classes.txt"
-# The files determine how much memory is allocated: one wrong label must not name a billion classes.
+# Limits on what a damaged file can make us allocate: one wrong label must not create a billion classes.
 MAX_CLASSES = 1_000_000
 MAX_LABEL = 64  # bytes of a .cls file
 MAX_NAME = 256  # bytes of a member's name that are kept for messages
@@ -90,7 +90,7 @@ def read_classes(path: Path) -> tuple[str, ...]:
 
 
 class ShardImage(NamedTuple):
-    """Hold where an image lies in its shard, and its label."""
+    """Hold an image's position in its shard, and its label."""
 
     name: str
     offset: int
@@ -100,7 +100,7 @@ class ShardImage(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Hold, for each shard, its name and state, and for each image its shard, place and label.
+    """Hold, for each shard, its name and state, and for each image its shard, position and label.
 
     Names are bytes in arrays: lists of str would be copied into every worker, page by page.
     """
@@ -138,7 +138,7 @@ class ShardIndex:
 
     @classmethod
     def _load(cls, path: Path) -> ShardIndex | None:
-        """Return the index in a file, or None if it cannot be used: the shards hold everything in it."""
+        """Return the index in a file, or None if it cannot be used; then it is made again from the shards."""
         # Damaged files raise almost anything: zipfile, zlib and numpy's header parser each have their own errors.
         with contextlib.suppress(Exception), zipfile.ZipFile(path) as file:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):

@@ -162,7 +162,7 @@ def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall,
             raise Refusal("its input is the network's")
         if value.sole_consumer is not reader:
             others = ", ".join(str(c) for c in value.consumers if c is not reader)
-            raise Refusal(f"{producer} also feeds {others or 'the outside'}")
+            raise Refusal(f"{producer} also feeds {others or 'an output or untraced code'}")
         module = producer.module
         linear = isinstance(module, TorchBatchNorm) and not has_nonlinear_part(graph, module)
         if is_affine(module) or (linear and module in plan.remaining):
@@ -225,7 +225,7 @@ def _check_borders(module: nn.Module, before: Map) -> None:
             raise Refusal(f"the {name} after it pads with zeros, which the layer would have shifted")
 
 
-# Calls that only move elements may lie between a batch normalization and the affine layer beside it. Replaying them on
+# Calls that only move elements may lie between a batch normalization and the affine layer next to it. Replaying them on
 # tensors of feature numbers shows where each feature goes, whatever the code between does with shapes.
 
 
@@ -260,7 +260,7 @@ def _function_of(inner: Tensor, outer: Tensor, size: int) -> Tensor:
     index = torch.zeros(size, dtype=torch.long)
     index[inner.flatten()] = outer.flatten()
     if not torch.equal(index[inner], outer):
-        raise Refusal("it does not normalize the features of the affine layer beside it, but another dimension")
+        raise Refusal("it normalizes another dimension than the features of the affine layer next to it")
     return index
 
 

@@ -25,7 +25,7 @@ class Percentiles(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Hold how a layer's gradient g becomes g': ||g' - g|| / ||g||, and the cosine of the angle between them.
+    """Hold how much a layer's gradient changes from g to g': ||g' - g|| / ||g||, and the cosine of their angle.
 
     Paper: Sec. 2, internal covariate shift
     """

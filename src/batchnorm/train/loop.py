@@ -29,7 +29,7 @@ from .resume import RunState, claim_folder, resume_, save_state
 from .state_dicts import start_from_
 from .step import TrainStep, make_optimizer
 
-# The ranks agree on whether to stop every so many steps: cheap, and well within a scheduler's grace period.
+# Steps between checks whether any rank was asked to stop: cheap, and well within a scheduler's grace period.
 AGREE_EVERY = 10
 # The time between these two steps of this process gives the estimate of the time left.
 TIMED = (10, 100)

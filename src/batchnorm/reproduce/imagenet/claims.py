@@ -34,7 +34,7 @@ EARLY = 100
 # A network overfits visibly if its training accuracy exceeds its validation accuracy by more than GAP, and its
 # validation loss ends at more than RISE times its lowest value.
 GAP, RISE = 0.1, 1.05
-# A network trains if its accuracy exceeds ten times chance or, with few classes, the middle between chance and 1. It
+# A network trains if its accuracy exceeds ten times chance or, with few classes, halfway from chance to 1. It
 # stays at chance if no validation is four standard errors above chance.
 TRAINS, ERRORS = 10, 4
 

@@ -212,7 +212,7 @@ def curve(records: Sequence[dict[str, Any]]) -> list[Point]:
 
 
 def _seconds(records: Sequence[dict[str, Any]]) -> float:
-    """Return how long the run took: each session's clock starts at 0."""
+    """Return how long the run took, over all its sessions; each session's clock starts at 0."""
     clock = [record["seconds"] for record in records]
     return float(sum(a for a, b in pairwise([*clock, 0.0]) if b < a))
 

@@ -180,7 +180,7 @@ class _Watch:
 
     def __init__(self, setting: Setting, net: nn.Sequential, data: MNIST, metrics: Metrics, show: Show) -> None:
         self.setting, self.net, self.data, self.metrics, self.show = setting, net, data, metrics, show
-        # Not used as a context manager: it would count the training passes, and record some of them by itself.
+        # `with monitor:` would count the training passes and record some of them; this class chooses the steps itself.
         self.monitor = Monitor(net, percentiles=PERCENTILES, probe=data.test.images[:PROBE])
         steps = setting.steps
         self.accuracy_at = {0, *accuracy_steps(steps)}
