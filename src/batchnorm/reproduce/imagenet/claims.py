@@ -27,7 +27,7 @@ from .result_files import Finished
 
 CONFIRMED, REFUTED, UNRESOLVED, NOT_RUN = "confirmed", "refuted", "not resolved", "not run yet"
 NOT_TESTED = "not tested"
-# Confirming or refuting a claim takes this many seeds of each network; fewer only show that it was seen or not.
+# It takes this many seeds of each network to confirm or refute a claim. With fewer it is "seen" or "not seen".
 SEEDS = 3
 # If a normalized network diverges within this many steps, the arithmetic is suspect (see `trusted`).
 EARLY = 100
@@ -130,7 +130,7 @@ def _a_fourteenth_of_the_steps(inception: Seeds, x5: Seeds) -> Verdict:
 def fewer_steps(
     name: str, claim: str, inception: Seeds, network: Seeds, enough: Callable[[float], bool], paper: str
 ) -> Verdict:
-    """Judge how many times fewer steps a network takes to Inception's best accuracy, in every pairing of seeds.
+    """Judge how many times fewer steps a network needs for Inception's best accuracy, in every pairing of seeds.
 
     Paper: Fig. 3
     """

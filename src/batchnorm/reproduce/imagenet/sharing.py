@@ -96,7 +96,7 @@ def checked_gpu(
     """
     with shared_gpu(processes) as shared:
         if processes > 1 and not shared:
-            print(f"{CONTROL} is not available: the runs take turns on the GPU, and gain little side by side")
+            print(f"{CONTROL} is not available: the runs take turns on the GPU, so --jobs gains little")
         if processes > 1 and precision != "fp32":
             check_share(recipes, evaluate_batch, "cuda")
         yield
