@@ -170,7 +170,7 @@ class Matcher:
             norm, passed = self._lead_back(node.args[mine])
             if norm is not None:
                 candidates.append((self._depth(norm), -self._order[norm], norm, passed, mine))
-        # First the least deep, to open no module unnecessarily; then the last, to move no BN past other calls.
+        # Prefer the shallowest, to open no module unnecessarily; among those the last, to move no BN past other calls.
         for _, _, norm, passed, mine in sorted(candidates, key=lambda c: c[:2]):
             residual = node.args[1 - mine]
             assert isinstance(residual, fx.Node)
@@ -262,7 +262,7 @@ class Matcher:
         return node.op == "call_function" and node.target in NEW and any(isinstance(a, fx.Node) for a in node.args)
 
     def _same_tensor(self, node: fx.Node) -> fx.Node | None:
-        """Return the argument that a node returns itself, possibly written into (x += y returns x), or None."""
+        """Return the argument that the node returns as its result (x += y returns x), or None."""
         same = node.args[0] if writes_its_sum(node) else self._handed_on(node)
         return same if isinstance(same, fx.Node) else None
 

@@ -73,7 +73,7 @@ def remember(y: Tensor, again: Callable[..., Tensor], *sources: Tensor | None) -
 
 def is_active() -> bool:
     """Return whether this thread is inside :func:`recompute`."""
-    # Layers check on every call. The global count makes the usual case, no open context, cheap.
+    # Layers call this on every pass; the global count makes it cheap if no context is open.
     return _active > 0 and _local.registry is not None
 
 

@@ -75,7 +75,9 @@ def insert(
     Paper: Alg. 2, l. 1-5; Sec. 3.2; Sec. 3 (identity)
     """
     if init not in ("unit", "identity") or placement not in ("before", "after"):
-        raise ValueError(f"init is 'unit' or 'identity', placement 'before' or 'after', not {init!r}, {placement!r}")
+        raise ValueError(
+            f"init={init!r} must be 'unit' or 'identity', and placement={placement!r} must be 'before' or 'after'"
+        )
     if init == "identity" and batches is None:
         raise ValueError("init='identity' takes E[x] and Var[x] from data: give batches=")
     graphs = trace_modes(net, example, forward)

@@ -232,7 +232,7 @@ class InceptionModule(nn.Module):
                 conv2=unit(row.double33, row.double33, 3, row.stride, out, row.name),
             )
         )
-        # A constant stays constant at the border, so the average and a biased projection can be swapped.
+        # The average leaves constants unchanged, also at the border, so it can be swapped with a biased projection.
         pool: nn.Module = AvgPool2d() if row.pool == "avg" else MaxPool2d(row.stride)
         self.pool = nn.Sequential(OrderedDict(pool=pool))
         if row.projection:

@@ -189,7 +189,7 @@ def _second_max_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _average_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-    # The transpose of the average, and vice versa.
+    # The gradient of the average is its transpose, and vice versa.
     return torch.ops.batchnorm.average_pool(dy, not ctx.backward), None
 
 

@@ -167,7 +167,7 @@ def _moves(running: Kept, channels: torch.Size) -> bool:
 
 
 def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
-    """Return y and the statistics; ``alone`` means only y is wanted, and only autograd needs to see the call."""
+    """Return y and the statistics; with ``alone``, only y is needed and only autograd has to see the call."""
     x, gamma, beta, eps, activation, residual, _, running, momentum = call
     if alone or is_unseen(x, gamma, beta, residual, *(running or ())):
         # Bypass the dispatcher, which takes as long as the rest of the call.

@@ -232,7 +232,7 @@ def _plan(sizes: _Sizes, device: torch.device, backward: bool, way: Tiling | Res
     p = way if isinstance(way, Tiling) else best_tiling(g, b, backward, False, device)
     slices = [up(c, p.V) for c in sizes.channels]
     align = _common_power((*sizes.channels, *_strides(sizes)))
-    # If some slices are not full, there are more than in the plan, so programs number themselves as they start.
+    # Partly filled slices make more slices than planned, so programs take their numbers when they start.
     ticket = p.ticket or sum(slices) > p.slices
     p = p._replace(
         slices=sum(slices), beside=sum(slices) if p.path == "stream" else p.beside, align=align, ticket=ticket

@@ -80,7 +80,7 @@ def backward(
     way: Tiling | Residence | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dx, dgamma, dbeta and, if ``residual_dtype`` is given, the residual's gradient."""
-    # Bits mean that a residual was added, even if its gradient is not wanted.
+    # Saved sign bits mean that a residual was added, even if its gradient is not needed.
     added = bits is not None or residual_dtype is not None
     g, strides, dense, r, tiling, launches, resident_room, room = pass_of(x, True, added, way)
     dx = torch.empty_like(x) if dense else x.new_empty_strided(x.shape, strides)

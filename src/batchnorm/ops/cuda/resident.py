@@ -134,7 +134,7 @@ def _of_planes(
         if megabytes > 250:
             return plan(512, 2, up(channel, 100 * 1024)) if processors < g.channels < 2 * processors else None
         if megabytes >= 20:
-            # If there are about as many channels as multiprocessors, quarters balance better than whole channels.
+            # With about as many channels as multiprocessors, four parts per channel balance better than one.
             return plan(512, 2, 4 if 0.95 * processors <= g.channels <= 1.5 * processors else 0)
         return plan(512, 1) if g.channels <= processors else plan(256, 2)
     if megabytes < (6 if residual else 16) or megabytes > (200 if residual else 250):

@@ -12,7 +12,7 @@ from .schedule import up
 
 
 class Workspace:
-    """Keep memory per stream for the sums of parts and for barrier words.
+    """Keep memory per stream for partial sums and barrier words.
 
     The words are zero between launches. Launches on one stream run one after the other, so they can share memory. A
     captured launch has its own, because its graph may be replayed at the same time as anything else.
