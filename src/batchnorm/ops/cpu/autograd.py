@@ -27,7 +27,7 @@ from ..activation import IDENTITY, NAMES, TWO_SLOPES, Activation
 from ..call import Call
 from ..recomputation import is_active, remember
 from ..running import Kept
-from ..torch_state import is_forward_mode, is_plain, is_recomputation, is_unseen
+from ..torch_state import is_plain, is_recomputation
 from . import torch_kernels
 from .compiler import kernels
 from .torch_kernels import flatten, stored_like, unflatten
@@ -64,6 +64,9 @@ class KernelForm(NamedTuple):
     parallel: bool  # whether to use more than one thread
     activation: Activation
     is_smooth: bool  # whether the derivative takes more than two values: then a residual is kept and dz is written
+    size: torch.Size
+    stride: tuple[int, ...]
+    kept: Tensor  # a tensor like those with numbers per channel; torch.empty_like is the fastest way to make one
 
 
 def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
@@ -86,7 +89,9 @@ def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
     shape = Shape(n, channels, length, NAMES.index(activation.name), activation.slope, *found.openmp)
     parallel = x.numel() >= PARALLEL and found.openmp[0] is not None
     smooth = activation.name not in ("identity", *TWO_SLOPES)
-    return KernelForm(found.forward, found.backward, shape, ctypes.addressof(shape), parallel, activation, smooth)
+    kept = torch.empty(ROWS_KEPT, channels, dtype=_f32, device="cpu")
+    rest = (activation, smooth, x.shape, x.stride(), kept)
+    return KernelForm(found.forward, found.backward, shape, ctypes.addressof(shape), parallel, *rest)
 
 
 def train_(call: Call) -> Tensor | None:
@@ -260,6 +265,7 @@ def _has_memory(t: Tensor) -> bool:
 
 
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
+_function_modes = torch._C._len_torch_function_stack
 
 
 class _NotFinite(Exception):
@@ -281,7 +287,7 @@ class CompiledFunction(torch.autograd.Function):
         form: KernelForm,
     ) -> Tensor:
         """Save x, a few numbers per channel and, with a residual, what the activation's derivative needs."""
-        y, kept, passed, hidden = torch.empty_like(x), x.new_empty((ROWS_KEPT, x.shape[1])), None, form.is_smooth
+        y, kept, passed, hidden = torch.empty_like(x), torch.empty_like(form.kept), None, form.is_smooth
         if residual is not None and not hidden and form.shape.activation and any(ctx.needs_input_grad):
             passed = torch.empty_like(x, dtype=torch.bool)
             hidden = True
@@ -295,7 +301,7 @@ class CompiledFunction(torch.autograd.Function):
         if failed:
             raise MemoryError if failed < 0 else _NotFinite
         ctx.set_materialize_grads(False)
-        ctx.kept, ctx.rest = kept, (form, call.eps, x.shape, x.stride(), hidden)
+        ctx.rest = form, call.eps, kept, hidden
         if hidden:
             ctx.save_for_backward(x, gamma, *((beta, residual) if form.is_smooth else (None, None)), passed)
         else:
@@ -307,20 +313,19 @@ class CompiledFunction(torch.autograd.Function):
         """Differentiate g and Algorithm 1; use plain operations if the kernel cannot run on these tensors."""
         if dy is None:
             return (None,) * 7
-        form, eps, shape, stride, hidden = ctx.rest
+        form, eps, kept, hidden = ctx.rest
         if hidden:
             x, gamma, beta, residual, passed = ctx.saved_tensors
         else:
             x, gamma = ctx.saved_tensors
             beta = residual = passed = None
         of_x, of_gamma, of_beta, of_residual = ctx.needs_input_grad[:4]
-        kept = ctx.kept
         dx: Tensor | None
         if (
             torch.is_grad_enabled()
-            or is_forward_mode()
-            or not is_unseen(x, dy)
-            or not x.is_cpu
+            or not is_plain(x)
+            or not (type(dy) is Tensor or type(dy) is nn.Parameter)
+            or _function_modes() > 0
             or _is_batched(dy)
             or dy._is_zerotensor()
             or dy.is_neg()
@@ -332,15 +337,15 @@ class CompiledFunction(torch.autograd.Function):
                 dy, g = g.backward(dy, (x - center) * scale + offset), IDENTITY  # at the kernel's z
             dx, dgamma, dbeta, dz = composite.backward(Call(x, gamma, beta, eps, g, residual), dy, passed)
         else:
-            if x.dtype is not _f32 or x.stride() != stride or x.shape != shape:
+            if x.dtype is not _f32 or x.stride() != form.stride or x.shape != form.size:
                 # Saved-tensor hooks changed its dtype or layout.
-                x = kept.new_empty_strided(shape, stride).copy_(x)
+                x = kept.new_empty_strided(form.size, form.stride).copy_(x)
             dz = dy = stored_like(dy, x)
             dx = torch.empty_like(x) if of_x else None
             if hidden:
                 dz = dx if dx is not None and not of_residual else torch.empty_like(x)
                 residual = None if residual is None else stored_like(residual, x)
-                if passed is not None and (passed.dtype is not torch.bool or passed.stride() != stride):
+                if passed is not None and (passed.dtype is not torch.bool or passed.stride() != form.stride):
                     passed = torch.empty_like(x, dtype=torch.bool).copy_(passed)
             if gamma is not None and gamma.dtype is _f32 and gamma.is_contiguous():
                 dgamma, dbeta = torch.empty_like(gamma), torch.empty_like(gamma)
@@ -353,10 +358,8 @@ class CompiledFunction(torch.autograd.Function):
                 dgamma.data_ptr(), dbeta.data_ptr(),
             ):  # fmt: skip
                 raise MemoryError
-        return (
-            *(dx if of_x else None, dgamma if of_gamma else None, dbeta if of_beta else None),
-            *(dz if of_residual else None, None, None, None),
-        )
+        grads = dx if of_x else None, dgamma if of_gamma else None, dbeta if of_beta else None
+        return *grads, dz if of_residual else None, None, None, None
 
 
 # Function.apply calls this if no torch.func transform is active; train_ has checked that.
