@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from batchnorm import processes as module
-from batchnorm.processes import Remote, device_turn, map_on_cores, torch_threads, workers
+from batchnorm.processes import ChildProcess, Remote, device_turn, map_on_cores, torch_threads, workers
 
 
 def measured(number, path):
@@ -108,6 +108,19 @@ def test_an_object_lives_in_another_process_and_keeps_its_state():
 def test_python_ends_without_waiting_for_a_process_that_nobody_closed():
     code = "from batchnorm.processes import Remote; import time; remote = Remote(time.sleep, 600)"
     assert not subprocess.run([sys.executable, "-c", code], timeout=120).returncode
+
+
+def leave_a_process_behind():
+    Remote(time.sleep, 600)
+
+
+@pytest.mark.slow
+def test_a_child_process_ends_without_waiting_for_one_of_its_own():
+    child = ChildProcess(leave_a_process_behind)
+    child._process.join(120)
+    status = child.exit_status
+    child.signal("SIGKILL")
+    assert status == 0
 
 
 def die_if_asked(number):

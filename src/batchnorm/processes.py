@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import pickle
 import signal
@@ -13,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -60,7 +60,8 @@ class Remote(ChildProcess):
         super().__init__(_serve, theirs, make, args)
         theirs.close()
         self._busy = True
-        atexit.register(self.close)  # or Python would wait forever for a process that nobody closed
+        # Or Python would wait forever for a process that nobody closed. In child processes, atexit is too late.
+        self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method and return its result."""
@@ -91,7 +92,7 @@ class Remote(ChildProcess):
 
     def close(self, patience: float = 10.0) -> None:
         """End the process; unless it is busy, first give it some seconds to exit by itself."""
-        atexit.unregister(self.close)
+        self._at_exit.cancel()
         self.pipe.close()
         self._process.join(0 if self._busy else patience)
         self._process.kill()

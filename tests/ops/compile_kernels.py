@@ -12,6 +12,7 @@ from batchnorm.ops.cuda.triton import inference
 from batchnorm.ops.cuda.triton.backward import backward
 from batchnorm.ops.cuda.triton.forward import forward
 from batchnorm.ops.cuda.triton.layers import backward_layers, forward_layers
+from batchnorm.train.triton.update import update
 
 NUMBERS = (
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane", "width"),
@@ -77,6 +78,9 @@ def main():
     again = ("bits", "gamma", "beta", "running_mean", "running_var", "batches", "skipped")
     for form, absent in ((LAST, again), (FIRST, (*again, "residual"))):
         build(forward, form, REST, "bf16", 1, absent, pointers={})  # launch.normalize
+        count += 1
+    for aligned in (False, True):
+        build(update, LAST, {"CHUNK": 2048, "ALIGNED": aligned}, "fp32", 1, (), {"table": "i64", "chunks": "i64"})
         count += 1
     sys.stdout.write(f"compiled {count}\n")
 

@@ -70,6 +70,41 @@ def test_it_goes_on_from_a_saved_state(device):
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_a_state_that_a_run_on_a_cpu_saved_has_another_layout(device):
+    weights = drawn(ALIGNED, device)
+    expected = [torch.nn.Parameter(w.detach().clone()) for w in weights]
+    gradients = [torch.randn_like(w) for w in weights]
+    ours, theirs = optimizer_of(weights), optimizer_of(expected)
+    for w, e, g in zip(weights, expected, gradients, strict=True):
+        velocity = torch.randn(w.shape, device=device)  # contiguous, but the kernels are channels last
+        ours.state[w]["momentum_buffer"], theirs.state[e]["momentum_buffer"] = velocity, velocity.clone()
+        e.grad = g
+    FusedUpdate(ours)([Trained(w, g, None) for w, g in zip(weights, gradients, strict=True)])
+    theirs.step()
+    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-6)
+    for w, e in zip(weights, expected, strict=True):
+        velocity, wanted = ours.state[w]["momentum_buffer"], theirs.state[e]["momentum_buffer"]
+        assert velocity.stride() == w.stride()
+        torch.testing.assert_close(velocity, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_autograd_refuses_a_graph_that_saved_the_old_weights(device):
+    (weight,) = drawn([(8, 8)], device)
+    copy = weight.detach().bfloat16().requires_grad_()
+    losses = [(weight**2).sum(), (copy**2).sum()]
+    FusedUpdate(torch.optim.SGD([weight], torch.tensor(0.1, device=device), 0.9))(
+        [Trained(weight, torch.randn_like(copy), copy)]
+    )
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.triton
+def test_no_tensors_need_no_update():
+    FusedUpdate(optimizer_of(drawn(ALIGNED, "cpu")))([])  # only the stem is trained
+
+
 @pytest.mark.triton
 def test_what_the_kernel_cannot_update_is_left_to_torch():
     weights = drawn(ALIGNED, "cpu")
@@ -84,6 +119,9 @@ def test_what_the_kernel_cannot_update_is_left_to_torch():
         torch.optim.AdamW(weights),
     ):
         assert not FusedUpdate(optimizer).can_update(weights)
+    elsewhere = optimizer_of(weights)
+    elsewhere.param_groups[0]["lr"] = torch.empty((), device="meta")  # the kernel cannot read another device
+    assert not FusedUpdate(elsewhere).can_update(weights)
     w, g = weights[0].detach(), torch.randn_like(weights[0])
     assert Trained(w, g, None).fits()
     assert Trained(w, g.bfloat16(), w.bfloat16()).fits()

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from training import small
 
 from batchnorm.data import Augment
@@ -37,6 +38,14 @@ def trained(steps=3, bf16=True, device="cpu", size=8, recipe=None, **options):
 def test_casting_once_computes_what_autocast_does():
     plain, once = trained(), trained(cast_once=True)
     torch.testing.assert_close(once, plain, rtol=0, atol=0)
+
+
+def test_a_step_without_kernels_to_cast():
+    net = nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.BatchNorm1d(4))
+    before = net[1].weight.detach().clone()
+    shadows, optimizer = Shadows(net), torch.optim.SGD(net[1].parameters(), 0.1, 0.9)
+    shadows.step((shadows.run(torch.randn(8, 3)) ** 3).sum(), optimizer)
+    assert not torch.equal(net[1].weight, before)
 
 
 def test_copies_of_kernels_that_are_convolved_as_one_are_neighbours():

@@ -55,24 +55,32 @@ class FusedUpdate:
         groups = self.optimizer.param_groups
         momentum = groups[0]["momentum"]
         unusual = any(group["nesterov"] or group["maximize"] or group["dampening"] for group in groups)
-        rates = all(isinstance(group["lr"], Tensor) and group["lr"].dtype == torch.float32 for group in groups)
+        rates = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
+        readable = len(rates) == len(groups) and all(rate.dtype == torch.float32 for rate in rates)
+        together = len({t.device for t in (*trained, *rates)}) == 1
         same = all(group["momentum"] == momentum for group in groups)
         known = {id(p) for group in groups for p in group["params"]}
-        return rates and same and not unusual and momentum != 0 and known >= set(map(id, trained))
+        usual = same and not unusual and momentum != 0
+        return usual and readable and together and known >= set(map(id, trained))
 
     @torch.no_grad()
     def __call__(self, trained: list[Trained]) -> None:
         """Update weights and their copies."""
         from .triton.update import update
 
+        if not trained:
+            return
         groups = self.optimizer.param_groups
         group_of = {id(p): group for group in groups for p in group["params"]}
         rows, chunks = list[tuple[int, ...]](), list[tuple[int, int]]()
         for w, g, copy in trained:
             state, group = self.optimizer.state[w], group_of[id(w)]
-            if state.get("momentum_buffer") is None:
-                state["momentum_buffer"] = torch.zeros_like(w)
-            tensors = (w, state["momentum_buffer"], g, copy, group["lr"])
+            velocity = state.get("momentum_buffer")
+            if velocity is None:
+                velocity = state["momentum_buffer"] = torch.zeros_like(w)
+            elif velocity.dtype != w.dtype or not same_layout(velocity, w):  # saved by a run on a CPU
+                velocity = state["momentum_buffer"] = torch.empty_like(w).copy_(velocity)
+            tensors = (w, velocity, g, copy, group["lr"])
             (decay,) = struct.unpack("i", struct.pack("f", group["weight_decay"]))
             chunks += [(len(rows), start) for start in range(0, w.numel(), CHUNK)]
             rows.append((*(0 if t is None else t.data_ptr() for t in tensors), w.numel(), decay))
@@ -80,6 +88,8 @@ class FusedUpdate:
         table = self._on_device(torch.tensor([*chain(*rows), *chain(*chunks)]), trained[0].weight.device)
         with torch.cuda.device_of(table):
             update[(len(chunks),)](table, table[7 * len(rows) :], groups[0]["momentum"], CHUNK, aligned)
+        # The kernel writes by address, unseen by autograd, which must refuse to use a graph that saved them.
+        torch.autograd.graph.increment_version([t for w, _, copy in trained for t in (w, copy) if t is not None])
 
     def _on_device(self, table: Tensor, device: torch.device) -> Tensor:
         if device.type == "cpu" or not torch.cuda.is_current_stream_capturing():

@@ -96,10 +96,13 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
     state = found.state
     try:
         net.load_state_dict(found.model)
-        rates = [group["lr"] for group in optimizer.param_groups]
+        mine = [{key: group[key] for key in ("lr", "fused")} for group in optimizer.param_groups]
         optimizer.load_state_dict(state["optimizer"])
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate  # keep the tensor that a captured graph reads; each step sets its value
+        for group, own in zip(optimizer.param_groups, mine, strict=True):
+            group.update(own)  # the rate is the tensor that a captured graph reads; each step sets its value
+        for parameter, values in optimizer.state.items():
+            # Weights are channels last on GPUs only, and fused kernels assume one layout.
+            values.update({key: torch.empty_like(parameter).copy_(value) for key, value in values.items()})
         evaluated = int(state["evaluated"])
         metrics, monitor = map(int, state["positions"])
         sums, threads = state["sums"].view(-1, 3), int(state["threads"])

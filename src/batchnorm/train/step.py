@@ -136,7 +136,8 @@ class Shadows:
                 parameter.grad = torch.empty_like(parameter)
                 to.append(parameter.grad)
                 of.append(grad)
-        torch._foreach_copy_(to, of)
+        if to:  # torch rejects empty lists
+            torch._foreach_copy_(to, of)
         optimizer.step()
         self.refresh()
 
@@ -150,7 +151,8 @@ class Shadows:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the parameters to their bfloat16 copies again."""
-        torch._foreach_copy_(list(self.copies.values()), self.masters)
+        if self.copies:
+            torch._foreach_copy_(list(self.copies.values()), self.masters)
 
 
 class TrainStep:
