@@ -79,7 +79,7 @@ class Pair(NamedTuple):
     converted: nn.Module
     example: Tensor
     classes: int
-    convert_seconds: float  # CPU time on a GPU, with kernels that are compiled for the check
+    convert_seconds: float  # with a GPU, CPU time of this process only
     fused: str
 
 
