@@ -352,6 +352,8 @@ def _measure(pair: Pair, modes: tuple[Mode, ...], examples: int, settings: Setti
     labels = torch.randint(pair.classes, (examples,), generator=generator).to(images.device)
     # Libraries load code and allocate workspaces on first use; do that before either form is measured.
     Step(copy.deepcopy(pair.stock), "eager", images[:8], labels[:8])()
+    if modes[0] in COMPILING:
+        torch.compile(nn.Linear(8, 8, device=images.device))(torch.zeros(8, 8, device=images.device)).sum().backward()
     stock = prepare(pair.stock, "compiled" if modes[0] == "backend" else modes[0], images, labels)
     forms: dict[Mode, Prepared] = {}
     rows: list[Row] = []
