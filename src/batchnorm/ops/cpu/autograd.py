@@ -89,7 +89,7 @@ def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
     shape = Shape(n, channels, length, NAMES.index(activation.name), activation.slope, *found.openmp)
     parallel = x.numel() >= PARALLEL and found.openmp[0] is not None
     smooth = activation.name not in ("identity", *TWO_SLOPES)
-    kept = torch.empty(ROWS_KEPT, channels, dtype=_f32, device="cpu")
+    kept = torch.empty(1, dtype=_f32, device="cpu").expand(ROWS_KEPT, channels)  # takes no memory
     rest = (activation, smooth, x.shape, x.stride(), kept)
     return KernelForm(found.forward, found.backward, shape, ctypes.addressof(shape), parallel, *rest)
 
@@ -301,7 +301,7 @@ class CompiledFunction(torch.autograd.Function):
         if failed:
             raise MemoryError if failed < 0 else _NotFinite
         ctx.set_materialize_grads(False)
-        ctx.rest = form, call.eps, kept, hidden
+        ctx.kept, ctx.rest = kept, (form, call.eps, hidden)
         if hidden:
             ctx.save_for_backward(x, gamma, *((beta, residual) if form.is_smooth else (None, None)), passed)
         else:
@@ -313,7 +313,7 @@ class CompiledFunction(torch.autograd.Function):
         """Differentiate g and Algorithm 1; use plain operations if the kernel cannot run on these tensors."""
         if dy is None:
             return (None,) * 7
-        form, eps, kept, hidden = ctx.rest
+        kept, (form, eps, hidden) = ctx.kept, ctx.rest
         if hidden:
             x, gamma, beta, residual, passed = ctx.saved_tensors
         else:
