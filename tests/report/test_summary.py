@@ -57,7 +57,7 @@ def test_alternatives_have_their_numbers_from_files(tmp_path):
     write(tmp_path)
     lines = alternatives(tmp_path).splitlines()
     assert len(lines) == 2 + 6
-    assert "a ResNet-50 trains [1.30 times as fast](results/networks-h200.json)" in lines[2]
+    assert "an eager ResNet-50 trains [1.30 times as fast](results/networks-h200.json)" in lines[2]
 
 
 def test_learning(tmp_path):

@@ -253,7 +253,7 @@ def test_runs_and_data_that_do_not_fit(plan, data, session, tmp_path, capsys):
     assert main(["reproduce", "fig4", *words]) == 2
     assert "--runs without --data: give the images" in capsys.readouterr().err
     assert main(["reproduce", "fig4", *words, "--data", str(data), "--only", "five"]) == 2
-    assert "give one of the two" in capsys.readouterr().err
+    assert "cannot be combined" in capsys.readouterr().err
     other = striped_folder(tmp_path / "other")
     for split in ("train", "val"):
         shutil.rmtree(other / split / "class2")

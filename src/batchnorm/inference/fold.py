@@ -121,7 +121,7 @@ def fold_with_report(
     except Exception as error:
         if not (forwards.layers or forwards.modules):
             raise
-        # If the traced form fails or differs, the user's own Python may still fold.
+        # If folding the traced form fails or changes the outputs, folding the original may still work.
         reason = f"its traced form failed: {str(error).partition(';')[0]}"
         forwards = NOTHING_TRACED._replace(refused=dict.fromkeys(paths, reason))
         return _fold(net, _copy(net), forwards, example, tolerance, False, forward)
@@ -283,6 +283,6 @@ def _functions_left(graph: Graph, kept: dict[nn.Module, str], forwards: TracedFo
     scripted = any(is_scripted_norm(module) for module in kept)
     for call in functional_norms(graph):
         if scripted and isinstance(call.target, torch._ops.OpOverload):
-            continue  # inside a scripted module that is in the report itself
+            continue  # inside a scripted module, which the report lists anyway
         why = forwards.refused.get(call.path, "a functional batch_norm is not a module that can be replaced")
         yield Site(call.path, "kept", BY_MINI_BATCH if call.argument(5, "training") else why)

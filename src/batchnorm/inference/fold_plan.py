@@ -269,7 +269,7 @@ def _replayed(x: Tensor, moves: list[TracedCall]) -> Tensor:
         try:
             x = move.replay(x.contiguous())
         except Exception as error:
-            raise Refusal(f"{move} cannot be replayed on another tensor ({error})") from error
+            raise Refusal(f"{move} fails on a tensor of scales or shifts ({error})") from error
         if not isinstance(x, Tensor):
             raise Refusal(f"{move} returns more than a tensor")
     return x

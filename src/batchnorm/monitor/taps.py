@@ -25,7 +25,7 @@ NONLINEARITIES = (
 
 
 def nonlinearities(net: nn.Module) -> list[str]:
-    """Return the names of layers whose nonlinearity's input can be read: nonlinearities, and BN with one fused in.
+    """Return the layers at which a nonlinearity's input can be read: nonlinearities, and BN with one fused in.
 
     If all nonlinearities of a network are functional, the batch normalizations before them are returned.
     """

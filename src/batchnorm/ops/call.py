@@ -99,8 +99,8 @@ class Features:
         """Raise if a parameter or statistic does not have the features' shape."""
         if p is not None and p.shape != self.features:
             raise ValueError(
-                f"{name} has shape {tuple(p.shape)}, but the features of an input of shape {tuple(self.shape)} have"
-                f" shape {tuple(self.features)}"
+                f"{name} has shape {tuple(p.shape)}; expected {tuple(self.features)} for an input of shape"
+                f" {tuple(self.shape)}"
             )
 
     def flat(self, x: Tensor) -> Tensor:

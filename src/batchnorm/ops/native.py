@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 
 class Unavailable(RuntimeError):
-    """Raised with the reason why a source cannot be compiled and loaded here."""
+    """Raised if a source cannot be compiled or loaded on this machine; the message says why."""
 
 
 class Source(NamedTuple):

@@ -23,7 +23,7 @@ def alternatives(results: Path) -> str:
     steps, kernels = read(results, NETWORKS), read(results, "kernels-h200.json")
     resnet = next(
         (
-            f": a ResNet-50 trains [{row['speedup']:.2f} times as fast](results/{NETWORKS}) (batch 256, H200)"
+            f": an eager ResNet-50 trains [{row['speedup']:.2f} times as fast](results/{NETWORKS}) (batch 256, H200)"
             for row in (steps["rows"] if steps else [])
             if (row["network"], row["mode"], row["batch"]) == ("torchvision/resnet50", "eager", 256)
             and "failed" not in row
@@ -31,7 +31,9 @@ def alternatives(results: Path) -> str:
         "",
     )
     slower = (
-        f" take [{_over_compile(kernels):.2f} times as long](results/kernels-h200.json)" if kernels else " are slower"
+        f" take [{_over_compile(kernels):.2f} times as long as ours](results/kernels-h200.json)"
+        if kernels
+        else " are slower"
     )
     tests = "tests/known_problems"
     rows = [
@@ -59,12 +61,12 @@ def alternatives(results: Path) -> str:
         ],
         [
             "`torch.fx` fusion",
-            f"tell you that it changed the network: some results are [silently wrong]({tests}/test_folding.py)",
+            f"check that outputs stay the same: some fused networks are [silently wrong]({tests}/test_folding.py)",
             "`bn.fold(net, example)`, which compares its result with the original",
         ],
         [
             "fvcore's `update_bn_stats`",
-            f"turn Dropout off, or [keep the variance next to a large mean]({tests}/test_fvcore.py)",
+            f"turn Dropout off, or [compute a variance next to a large mean]({tests}/test_fvcore.py)",
             "`bn.estimate_(net, batches)`, also over several ranks",
         ],
     ]  # fmt: skip
@@ -183,6 +185,12 @@ def _host(r: Result) -> str:
     return f"{', '.join(means)} torch.nn's time (worst {max(map(max, ratios.values())):.2f}x)"
 
 
+def _cpu_networks(r: Result) -> str:
+    speedups = [row["speedup"] for row in r["rows"] if "failed" not in row]
+    mean = statistics.geometric_mean(speedups)
+    return f"{mean:.2f} times as fast (worst {min(speedups):.2f}), {len(speedups)} networks"
+
+
 def _memory(r: Result) -> str:
     over = {row["name"]: row["over_stock"] for row in r["rows"]}
     return f"{over['ours']:.2f} of the stock network's, {over['ours, recompute']:.2f} with `bn.recompute()`"
@@ -229,6 +237,7 @@ def _algorithm2(r: Result) -> str:
 
 SPEED = [
     Row("CPU layers", "bench cpu", "", "cpu.json", _cpu),
+    Row("networks on a CPU: a training step", "bench networks --device cpu", "", "networks-cpu.json", _cpu_networks),
     Row("CUDA kernels, bf16, forward and backward", "bench kernels", "", "kernels-h200.json", _kernels),
     Row("host time of an eager CUDA layer, forward and backward", "bench host", "", "host-h200.json", _host),
     Row("BN-Inception: a training step", "bench train", "", "bench-train-h200.json", _train),

@@ -162,7 +162,7 @@ def _manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     step, known = manifest.get("step"), manifest.get("files")
     files = {name: known.get(name) if isinstance(known, dict) else None for name in ("model.safetensors", "state.pt")}
     if not isinstance(step, int) or step < 0 or not all(isinstance(file, dict) for file in files.values()):
-        raise CheckpointError(f"{path}: its manifest.json lacks the step, or the sizes and SHA-256 of its files")
+        raise CheckpointError(f"{path}: manifest.json lacks the step, or the size or SHA-256 of a file")
     return step, files  # type: ignore[return-value]
 
 

@@ -41,7 +41,9 @@ class Metrics:
     def __init__(self, path: Path, position: int = 0) -> None:
         path.touch()
         if not 0 <= position <= path.stat().st_size:
-            raise ValueError(f"{path} is shorter than when the checkpoint was written: lines are missing; restore it")
+            raise ValueError(
+                f"{path} has lost lines since the checkpoint was written: restore it from a backup, or start a new run"
+            )
         os.truncate(path, position)
         self._path = path
         self._file = path.open("ab", buffering=0)
@@ -228,5 +230,5 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
     record = parse_json(line, where)
     accuracy = record.get("val_top1")
     if not isinstance(record.get("step"), int) or not (accuracy is None or isinstance(accuracy, int | float)):
-        raise ValueError(f"{where} is not a record with a step and numbers")
+        raise ValueError(f"{where}: expected a record with a step and numbers")
     return record

@@ -38,7 +38,7 @@ def make_optimizer(net: nn.Module, recipe: Recipe, device: torch.device) -> torc
 
     Paper: Sec. 4.2, "a version of Stochastic Gradient Descent with momentum"
     """
-    # On a GPU the rate is a tensor, so that a captured graph sees its changes.
+    # On a GPU the learning rate is a tensor, so that a captured CUDA graph sees it change.
     cuda = device.type == "cuda"
     rate = torch.tensor(recipe.rate, device=device) if cuda else recipe.rate
     return torch.optim.SGD(param_groups(net, recipe.weight_decay), rate, recipe.momentum, fused=True if cuda else None)

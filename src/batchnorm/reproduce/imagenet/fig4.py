@@ -73,7 +73,9 @@ def _check(options: Fig4) -> None:
     if options.runs and options.data is None:
         raise ValueError("--runs without --data: give the images to evaluate the runs on")
     if options.runs and options.only:
-        raise ValueError("--only chooses members of the plan, and --runs replaces them: give one of the two")
+        raise ValueError(
+            "--only and --runs cannot be combined: --only selects members of the plan, --runs uses other runs instead"
+        )
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(
             "fig4 runs in one process: train each member with torchrun ... -m batchnorm train --recipe NAME, then give"
