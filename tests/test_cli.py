@@ -18,7 +18,7 @@ import torch
 from training import striped_folder
 
 from batchnorm.cli import COMMANDS, NEEDS, main
-from batchnorm.extras import EXTRAS
+from batchnorm.optional_packages import EXTRAS
 from batchnorm.reproduce.imagenet.result_files import KEYS
 
 OPTIONAL = {module for modules in EXTRAS.values() for module in modules}

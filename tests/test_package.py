@@ -27,7 +27,16 @@ LAYERS = [
     ["layers"],
     ["collectives", "graph", "verify", "jobs"],
     ["ops", "network_copy", "pictures", "processes"],
-    ["arguments", "errors", "extras", "network_call", "network_factory", "progress", "results", "verb_report"],
+    [
+        "arguments",
+        "change_report",
+        "errors",
+        "network_call",
+        "network_factory",
+        "optional_packages",
+        "progress",
+        "results",
+    ],
 ]
 LEVEL = {name: -i for i, row in enumerate(LAYERS) for name in row}
 

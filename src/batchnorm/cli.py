@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, get_type_hints
 from . import __version__
 from .arguments import call_with
 from .errors import JobsFailedError, sentence
-from .extras import MissingExtraError, check_installed
 from .network_factory import UserCodeError
+from .optional_packages import MissingExtraError, check_installed
 
 
 class Command(NamedTuple):

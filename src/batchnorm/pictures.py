@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .extras import MissingExtraError, require
+from .optional_packages import MissingExtraError, require
 from .results import read_json, write_atomically
 
 

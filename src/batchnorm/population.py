@@ -26,12 +26,12 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.overrides import TorchFunctionMode
 
 from . import collectives, network_call
+from .change_report import LayerStatistics, Population, Site
 from .graph import TracedCall, trace
 from .layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from .network_copy import restored
 from .ops.moments import AveragedMoments, MomentAccumulator, batch_moments, merge_averages
 from .progress import progress
-from .verb_report import LayerStatistics, Population, Site
 
 __all__ = ["LayerStatistics", "Population", "estimate_"]
 

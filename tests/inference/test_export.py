@@ -10,7 +10,7 @@ from networks import ZOO, Residual, scramble_
 from torch import nn
 
 import batchnorm as bn
-from batchnorm.extras import MissingExtraError
+from batchnorm.optional_packages import MissingExtraError
 
 FORMATS = ["net.onnx", "net.pt2"]
 

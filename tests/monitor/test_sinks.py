@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 
-from batchnorm.extras import MissingExtraError
 from batchnorm.models import perceptron
 from batchnorm.monitor import JSONLines, Monitor, Record, TensorBoard
+from batchnorm.optional_packages import MissingExtraError
 
 
 def test_json_lines_hold_what_memory_holds(tmp_path):

@@ -13,7 +13,7 @@ import torch
 from oracle import assert_near, expect
 
 from batchnorm import layers, ops
-from batchnorm.ops import Activation, native
+from batchnorm.ops import Activation, compile_cache
 from batchnorm.ops.cpu import autograd, compiler
 
 RELU = Activation("relu")
@@ -53,7 +53,7 @@ def test_it_is_asked_once_for_all_processes(monkeypatch, tmp_path):
     assert "the compiled kernel" in ops.explain(torch.randn(8, 3), residual=torch.randn(8, 3)).reason
     file = compiled_once(tmp_path)
     assert oct(file.parent.stat().st_mode)[-3:] == "700"
-    monkeypatch.setattr(native.subprocess, "Popen", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(compile_cache.subprocess, "Popen", lambda *_, **__: pytest.fail("compiled again"))
     assert compiler.unavailable() is None
 
 
@@ -166,7 +166,7 @@ def test_a_file_of_another_user_is_not_loaded(tmp_path):
 @needs_compiler
 def test_a_folder_of_another_user_is_not_trusted(monkeypatch, tmp_path):
     file = compiled_once(tmp_path)
-    monkeypatch.setattr(native.os, "geteuid", lambda: file.stat().st_uid + 1)
+    monkeypatch.setattr(compile_cache.os, "geteuid", lambda: file.stat().st_uid + 1)
     assert "belongs to another user" in compiler.kernels().uncached
     assert "compiled for this process only: " in ops.explain(torch.randn(8, 3)).reason
 
@@ -184,16 +184,16 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path):
 def test_a_read_only_cache_is_used(monkeypatch, tmp_path):
     file = compiled_once(tmp_path)
     file.parent.chmod(0o500)
-    monkeypatch.setattr(native.subprocess, "Popen", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(compile_cache.subprocess, "Popen", lambda *_, **__: pytest.fail("compiled again"))
     assert compiler.unavailable() is None
     file.parent.chmod(0o700)
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_other_systems(monkeypatch, system, tmp_path):
-    monkeypatch.setattr(native.sys, "platform", system)
-    monkeypatch.delattr(native.os, "geteuid")  # Windows has none
-    monkeypatch.setattr(native.subprocess, "Popen", lambda *_, **__: pytest.fail("asked a compiler"))
+    monkeypatch.setattr(compile_cache.sys, "platform", system)
+    monkeypatch.delattr(compile_cache.os, "geteuid")  # Windows has none
+    monkeypatch.setattr(compile_cache.subprocess, "Popen", lambda *_, **__: pytest.fail("asked a compiler"))
     assert f"on Linux only, not on {system}" in ops.explain(torch.randn(8, 3)).reason
     check_another_way()
     assert not (tmp_path / "cache").exists()
@@ -225,12 +225,12 @@ def test_without_threads(monkeypatch):
 
 
 def test_to_stop_a_compiler_stops_what_it_started():
-    thread = Thread(target=native._run, args=(["sh", "-c", "sleep 100 & wait"],), daemon=True)
+    thread = Thread(target=compile_cache._run, args=(["sh", "-c", "sleep 100 & wait"],), daemon=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "excepthook", lambda _: None)  # the compiler "failed"
         thread.start()
-        while not native._running:
+        while not compile_cache._running:
             time.sleep(0.01)
-        native.stop()
+        compile_cache.stop()
         thread.join(50)
     assert not thread.is_alive()

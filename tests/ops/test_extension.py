@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 import batchnorm as bn
 from batchnorm import layers
-from batchnorm.ops import native
+from batchnorm.ops import compile_cache
 from batchnorm.ops.activation import NAMES
 from batchnorm.ops.cuda import autograd, driver, extension
 
@@ -66,8 +66,8 @@ def module(tmp_path_factory):
     quick = tuple("-O0" if flag == "-O1" else flag for flag in source.flags)  # to compile, not to run
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        assert native.cached(source._replace(flags=quick)) is None
-        return native.built(source._replace(flags=quick))[0]
+        assert compile_cache.cached(source._replace(flags=quick)) is None
+        return compile_cache.built(source._replace(flags=quick))[0]
 
 
 def launches(size, slot):
@@ -254,14 +254,14 @@ def test_what_fails_to_load_or_compile_is_said(monkeypatch, tmp_path):
     assert extension.unavailable == "RuntimeError: no such operator"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for cause, remembered in ((OSError("the disk is full"), False), (ImportError("the compiler is too old"), True)):
-        error = native.Unavailable(str(cause))
+        error = compile_cache.Unavailable(str(cause))
         error.__cause__ = cause
-        native.remember_failure(extension.source(), error)
+        compile_cache.remember_failure(extension.source(), error)
         if remembered:
-            with pytest.raises(native.Unavailable, match="the compiler is too old"):
-                native.cached(extension.source())
+            with pytest.raises(compile_cache.Unavailable, match="the compiler is too old"):
+                compile_cache.cached(extension.source())
         else:
-            assert native.cached(extension.source()) is None
+            assert compile_cache.cached(extension.source()) is None
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch):
@@ -269,9 +269,9 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(native.Path, "home", home)
-    assert native.cached(extension.source()) is None
-    native.remember_failure(extension.source(), native.Unavailable("nothing"))
+    monkeypatch.setattr(compile_cache.Path, "home", home)
+    assert compile_cache.cached(extension.source()) is None
+    compile_cache.remember_failure(extension.source(), compile_cache.Unavailable("nothing"))
 
 
 def python_alone(monkeypatch):

@@ -201,7 +201,7 @@ def _totals(run):
 def test_a_missing_matplotlib_is_named(folder, tmp_path, monkeypatch):
     import sys
 
-    from batchnorm.extras import MissingExtraError
+    from batchnorm.optional_packages import MissingExtraError
     from batchnorm.report.figure1 import draw
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)

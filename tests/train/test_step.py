@@ -9,7 +9,7 @@ from training import small
 
 from batchnorm.data import Augment
 from batchnorm.models.bn_inception.blocks import InceptionModule
-from batchnorm.models.bn_inception.joined import are_neighbours
+from batchnorm.models.bn_inception.joined_branches import are_neighbours
 from batchnorm.train import RECIPES
 from batchnorm.train.distributed import Ranks
 from batchnorm.train.fused_update import FusedUpdate

@@ -18,9 +18,9 @@ from ..evaluate import Crops, SquareBatches, open_squares, predict
 from ..evaluate.crops import Count
 from ..evaluate.predictions import MeanProbabilities
 from ..evaluate.square_crops import Squares
-from ..extras import require
 from ..inference import fold
 from ..models import inception
+from ..optional_packages import require
 from ..results import check_writable, environment, write_json
 from ..train.distributed import find_device
 

@@ -22,7 +22,7 @@ from ..data import open_images
 from ..data.image_sources import ImageSource, open_source
 from ..data.loader import BatchReader, Request, random_crops
 from ..errors import above, at_least
-from ..extras import require
+from ..optional_packages import require
 from ..results import check_writable, environment, write_json
 
 BATCH = 50

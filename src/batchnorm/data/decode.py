@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..extras import require
+from ..optional_packages import require
 from .crop_boxes import Box
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..extras import require
+from ..optional_packages import require
 from ..results import sync
 from .crop_boxes import CENTRE_SHARE, Box
 from .decode import decode_crop

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extras import require
+from ..optional_packages import require
 from .decode import IMAGE_SUFFIXES
 from .tar_shards import TarSource
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..extras import check_installed, require
+from ..optional_packages import check_installed, require
 from ..progress import progress
 from ..results import sync, write_atomically
 from .decode import to_rgb

@@ -21,7 +21,7 @@ from ..data.decode import CorruptImageError, decode_crop, to_rgb
 from ..data.image_sources import ImageSource, check_complete, open_source
 from ..data.loader import CorruptFile
 from ..data.order import Order
-from ..extras import require
+from ..optional_packages import require
 from .crops import Crops, resized, square_boxes
 
 # Beyond this aspect ratio the squares do not overlap, and most of the image is in none of them.

@@ -16,8 +16,8 @@ from torch._ops import OperatorBase, OpOverloadPacket
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from ..ops.activation import NAMES, Activation, from_module
-from .holders import is_plain_identity, runs_in_order
 from .kinds import IN_PLACE, has_hooks, is_affine, is_in_place, keeps_torch_forward
+from .references import is_plain_identity, runs_in_order
 
 # Every activation that can be fused, in each of torch's spellings: F.relu, torch.relu_, x.relu().
 FUNCTIONS: dict[Any, str] = {

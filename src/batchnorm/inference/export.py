@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import network_call
-from ..extras import MissingExtraError, require
+from ..change_report import VerbReport
 from ..network_copy import outputs, relative_error
-from ..verb_report import VerbReport
+from ..optional_packages import MissingExtraError, require
 from ..verify import rounding
 from .fold import fold_with_report, warn_of_left
 

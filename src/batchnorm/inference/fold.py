@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.nn.utils import parametrize
 
 from .. import network_call
+from ..change_report import Site, VerbReport, attach
 from ..graph import Graph, trace
 from ..graph.kinds import Affine, base_type, has_hooks
 from ..graph.rewrite import restore_
@@ -25,7 +26,6 @@ from ..layers.normalized import Normalized
 from ..network_copy import Memo, copy_with, private_copy
 from ..ops import Activation
 from ..ops.activation import from_module, to_module
-from ..verb_report import Site, VerbReport, attach
 from ..verify import verify
 from .affine import FixedAffine, fold_after, fold_before, weights_of
 from .fold_plan import (

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from ..graph import Graph, TracedCall
-from ..graph.holders import Holder, holders, is_plain_identity, next_in_order, runs_in_order, runs_its_graph
 from ..graph.kinds import has_hooks, is_quiet
+from ..graph.references import Holder, holders, is_plain_identity, next_in_order, runs_in_order, runs_its_graph
 from ..ops.activation import from_module
 from .batch_norm import BatchNorm
 from .norm_act import NormAct

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..graph.holders import is_plain_identity
 from ..graph.kinds import is_quiet
+from ..graph.references import is_plain_identity
 from ..ops.activation import Activation, from_module
 from .batch_norm import BatchNorm2d, _is_symbolic
 

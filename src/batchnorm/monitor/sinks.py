@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..extras import require
+from ..optional_packages import require
 from .records import Record
 
 

@@ -12,8 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.nn.utils import parametrize
 
 from .. import network_call
+from ..change_report import NO_TRAINING, Site, VerbReport, attach
 from ..graph import Graph, trace_modes
-from ..graph.holders import runs_in_order
+from ..graph.references import runs_in_order
 from ..graph.rewrite import Rewritten, arguments_in, restore_, restore_wrong_, rewrite_
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Sync
 from ..layers.fusion import Fused, activations_after, takes_activation
@@ -22,7 +23,6 @@ from ..layers.statistics import Statistics
 from ..network_copy import Memo, copy_with
 from ..ops import Activation
 from ..ops.activation import as_activation
-from ..verb_report import NO_TRAINING, Site, VerbReport, attach
 from .fusion_report import Count, Fusions, count, describe, fused_in, headline
 from .verify_conversion import verify_conversion
 

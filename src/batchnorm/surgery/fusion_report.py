@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from ..graph import Graph, TracedCall
-from ..graph.holders import is_plain_identity
 from ..graph.kinds import NONLINEAR, plain_name
 from ..graph.patterns import Fusion
+from ..graph.references import is_plain_identity
 from ..graph.rewrite import Rewritten
 from ..layers import BatchNorm
 from ..layers.norm_act import NormAct

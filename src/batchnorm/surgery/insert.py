@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import network_call
+from ..change_report import NO_TRAINING, Site, VerbReport, attach
 from ..graph import trace_modes
 from ..layers import BatchNorm, BatchNorm1d
 from ..layers.normalized import Normalized
 from ..network_copy import Memo, copy_with, private_copy
 from ..ops.moments import MomentAccumulator, batch_moments
 from ..progress import progress
-from ..verb_report import NO_TRAINING, Site, VerbReport, attach
 from ..verify import verify
 from .convert import BY_DIMENSIONS
 from .places import Candidate, Place, activation_places, affine_places

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..change_report import Site
 from ..graph import Graph, TracedCall, Value
 from ..graph.kinds import HANDING_ON, NONLINEAR, Affine, Convolution, Transposed, is_affine, plain_name
-from ..verb_report import Site
 
 FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 # In evaluation without hooks, these pass the weights of their children to one fused function.

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from .. import network_call
+from ..change_report import Site, VerbReport, attach
 from ..graph import Graph, trace_modes
 from ..graph.rewrite import restore_
 from ..layers import BatchNorm, Sync
@@ -17,7 +18,6 @@ from ..layers.fusion import Fused
 from ..layers.norm_act import NormAct
 from ..network_copy import Memo, copy_with
 from ..ops.activation import to_module
-from ..verb_report import Site, VerbReport, attach
 from .convert import OWN, THEIRS, move_state
 from .verify_conversion import compare_outputs
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..extras import require
+from ..optional_packages import require
 from ..results import read_json, sync, write_atomically
 
 FORMAT = "batchnorm checkpoint 1"

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ..arguments import Positional, arg
 from ..data.crop_boxes import CENTRE_SHARE
-from ..extras import check_installed
 from ..inference import export
 from ..network_copy import outputs
 from ..network_factory import make_network
+from ..optional_packages import check_installed
 from .final_network import example_images
 from .state_dicts import difference, read_state_dict
 from .trained_run import TrainedRun, load

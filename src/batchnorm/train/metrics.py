@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ..extras import require
 from ..monitor.records import Record
 from ..monitor.sinks import as_json
+from ..optional_packages import require
 from ..progress import Display
 from ..results import parse_json, write_atomically
 from .distributed import Ranks

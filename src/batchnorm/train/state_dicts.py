@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from ..extras import MissingExtraError, require
+from ..optional_packages import MissingExtraError, require
 from .saved_runs import open_run
 
 

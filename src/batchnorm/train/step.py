@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..data import Augment
 from ..layers import param_groups
 from ..models.bn_inception.blocks import InceptionModule, SeparableConv2d
-from ..models.bn_inception.joined import as_neighbours
+from ..models.bn_inception.joined_branches import as_neighbours
 from ..models.bn_inception.weight_gradients import WeightGradients
 from .distributed import Ranks
 from .fused_update import FusedUpdate, Trained, same_layout

@@ -13,11 +13,11 @@ from rich.table import Table
 from ..arguments import OmitArgPrefixes, arg
 from ..data.image_sources import check_complete, open_source, small_images_note, training_splits
 from ..errors import between
-from ..extras import check_installed
 from ..jobs import Stopped
 from ..models import describe as describe_network
 from ..models.bn_inception.network import early_strides_note
 from ..models.description import claims
+from ..optional_packages import check_installed
 from .distributed import find_device
 from .loop import train as train_recipe
 from .metrics import Result

@@ -19,7 +19,7 @@ from ..data.decode import CorruptImageError, crop_image, decode_crop
 from ..errors import at_least
 from ..evaluate import Crops
 from ..evaluate.predictions import MeanProbabilities, evaluating
-from ..extras import require
+from ..optional_packages import require
 from ..progress import progress
 from .final_network import folded_network
 from .metrics import read

@@ -22,7 +22,15 @@ from ...graph.kinds import has_hooks, is_quiet, is_watched
 from ...layers import BatchNorm2d
 from .bias import bias_act
 from .channels_last import takes
-from .joined import Concatenation, Part, are_neighbours, can_join, join_kernels, max_pool_beside, normalize_together
+from .joined_branches import (
+    Concatenation,
+    Part,
+    are_neighbours,
+    can_join,
+    join_kernels,
+    max_pool_beside,
+    normalize_together,
+)
 from .pixel_blocks import pixel_blocks
 from .pooling import AvgPool2d, MaxPool2d
 from .weight_gradients import convolve, is_aside, note_stem
@@ -314,7 +322,7 @@ class InceptionModule(nn.Module):
         return cast(Unit, self.three[1]), cast(Unit, self.double33[2])
 
     def _fused(self, x: Tensor, units: dict[str, Unit]) -> Tensor:
-        """Return the concatenated branches, written by the kernels that compute them; see ``joined.py``."""
+        """Return the concatenated branches, written by the kernels that compute them; see ``joined_branches.py``."""
         three, double = self._ends()
         _, *project = self.pool
         stride = int(three.conv.stride[0])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import native
+from .. import compile_cache
 from ..activation import NAMES
 
 SOURCE = Path(__file__).parent / "kernel.c"
@@ -49,10 +49,10 @@ def unavailable() -> str | None:
 
 @cache
 def _load() -> Kernels | str:
-    source = native.Source(SOURCE, "C", "CC", "cc", FLAGS, ("-lm",), _processor(), _loaded)
+    source = compile_cache.Source(SOURCE, "C", "CC", "cc", FLAGS, ("-lm",), _processor(), _loaded)
     try:
-        kernels, uncached = native.built(source)
-    except native.Unavailable as error:
+        kernels, uncached = compile_cache.built(source)
+    except compile_cache.Unavailable as error:
         return str(error)
     found: Kernels = kernels._replace(uncached=uncached)
     return found

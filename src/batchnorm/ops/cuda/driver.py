@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import native
+from .. import compile_cache
 
 _DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -167,7 +167,7 @@ def _compile(file: str, definitions: tuple[tuple[str, int], ...]) -> bytes:
     version = ctypes.c_int(), ctypes.c_int()
     _compiler().nvrtcVersion(*map(ctypes.byref, version))
     depends = (source, options, *(number.value for number in version))
-    return native.kept(Path(file).stem, depends, lambda: _compiled(file, source, options))
+    return compile_cache.kept(Path(file).stem, depends, lambda: _compiled(file, source, options))
 
 
 def _compiled(file: str, source: bytes, options: list[str]) -> bytes:

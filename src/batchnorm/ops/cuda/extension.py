@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .. import native
+from .. import compile_cache
 from . import driver
 
 NAME = "batchnorm_autograd"
@@ -33,14 +33,14 @@ _thread: Thread | None = None
 _stopped = False
 
 
-def source() -> native.Source:
+def source() -> compile_cache.Source:
     """Return the source file and how to compile it."""
     includes = (TORCH / "include", TORCH / "include/torch/csrc/api/include", Path(sysconfig.get_paths()["include"]))
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     flags = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w", abi, *(f"-I{path}" for path in includes))
     libraries = (f"-L{TORCH / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10")
     depends = f"{torch.__version__} {sys.version}"
-    return native.Source(
+    return compile_cache.Source(
         Path(__file__).with_name("autograd.cpp"), "C++", "CXX", "c++", flags, libraries, depends, _load
     )
 
@@ -63,8 +63,8 @@ def start(configure: Callable[[Any], None]) -> None:
     if not _started.acquire(blocking=False):
         return
     try:
-        found = native.cached(source())
-    except native.Unavailable as error:
+        found = compile_cache.cached(source())
+    except compile_cache.Unavailable as error:
         unavailable = str(error)
         return
     if found is not None:
@@ -109,11 +109,11 @@ def addresses() -> tuple[int | None, ...]:
 def _build(configure: Callable[[Any], None]) -> None:
     global unavailable
     try:
-        found, _ = native.built(source())
-    except native.Unavailable as error:
+        found, _ = compile_cache.built(source())
+    except compile_cache.Unavailable as error:
         unavailable = str(error)
         if not _stopped:
-            native.remember_failure(source(), error)
+            compile_cache.remember_failure(source(), error)
         return
     _use(found, configure)
 
@@ -132,5 +132,5 @@ def _give_up() -> None:
     global _stopped
     if _thread is not None and _thread.is_alive():
         _stopped = True
-        native.stop()
+        compile_cache.stop()
         _thread.join(5)

@@ -9,19 +9,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ...train.metrics import steps_to
-from .curves import (
-    LEVEL,
-    Curve,
-    Seeds,
-    at,
-    behind_until,
-    best,
-    end_slope,
-    network_of,
-    noise,
-    seeds_of,
-    times_fewer,
-)
+from .curves import LEVEL, Curve, Seeds, at, behind_until, best, end_slope, network_of, noise, seeds_of, times_fewer
 from .plan import Plan
 from .result_files import Finished
 

@@ -11,7 +11,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from ...extras import MissingExtraError
+from ...optional_packages import MissingExtraError
 from ...pictures import picture
 from ...report.page import write_report
 from ...report.runs import Run

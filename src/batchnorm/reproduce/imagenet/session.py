@@ -13,8 +13,8 @@ from ...data.device_cache import discard_decoded, open_decoded
 from ...data.fingerprint import check_same_data, describe_data
 from ...data.image_sources import check_complete, open_source
 from ...errors import at_least
-from ...extras import check_installed
 from ...jobs import Job, run_side_by_side
+from ...optional_packages import check_installed
 from ...results import check_writable
 from ...train import Recipe
 from ...train.distributed import find_device

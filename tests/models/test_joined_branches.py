@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import batchnorm as bn
-from batchnorm.models.bn_inception import joined
+from batchnorm.models.bn_inception import joined_branches
 from batchnorm.models.bn_inception.blocks import InceptionModule, InceptionRow, Unit
 from batchnorm.models.bn_inception.weight_gradients import WeightGradients
 from batchnorm.ops.cuda.layout import geometry_of
@@ -55,9 +55,9 @@ def _precise():
 def launches(monkeypatch):
     """Let interpreted kernels have tensors on the CPU, and count the launches."""
     counted = []
-    run = joined.grouped.forward
-    monkeypatch.setattr(joined, "takes", lambda x: geometry_of(x).nhwc)
-    monkeypatch.setattr(joined.grouped, "forward", lambda xs, *rest: counted.append(len(xs)) or run(xs, *rest))
+    run = joined_branches.grouped.forward
+    monkeypatch.setattr(joined_branches, "takes", lambda x: geometry_of(x).nhwc)
+    monkeypatch.setattr(joined_branches.grouped, "forward", lambda xs, *rest: counted.append(len(xs)) or run(xs, *rest))
     return counted
 
 
@@ -126,7 +126,7 @@ def test_nothing_is_concatenated(launches, device, monkeypatch):
     module, x = made("average", device), images(device)
     module.rearrange = True
     kernels = module.joined_kernels()
-    for kernel, neighbour in zip(kernels, joined.as_neighbours(kernels, torch.float32), strict=True):
+    for kernel, neighbour in zip(kernels, joined_branches.as_neighbours(kernels, torch.float32), strict=True):
         kernel.data = neighbour
     monkeypatch.setattr(torch, "cat", None)
     module(x).sum().backward()
@@ -201,19 +201,19 @@ def test_hooks_of_branches_are_called(device):
 
 def test_kernels_that_are_neighbours_are_joined_in_place():
     kernels = [torch.randn(n, 6, 1, 1) for n in (3, 5)]
-    copies = joined.as_neighbours(kernels, torch.float32)
+    copies = joined_branches.as_neighbours(kernels, torch.float32)
     for given in (kernels, [k.contiguous(memory_format=torch.channels_last) for k in copies], copies):
         leaves = [k.requires_grad_() for k in given]
-        whole = joined.join_kernels(leaves)
+        whole = joined_branches.join_kernels(leaves)
         assert torch.equal(whole, torch.cat(kernels))
         got = torch.autograd.grad(whole.square().sum(), leaves)
         torch.testing.assert_close(got, tuple(2 * k.detach() for k in kernels))
-    assert joined.are_neighbours(copies)
-    assert not joined.are_neighbours(kernels)
-    assert not joined.are_neighbours(copies[::-1])
+    assert joined_branches.are_neighbours(copies)
+    assert not joined_branches.are_neighbours(kernels)
+    assert not joined_branches.are_neighbours(copies[::-1])
     with torch.no_grad():
         copies[1].zero_()  # as an optimizer does
-    assert not joined.join_kernels(copies)[3:].any()
+    assert not joined_branches.join_kernels(copies)[3:].any()
 
 
 @pytest.mark.gpu
@@ -293,7 +293,7 @@ def test_kernels_that_change_before_the_backward_pass_are_noticed(launches, devi
     module, x = made("average", device), images(device)
     module.rearrange = True
     kernels = module.joined_kernels()
-    for kernel, neighbour in zip(kernels, joined.as_neighbours(kernels, torch.float32), strict=True):
+    for kernel, neighbour in zip(kernels, joined_branches.as_neighbours(kernels, torch.float32), strict=True):
         kernel.data = neighbour
     y = module(x.requires_grad_())
     with torch.no_grad():

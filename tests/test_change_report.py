@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from batchnorm.verb_report import Site, VerbReport
+from batchnorm.change_report import Site, VerbReport
 
 REPORT = VerbReport("fold", (Site("a", "folded into 'b'"), Site("", "kept", "why")), 1e-7, ("mind this",))
 

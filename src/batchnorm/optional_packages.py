@@ -27,7 +27,7 @@ def require(module: str, extra: str) -> ModuleType:
     >>> require("absent", "report")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    batchnorm.extras.MissingExtraError: absent is not installed; run: pip install absent, or ... '.[report]' in a clone
+    batchnorm.optional_packages.MissingExtraError: absent is not installed; run: pip install absent, or ... in a clone
     """
     try:
         return import_module(module)

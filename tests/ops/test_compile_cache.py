@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from batchnorm.ops import native
+from batchnorm.ops import compile_cache
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kernels are compiled on Linux only")
 
@@ -23,34 +23,34 @@ def maker():
 
 def test_a_file_is_made_once(folder):
     make = maker()
-    assert [native.kept("kernel", ("source", 1), make) for _ in range(2)] == [b"compiled 0"] * 2
-    assert native.kept("kernel", ("source", 2), make) == b"compiled 1"
-    assert native.kept("kernel", ("source", 1), make) == b"compiled 0"
+    assert [compile_cache.kept("kernel", ("source", 1), make) for _ in range(2)] == [b"compiled 0"] * 2
+    assert compile_cache.kept("kernel", ("source", 2), make) == b"compiled 1"
+    assert compile_cache.kept("kernel", ("source", 1), make) == b"compiled 0"
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
 
 def test_a_damaged_or_foreign_file_is_made_again(folder):
     make = maker()
-    native.kept("kernel", "source", make)
+    compile_cache.kept("kernel", "source", make)
     (path,) = folder.iterdir()
     path.write_bytes(b"compi")
-    assert native.kept("kernel", "source", make) == b"compiled 1"
+    assert compile_cache.kept("kernel", "source", make) == b"compiled 1"
     (path,) = folder.iterdir()
     path.chmod(0o666)
-    assert native.kept("kernel", "source", make) == b"compiled 2"
+    assert compile_cache.kept("kernel", "source", make) == b"compiled 2"
     (path,) = folder.iterdir()
     other = folder.parent / "other"
     path.rename(other)
     path.symlink_to(other)
-    assert native.kept("kernel", "source", make) == b"compiled 3"
-    assert native.kept("kernel", "source", make) == b"compiled 3"
+    assert compile_cache.kept("kernel", "source", make) == b"compiled 3"
+    assert compile_cache.kept("kernel", "source", make) == b"compiled 3"
 
 
 def test_without_a_folder_it_is_made_each_time(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     make = maker()
-    assert [native.kept("kernel", "source", make) for _ in range(2)] == [b"compiled 0", b"compiled 1"]
+    assert [compile_cache.kept("kernel", "source", make) for _ in range(2)] == [b"compiled 0", b"compiled 1"]
 
 
 def test_what_does_not_compile_leaves_nothing(folder):
@@ -58,5 +58,5 @@ def test_what_does_not_compile_leaves_nothing(folder):
         raise RuntimeError("does not compile")
 
     with pytest.raises(RuntimeError, match="does not compile"):
-        native.kept("kernel", "source", fails)
+        compile_cache.kept("kernel", "source", fails)
     assert list(folder.iterdir()) == []

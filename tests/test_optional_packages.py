@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from batchnorm.extras import EXTRAS, PACKAGES, MissingExtraError, check_installed, require
+from batchnorm.optional_packages import EXTRAS, PACKAGES, MissingExtraError, check_installed, require
 
 
 def test_the_extras_are_those_of_pyproject():
