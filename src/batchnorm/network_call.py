@@ -152,7 +152,7 @@ def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         yield path, item
         if not isinstance(item, LEAVES) and id(item) not in entered:
             entered[id(item)] = item
-            with suppress(Exception):  # a dead proxy, a closed file
+            with suppress(Exception):  # such as a dead weakref proxy or a closed file
                 waiting.extend((path + label, part) for label, part in reversed(parts(item)))
 
 
@@ -165,7 +165,7 @@ def parts(item: Any) -> list[tuple[str, Any]]:
         inside = [(f"[{key!r}]", item[key]) for key in item]
     elif isinstance(item, tuple | list | deque | Set):
         inside = [(f"[{i}]", part) for i, part in enumerate(item)]
-    known = {id(part) for _, part in inside}  # transformers' outputs mirror their items as attributes
+    known = {id(part) for _, part in inside}  # the outputs of transformers mirror their items as attributes
     return inside + [(f".{name}", part) for name, part in _attributes(item) if id(part) not in known]
 
 

@@ -238,7 +238,7 @@ def relative(new: Tensor, old: Tensor) -> float:
     scale = float(old.abs()[old.isfinite()].max()) if old.isfinite().any() else 0.0
     worst = float(difference.max())
     if isnan(worst):
-        return inf  # a NaN or an infinity where the other has none
+        return inf  # one has a NaN or an infinity that the other lacks
     return worst / scale if scale > 0 else worst
 
 

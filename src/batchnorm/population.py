@@ -126,7 +126,7 @@ def estimate_(
                 averages = observer.averages()
                 if averages is not None:
                     found[observer.layer] = averages
-                    _write(observer.layer, averages, rule)  # the next pass normalizes by them; undone on exit
+                    _write(observer.layer, averages, rule)  # the next pass normalizes by these; undone on exit
     left_alone += functional.sites
     if not layers:
         why = "; ".join(map(str, left_alone)) or "it has no batch normalization layers"
@@ -225,7 +225,7 @@ class _Observer:
         """Hook the layer; yield the handles to undo it."""
         yield self.layer.register_forward_pre_hook(self._before, with_kwargs=True)
         if not self.direct:
-            # Counts the calls whose statistics the layer could use.
+            # A counter of its own, for the calls whose statistics the layer could use.
             self.layer._buffers["num_batches_tracked"] = torch.zeros_like(self.layer.num_batches_tracked)  # type: ignore[arg-type]
             self.layer.momentum = 1.0
             yield self.layer.register_forward_hook(self._after)

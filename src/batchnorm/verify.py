@@ -148,12 +148,12 @@ def _is_rounding(
     except SharedWithOriginalError:
         raise
     except Exception:
-        # Code that checks types, a device without float64, too little memory.
+        # The code may check dtypes, the device may lack float64, or memory may run out.
         was, now = run(old), run(new)
         double, change = False, None
     errors = _errors(now, was)
     if max(_errors(run(old, double=double), was).values()) > limit:
-        return False  # its results vary from run to run, which would pass for rounding
+        return False  # results vary from run to run, which would be mistaken for rounding
     noise = dict.fromkeys(errors, 0.0)
     for seed in range(TRIALS):
         changed = _errors(run(old, double=double, seed=seed, change=change), was)
@@ -246,7 +246,7 @@ def _pairs(new: Any, old: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def _kind(item: Any) -> str:
-    # By name: a class may be made anew in each forward pass.
+    # Compare by name: each forward pass may create the class anew.
     return f"{type(item).__module__}.{type(item).__qualname__}".removeprefix("builtins.")
 
 
@@ -275,7 +275,7 @@ def _as_tensor(item: Any) -> Tensor | None:
 
 
 def _numbers(output: Any) -> list[Tensor]:
-    # Without integers, which are lengths and counts more often than results.
+    # Leave out integers, which are lengths and counts more often than results.
     found = (_as_tensor(item) for _, item in network_call.walk([("", output)]) if not isinstance(item, int))
     return [t for t in found if t is not None]
 
@@ -322,7 +322,7 @@ def _nudge_(net: nn.Module, steps: dict[str, float], seed: int) -> None:
     with torch.no_grad():
         for name, t in _floating(net):
             signs = torch.randint(2, t.shape, generator=generator, dtype=torch.int8).to(t) * 2 - 1
-            t.data = t + t * signs * steps[name]  # not in place: some are expanded
+            t.data = t + t * signs * steps[name]  # not in place, because some tensors are expanded
 
 
 @contextmanager

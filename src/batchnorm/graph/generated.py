@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from .kinds import is_quiet, is_watched
 from .patterns import Fusion
 
-LARGEST = 64  # most entries of a list or dict that is compared before every call
+LARGEST = 64  # entries that a list or dict may have at most to be compared before every call
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class _Pickled:
 
 
 def _new(kind: type[nn.Module], pickled: _Pickled, *args: Any) -> nn.Module:
-    # If the code has changed, or something that it uses is missing, fall back on the original forward.
+    # If the code has changed, or something that it uses is missing, fall back to the original forward.
     with suppress(ImportError, AttributeError):
         if pickled.variants and pickled.written == _digest(kind, pickled.variants):
             kind = generated_class(kind, pickled.variants)

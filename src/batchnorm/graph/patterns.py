@@ -170,13 +170,14 @@ class Matcher:
             norm, passed = self._lead_back(node.args[mine])
             if norm is not None:
                 candidates.append((self._depth(norm), -self._order[norm], norm, passed, mine))
-        # Prefer the shallowest, to open no module unnecessarily; among those the last, to move no BN past other calls.
+        # Prefer the shallowest BN, so that no module is opened unnecessarily; among equally shallow ones, prefer the
+        # last, so that no BN moves past other calls.
         for _, _, norm, passed, mine in sorted(candidates, key=lambda c: c[:2]):
             residual = node.args[1 - mine]
             assert isinstance(residual, fx.Node)
             if not self._fits(norm, residual):
                 continue
-            # The sum overwrites the residual. Others may see the old contents, unless it was created for this sum only.
+            # The sum overwrites the residual, which is safe only if the residual was created for this sum alone.
             if writes_its_sum(node) and mine and not (self._is_fresh(residual) and _only_user(residual) is node):
                 continue
             if self._moves_past_a_write(norm, node, passed):

@@ -63,7 +63,7 @@ class Spies:
         for module in net.modules():
             kind = type(module)
             if isinstance(module, torch.jit.ScriptModule | fx.GraphModule):
-                continue  # code without branches on attributes
+                continue  # their code does not branch on attributes
             problem = problem_with(kind)
             if problem:
                 self.problems[module] = problem
@@ -112,7 +112,7 @@ def trace_forward(
     spies.reads.clear()
     tracer = _Tracer(opened)
     kind: Any = type(module)
-    beneath = vars(kind).get("_spied", kind)  # the class that does not record reads
+    beneath = vars(kind).get("_spied", kind)  # the original class, which does not record reads
     kind._entry = _entry(beneath.forward, arguments)
     try:
         with _Outsiders(), warnings.catch_warnings(action="ignore"):
@@ -225,7 +225,7 @@ class _Tracer(fx.Tracer):
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         first = args[0] if args else None
         if isinstance(first, _Value) and self._returns_its_input(kind, target, kwargs):
-            first.node = proxy.node  # every reference to the tensor now means its new contents
+            first.node = proxy.node  # every reference to the tensor now refers to its new contents
             return first
         return proxy
 

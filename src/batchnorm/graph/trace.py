@@ -137,7 +137,7 @@ class _Recorder(TorchFunctionMode):
         computed = [(ref, value) for ref, value in kept if value.producer is not None]
         self._aliases.clear()
         if any(t is not None and id(t) not in shown for t in (ref() for ref, _ in computed)):
-            gc.collect()  # reference cycles of dead objects do not count
+            gc.collect()  # tensors that only dead reference cycles hold do not escape
         for ref, value in kept:
             t = ref()
             if t is not None and (value.producer is not None or id(t) in shown):
@@ -147,7 +147,7 @@ class _Recorder(TorchFunctionMode):
         """Hook every module; the network must be a copy, since the hooks stay."""
         for module in net.modules():
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # does not support hooks; the functions that it calls are recorded
+                continue  # does not support hooks; the functions that it calls are recorded instead
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave, with_kwargs=True)
 

@@ -265,7 +265,7 @@ def _sites(
     """Yield what became of each layer, in the order of the modules."""
     names = {module: name for name, module in net.named_modules()}
     for module, name in names.items():
-        # The user's layer is the one whose forward was traced, not the batch normalization in it.
+        # Report the path of the user's layer, whose forward was traced, not that of the batch normalization inside it.
         parent = name.rpartition(".")[0]
         path = parent if parent in forwards.layers and isinstance(module, TorchBatchNorm) else name
         if module in kept and isinstance(module, TorchBatchNorm | torch.jit.ScriptModule):

@@ -226,7 +226,7 @@ def _check_borders(module: nn.Module, before: Map) -> None:
 
 
 # Calls that only move elements may lie between a batch normalization and the affine layer next to it. Replaying them on
-# tensors of feature numbers shows where each feature goes, whatever the code between does with shapes.
+# tensors of feature numbers shows where each feature goes, however the calls reshape it.
 
 
 def _match_up(source: TracedCall, moves: list[TracedCall], call: TracedCall, layer: TorchBatchNorm) -> Tensor:

@@ -104,7 +104,7 @@ def trace_forwards_(
                 traced.layers.add(at) if is_layer else traced.modules.append(at)
                 traced.refused.pop(path, None)
                 break
-            except Exception as error:  # torch.fx runs the user's code on its own objects
+            except Exception as error:  # the user's code gets torch.fx's proxies and may raise anything
                 reason = str(error).strip().partition("\n")[0] or type(error).__name__
                 traced.refused.setdefault(path, f"torch.fx cannot trace it: {reason}")
             if not at:
@@ -185,7 +185,7 @@ def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any])
     else:
         fixed = _fixed_arguments(module, calls)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about values that it cannot check at run time
+            warnings.simplefilter("ignore")  # torch.fx warns about values that it cannot check at run time
             graph = _ForwardTracer(lambda m: m not in inside).trace(module, fixed or None)
         for node in graph.nodes:
             if node.op == "placeholder" and node.target.removesuffix("_1") in fixed:

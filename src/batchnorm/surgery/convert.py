@@ -229,10 +229,10 @@ def _ours(layer: TorchBatchNorm, kind: type[BatchNorm], activation: Activation, 
 
 def move_state(old: nn.Module, new: nn.Module, memo: Memo) -> None:
     """Give ``new`` everything that ``old`` holds: tensors, hooks, mode, and attributes that users set."""
-    memo[id(old)] = new  # before copying: a hook may be a method of the layer itself
+    memo[id(old)] = new  # set before copying, because a hook may be a bound method of the layer
     vars(new).update(copy.deepcopy(vars(old), memo))
 
 
 def _fused(activation: nn.Module, layers: list[nn.Module], memo: Memo) -> nn.Module:
-    # Layers are replaced before activations, so the memo has them.
+    # Layers are replaced before activations, so the memo already has the new layers.
     return Fused(copy.deepcopy(activation, memo), [memo[id(layer)] for layer in layers])

@@ -14,7 +14,7 @@ from ..graph import Graph, TracedCall, Value
 from ..graph.kinds import HANDING_ON, NONLINEAR, Affine, Convolution, Transposed, is_affine, plain_name
 
 FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-# In evaluation without hooks, these pass the weights of their children to one fused function.
+# In evaluation without hooks, these modules pass the weights of their children to one fused function.
 BYPASSING = (nn.TransformerEncoderLayer,)
 SCALING = frozenset({"mul", "div", "truediv", "multiply", "divide"})
 
@@ -101,7 +101,7 @@ def reach(values: list[Value]) -> Reach:
 def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
     """Yield each affine layer, in the order of calls; those that feed a nonlinearity are the default."""
     names = {module: name for name, module in net.named_modules()}
-    graph = graphs[-1]  # training if it ran: it may have heads that evaluation does not have
+    graph = graphs[-1]  # the one in training mode if it ran: it may have heads that evaluation lacks
     bypassing = [m for m in names if isinstance(m, BYPASSING)]
     seen: set[nn.Module] = set()
     for call in graph.calls:

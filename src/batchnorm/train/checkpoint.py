@@ -76,7 +76,7 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
         for name, content in contents.items():
             write_atomically(temporary / name, content)
         sync(temporary)
-        if final.exists():  # an unreadable one that a resumed run skipped
+        if final.exists():  # an unreadable checkpoint that a resumed run skipped
             shutil.rmtree(final)
         os.rename(temporary, final)
     except BaseException:

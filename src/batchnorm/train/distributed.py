@@ -127,7 +127,7 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
         yield Ranks(device=place)
         return
     store, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
-    # Workers that torchrun restarts must not read the dead ones' addresses from its store.
+    # Workers that torchrun restarts must not read the addresses of dead workers from its store.
     store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     backend = "nccl" if cuda else "gloo"
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ops import dispatch
 from ..ops.cuda.autograd import HAS_TRITON
 
-CHUNK = 2048  # elements that a program updates
+CHUNK = 2048  # elements that one program updates
 
 
 class Trained(NamedTuple):
@@ -88,12 +88,12 @@ class FusedUpdate:
         table = self._on_device(torch.tensor([*chain(*rows), *chain(*chunks)]), trained[0].weight.device)
         with torch.cuda.device_of(table):
             update[(len(chunks),)](table, table[7 * len(rows) :], groups[0]["momentum"], CHUNK, aligned)
-        # The kernel writes by address, unseen by autograd, which must refuse to use a graph that saved them.
+        # Autograd does not see the kernel's writes; new versions tell it that graphs with these tensors are stale.
         torch.autograd.graph.increment_version([t for w, _, copy in trained for t in (w, copy) if t is not None])
 
     def _on_device(self, table: Tensor, device: torch.device) -> Tensor:
         if device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
-            # A capture must not allocate pinned memory.
+            # Allocate now, because a capture must not allocate pinned memory.
             self._spare = (
                 torch.empty_like(table, pin_memory=device.type == "cuda"),
                 torch.empty_like(table, device=device),
@@ -104,7 +104,7 @@ class FusedUpdate:
         pinned, moved = self._spare
         self._captured.append(self._spare)
         self._spare = None
-        with torch.cuda.stream(self._stream):  # not captured, so it is copied now, and only once
+        with torch.cuda.stream(self._stream):  # this stream is not captured, so the table is copied now, and only once
             return moved.copy_(pinned.copy_(table), non_blocking=True)
 
 

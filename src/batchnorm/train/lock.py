@@ -76,7 +76,7 @@ def _open(path: Path, folder: Path) -> IO[bytes]:
 def _is_at(file: IO[bytes], path: Path) -> bool:
     """Return whether the locked file is still the one at this path; its last holder may have removed it."""
     if sys.platform == "win32":
-        return True  # an open file cannot be removed
+        return True  # Windows cannot remove an open file
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -29,9 +29,9 @@ from .resume import RunState, claim_folder, resume_, save_state
 from .state_dicts import start_from_
 from .step import TrainStep, make_optimizer
 
-# Steps between checks whether any rank was asked to stop: cheap, and well within a scheduler's grace period.
+# Steps between checks of whether any rank was asked to stop: cheap, but well within a scheduler's grace period.
 AGREE_EVERY = 10
-# The time between these two steps of this process gives the estimate of the time left.
+# The time left is estimated from the time between these two steps of this process.
 TIMED = (10, 100)
 
 
@@ -99,8 +99,8 @@ class _Training:
         state = resume_(self.folder, self.net, self.optimizer, here, self.total_steps)
         self.step, self.evaluated = state.step, state.evaluated
         self.first, self.began = state.step, 0.0
-        # Compilation, CUDA graphs and casting once are only tested on the paper's networks; others may compute on the
-        # host.
+        # Compilation, CUDA graphs and casting once are only tested on the paper's networks; other networks may
+        # compute on the host.
         fast = cuda and not recipe.factory
         self.train_step = TrainStep(
             self.net,

@@ -95,7 +95,7 @@ class Logger:
             board = require("torch.utils.tensorboard", "train").SummaryWriter(str(folder / "tensorboard"))
             self.board = self._open.enter_context(closing(board))
         self.started, self._text = time.perf_counter(), ""
-        # Without a terminal, the records are the only lines.
+        # Without a terminal, print no progress, only the records.
         self.display = self._open.enter_context(Display(every=math.inf))
         self.display.add("training", total)
 

@@ -42,13 +42,13 @@ class Recipe:
     name: str = "inception"
     """name of the run"""
 
-    factory: str = ""  # on the command line --network; here that is the method's name
+    factory: str = ""  # --network on the command line; here, network is a method
     """train a network of your own: FILE.py:FUNCTION or MODULE:FUNCTION, called with classes= if it takes that, or
     torchvision:NAME or timm:NAME"""
     normalize: Change = "as-is"
     """first insert batch normalization into that network, convert it to this library's layers, or remove it"""
 
-    start: str = ""  # on the command line --from, which is no name in Python
+    start: str = ""  # --from on the command line; from is a keyword in Python
     """start with the weights of a finished run, or of a state dict in a .safetensors or .pt file; a last layer for a
     different number of classes is initialized again"""
     freeze_statistics: bool = False
@@ -85,7 +85,7 @@ class Recipe:
     """initial learning rate"""
     momentum: float = 0.9  # not in the paper, which says "a version of SGD with momentum"
     """momentum of SGD"""
-    weight_decay: float = 2e-4  # not in the paper: a fifth of it is TF-slim's 4e-5; none on gamma and beta
+    weight_decay: float = 2e-4  # not in the paper: five times TF-slim's 4e-5; not applied to gamma and beta
     """weight of the L2 loss on all parameters but gamma and beta"""
     decay: float = 0.96  # not in the paper: GoogLeNet's
     """factor on the learning rate, applied every decay_epochs"""
@@ -273,7 +273,7 @@ BN_X5 = replace(
     local_response=False,
     shuffle="epoch",
     photometric="reduced",
-    epochs=150.0,  # 6 million steps of 32 on ImageNet, which is what BN-x30 took
+    epochs=150.0,  # 6 million steps of 32 on ImageNet, as many as BN-x30 took
 )
 # "Like BN-x5, but with the initial learning rate 0.045 (30 times that of Inception)."
 BN_X30 = replace(BN_X5, name="bn-x30", rate=30 * INCEPTION.rate)

@@ -99,7 +99,7 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
         mine = [{key: group[key] for key in ("lr", "fused")} for group in optimizer.param_groups]
         optimizer.load_state_dict(state["optimizer"])
         for group, own in zip(optimizer.param_groups, mine, strict=True):
-            group.update(own)  # the rate is the tensor that a captured graph reads; each step sets its value
+            group.update(own)  # keep the rate's tensor, which a captured graph reads; each step sets its value
         for parameter, values in optimizer.state.items():
             # Weights are channels last on GPUs only, and fused kernels assume one layout.
             values.update({key: torch.empty_like(parameter).copy_(value) for key, value in values.items()})

@@ -24,7 +24,7 @@ Compile = Literal["network", "nothing"]
 # Steps before the graph is captured, for allocations, autotuning and the first iterations of DistributedDataParallel
 # (torch's notes on CUDA graphs ask for 11).
 WARMUP, WARMUP_DISTRIBUTED = 3, 11
-# torch 2.13 renamed it.
+# torch 2.13 renamed broadcast_buffers.
 _RENAMED = "forward_sync_buffers" in signature(nn.parallel.DistributedDataParallel).parameters
 _KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
@@ -105,7 +105,7 @@ class Shadows:
         aside = self.weight_gradients
         # loss.backward() would copy gradients that are views, as those of joined kernels are.
         if fused and self.stem and aside is not None and len(aside.stems) == 1:
-            # Nothing else is left to compute beside the stem's gradients, so update the other weights meanwhile.
+            # Last, only the stem's gradients are left to compute. Update the other weights at the same time.
             late = sorted(self.stem)
             early = [k for k in range(len(self.used)) if k not in self.stem]
             *grads, gradient = torch.autograd.grad(loss, [*(self.used[k] for k in early), aside.stems[0]])
@@ -113,7 +113,7 @@ class Shadows:
             if all(row.fits() for row in rows):
                 with aside.beside():
                     self._updates[0](rows)
-                rows = []  # but `grads` stay in memory
+                rows = []  # already updated; `grads` keeps the gradients in memory
             rows += self._rows(late, torch.autograd.grad(aside.stems[0], [self.used[k] for k in late], gradient))
         else:
             rows = self._rows(range(len(self.used)), torch.autograd.grad(loss, self.used))
@@ -258,7 +258,7 @@ class _Graph:
         self.function, self.left = function, warmup
         self.inputs: tuple[Tensor, ...] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.stream = torch.cuda.Stream(priority=-1)  # before the gradients of kernels, for which nothing waits
+        self.stream = torch.cuda.Stream(priority=-1)  # ahead of the kernels' gradients, which nothing waits for
 
     def __call__(self, *inputs: Tensor) -> None:
         if self.inputs is None:
