@@ -97,7 +97,8 @@ def device_of(net: nn.Module) -> torch.device:
 def to_device(batch: Any, device: torch.device, *, copy: bool = False, dtype: torch.dtype | None = None) -> Any:
     """Return the batch with its tensors on a device, floating point ones cast to ``dtype``.
 
-    With ``copy``, tensors that are on the device already are copied, to protect the caller's from in-place code.
+    With ``copy``, tensors that are on the device already are copied, to protect the caller's tensors from in-place
+    code.
     """
 
     def move(t: Tensor) -> Tensor:

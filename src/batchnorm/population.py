@@ -73,12 +73,12 @@ def estimate_(
     by m and Var[x] = sum(m sigma_B^2) / sum(m - 1). In convolutional layers m counts locations too.
     Rule "pooled": the mean and variance of all samples together.
 
-    Only batch normalization runs as in training: dropout is off. Frozen layers (frozen by ``freeze_``, or in evaluation
-    mode inside a network in training mode) keep their statistics and normalize by them. Calls of ``F.batch_norm``
-    outside a layer are not estimated; the report lists them. Nothing else in the network changes, and nothing changes
-    at all if an exception is raised. Call it once after averaging weights (EMA, SWA): averaged weights have other
-    statistics than the networks they come from. In a distributed run every rank calls it on its own batches, and every
-    rank gets the statistics of all batches.
+    Only batch normalization runs in training mode; dropout, for example, is off. Frozen layers (frozen by ``freeze_``,
+    or in evaluation mode inside a network in training mode) keep their statistics and normalize by them. Calls of
+    ``F.batch_norm`` outside a layer are not estimated; the report lists them. Nothing else in the network changes, and
+    nothing changes at all if an exception is raised. Call it once after averaging weights (EMA, SWA): averaged weights
+    have different statistics from the networks they come from. In a distributed run every rank calls it on its own
+    batches, and every rank gets the statistics of all batches.
 
     Args:
         net: any network with batch normalization of this library or of ``torch.nn``.
@@ -160,7 +160,7 @@ def _layers_to_estimate(net: nn.Module) -> tuple[Layers, list[Site]]:
 def _by_depth(
     net: nn.Module, layers: Layers, batches: Iterable[Any], forward: network_call.Forward | None
 ) -> list[Layers]:
-    """Group the layers by how many others lie on the longest path to them from the network's input."""
+    """Group the layers by the number of other layers on the longest path from the network's input to them."""
     if iter(batches) is batches:
         raise ValueError(
             "upstream='population' reads the batches once for each depth of the network; give a list or a loader, not"

@@ -56,10 +56,10 @@ def verify(
 ) -> float:
     """Return the relative error of a changed network on an example: of outputs, and of tensors stored on modules.
 
-    If the error is larger than rounding explains in a shallow network, the networks are compared again in float64. Then
-    only the rounding of the new network's weights remains, or nothing if ``make`` can build it with float64 weights.
-    To measure how much of that rounding reaches the output, the original's weights are changed by as much. A network
-    that does not run in float64 is compared in its own precision.
+    If the error is larger than rounding explains in a shallow network, the networks are compared again in float64. In
+    float64, the only difference left is the rounding of the new network's weights, or none if ``make`` can build it
+    with float64 weights. To measure how much of that rounding reaches the output, the weights of the original are
+    changed by the same amount. A network that does not run in float64 is compared in its own precision.
 
     Args:
         old, new, example: the original, the changed network and a batch.
@@ -139,7 +139,7 @@ class _CopyRunner:
 def _is_rounding(
     old: nn.Module, new: nn.Module, run: _CopyRunner, same_weights: bool, make: Make | None, limit: float
 ) -> bool:
-    """Return whether two networks differ by no more than rounding changes the original."""
+    """Return whether two networks differ by no more than rounding would change the original's results."""
     wide = _made_in_double(old, new, run.example, make) if make is not None else None
     try:
         was, now = run(old, double=True), run(new if wide is None else wide, double=True)

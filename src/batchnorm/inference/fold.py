@@ -60,9 +60,9 @@ def fold(
     were defined. Weights are folded in float64, and the outputs for ``example`` are compared with the original's.
     ``net`` is not changed.
 
-    If a module's own forward normalizes (a batch normalization subclass with its own forward, a call of
-    ``F.batch_norm``), ``torch.fx`` traces that forward only, and the batch normalization becomes a child of the
-    module. All other Python stays as it is.
+    If a module's forward does the normalization itself (a batch normalization subclass with its own forward, a call of
+    ``F.batch_norm``), ``torch.fx`` traces that forward only, and the batch normalization becomes a child of the module.
+    All other Python stays as it is.
 
     Args:
         net: any network; its evaluation mode is folded, whichever mode it is in.
@@ -182,7 +182,7 @@ def _fold(
 
 
 def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> Graph:
-    """Trace the folded network; an AttributeError has the module of ``net`` that lacks the attribute as its ``obj``."""
+    """Trace the folded network; the ``obj`` of an AttributeError is the module of ``net`` that lacks the attribute."""
     try:
         return trace(net, example, forward, training=False)
     except AttributeError:

@@ -212,7 +212,7 @@ def _check_free(graph: Graph, module: nn.Module) -> None:
 
 
 def _check_borders(module: nn.Module, before: Map) -> None:
-    """Refuse a shift that a kernel would see only in part, at the border of its input."""
+    """Refuse a shift if the kernel reaches into zero padding, which the shift does not cover."""
     if not bool(before.shift.any()):
         return
     name = type(module).__name__

@@ -223,7 +223,7 @@ def _attributes_read(graph: fx.Graph) -> set[str]:
 
 
 def _drop_layers(module: nn.Module, graph: fx.Graph, inside: set[nn.Module]) -> None:
-    """Remove the batch normalizations whose code is now the module's, unless the module still refers to them."""
+    """Remove the batch normalizations whose code is now in the module's forward, unless it still refers to them."""
     targets = [f"{node.target}." for node in graph.nodes if node.op in ("call_module", "get_attr")]
     for path, child in list(module.named_modules()):
         unused = not any(target.startswith(f"{path}.") for target in targets)

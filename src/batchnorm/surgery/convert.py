@@ -1,4 +1,4 @@
-"""Replace ``torch.nn``'s batch normalization by this library's, and fuse the sums and activations after it."""
+"""Replace ``torch.nn``'s batch normalization with this library's, and fuse the sums and activations after it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def convert(
     rewrite: bool = True,
     statistics: Statistics | None = None,
 ) -> nn.Module:
-    """Return the network with this library's layers in place of ``torch.nn``'s, and what follows them fused.
+    """Return the network with this library's layers in place of ``torch.nn``'s, fused with what follows them.
 
     ``BatchNorm1d/2d/3d``, ``SyncBatchNorm`` and timm's ``BatchNormAct2d`` are replaced; parameters, statistics, hooks,
     sharing, modes, devices and types stay. Anything else (a subclass, a patched forward, a parametrization) stays as

@@ -42,8 +42,8 @@ def insert(
     z = g(Wu + b) becomes z = g(BN(Wu)). The layer sits beside the Linear, convolution or transposed convolution in a
     small container (:class:`~batchnorm.layers.normalized.Normalized`: the state-dict entry ``conv.weight`` becomes
     ``conv.affine.weight``, the new ones are ``conv.norm.*``). This also works if the nonlinearity is a function, or if
-    sums, concatenations or pools lie between. The bias, which the mean would cancel, is dropped. Layers that feed no
-    nonlinearity, such as the last one, are left alone. ``net`` is not changed.
+    sums, concatenations or pools lie between. The bias, which subtracting the mean would cancel, is dropped. Layers
+    that feed no nonlinearity, such as the last one, are left alone. ``net`` is not changed.
 
     Args:
         net: any network.

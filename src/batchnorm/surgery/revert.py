@@ -1,4 +1,4 @@
-"""Replace this library's batch normalization by ``torch.nn``'s: undo ``convert``."""
+"""Replace this library's batch normalization with ``torch.nn``'s: undo ``convert``."""
 
 from __future__ import annotations
 

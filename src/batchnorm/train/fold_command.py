@@ -34,8 +34,8 @@ def fold(
     """Fold a network's batch normalization into its weights and write it as ONNX or torch.export.
 
     The file is checked against the network. For a run it also holds, as JSON, the class names and the preprocessing:
-    classes, size, mean, std and crop. Cut out the center square and resize it; its side is crop times the image's short
-    side, but at least size, or the whole short side of a smaller image. The input is (n, 3, size, size), RGB,
+    classes, size, mean, std and crop. Cut out the center square and resize it. Its side is crop times the image's short
+    side, but at least size, or the whole short side if that is less than size. The input is (n, 3, size, size), RGB,
     (x / 255 - mean) / std; the output is the class scores before softmax.
 
     Args:

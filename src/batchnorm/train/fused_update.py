@@ -1,7 +1,7 @@
 """SGD with momentum in one kernel, which reads bfloat16 gradients and writes bfloat16 copies of the weights.
 
-Torch's fused SGD needs gradients in the weights' type. To cast the gradients, update the weights and cast them again
-takes three passes, which move 32 bytes per weight. One pass moves 20.
+Torch's fused SGD needs gradients in the weights' type. Casting the gradients, updating the weights and casting the
+weights takes three passes, which move 32 bytes per weight. One pass moves 20.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Trained(NamedTuple):
     copy: Tensor | None
 
     def fits(self) -> bool:
-        """Return whether the kernel can update it: the same memory layout, and types as it expects."""
+        """Return whether the kernel can update the weight: it needs one memory layout and certain types."""
         kind = torch.float32 if self.copy is None else torch.bfloat16
         others = [self.gradient] if self.copy is None else [self.gradient, self.copy]
         same = all(t.dtype == kind and same_layout(t, self.weight) for t in others)
@@ -39,7 +39,7 @@ class FusedUpdate:
     """Take steps of SGD with momentum: v <- momentum v + g + decay w, then w <- w - rate v.
 
     The state is that of ``torch.optim.SGD``. After capturing a step as a CUDA graph, synchronize before you replay it,
-    and keep this object as long as you do.
+    and keep this object for as long as you replay it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -49,7 +49,7 @@ class FusedUpdate:
         self._captured: list[tuple[Tensor, Tensor]] = []  # replayed steps read them
 
     def can_update(self, trained: Sequence[Tensor]) -> bool:
-        """Return whether this does on a GPU what a step of the optimizer does."""
+        """Return whether this can replace a step of the optimizer on a GPU."""
         if type(self.optimizer) is not torch.optim.SGD or not HAS_TRITON or not dispatch.FAST or torch.version.hip:
             return False
         groups = self.optimizer.param_groups

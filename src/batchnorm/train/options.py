@@ -13,7 +13,7 @@ from .recipe import Recipe
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the options of a run that the recipe does not: data, folder, device and how often to report.
+    """Hold the options of a run that are not in its recipe: data, folder, device and how often to report.
 
     Beyond the paper: running it.
     """

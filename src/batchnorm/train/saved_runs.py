@@ -133,7 +133,7 @@ def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
 
 
 def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) -> None:
-    """Check that a run's classes are those of the data.
+    """Check that a run's classes match those of the data.
 
     Shards without classes.txt have numbers for class names; then only the number of classes is compared.
 

@@ -158,7 +158,8 @@ class Shadows:
 class TrainStep:
     """Train a network on one batch per call; add the loss, correct predictions and examples to ``sums``.
 
-    The gradient is that of the mean loss over the examples of all ranks, even if the ranks have different numbers.
+    The gradient is that of the mean loss over the examples of all ranks, even if ranks have different numbers of
+    examples.
 
     Args:
         net: a network that returns class scores, on the rank's device.

@@ -161,7 +161,8 @@ def load(run: str | os.PathLike[str], *, device: torch.device | str = "cpu", tru
 
     The weights are read from safetensors and the rest with ``weights_only=True``, so a file from elsewhere cannot run
     code. Both are checked against the SHA-256 in their manifest. If you trained a network of your own, loading calls
-    the function that recipe.json names, so it needs ``trust=True``. Networks of the paper, torchvision and timm do not.
+    the function that recipe.json names, so it needs ``trust=True``. Networks of the paper, torchvision and timm do not
+    need it.
 
         run = bn.load("runs/mine")
         run.predict(["cat.jpg", "dog.jpg"]).classes
