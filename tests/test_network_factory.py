@@ -64,7 +64,7 @@ def test_files_of_one_name_in_different_folders(folder, tmp_path):
         ("mynet:missing", "cannot make a network from mynet:missing"),
         ("absent.py:build", "cannot make a network from absent.py:build: .*absent.py is not a file"),
         ("mynet:nothing", "mynet:nothing returned int, not a torch.nn.Module"),
-        ("mynet:wide", "without arguments: missing a required argument: 'width'; call the number of classes 'classes'"),
+        ("mynet:wide", "without arguments: missing a required argument: 'width'; name the class count 'classes'"),
         ("mynet:deep", "with classes= alone: missing a required argument: 'depth'; give its other arguments defaults"),
     ],
 )

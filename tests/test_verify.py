@@ -102,7 +102,7 @@ def wrong_convolution(net):
 @pytest.mark.parametrize("name", FORMS)
 def test_a_difference_in_any_returned_object_is_an_error(name):
     net = returning(name)
-    with pytest.raises(ValueError, match=r"the new network computes something else: the output.* differs from the"):
+    with pytest.raises(ValueError, match=r"the new network computes different results: the output.* differs from the"):
         verify(net, wrong_convolution(net), torch.randn(IMAGE), what="the new network")
 
 
@@ -128,10 +128,10 @@ def test_a_difference_in_statistics_is_an_error():
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        (lambda self, f, out: [out, f], r"the output is list, and was tuple"),
-        (lambda self, f, out: (out,), r"the output holds 1 items, and held 2"),
+        (lambda self, f, out: [out, f], r"the output is list, but was tuple"),
+        (lambda self, f, out: (out,), r"the output has 1 items, but had 2"),
         (lambda self, f, out: (out, None), r"the output\[1\] is NoneType"),
-        (lambda self, f, out: (out, f[:2]), r"of shape \(2, 4, 4, 4\), and was"),
+        (lambda self, f, out: (out, f[:2]), r"of shape \(2, 4, 4, 4\), but was"),
         (lambda self, f, out: (out.double(), f), r"float64 of shape"),
     ],
 )
@@ -140,6 +140,14 @@ def test_another_structure_is_an_error(form, message):
     new = copy.deepcopy(net)
     new.form = form
     with pytest.raises(ValueError, match=message):
+        verify(net, new, torch.randn(IMAGE), what="the new network")
+
+
+def test_other_names_in_a_dict_are_an_error():
+    net = Both(lambda self, f, out: {"a": out})
+    new = copy.deepcopy(net)
+    new.form = lambda self, f, out: {"b": out}
+    with pytest.raises(ValueError, match="the items of the output have other names"):
         verify(net, new, torch.randn(IMAGE), what="the new network")
 
 
@@ -167,7 +175,7 @@ def test_every_verb_refuses_an_example_that_shows_nothing(problem, tmp_path):
         lambda net, x: bn.insert(net, x, init="identity", batches=[x], where=["conv"]),
         lambda net, x: bn.export(net.eval(), x, tmp_path / "net.pt2"),
     ):
-        with pytest.raises(ValueError, match=f"nothing could be compared .*{problem}"):
+        with pytest.raises(ValueError, match=f"cannot be checked on this example.*{problem}"):
             verb(Both(NOTHING[problem]), x)
 
 

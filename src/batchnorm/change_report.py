@@ -55,7 +55,7 @@ class VerbReport:
         for site in self.sites:
             if site.path == path:
                 return site
-        raise KeyError(f"{self.verb} looked at no site {path!r}; it looked at {[s.path for s in self.sites]}")
+        raise KeyError(f"no site {path!r} in this report of {self.verb}; its sites are {[s.path for s in self.sites]}")
 
     def paths(self, action: str) -> list[str]:
         """Return the paths of the sites whose action starts with ``action``."""

@@ -138,9 +138,9 @@ def isolated(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]
         handle.remove()
         if used:
             raise SharedWithOriginalError(
-                f"a copy of the network still uses {used[0]} of the original, so nothing was changed: a function such"
-                " as self.block = lambda x: self.bn(x) refers to the original in every copy; make it a method or a"
-                " module, and let forward= use the network that it is given"
+                f"a copy of the network still uses {used[0]} of the original, so nothing was changed. Replace functions"
+                " such as self.block = lambda x: self.bn(x), which refer to the original, with methods or modules; in"
+                " forward=, call the network that it gets"
             ) from None
 
 
@@ -223,8 +223,8 @@ def require_numbers(olds: list[Tensor]) -> None:
     else:
         return
     raise ValueError(
-        f"nothing could be compared for this example, so nothing was changed: {problem}; give an example on which the"
-        " network returns numbers"
+        f"the network cannot be checked on this example, so nothing was changed: {problem}; give an example on which it"
+        " returns numbers"
     )
 
 

@@ -49,7 +49,7 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
             " torchvision:NAME or timm:NAME"
         )
     if library is None and file is None and source.partition(".")[0] in sys.stdlib_module_names:
-        raise ValueError(f"{name} is a function of Python's standard library, which builds no network")
+        raise ValueError(f"{name} is a function of Python's standard library: name one that returns a torch.nn.Module")
     with _importing_from(Path.cwd() if file is None else file.resolve().parent):
         if library is not None:
             made = _from_library(library[1], library[2], classes)
@@ -132,7 +132,7 @@ def _arguments(name: str, function: Callable[..., Any], classes: int | None) -> 
         how = "with classes= alone" if given else "without arguments"
         hint = "; give its other arguments defaults"
         if not given:
-            hint = "; give its arguments defaults" if classes is None else "; call the number of classes 'classes'"
+            hint = "; give its arguments defaults" if classes is None else "; name the class count 'classes'"
         raise ValueError(f"{name} cannot be called {how}: {error}{hint}") from error
     except ValueError:
         return {}  # a builtin with an unknown signature

@@ -101,14 +101,14 @@ def estimate_(
 
     Paper: Alg. 2, l. 8-10; Sec. 3.1
     """
-    if rule not in ("paper", "pooled") or upstream not in ("batch", "population"):
-        raise ValueError(
-            f"rule={rule!r} must be 'paper' or 'pooled', and upstream={upstream!r} must be 'batch' or 'population'"
-        )
+    if rule not in ("paper", "pooled"):
+        raise ValueError(f"rule={rule!r} is unknown: choose 'paper' or 'pooled'")
+    if upstream not in ("batch", "population"):
+        raise ValueError(f"upstream={upstream!r} is unknown: choose 'batch' or 'population'")
     if isinstance(batches, Tensor):
         raise ValueError(
-            f"the batches are one tensor of shape {tuple(batches.shape)}, and iterating over it would give its rows:"
-            " write [x] for one batch, x.split(64) for several"
+            f"batches must be an iterable of batches, not a tensor (got one of shape {tuple(batches.shape)}): pass [x]"
+            " for one batch, or x.split(64) for several"
         )
     layers, left_alone = _layers_to_estimate(net)
     functional = _FunctionalCalls(net)
@@ -132,7 +132,9 @@ def estimate_(
         why = "; ".join(map(str, left_alone)) or "it has no batch normalization layers"
         raise ValueError(f"the network has no statistics to estimate: {why}")
     if not found:
-        raise ValueError("no batches, or none that reaches a batch normalization layer: nothing was estimated")
+        raise ValueError(
+            "no batch reached a batch normalization layer, so nothing was estimated: check that batches is not empty"
+        )
     compared = tuple(_compare(path, m, found[m], rule) for m, path in layers.items() if m in found)
     unreached = [path for m, path in layers.items() if m not in found]
     left_alone += [Site(path, "left alone", "not called on these batches") for path in unreached]
@@ -163,8 +165,7 @@ def _by_depth(
     """Group the layers by the number of other layers on the longest path from the network's input to them."""
     if iter(batches) is batches:
         raise ValueError(
-            "upstream='population' reads the batches once for each depth of the network; give a list or a loader, not"
-            " an iterator that is empty after one pass"
+            "upstream='population' reads the batches several times; give a list or a DataLoader, not an iterator"
         )
     first = next(iter(batches), None)
     if first is None:
@@ -238,8 +239,8 @@ class _Observer:
         self._m = prod((x.shape[0], *x.shape[1 + k :])) if mask is None else mask.sum(dtype=torch.float64)
         if self.layer.training and mask is None and self._m == 1:
             raise ValueError(
-                f"layer '{self.path}': a batch of shape {tuple(x.shape)} has one value per feature, which has no"
-                " variance; drop that batch, or use upstream='population' with rule='pooled'"
+                f"layer '{self.path}': a batch of shape {tuple(x.shape)} has only one value per feature, so"
+                " its variance is undefined; drop that batch, or use upstream='population' with rule='pooled'"
             )
         if self.direct:
             where = None if mask is None else mask.reshape(mask.shape[0], *[1] * k, *mask.shape[1:])
@@ -273,14 +274,13 @@ class _Observer:
             )
         if found is not None and self.rule == "paper" and found.count == found.batches:
             raise ValueError(
-                f"layer '{self.path}': every batch has one value per feature, so rule='paper', which averages the"
-                " variances within batches, has none to average; the network was not changed. Use larger batches, or"
-                " rule='pooled'"
+                f"layer '{self.path}': every batch has only one value per feature, so rule='paper' has no variances to"
+                " average; the network was not changed. Use larger batches, or rule='pooled'"
             )
         if found is not None and found.count == 1:
             raise ValueError(
-                f"layer '{self.path}': the batches have one value per feature in all, which has no variance; the"
-                " network was not changed. Use more data"
+                f"layer '{self.path}': all batches together have only one value per feature, so the variance is"
+                " undefined; the network was not changed. Use more data"
             )
         return found
 

@@ -90,7 +90,7 @@ def verify(
         )
     except DifferenceError as difference:
         reason = _restlessness(run, old, was) or advice
-        raise ValueError(f"{what} computes something else: {difference}; nothing was changed. {reason}") from None
+        raise ValueError(f"{what} computes different results: {difference}; nothing was changed. {reason}") from None
 
 
 def rounding(net: nn.Module, example: Any) -> float:
@@ -221,7 +221,7 @@ def _errors(new: _Seen, old: _Seen) -> dict[str, float]:
 def _error(path: str, new: Tensor, old: Tensor) -> float:
     if (new.shape, new.dtype) != (old.shape, old.dtype):
         is_, was = (f"{t.dtype} of shape {tuple(t.shape)}".removeprefix("torch.") for t in (new, old))
-        raise DifferenceError(f"{path} is {is_}, and was {was}")
+        raise DifferenceError(f"{path} is {is_}, but was {was}")
     return relative(new, old)
 
 
@@ -235,12 +235,14 @@ def _pairs(new: Any, old: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
         if x is not None and y is not None:
             yield path, x, y
         elif _kind(a) != _kind(b):
-            raise DifferenceError(f"{path} is {_kind(a)}, and was {_kind(b)}")
+            raise DifferenceError(f"{path} is {_kind(a)}, but was {_kind(b)}")
         elif (id(a), id(b)) not in entered:
             entered.add((id(a), id(b)))
             ours, theirs = _parts(a), _parts(b)
             if [label for label, _ in ours] != [label for label, _ in theirs]:
-                raise DifferenceError(f"{path} holds {len(ours)} items, and held {len(theirs)}, or their names differ")
+                if len(ours) == len(theirs):
+                    raise DifferenceError(f"the items of {path} have other names or another order")
+                raise DifferenceError(f"{path} has {len(ours)} items, but had {len(theirs)}")
             pairs = [(path + label, part, other) for (label, part), (_, other) in zip(ours, theirs, strict=True)]
             waiting.extend(reversed(pairs))
 

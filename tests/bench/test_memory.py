@@ -59,7 +59,7 @@ def test_another_loss_is_refused(monkeypatch):
 
 
 def test_a_wrong_name_lists_the_right_ones():
-    with pytest.raises(ValueError, match="no form named 'our': choose from 'stock, no BN', 'ours', 'ours, recompute'"):
+    with pytest.raises(ValueError, match="unknown form 'our': choose from 'stock, no BN', 'ours', 'ours, recompute'"):
         memory(only=["our"])
 
 

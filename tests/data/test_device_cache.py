@@ -114,7 +114,7 @@ def test_a_tampered_file_is_written_anew(change, data, tmp_path):
 
 def test_a_folder_that_cannot_be_written_to(data, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    with pytest.warns(UserWarning, match="cannot be saved in"):
+    with pytest.warns(UserWarning, match="cannot cache the decoded images in"):
         cache = opened(data, tmp_path / "file")
     assert len(cache.labels) == len(SIZES)
 

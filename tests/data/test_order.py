@@ -100,7 +100,7 @@ def test_shards_come_in_a_new_order_each_epoch():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 2, "world_size": 2}, "rank=2 is not one of the 2 ranks"),
+        ({"rank": 2, "world_size": 2}, "rank=2: must be from 0 to 1"),
         ({"shuffle": "never"}, "choose 'fixed' or 'epoch'"),
         ({"batch_size": 0}, "at least one example"),
     ],
@@ -111,5 +111,5 @@ def test_wrong_arguments(options, message):
 
 
 def test_steps_outside_of_the_epoch_are_refused():
-    with pytest.raises(IndexError, match="step 3 is not one of the 3 steps"):
+    with pytest.raises(IndexError, match="step 3 is out of range: an epoch has 3 steps"):
         Order((9,), 4, train=False, shuffle="epoch", seed=0).step_size(3)

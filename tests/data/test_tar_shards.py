@@ -137,13 +137,23 @@ def test_shards_of_others(tmp_path):
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ([("a.png", PNG)], r"1 of its keys are incomplete; a has no label"),
-        ([("a.cls", b"1")], r"a has no image"),
-        ([("a.png", PNG), ("a.jpg", PNG), ("a.cls", b"1")], r"two images of one key: a.png and a.jpg"),
-        ([("a.png", PNG), ("a.cls", b"cat")], r"a.cls holds b'cat' where a class number is expected"),
-        ([("a.png", PNG), ("a.cls", b"-5")], r"a.cls holds b'-5' where a class number is expected"),
-        ([("a.png", PNG), ("a.cls", b"200000000")], r"a.cls holds 200000000: class numbers go up to 999,999"),
-        ([("a.png", PNG), ("a.cls", b"1" * 5000)], r"a.cls holds 1111.*: class numbers go up to 999,999"),
+        (
+            [("a.png", PNG), *((f"b{i}.cls", b"0") for i in range(20))],
+            r"has 21 incomplete example\(s\); the first, a, has no label",
+        ),
+        ([("a.png", PNG)], r"has 1 incomplete example\(s\); the first, a, has no label"),
+        ([("a.cls", b"1")], r"the first, a, has no image"),
+        ([("a.png", PNG), ("a.jpg", PNG), ("a.cls", b"1")], r"two images with the same key: a.png and a.jpg"),
+        ([("a.png", PNG), ("a.cls", b"cat")], r"a.cls contains b'cat' instead of a class number"),
+        ([("a.png", PNG), ("a.cls", b"-5")], r"a.cls contains b'-5' instead of a class number"),
+        (
+            [("a.png", PNG), ("a.cls", b"200000000")],
+            r"a.cls contains the class number 200000000, but the largest allowed is 999,999",
+        ),
+        (
+            [("a.png", PNG), ("a.cls", b"1" * 5000)],
+            r"a.cls contains the class number 1111.*, but the largest allowed is 999,999",
+        ),
     ],
 )
 def test_incomplete_examples(tmp_path, members, message):
@@ -157,10 +167,10 @@ def test_truncated_and_foreign_shards(tmp_path):
     )
     whole = path.read_bytes()
     path.write_bytes(whole[: len(PNG) + 600])
-    with pytest.raises(ValueError, match="not a whole, uncompressed tar file"):
+    with pytest.raises(ValueError, match="not a complete, uncompressed tar file"):
         open_source(tmp_path, "train")
     path.write_bytes(b"\x1f\x8b" + whole)
-    with pytest.raises(ValueError, match="not a whole, uncompressed tar file"):
+    with pytest.raises(ValueError, match="not a complete, uncompressed tar file"):
         open_source(tmp_path, "train")
 
 
@@ -196,18 +206,18 @@ def go_backwards(whole):
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (cut_between_examples, r"cut off at byte 2,048, without an end-of-archive mark"),
-        (cut_in_a_header, r"cut off"),
+        (cut_between_examples, r"ends at byte 2,048 without an end-of-archive marker"),
+        (cut_in_a_header, r"ends at byte 2,148 without an end-of-archive marker"),
         (damage_a_header, r"the header at byte 2,048 is damaged"),
-        (concatenate, r"data follow its end-of-archive mark"),
-        (go_backwards, r"member '1.txt' does not end inside it"),
+        (concatenate, r"data follows the end-of-archive marker"),
+        (go_backwards, r"member '1.txt' extends past the end of the file"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_no_example_of_a_damaged_shard_goes_missing(tmp_path, damage, says):
     path = write_tar(tmp_path / "train-0.tar", EXAMPLES)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=rf"train-0\.tar is not a whole, uncompressed tar file .*{says}"):
+    with pytest.raises(ValueError, match=rf"train-0\.tar is not a complete, uncompressed tar file .*{says}"):
         open_source(tmp_path, "train")
 
 
@@ -309,5 +319,5 @@ def test_an_empty_shard_is_no_problem_but_an_empty_set_is(tmp_path):
 def test_labels_beyond_the_class_names(tmp_path):
     write_tar(tmp_path / "train-0.tar", [("a.png", PNG), ("a.cls", b"3")])
     (tmp_path / "classes.txt").write_text("ant\nbee\n")
-    with pytest.raises(ValueError, match=r"names 2 classes, but .* have label 3"):
+    with pytest.raises(ValueError, match=r"lists 2 classes, but .* contain the label 3"):
         open_source(tmp_path, "train")

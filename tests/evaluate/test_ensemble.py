@@ -98,14 +98,14 @@ def test_the_report_says_what_happened_to_the_images(tmp_path):
 
 def test_an_empty_class(tmp_path):
     folder(tmp_path, SIZES[:2])
-    with pytest.raises(ValueError, match=r"has no images of 1 of its 3 classes in its split 'val' \(cat\)"):
+    with pytest.raises(ValueError, match=r"has no images for 1 of 3 classes in split 'val' \(cat\)"):
         open_squares(tmp_path, crops=Crops.of(1, 32))
 
 
 def test_a_missing_class(tmp_path):
     folder(tmp_path, SIZES, split="train")
     folder(tmp_path, SIZES, classes=CLASSES[:2])
-    with pytest.raises(ValueError, match=r"has no images of 1 of its 3 classes in its split 'val' \(cat\)"):
+    with pytest.raises(ValueError, match=r"has no images for 1 of 3 classes in split 'val' \(cat\)"):
         open_squares(tmp_path, crops=Crops.of(1, 32))
 
 

@@ -145,7 +145,7 @@ def test_per_activation_normalization_of_the_last_rows(size):
 def test_refusals():
     with pytest.raises(ValueError, match="32 px or more, not 31"):
         inception(size=31)
-    with pytest.raises(ValueError, match="rows of the table"):
+    with pytest.raises(ValueError, match="must name Inception blocks"):
         inception(per_activation=("6a",))
     with pytest.raises(ValueError, match="needs norm='batch'"):
         inception(norm=None, per_activation=("5b",))

@@ -176,7 +176,7 @@ def test_memory_keeps_the_first_and_the_last():
     ("arguments", "message"),
     [
         ({"layers": ["sigmoid9"]}, "no layer 'sigmoid9' in the network; it has linear1"),
-        ({"every": 0}, "every=0 must be at least 1"),
+        ({"every": 0}, "every=0: must be 1 or more"),
         ({"percentiles": (85, 15)}, "ascending"),
         ({"points": 1}, "points must be at least 2"),
     ],
@@ -187,7 +187,9 @@ def test_errors_say_what_to_do(arguments, message):
 
 
 def test_a_network_without_nonlinearities_is_refused():
-    with pytest.raises(ValueError, match="no nonlinearity was found as a module; name the layers to watch in layers="):
+    with pytest.raises(
+        ValueError, match="the network has no nonlinearity modules; name the layers to watch with layers="
+    ):
         Monitor(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="give record\\(\\) a batch"):
         Monitor(perceptron()).record(0)

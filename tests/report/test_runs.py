@@ -90,7 +90,7 @@ RECORD = {"step": 1, "percentiles": {"relu": {"z": [[0.0], [1.0], [2.0]]}}}
         ("config.json", '{"a": ' + "[" * 200 + "]" * 200 + "}", "nested more than 100 levels"),
         ("config.json", '{"percentiles": ["<script>alert(1)</script>"]}', "percentiles is"),
         ("config.json", '{"percentiles": "<script>alert(1)</script>"}', "percentiles is"),
-        ("config.json", '{"percentiles": [15, 50]}', r"percentiles is \[15, 50\], but the run's records have 3"),
+        ("config.json", '{"percentiles": [15, 50]}', r"percentiles is \[15, 50\], but must list the 3 percentiles"),
         ("summary.json", '{"accuracy": {"running": "high"}}', "running is 'high', not a number"),
         ("summary.json", f'{{"seconds": 1{"0" * 400}}}', "seconds is 1000"),
         ("recipe.json", "nonsense", "is not valid JSON"),

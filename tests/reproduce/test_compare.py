@@ -99,8 +99,8 @@ def test_the_intervals():
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ("--rate 0.1", "remove --rate"),
-        ("--normalize insert", "remove --normalize"),
+        ("--rate 0.1", "does not take --rate:"),
+        ("--normalize insert", "does not take --normalize:"),
         ("--graph True", "--graph True captures CUDA graphs, but this run is on the CPU"),
         ("--seeds 1", "seeds=1: must be 2 or more"),
         ("--size 2", "own.py:plain cannot take images of 3x2x2: "),

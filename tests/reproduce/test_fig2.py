@@ -182,16 +182,16 @@ def test_results_of_another_plan_are_refused(data, plan, session, tmp_path, caps
     assert main(["reproduce", "fig2", "--plan", str(other), "--out", str(session)]) == 2
     error = capsys.readouterr().err
     assert "plain.json belongs to another plan" in error
-    assert "epochs is 3.0 and 4.0" in error
+    assert "epochs is 3.0 there, 4.0 here" in error
     other.write_text(plan.read_text().replace("evaluate_every = 3", "evaluate_every = 4"))
-    with pytest.raises(ValueError, match="evaluate_every is 3 and 4"):
+    with pytest.raises(ValueError, match="evaluate_every is 3 there, 4 here"):
         run(data, other, session)
 
 
 def test_other_data_is_refused(data, plan, session, tmp_path):
     other = shutil.copytree(data, tmp_path / "data")
     (other / "train/class0/0.png").unlink()
-    with pytest.raises(ValueError, match="are of different data"):
+    with pytest.raises(ValueError, match="come from different data"):
         run(other, plan, session)
 
 
@@ -207,11 +207,11 @@ def test_a_run_that_fails_says_why(data, tmp_path):
     ("text", "says"),
     [
         ('horizon = 3\nname = "x"', "Cannot overwrite"),
-        ('name = "figure"', "group 'figure' is none of"),
+        ('name = "figure"', "unknown group 'figure'; choose from"),
         ('recipe = "bn-x7"', "no recipe 'bn-x7'"),
         ("rates = 1e9", "no field rates"),
         ("end_rate = 1.5", "end_rate=1.5 between 0 and 1"),
-        ("decay_epochs = 3", "follow from horizon and end_rate"),
+        ("decay_epochs = 3", "computed from horizon and end_rate"),
         ('name = "plain", recipe = "bn-baseline"', "two runs are called plain"),
     ],
 )
@@ -237,8 +237,8 @@ def test_a_plan_that_is_none(tmp_path, text, says):
     ("old", "new", "says"),
     [
         ("horizon = 3", "horizon = nan", "horizon=nan must be above 0"),
-        ("horizon = 3", "horizon = 3\nrate = 0.1", "group figures: rate is none of"),
-        ("log_every", "log_evry", "train: log_evry is none of"),
+        ("horizon = 3", "horizon = 3\nrate = 0.1", "group figures: unknown key rate; use"),
+        ("log_every", "log_evry", "train: unknown key log_evry; use"),
         ("checkpoint_every = 1000", "checkpoint_every = 0", "checkpoint_every=0: must be a positive number"),
         ('name = "plain"', 'name = "../plain"', "cannot be the name of a run"),
         ("rate = 1e9", "decay = 1.0", "decay=1.0: must be between 0 and 1"),
@@ -322,7 +322,8 @@ def test_a_rate_that_follows_from_no_sweep(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text(PLAN.replace('recipe = "bn-baseline", seed = 1', 'recipe = "bn-baseline", rate = "best"'))
     with pytest.raises(
-        ValueError, match="other: its rate follows from the sweep of bn-baseline, but group rates has none"
+        ValueError,
+        match="other: its rate comes from a sweep of bn-baseline, but group rates has no runs of bn-baseline",
     ):
         read_plan("fig2", path)
 

@@ -469,5 +469,5 @@ def test_different_data_is_not_mixed(results):
     results.add("bn-x5-seed0", {400: 0.3}).add("bn-x5-seed1", {400: 0.3})
     path = results.folder / "bn-x5-seed1.json"
     path.write_text(path.read_text().replace('"val": 10000', '"val": 5000'))
-    with pytest.raises(ValueError, match="bn-x5-seed0 and bn-x5-seed1 are of different data"):
+    with pytest.raises(ValueError, match="bn-x5-seed0 and bn-x5-seed1 come from different data"):
         results.read()

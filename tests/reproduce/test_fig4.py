@@ -251,7 +251,7 @@ def test_a_run_that_has_not_ended_says_so(data, plan, session, tmp_path):
 def test_runs_and_data_that_do_not_fit(plan, data, session, tmp_path, capsys):
     words = ["--runs", str(session / "runs/five"), "--plan", str(plan), "--out", str(tmp_path / "out")]
     assert main(["reproduce", "fig4", *words]) == 2
-    assert "--runs without --data: give the images" in capsys.readouterr().err
+    assert "--runs needs --data DIR, the images" in capsys.readouterr().err
     assert main(["reproduce", "fig4", *words, "--data", str(data), "--only", "five"]) == 2
     assert "cannot be combined" in capsys.readouterr().err
     other = striped_folder(tmp_path / "other")
@@ -273,7 +273,7 @@ def test_what_does_not_fit_is_told_before_any_work(plan, data, session, tmp_path
     words = ["--plan", str(plan), "--out", str(tmp_path / "out")]
     for more in ([], ["--runs", str(session / "runs/five")]):
         assert main(["reproduce", "fig4", *words, "--data", str(empty), *more]) == 2
-        assert "has no images of 1 of its 3 classes in its split 'val' (class1)" in capsys.readouterr().err
+        assert "has no images for 1 of 3 classes in split 'val' (class1)" in capsys.readouterr().err
     other = shutil.copytree(session / "runs/five", tmp_path / "other")
     for before, after, says in (("0.04", "0.08", "do not fit the network"), ('"relu"', '"sigmoid"', "activation relu")):
         recipe = (session / "runs/five/recipe.json").read_text()
@@ -300,16 +300,16 @@ def test_other_plans_and_other_data_are_refused(data, plan, session, tmp_path):
     other = tmp_path / "plan.toml"
     other.write_text(PLAN.replace("horizon = 2", "horizon = 3"))
     for path in (data, None):
-        with pytest.raises(ValueError, match=r"five.json belongs to another plan: there and here, decay_epochs is"):
+        with pytest.raises(ValueError, match=r"five.json belongs to another plan: decay_epochs is .* there, .* here"):
             run(path, other, session)
     images = shutil.copytree(data, tmp_path / "data")
     (images / "train/class0/0.png").unlink()
-    with pytest.raises(ValueError, match="are of different data"):
+    with pytest.raises(ValueError, match="come from different data"):
         run(images, plan, session)
     with pytest.raises(ValueError, match="no run named nobody; it has five, apart"):
         run(data, plan, tmp_path, only=("nobody",))
     other.write_text(PLAN.replace('"members"', '"figures"'))
-    with pytest.raises(ValueError, match="group 'figures' is none of rates, members"):
+    with pytest.raises(ValueError, match="unknown group 'figures'; choose from rates, members"):
         run(data, other, tmp_path)
 
 

@@ -242,7 +242,7 @@ def test_a_run_does_not_go_on_with_other_data(data, tmp_path):
     next(path for path in sorted(other.joinpath("train").rglob("*")) if path.is_file()).unlink()
     with pytest.raises(
         ValueError,
-        match=r"the run in .* and the given data are of different data \(train 30 and 29, .*\); keep them in folders",
+        match=r"the run in .* and the given data come from different data \(train 30 and 29, .*\); keep them in sep",
     ):
         train_small(other, run, small(epochs=2))
     assert train_small(data, run, small(epochs=2)).steps > 0
@@ -278,7 +278,7 @@ def test_broken_files_of_a_run_are_named(data, reference, tmp_path):
     shutil.rmtree(run / "final")
     save(run / "final", 12, final.model, {})
     classes = [f"class{k}" for k in range(3)]
-    with pytest.raises(ValueError, match=r"final does not name its classes and network"):
+    with pytest.raises(ValueError, match=r"final does not list its classes and network settings"):
         open_run(run).load(classes)
     manifest = next((run / "final").glob("*/manifest.json"))
     manifest.write_text('{"format": "batchnorm checkpoint 1"}')

@@ -234,7 +234,7 @@ def test_the_command_says_what_it_will_do_and_records_it(words, data, tmp_path, 
         ("nothing", "", "returned list, not a torch.nn.Module"),
         ("ten", "", "has 10 outputs, but the data has 3 classes: add a classes= argument"),
         ("pair", "", "returns tuple in training, not one tensor of class scores"),
-        ("counting", "", "the folded network computes something else"),
+        ("counting", "", "the folded network computes different results"),
         ("plain", "--normalize convert", "has no batch normalization, so normalize=convert does nothing"),
         ("plain", "--normalize insert", "has no layer to normalize, so normalize=insert does nothing"),
         ("build", "--dropout 0.5", "--network does not take dropout, an option of the paper's network"),
@@ -290,10 +290,10 @@ def test_a_class_without_images(words, data, tmp_path, capsys):
     (tmp_path / "images" / "train" / "class1").mkdir()
     words[words.index("--data") + 1] = str(tmp_path / "images")
     assert main(words) == 2
-    assert "has no images of 1 of its 3 classes in its split 'train' (class1)" in capsys.readouterr().err
+    assert "has no images for 1 of 3 classes in split 'train' (class1)" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "images" / "val")
     assert main([*words, "--validate", "0.1"]) == 2
-    assert "has no images of 1 of its 3 classes" in capsys.readouterr().err
+    assert "has no images for 1 of 3 classes" in capsys.readouterr().err
 
 
 def test_a_run_needs_a_recipe_or_a_network(data, capsys):

@@ -135,7 +135,9 @@ def _check(reader: BatchReader, request: Request) -> None:
     difference = (plain.float() - ours.float()).abs().mean().item()
     # Scaled decoding and rounding by half a pixel change a few grey levels; a wrong crop would differ by tens.
     if difference > 10:
-        raise RuntimeError(f"the loaders differ by {difference:.1f} grey levels on average: nothing was timed")
+        raise RuntimeError(
+            f"the loaders return different images ({difference:.1f} grey levels apart on average), so nothing was timed"
+        )
 
 
 def _core_rate(load: Callable[[Request], Tensor], requests: list[Request]) -> float:

@@ -190,7 +190,7 @@ def memory(
     at_least(32, size=size)
     names = [form.name for form in FORMS[1:]]
     if unknown := [name for name in only if name not in names]:
-        raise ValueError(f"there is no form named {unknown[0]!r}: choose from {', '.join(map(repr, names))}")
+        raise ValueError(f"unknown form {unknown[0]!r}: choose from {', '.join(map(repr, names))}")
     check_writable(out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = batch or (256 if device.type == "cuda" else 8)

@@ -98,7 +98,9 @@ def open_decoded(
     try:
         _save(cache, path)
     except (OSError, error) as why:
-        warnings.warn(f"the decoded images cannot be saved in {folder}: {why}", stacklevel=2)
+        warnings.warn(
+            f"cannot cache the decoded images in {folder}, so the next run decodes them again: {why}", stacklevel=2
+        )
     return cache
 
 

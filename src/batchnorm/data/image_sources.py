@@ -61,7 +61,10 @@ class FolderSource:
         classes = _class_names(reference) if reference.is_dir() else present
         unknown = sorted(set(present) - set(classes))
         if unknown:
-            raise ValueError(f"{root / split} has classes that {reference} lacks: {', '.join(unknown[:5])}")
+            raise ValueError(
+                f"{root / split} has classes that {reference} lacks ({', '.join(unknown[:5])}): add them there, or"
+                " remove them here"
+            )
         index = {name: i for i, name in enumerate(classes)}
         files = [(f"{split}/{name}/{file}", index[name]) for name in present for file in _images(root / split / name)]
         if not files:
@@ -104,8 +107,8 @@ class PartSource:
             mine = ranked[whole.labels[ranked] == label]
             if len(mine) == 1:
                 raise ValueError(
-                    f"{root} has a single image of {name}, and validate={share} needs two of each class: one to train"
-                    " on and one to validate with"
+                    f"{root} has only one image of class {name}, but validate={share} needs at least two of each class:"
+                    " add images, or remove the class"
                 )
             chosen[mine[: min(max(1, round(share * len(mine))), len(mine) - 1)]] = True
         return cls(whole, np.flatnonzero(chosen == held_out))
@@ -205,8 +208,8 @@ def check_complete(source: ImageSource, path: str | Path, split: str) -> None:
     empty = [name for name, n in zip(source.classes, examples.tolist(), strict=True) if not n]
     if empty:
         raise ValueError(
-            f"{path} has no images of {len(empty)} of its {len(source.classes)} classes in its split {split!r}"
-            f" ({', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}): add some, or remove these classes"
+            f"{path} has no images for {len(empty)} of {len(source.classes)} classes in split {split!r}"
+            f" ({', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}): add images, or remove these classes"
         )
 
 

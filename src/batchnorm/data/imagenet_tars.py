@@ -72,7 +72,8 @@ def _source(path: Path, classes: tuple[str, ...], rows: list[Entry]) -> Official
     label = {wnid: number for number, wnid in enumerate(classes)}
     unknown = sorted({wnid for wnid, *_ in rows} - set(classes))
     if unknown or not rows:
-        raise ValueError(f"{path} has {'classes without training images: ' + unknown[0] if unknown else 'no images'}")
+        problem = f"images of class {unknown[0]}, which has no training images" if unknown else "no images"
+        raise ValueError(f"{path} has {problem}")
     return OfficialTar(
         path=path,
         classes=classes,
@@ -86,7 +87,7 @@ def _training_images(path: Path) -> Iterator[Entry]:
     with path.open("rb") as file:
         for part in members(file, str(path)):
             if not part.name.endswith(".tar"):
-                raise ValueError(f"{path} holds {part.name} where a tar file of one class is expected")
+                raise ValueError(f"{path} contains {part.name}, but should contain only one tar file per class")
             wnid = Path(part.name).stem
             for member in members(file, f"{path}:{part.name}", part.offset_data, part.size):
                 yield wnid, f"{wnid}/{member.name}", member.offset_data, member.size
@@ -97,7 +98,7 @@ def _validation_images(path: Path, class_of: dict[str, str]) -> Iterator[Entry]:
         for member in members(file, str(path)):
             stem = Path(member.name).stem
             if stem not in class_of:
-                raise ValueError(f"{path}:{member.name} has no class in {VAL_BOXES} or {VAL_TABLE}")
+                raise ValueError(f"{path}:{member.name} is not listed in {VAL_BOXES} or {VAL_TABLE}")
             yield class_of[stem], member.name, member.offset_data, member.size
 
 

@@ -78,13 +78,13 @@ class ImageBatches:
                 than two images left.
         """
         if not 0 <= start <= len(self):
-            raise ValueError(f"start={start} is outside of the {len(self)} steps of an epoch")
+            raise ValueError(f"start={start} is out of range: an epoch has {len(self)} steps")
         requests = _requests(self.order, epoch, start)
         for step, (images, labels) in enumerate(self._batches(requests), start):
             if self.order.train and len(labels) < 2:
                 raise TooManyCorruptError(
-                    f"step {step} of epoch {epoch} has {len(labels)} readable image(s) left, too few to normalize:"
-                    f" {self._listed()}"
+                    f"step {step} of epoch {epoch} has {len(labels)} readable image(s), too few for batch"
+                    f" normalization: {self._listed()}"
                 )
             yield images.permute(0, 3, 1, 2), labels
 

@@ -133,7 +133,9 @@ class Prefetcher:
         for answer in answers:
             yield answer
             if turn != self._turn:
-                raise RuntimeError("another epoch of these batches was started meanwhile; open them a second time")
+                raise RuntimeError(
+                    "a new epoch was started before this one was finished: to read two at once, open the data twice"
+                )
 
     def _make_loader(self) -> DataLoader[Decoded]:
         return DataLoader(

@@ -59,15 +59,17 @@ class Order:
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size}: a step needs at least one example")
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank={self.rank} is not one of the {self.world_size} ranks 0 to {self.world_size - 1}")
+            raise ValueError(
+                f"rank={self.rank}: must be from 0 to {self.world_size - 1} (world_size={self.world_size})"
+            )
         if self.shuffle not in ("fixed", "epoch"):
             raise ValueError(f"shuffle={self.shuffle!r} is unknown: choose 'fixed' or 'epoch'")
         least = min((self.step_size(s) for s in range(max(0, len(self) - 2), len(self))), default=0)
         if self.train and least < 2 * self.world_size:
             raise ValueError(
-                f"examples: {self.num_examples}, batch_size={self.batch_size}, ranks: {self.world_size}; a step leaves"
-                f" a rank fewer than 2 examples, which cannot be normalized: use batch_size >= {4 * self.world_size}"
-                " and at least as many examples, or fewer ranks"
+                f"{self.num_examples} example(s) in batches of {self.batch_size} over {self.world_size} rank(s) leave a"
+                " rank fewer than 2 in some step, too few for batch normalization: use batch_size >="
+                f" {4 * self.world_size} and at least as many examples, or fewer ranks"
             )
 
     @property
@@ -106,7 +108,7 @@ class Order:
     def _bounds(self, step: int) -> tuple[int, int]:
         n, last = self.num_examples, len(self) - 1
         if not 0 <= step <= last:
-            raise IndexError(f"step {step} is not one of the {last + 1} steps of an epoch")
+            raise IndexError(f"step {step} is out of range: an epoch has {last + 1} steps")
         tail = n - last * self.batch_size
         middle = last * self.batch_size
         if self.train and last > 0 and tail < self.batch_size / 2:
@@ -139,9 +141,11 @@ class BalancedBatches(Sampler[list[int]]):
         self, n: int, batch_size: int, *, shuffle: bool = False, generator: torch.Generator | None = None
     ) -> None:
         if n < 2 or batch_size < 2:
-            raise ValueError(f"{n} example(s) in batches of {batch_size} cannot be normalized: both must be at least 2")
+            raise ValueError(f"n={n} and batch_size={batch_size}: batch normalization needs at least 2 of each")
         if batch_size == 2 and n % 2:
-            raise ValueError(f"{n} examples in batches of 2 leave one alone; use batch_size=3")
+            raise ValueError(
+                f"{n} examples in batches of 2 leave a batch of one, which cannot be normalized; use batch_size=3"
+            )
         self.n, self.batch_size, self.shuffle, self.generator = n, batch_size, shuffle, generator
 
     def __len__(self) -> int:

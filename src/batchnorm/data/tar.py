@@ -32,16 +32,16 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
             for member in tar:
                 # A tar header can hold a negative size, which would move tarfile backwards for ever.
                 if not 0 <= member.size <= stop - member.offset_data:
-                    raise ValueError(f"its member {member.name!r:.80} does not end inside it")
+                    raise ValueError(f"member {member.name!r:.80} extends past the end of the file")
                 if member.issparse():
-                    raise ValueError(f"its member {member.name!r:.80} is stored as a sparse file")
+                    raise ValueError(f"member {member.name!r:.80} is a sparse file")
                 if member.isreg():
                     yield member
             end = tar.offset
         _check_end(file, end, stop)
     # For some damaged headers tarfile raises other errors than its own.
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, EOFError) as error:
-        raise ValueError(f"{name} is not a whole, uncompressed tar file ({error}): copy it again") from error
+        raise ValueError(f"{name} is not a complete, uncompressed tar file ({error}): copy it again") from error
 
 
 def read_at(path: Path, offset: int, length: int) -> bytes:
@@ -59,9 +59,9 @@ def _check_end(file: IO[bytes], end: int, stop: int) -> None:
     file.seek(end)
     block = file.read(min(BLOCK, stop - end))
     if len(block) < BLOCK:
-        raise ValueError(f"it is cut off at byte {stop:,}, without an end-of-archive mark")
+        raise ValueError(f"it ends at byte {stop:,} without an end-of-archive marker")
     if any(block):
         raise ValueError(f"the header at byte {end:,} is damaged")
     while block := file.read(min(1 << 20, stop - file.tell())):
         if any(block):
-            raise ValueError(f"data follow its end-of-archive mark at byte {end:,}, as in concatenated archives")
+            raise ValueError(f"data follows the end-of-archive marker at byte {end:,}, as in concatenated archives")

@@ -48,7 +48,7 @@ class TarSource:
             return cls(root, tuple(map(str, range(highest + 1))), index)
         classes = read_classes(names)
         if highest >= len(classes):
-            raise ValueError(f"{names} names {len(classes)} classes, but {split}-*.tar have label {highest}")
+            raise ValueError(f"{names} lists {len(classes)} classes, but {split}-*.tar contain the label {highest}")
         return cls(root, classes, index)
 
     @property
@@ -203,21 +203,22 @@ def scan(shard: Path) -> Iterator[ShardImage]:
             key = f"{folder}/{stem}"
             if f".{suffix.lower()}" in IMAGE_SUFFIXES:
                 if key in images:
-                    raise ValueError(f"{shard} has two images of one key: {images[key].name} and {member.name}")
+                    raise ValueError(f"{shard} has two images with the same key: {images[key].name} and {member.name}")
                 images[key] = ShardImage(member.name, member.offset_data, member.size, -1)
             elif suffix == "cls":
                 file.seek(member.offset_data)
                 labels[key] = _label(file.read(min(member.size, MAX_LABEL)), f"{shard}:{member.name}")
     if odd := images.keys() ^ labels.keys():
-        lacks = "no label (.cls)" if next(iter(odd)) in images else "no image"
-        raise ValueError(f"{shard}: {len(odd)} of its keys are incomplete; {min(odd).lstrip('/')} has {lacks}")
+        first = min(odd)
+        lacks = "no label (.cls)" if first in images else "no image"
+        raise ValueError(f"{shard} has {len(odd)} incomplete example(s); the first, {first.lstrip('/')}, has {lacks}")
     return (member._replace(label=labels[key]) for key, member in images.items())
 
 
 def _label(text: bytes, name: str) -> int:
     if not text.strip().isdigit():
-        raise ValueError(f"{name} holds {text[:20]!r} where a class number is expected")
+        raise ValueError(f"{name} contains {text[:20]!r} instead of a class number")
     label = int(text)
     if label >= MAX_CLASSES:
-        raise ValueError(f"{name} holds {label}: class numbers go up to {MAX_CLASSES - 1:,}")
+        raise ValueError(f"{name} contains the class number {label}, but the largest allowed is {MAX_CLASSES - 1:,}")
     return label

@@ -63,10 +63,12 @@ class Crops:
         if self.squares not in (1, 3):
             raise ValueError(f"squares={self.squares}: take 1 square (the centre) or 3 from each scale")
         small = [scale for scale in self.scales if scale < self.size]
-        if self.size < 1 or small:
+        if self.size < 1:
+            raise ValueError(f"size={self.size}: must be 1 or more")
+        if small:
             raise ValueError(
-                f"a crop of {self.size} px does not fit into a short side of {', '.join(map(str, small)) or 'any'} px:"
-                " use scales that are at least as large as the crop"
+                f"a crop of {self.size} px does not fit into a short side of {', '.join(map(str, small))} px: use"
+                " scales that are at least as large as the crop"
             )
 
     @classmethod

@@ -115,7 +115,7 @@ class Ensemble:
             ValueError: if no network was added.
         """
         if self._sum is None:
-            raise ValueError("an ensemble without networks has no mean: add one first")
+            raise ValueError("the ensemble is empty: add a network first")
         return self._sum / len(self.members)
 
     def report(self, crops: int, last: Predictions) -> EnsembleReport:

@@ -93,8 +93,8 @@ def export(
         raise FileNotFoundError(f"cannot write {path.name}: the folder '{path.parent}' does not exist")
     if net.training:
         warnings.warn(
-            "the network is in training mode: its evaluation mode is exported, folded with its current statistics;"
-            " estimate_ them first, and call net.eval() to silence this warning",
+            "the network is in training mode; this exports its evaluation mode, with the current running statistics."
+            " Update them with estimate_ if needed, and call net.eval() to silence this warning",
             stacklevel=2,
         )
     folded, report = fold_with_report(net, example, tolerance)
@@ -116,7 +116,7 @@ def export(
             raise
         except Exception as failure:
             hint = "; try dynamic_batch=False" if dynamic_batch else ""
-            raise ValueError(f"the exporter cannot express this network{hint}: {failure}") from failure
+            raise ValueError(f"torch cannot export this network to {path.suffix}{hint}: {failure}") from failure
         error = max(relative_error(run(draft, batch), outputs(folded, batch)) for batch in batches)
         if not error <= limit:
             raise ValueError(

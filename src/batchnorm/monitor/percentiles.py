@@ -60,8 +60,10 @@ class Monitor:
         unit_dim: int | Mapping[str, int] = 1,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        if every < 1 or list(percentiles) != sorted(percentiles) or len(percentiles) < 2:
-            raise ValueError(f"every={every} must be at least 1, and percentiles={percentiles} two or more, ascending")
+        if every < 1:
+            raise ValueError(f"every={every}: must be 1 or more")
+        if list(percentiles) != sorted(percentiles) or len(percentiles) < 2:
+            raise ValueError(f"percentiles={percentiles}: must be two or more numbers in ascending order")
         self.net, self.every, self.percentiles, self.probe = net, every, tuple(percentiles), probe
         self.layers = _chosen(net, layers)
         self.sinks, self.step = tuple(sinks), 0
@@ -163,7 +165,7 @@ def _chosen(net: nn.Module, layers: Sequence[str] | None) -> list[str]:
     if layers is None:
         layers = nonlinearities(net)
         if not layers:
-            raise ValueError("no nonlinearity was found as a module; name the layers to watch in layers=")
+            raise ValueError("the network has no nonlinearity modules; name the layers to watch with layers=")
     for name in layers:
         if name not in names or not name:
             raise ValueError(f"no layer {name!r} in the network; it has {', '.join(n for n in names if n)}")

@@ -150,7 +150,8 @@ def _config(folder: Path, percentiles: Sequence[Record]) -> dict[str, Any]:
         numbers = isinstance(levels, list) and all(_is_number(q) and 0 <= q <= 100 for q in levels)
         if not numbers or counts != {len(levels)}:
             raise ValueError(
-                f"{path}: percentiles is {_short(levels)}, but the run's records have {max(counts)} of them"
+                f"{path}: percentiles is {_short(levels)}, but must list the {max(counts)} percentiles that the"
+                " run recorded"
             )
     return config or _recipe(folder)
 
@@ -223,7 +224,9 @@ def _percentiles(table: Any) -> Percentiles:
     z = torch.tensor(table["z"], dtype=torch.float32)
     x = torch.tensor(table["x"], dtype=torch.float32) if "x" in table else z
     if z.dim() != 2 or len(z) < 2 or not z.numel() or x.shape != z.shape:
-        raise ValueError(f"z {tuple(z.shape)} and x {tuple(x.shape)} must be two or more percentiles of the same units")
+        raise ValueError(
+            f"z and x must have the same shape, (percentiles >= 2, units), not {tuple(z.shape)} and {tuple(x.shape)}"
+        )
     return Percentiles(z, x)
 
 

@@ -78,7 +78,9 @@ def compare(
     at_least(0, minutes=minutes)
     for name, option in (("rate", "rate"), ("seed", "seed"), ("normalize", "normalize"), ("start", "from")):
         if getattr(overrides, name) is not None:
-            raise ValueError(f"compare starts from new weights and takes --rates and --seeds: remove --{option}")
+            raise ValueError(
+                f"compare does not take --{option}: remove it, and choose the runs with --rates and --seeds"
+            )
     if not overrides.factory:
         raise ValueError("nothing to compare: add --network FILE.py:FUNCTION, your own network")
     chosen = resolve(RECIPES[recipe], overrides)

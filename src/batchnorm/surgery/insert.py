@@ -74,10 +74,10 @@ def insert(
 
     Paper: Alg. 2, l. 1-5; Sec. 3.2; Sec. 3 (identity)
     """
-    if init not in ("unit", "identity") or placement not in ("before", "after"):
-        raise ValueError(
-            f"init={init!r} must be 'unit' or 'identity', and placement={placement!r} must be 'before' or 'after'"
-        )
+    if init not in ("unit", "identity"):
+        raise ValueError(f"init={init!r} is unknown: choose 'unit' or 'identity'")
+    if placement not in ("before", "after"):
+        raise ValueError(f"placement={placement!r} is unknown: choose 'before' or 'after'")
     if init == "identity" and batches is None:
         raise ValueError("init='identity' takes E[x] and Var[x] from data: give batches=")
     graphs = trace_modes(net, example, forward)
@@ -168,7 +168,9 @@ def _measure(
 def _set_from(place: Place, norm: BatchNorm, accumulator: MomentAccumulator) -> None:
     moments = accumulator.averages()
     if moments is None:
-        raise ValueError(f"layer '{place.path}': no batch reaches it, so there are no moments to initialize it with")
+        raise ValueError(
+            f"layer '{place.path}': no batch reaches it; give batches that do, or leave it out with where="
+        )
     assert norm.running_mean is not None and norm.running_var is not None  # noqa: PT018
     bias = torch.zeros(1) if place.bias is None else place.bias.detach().cpu().double()
     with torch.no_grad():

@@ -100,7 +100,7 @@ class FusedUpdate:
             )
             return table.to(device)
         if self._spare is None or self._spare[0].shape != table.shape:
-            raise RuntimeError("take a step like this one before you capture it as a CUDA graph")
+            raise RuntimeError("run one step with the same parameters before you capture it in a CUDA graph")
         pinned, moved = self._spare
         self._captured.append(self._spare)
         self._spare = None

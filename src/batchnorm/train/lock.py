@@ -64,7 +64,10 @@ def _open(path: Path, folder: Path) -> IO[bytes]:
                 return file
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
-                warnings.warn(f"{folder} is not protected from a second process: {error.strerror}", stacklevel=4)
+                warnings.warn(
+                    f"cannot lock {folder} ({error.strerror}): do not start a second process with the same --out",
+                    stacklevel=4,
+                )
                 return file
             file.close()
             raise ValueError(

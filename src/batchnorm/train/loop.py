@@ -73,7 +73,8 @@ class _Training:
         self.batches = self._open(splits[0], recipe.batch_size, train=True)
         self.validation = self._open(splits[1], options.evaluate_batch, train=False)
         if self.validation.classes != self.batches.classes:
-            raise ValueError(f"{options.data}: train and val must have the same classes")
+            counts = f"train has {len(self.batches.classes)}, val {len(self.validation.classes)}"
+            raise ValueError(f"{options.data}: train and val must have the same classes ({counts})")
         cuda = here.device.type == "cuda"
         self.bf16 = cuda if options.precision == "auto" else options.precision == "bf16"
         self.net = recipe.network(len(self.batches.classes))

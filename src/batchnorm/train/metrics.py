@@ -230,5 +230,5 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
     record = parse_json(line, where)
     accuracy = record.get("val_top1")
     if not isinstance(record.get("step"), int) or not (accuracy is None or isinstance(accuracy, int | float)):
-        raise ValueError(f"{where}: expected a record with a step and numbers")
+        raise ValueError(f"{where}: expected an integer step and, if present, a numeric val_top1")
     return record

@@ -219,7 +219,7 @@ class Recipe:
         """
         values: Any = json.loads(text)
         if not isinstance(values, dict):
-            raise ValueError(f"a recipe is an object with named fields, not {type(values).__name__}")
+            raise ValueError(f"a recipe must be a JSON object, not {type(values).__name__}")
         unknown = set(values) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"a recipe has no field {', '.join(sorted(unknown))}")

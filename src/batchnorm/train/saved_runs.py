@@ -70,7 +70,9 @@ class SavedRun(NamedTuple):
         saved = self.final()
         trained, network = saved.state.get("classes"), saved.state.get("network", {})
         if not _is_names(trained) or not isinstance(network, dict):
-            raise ValueError(f"{self.folder / 'final'} does not name its classes and network")
+            raise ValueError(
+                f"{self.folder / 'final'} does not list its classes and network settings: train the run again"
+            )
         if classes is not None:
             check_classes(self.folder, trained, classes)
         if self.recipe.needs_trust and not self.trust:

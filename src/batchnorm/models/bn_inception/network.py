@@ -93,7 +93,9 @@ def inception(
     if size < 32:
         raise ValueError(f"the network takes images of 32 px or more, not {size}: enlarge them first")
     if unknown or (per_activation and norm is None):
-        raise ValueError(f"per_activation={tuple(per_activation)} needs norm='batch' and rows of the table: 3a to 5b")
+        raise ValueError(
+            f"per_activation={tuple(per_activation)}: must name Inception blocks, 3a to 5b, and needs norm='batch'"
+        )
 
     def unit(inputs: int, outputs: int, kernel: int, stride: int, out: int, row: str = "") -> Unit:
         bias = norm is None  # a bias before the normalization would be subtracted with the mean (Sec. 3.2)

@@ -71,7 +71,7 @@ def _members(plan: Plan) -> list[str]:
 
 def _check(options: Fig4) -> None:
     if options.runs and options.data is None:
-        raise ValueError("--runs without --data: give the images to evaluate the runs on")
+        raise ValueError("--runs needs --data DIR, the images to evaluate the runs on")
     if options.runs and options.only:
         raise ValueError(
             "--only and --runs cannot be combined: --only selects members of the plan, --runs uses other runs instead"

@@ -157,7 +157,9 @@ def _rate(group: dict[str, Any], run: dict[str, Any], best: dict[str, float | No
     elif "rate" in run or sweep is None:
         return run.get("rate"), None
     if sweep not in best:
-        raise ValueError(f"{run['name']}: its rate follows from the sweep of {sweep}, but group rates has none")
+        raise ValueError(
+            f"{run['name']}: its rate comes from a sweep of {sweep}, but group rates has no runs of {sweep}"
+        )
     found = best[sweep]
     if found is None:
         return None, sweep
@@ -169,7 +171,7 @@ def _known(found: Sequence[dict[str, Any]], groups: Sequence[str]) -> Sequence[d
     for group in found:
         _check_table("a group", group, tuple(group))
         if group["name"] not in groups:
-            raise ValueError(f"group {group['name']!r} is none of {', '.join(groups)}")
+            raise ValueError(f"unknown group {group['name']!r}; choose from {', '.join(groups)}")
         _check_table(f"group {group['name']}", group, ("name", "runs", "base", *SHARED))
     return found
 
@@ -180,7 +182,7 @@ def _check_table(where: str, table: Any, known: Sequence[str]) -> None:
         raise ValueError(f"{where} is {table!r}, not a table")
     for key, value in table.items():
         if key not in known:
-            raise ValueError(f"{where}: {key} is none of {', '.join(known)}; set fields of the recipe in each run")
+            raise ValueError(f"{where}: unknown key {key}; use {', '.join(known)}, and set recipe fields in each run")
         if key in ("evaluate_every", *EVERYWHERE) and not (type(value) is int and value > 0):
             raise ValueError(f"{where}: {key}={value!r}: must be a positive number of steps or images")
 
@@ -198,7 +200,7 @@ def _planned(
         raise ValueError(f"{name}: horizon={horizon} must be above 0, and end_rate={end_rate} between 0 and 1")
     changed = {key: value for key, value in run.items() if key not in OWN}
     if {"epochs", "decay_epochs"} & {*changed, *everywhere}:
-        raise ValueError(f"{name}: epochs and decay_epochs follow from horizon and end_rate")
+        raise ValueError(f"{name}: remove epochs and decay_epochs, which are computed from horizon and end_rate")
     if {"times", "rate"} & run.keys():
         changed["rate"] = rate
     own = changed if rate is None else {**changed, "rate": rate}
@@ -216,7 +218,7 @@ def differing(there: Recipe, here: Recipe) -> list[str]:
     """Return the fields in which two recipes differ, as sentences.
 
     >>> differing(Recipe(), Recipe(rate=0.1))
-    ['rate is 0.0015 and 0.1']
+    ['rate is 0.0015 there, 0.1 here']
     """
     pairs = {field.name: (getattr(there, field.name), getattr(here, field.name)) for field in fields(Recipe)}
-    return [f"{name} is {first} and {second}" for name, (first, second) in pairs.items() if first != second]
+    return [f"{name} is {first} there, {second} here" for name, (first, second) in pairs.items() if first != second]

@@ -90,11 +90,11 @@ class RunFiles(NamedTuple):
         content = read_result(self.result, ("recipe", "evaluate_every", *KEYS))
         other = differing(Recipe.from_json(json.dumps(content["recipe"])), self.run.recipe)
         if content["evaluate_every"] != self.run.evaluate_every:
-            other.append(f"evaluate_every is {content['evaluate_every']} and {self.run.evaluate_every}")
+            other.append(f"evaluate_every is {content['evaluate_every']} there, {self.run.evaluate_every} here")
         if other:
             raise ValueError(
-                f"{self.result} belongs to another plan: there and here, {'; '.join(other)}; choose another --results,"
-                " or move the file away"
+                f"{self.result} belongs to another plan: {'; '.join(other)}; choose another --results, or move the"
+                " file away"
             )
         curve = tuple(Point(*row) for row in content["curve"])
         return Finished(self.run, curve, *(content[key] for key in KEYS[1:]))

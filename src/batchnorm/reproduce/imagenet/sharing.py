@@ -59,7 +59,7 @@ def shared_gpu(processes: int) -> Iterator[bool]:
     share = os.environ.setdefault(SHARE, str(share_of(processes)))
     if share not in map(str, SHARES):
         raise ValueError(
-            f"{SHARE}={share}: convolutions can be wrong at a share that was not checked; set"
+            f"{SHARE}={share} is untested, and convolutions could be wrong: set it to"
             f" {', '.join(map(str, SHARES[:-1]))} or {SHARES[-1]}, or unset it"
         )
     # Kernels whose programs wait for each other could deadlock if other processes occupy the multiprocessors.
@@ -116,8 +116,8 @@ def check_share(recipes: Iterable[Recipe], evaluate_batch: int, device: str) -> 
         for outcome in run(wrong_convolution, [(r, evaluate_batch, device) for r in networks.values()], math.inf):
             if (wrong := outcome.value()) is not None:
                 raise ValueError(
-                    f"{outcome.job[0].name}: {wrong} at {SHARE}={os.environ.get(SHARE)}: train fewer or more runs"
-                    " side by side (--jobs), or one at a time"
+                    f"{outcome.job[0].name}: {wrong} at {SHARE}={os.environ.get(SHARE)}: change --jobs, or train one"
+                    " run at a time with --jobs 1"
                 )
 
 
