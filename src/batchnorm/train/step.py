@@ -67,7 +67,8 @@ class Shadows:
     def __init__(self, net: nn.Module, aside: bool = False) -> None:
         self.net = net
         self.weight_gradients = WeightGradients() if aside else None
-        kept = {id(p) for m in net.modules() if isinstance(m, SeparableConv2d) for p in m.parameters()}
+        separable = [m for m in net.modules() if isinstance(m, SeparableConv2d)]
+        kept = {id(p) for m in separable for p in m.parameters()}
         trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
         chosen = {name: p for name, p in trained.items() if p.dim() in (2, 4) and id(p) not in kept}
         self.masters: list[Tensor] = list(chosen.values())
@@ -78,10 +79,9 @@ class Shadows:
         self.trained = list(trained.values())
         self.used = [self.copies.get(name, p) for name, p in trained.items()]
         # The weights of the first convolution, whose gradients come last.
-        modules = [m for m in net.modules() if isinstance(m, SeparableConv2d)]
-        alone = len(list(net.named_parameters(remove_duplicate=False))) == len(list(net.named_parameters()))
-        stem = {id(p) for m in modules for p in m.parameters()} if alone and len(modules) == 1 else set()
-        self.stem = {k for k, p in enumerate(self.trained) if id(p) in stem}
+        shared = len(list(net.named_parameters(remove_duplicate=False))) > len(list(net.named_parameters()))
+        split = len(separable) == 1 and not shared
+        self.stem = {k for k, p in enumerate(self.trained) if split and id(p) in kept}
         self._updates: tuple[FusedUpdate, FusedUpdate] | None = None
 
     def _join(self, net: nn.Module, names: dict[int, str]) -> None:
