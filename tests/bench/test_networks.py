@@ -243,6 +243,9 @@ def test_rows_that_compile_come_last_and_share_the_stock_network():
         NetworkJob("a", (Measurement(32, ("compiled",)),)),
         NetworkJob("b", (Measurement(32, ("compiled", "backend")),)),
     ]
+    assert plan(("a",), ("dynamic", "compiled", "reduce-overhead"), (32,), {}) == [
+        NetworkJob("a", (Measurement(32, (mode,)),)) for mode in ("compiled", "dynamic", "reduce-overhead")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -262,8 +265,9 @@ def test_options_that_cannot_be_used(words, said, capsys):
 
 @pytest.mark.inductor
 @pytest.mark.slow
-def test_compiled_forms_are_measured_against_the_compiled_stock_network():
-    job = NetworkJob("test_networks:two_heads", (Measurement(4, ("compiled",)),))
+@pytest.mark.parametrize("mode", ["compiled", "dynamic"])
+def test_compiled_forms_are_measured_against_the_compiled_stock_network(mode):
+    job = NetworkJob("test_networks:two_heads", (Measurement(4, (mode,)),))
     turn, (_, (row,)) = results_of(job, SETTINGS)
     assert turn == network_steps.TURN
     assert row["speedup"] > 0

@@ -100,7 +100,7 @@ def digest(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual:
 def code_of(path: Path) -> str:
     """Return a source file's code without comments, docstrings, imports and formatting."""
     source = path.read_text()
-    if path.suffix == ".cu":
+    if path.suffix != ".py":  # C, C++ or CUDA
         return " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.DOTALL).split())
     tree = ast.parse(source)
     for node in ast.walk(tree):

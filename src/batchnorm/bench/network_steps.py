@@ -25,12 +25,13 @@ from ..population import estimate_
 from ..surgery import convert
 
 Mode = Literal[
-    "eager", "graph", "compiled", "backend",
+    "eager", "graph", "compiled", "backend", "dynamic", "reduce-overhead", "max-autotune",
     "evaluation", "nchw", "float32", "fp16", "bf16-weights", "checkpoint", "accumulate", "ddp", "fsdp2",
 ]  # fmt: skip
 Row = dict[str, Any]
 TURN = "turn"  # yielded to ask for exclusive use of the machine, for timing
-COMPILING: tuple[Mode, ...] = ("compiled", "backend")
+COMPILED_TOGETHER: tuple[Mode, ...] = ("compiled", "backend")  # timed against the same compiled stock network
+COMPILING: tuple[Mode, ...] = (*COMPILED_TOGETHER, "dynamic", "reduce-overhead", "max-autotune")
 # Relative tolerances. The first losses differ only by rounding in bfloat16; training amplifies that, and compiled
 # networks draw different dropout masks.
 FIRST_TOLERANCE, LOSS_TOLERANCE = 0.005, 0.03
@@ -124,7 +125,6 @@ class Step:
         if self.evaluates:
             with torch.no_grad():
                 return sum(self._loss(*part) for part in self.parts)  # type: ignore[return-value]
-        self.optimizer.zero_grad(set_to_none=True)
         losses = []
         for part in self.parts:
             loss = self._loss(*part)
@@ -133,6 +133,8 @@ class Step:
             losses.append(loss.detach())
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        # Now, not before the next step: Inductor's CUDA graphs reuse the memory of gradients that nobody holds.
+        self.optimizer.zero_grad(set_to_none=True)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -150,6 +152,10 @@ def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
         case "backend":
             # Pass the function, because its name is only registered if the package is installed.
             return torch.compile(net, backend=import_module("batchnorm.dynamo").compile_graph), images
+        case "dynamic":
+            return torch.compile(net, dynamic=True), images
+        case "reduce-overhead" | "max-autotune":
+            return torch.compile(net, mode=mode), images
         case "evaluation":
             estimate_(net, [images])  # with initial statistics, activations would overflow
             return net.eval(), images
@@ -180,7 +186,6 @@ class GraphedStep:
 
     def __init__(self, step: Step) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        step.optimizer.zero_grad(set_to_none=True)  # gradients must come from the graph's own memory
         with torch.cuda.graph(self.graph):
             self.loss = step()
         self.step = step

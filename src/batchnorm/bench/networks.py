@@ -34,7 +34,19 @@ from ..processes import Remote
 from ..results import check_writable, environment, read_json, write_result
 from ..train.distributed import find_device
 from .bars import Bar, geometric_mean
-from .network_steps import COMPILING, TURN, Measurement, Mode, NetworkJob, Row, Settings, failed, results_of
+from .kernel_rows import code_of
+from .network_steps import (
+    COMPILED_TOGETHER,
+    COMPILING,
+    TURN,
+    Measurement,
+    Mode,
+    NetworkJob,
+    Row,
+    Settings,
+    failed,
+    results_of,
+)
 
 QUESTION = "speedup of a converted network's training step over the stock network's"
 NETWORKS = (
@@ -91,7 +103,7 @@ def bars(rows: Iterable[Row], device: str) -> list[Bar]:
 
     first = NETWORKS[0]
     upper = [row["interval"][1] for row in good]
-    compiling = [row["ours_first_step_seconds"] / row["stock_first_step_seconds"] for row in of(*COMPILING)]
+    compiling = [row["ours_first_step_seconds"] / row["stock_first_step_seconds"] for row in of(*COMPILED_TOGETHER)]
     return [
         Bar("upper end of the slowest row's 95% interval", 0.97, min(upper, default=None), True, len(upper)),
         mean("eager, batch 256", 1.3, of("eager", batch=256)),
@@ -117,7 +129,7 @@ def digest(mode: Mode) -> str:
         path = SOURCE / name
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.suffix in (".py", ".cu", ".c", ".cpp"):
-                found.update(file.read_bytes())
+                found.update(code_of(file).encode())
     return found.hexdigest()[:12]
 
 
@@ -156,8 +168,9 @@ def _key(row: Row) -> Key:
 def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int], rows: Report) -> list[NetworkJob]:
     """Return the jobs for the missing rows: first every mode that does not compile, then one job per batch size."""
     quick: Layout = batches, [(mode,) for mode in modes if mode not in COMPILING]
-    compiling = [tuple(mode for mode in modes if mode in COMPILING)]
-    slow: list[Layout] = [((batch,), compiling) for batch in batches]
+    alone = [mode for mode in modes if mode in COMPILING and mode not in COMPILED_TOGETHER]
+    compiling = [tuple(mode for mode in modes if mode in COMPILED_TOGETHER), *((mode,) for mode in alone)]
+    slow: list[Layout] = [((batch,), [group]) for batch in batches for group in compiling]
     jobs = []
     for some, groups in (quick, *slow):
         for network in networks:
@@ -292,7 +305,8 @@ def networks(
             example batch.
         modes: eager, graph (the whole step as one CUDA graph), compiled (both under torch.compile) and backend (the
             stock network under torch.compile with this library's backend). These four are the default on a GPU, eager
-            on a CPU. The other modes are eager too: evaluation, nchw, float32, fp16 (with a GradScaler), bf16-weights,
+            on a CPU. dynamic, reduce-overhead and max-autotune compile both networks with that option of
+            torch.compile. The other modes are eager: evaluation, nchw, float32, fp16 (with a GradScaler), bf16-weights,
             checkpoint (the blocks of each stage), accumulate (two halves of a batch), ddp and fsdp2 (one process).
         batches: batch sizes, by default 256 and 32 on a GPU and 8 on a CPU; halved if memory runs out.
         size: height and width of the images, unless the function returns an example.
@@ -305,7 +319,7 @@ def networks(
     """
     end = time.monotonic() + 60 * minutes
     device = find_device(device).type
-    modes = modes or (("eager", "graph", *COMPILING) if device == "cuda" else ("eager",))
+    modes = modes or (("eager", "graph", *COMPILED_TOGETHER) if device == "cuda" else ("eager",))
     batches = batches or ((256, 32) if device == "cuda" else (8,))
     _check(networks, modes, device, batches=batches, size=size, jobs=jobs)
     above(0, seconds_per_row=seconds_per_row, minutes=None if minutes == math.inf else minutes)
