@@ -1,4 +1,4 @@
-"""A whole set of images, decoded once and kept on the device and in a file; crops are cut out of it in batches."""
+"""A whole set of images, decoded once and kept on the device; a file can save it for later runs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class DeviceCache:
     """Hold all images, stretched to squares of one size, with their labels and original sizes.
 
     A crop is chosen in the original image's pixels, as without the cache (the same boxes for the same seed), and cut
-    out of the stretched image. Two things differ: pixels are resampled twice, and a crop of a large image has no more
-    detail than the cached size.
+    out of the stretched image. Two things differ: pixels are resampled twice, and crops of large images lose the
+    detail that the cached size cannot show.
     """
 
     images: Tensor  # (n, side, side, 3)
@@ -137,14 +137,14 @@ def _triangle_filter(start: Tensor, stop: Tensor, pixels: int, size: int) -> Ten
     centre = start[:, None] + scale * (torch.arange(size, device=start.device) + 0.5)
     pixel = torch.arange(pixels, device=start.device) + 0.5
     weight = (1 - (pixel - centre[..., None]).abs() / scale.clamp(min=1)[..., None]).clamp(min=0)
-    # A pixel cut by the box's edge counts, so that there is always one.
+    # A pixel that the box's edge cuts counts as inside, so there is always at least one.
     inside = (pixel > start.floor()[:, None]) & (pixel < stop.ceil()[:, None])
     weight = weight * inside[:, None]
     return weight / weight.sum(-1, keepdim=True)
 
 
 def _cached_side(source: ImageSource, size: int) -> int:
-    """Return the side of the cached images: 8/7 of the crop's, or their own longest side if that is smaller."""
+    """Return the side of the cached images: 8/7 of the crop's, or the longest side in a sample if that is smaller."""
     longest, pixel, whole = 1, torch.empty(1, 1, 3, dtype=torch.uint8), partial(Box, 0, 0)
     for example in sample_examples(source, 64):
         try:
@@ -183,7 +183,7 @@ def _state_of(source: ImageSource, data: Path, split: str) -> str:
 def _state_of_file(path: str) -> str:
     try:
         stat = os.stat(path)
-    except OSError:  # a broken link is a corrupt image
+    except OSError:  # a broken link counts as a corrupt image
         return "absent"
     return f"{stat.st_size} {stat.st_mtime_ns}"
 

@@ -25,7 +25,7 @@ def locked(folder: Path) -> Iterator[None]:
     file system may not lock reliably.
 
     Args:
-        folder: created if missing, and removed again if it stays empty.
+        folder: the run's folder; it is created if missing, and then removed if it is still empty at the end.
 
     Raises:
         ValueError: if another process has locked it.
