@@ -126,7 +126,7 @@ def paper(results: Path) -> str:
 
 
 def figures(results: Path) -> str:
-    """Return README's Figures 3 and 4 as Markdown, with their pictures, as far as they have been run.
+    """Return README's Figures 2 to 4 as Markdown; a figure without a result file is left out.
 
     Paper: Figs. 2, 3, 4
     """
