@@ -81,8 +81,8 @@ class Augment(Normalize):
 
         y = A x + T m + t
 
-    where A, T and t depend only on the random draws. :class:`Distortions` computes them before the images arrive, so
-    :meth:`forward` launches ten kernels and never synchronizes: it can be captured in a CUDA graph.
+    where A, T and t depend only on the random draws. :class:`Distortions` computes them on the host, so :meth:`forward`
+    launches ten kernels and never synchronizes: it can be captured in a CUDA graph.
 
     Args:
         photometric: the strength of the distortions, ``"full"``, ``"reduced"`` or ``"none"``.

@@ -185,7 +185,7 @@ def cut_squares(image: Tensor, crops: Crops) -> list[Tensor]:
     height, width = image.shape[:2]
     squares = 1 if width == height else crops.squares
     if max(width, height) > LONG * min(width, height):
-        # Unlike the paper's protocol, cut first and then resize: enlarging all of a very long image would fill memory.
+        # Unlike GoogLeNet's protocol, cut first and then resize: enlarging all of a very long image would fill memory.
         parts = [image[t:b, left:r] for left, t, r, b in square_boxes(width, height, squares)]
         return [torch.stack([_resize(part, scale, scale) for part in parts]) for scale in crops.scales]
     levels = []

@@ -1,4 +1,4 @@
-"""Figure 1 and the claims of Section 4.1: a picture laid out as in the paper, and tables that compare with the paper."""
+"""Figure 1 and the claims of Section 4.1: a picture laid out as in the paper, and tables that compare with it."""
 
 from __future__ import annotations
 
