@@ -136,7 +136,7 @@ class Augment(Normalize):
             return super().forward(images)
         of_pixel, of_mean, third = draws[:, 1:].unflatten(1, (3, 7)).split((3, 3, 1), dim=2)
         mean = images.mean((2, 3), dtype=torch.float32)
-        # Not a matrix product: autocast would round its operands, and it would be no fewer launches.
+        # Not a matrix product: autocast would round its operands, and it would take as many launches.
         sums = torch.addcmul(third, of_mean, mean[:, None]).sum(2)[:, :, None, None]
         # Allocate the output: broadcasting single channels would lose the images' memory format.
         y = torch.empty_like(images, dtype=torch.float32)
@@ -190,7 +190,7 @@ class Distortions:
         self.parts, self.constant = (parts * scale).flatten(1), (constant * scale).flatten()
 
     def __call__(self, uniform: Tensor, normal: Tensor) -> Tensor:
-        """Return each image's map: for each channel of y the factors of x, the factors of m, a third of the offset.
+        """Return each image's map: for each channel of y, the factors of x and of m, and a third of the offset.
 
         Args:
             uniform: (n, 7) in [0, 1): brightness, contrast and saturation, then four sort keys that order brightness,

@@ -81,9 +81,9 @@ def open_decoded(
 ) -> DeviceCache:
     """Return the decoded images of a split, from a file in ``folder`` if there is one for the same data.
 
-    The data are the same if the classes, the labels, and the names, sizes and modification times of the image files
-    or shards are. Files for other data are left alone. The file only saves time: if it cannot be read it is written
-    again, and if it cannot be written there is a warning.
+    Data counts as the same if its classes, its labels, and the names, sizes and modification times of its image files
+    or shards are unchanged. Files for other data are left alone. The file only saves time: if it cannot be read it is
+    written again, and if it cannot be written there is a warning.
     """
     error = require("safetensors", "train").SafetensorError
     data, where = data.expanduser(), torch.device(device)
@@ -121,7 +121,7 @@ def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
     Args:
         images: uint8 of shape (n, height, width, 3).
         boxes: left, top, right, bottom of each, in pixels.
-        size: the side of the result, (n, size, size, 3).
+        size: the side of the result, which has the shape (n, size, size, 3).
     """
     left, top, right, bottom = boxes.unbind(1)
     rows = _triangle_filter(top, bottom, images.shape[1], size)
@@ -132,7 +132,7 @@ def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
 
 
 def _triangle_filter(start: Tensor, stop: Tensor, pixels: int, size: int) -> Tensor:
-    """Return the weights, (n, size, pixels), of the pixels inside [start, stop) for each pixel of the result."""
+    """Return the weights of the pixels inside [start, stop) for each pixel of the result, as (n, size, pixels)."""
     scale = ((stop - start) / size)[:, None]
     centre = start[:, None] + scale * (torch.arange(size, device=start.device) + 0.5)
     pixel = torch.arange(pixels, device=start.device) + 0.5

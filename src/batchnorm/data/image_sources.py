@@ -34,7 +34,7 @@ class ImageSource(Protocol):
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """How many examples each shard has; examples are numbered from shard to shard."""
+        """How many examples each shard has; examples are numbered consecutively, shard by shard."""
 
     def read(self, index: int) -> bytes:
         """Return the encoded image."""
@@ -74,7 +74,7 @@ class FolderSource:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """One shard."""
+        """One shard that has all images."""
         return (len(self.paths),)
 
     def read(self, index: int) -> bytes:

@@ -36,7 +36,7 @@ class OfficialTar:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """One shard."""
+        """One shard that has all images."""
         return (len(self.members),)
 
     def read(self, index: int) -> bytes:

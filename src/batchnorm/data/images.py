@@ -166,7 +166,7 @@ def open_images(
 
     Raises:
         FileNotFoundError: if ``path`` has neither layout.
-        ValueError: if a rank would get fewer than two examples of a step.
+        ValueError: if a rank would get fewer than two examples of a training step.
         TooManyCorruptError: if too many files are unreadable.
 
     >>> import tempfile

@@ -16,7 +16,7 @@ from .square_crops import SquareBatches
 
 
 class Member(NamedTuple):
-    """Hold a network's own score, and the score of the mean of all networks up to it.
+    """Hold a network's own score, and the score of the mean of all networks added so far.
 
     Paper: Sec. 4.2.3
     """

@@ -199,7 +199,7 @@ def pages(root: Path) -> dict[Path, str]:
 
 
 def _fine_tuning(r: Result) -> str:
-    """Tabulate accuracies by batch size, kind of statistics and rate, the best rate of each row in bold."""
+    """Tabulate accuracies by batch size, kind of statistics and rate, with the best rate of each row in bold."""
     options, best = r["options"], {(row["batch"], row["statistics"]): row["rate"] for row in r["rows"]}
     rows = [["batch", "statistics", *(f"rate {rate:g}" for rate in options["rates"])]]
     for batch, kind in best:

@@ -21,7 +21,7 @@ Found = TypeVar("Found")
 BLUE, ORANGE, GREEN, GREY = "#2a6fc9", "#d9622b", "#14835b", "#8b8a84"
 
 
-# The options, of any command, that must be positive, and the options that must be at least 1.
+# Options of all commands that must be positive, and options that must be at least 1.
 POSITIVE = ("rate", "rates", "equal_rate", "std", "stds", "factors", "tail")
 COUNTS = ("steps", "batch_steps", "bias_steps", "marks", "seeds", "examples", "processes")
 
@@ -33,7 +33,7 @@ class Experiment:
     processes: int | None = None
     """Number of processes; by default one per core."""
     out: Path = Path("runs")
-    """Folder for the JSON result and its picture; the published ones are in results."""
+    """Folder for the JSON result and its picture; the published ones are in results/."""
 
     def __post_init__(self) -> None:
         given = vars(self)

@@ -19,7 +19,7 @@ LOCK_FILE = "train.lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run's folder inside the block.
+    """Keep other processes out of a run's folder while the block runs.
 
     The operating system releases the lock however the process ends, so a killed run can be resumed at once. A network
     file system may not lock reliably.

@@ -1,4 +1,4 @@
-"""The paper's training runs, each derived from another as in the paper: five, two that fail, six for the ensemble."""
+"""The paper's training runs, each derived from another: five that train, two that fail, and six for the ensemble."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Verdict(NamedTuple):
 
 
 def trusted(finished: Mapping[str, Finished]) -> tuple[dict[str, Finished], list[str]]:
-    """Return the runs that verdicts may be read from, and the names of the others.
+    """Return the runs that verdicts may use, and the names of the others.
 
     If a normalized network diverges within the first steps, broken arithmetic is the likely cause, and unnormalized
     networks that fail in the same way say nothing about their learning rate. None of these runs count.

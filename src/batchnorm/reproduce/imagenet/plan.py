@@ -39,7 +39,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs in order, and how often they are logged, saved and validated."""
+    """The runs in order, and the options that they share."""
 
     runs: tuple[PlannedRun, ...]
     waiting: dict[str, str]
@@ -56,7 +56,7 @@ class Plan:
         return unrun | {name: f"waits for {what}" for name, what in self.waiting.items()}
 
     def chosen(self, groups: Sequence[str], names: Sequence[str]) -> list[PlannedRun]:
-        """Return the runs of these groups and of these names; all if neither is given."""
+        """Return the runs that are in these groups and have these names; an empty sequence allows all."""
         early = [name for name in names if name in self.waiting]
         if early:
             raise ValueError(f"{early[0]} cannot run yet: it waits for {self.waiting[early[0]]}")
@@ -126,7 +126,7 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results
 def _best_rates(sweep: Sequence[dict[str, Any]], results: Path | None) -> dict[str, float | None]:
     """Return the best rate of each recipe that is swept; None unless all runs of its sweep are finished.
 
-    Of rates with the same accuracy the lower one counts, and a run that diverged counts as 0.
+    If rates have the same accuracy, the lower one is chosen. A run that diverged has accuracy 0.
     """
     accuracies: dict[str, dict[float, list[float | None]]] = {}
     for run in sweep:

@@ -57,7 +57,8 @@ def shared_gpu(processes: int) -> Iterator[bool]:
         yield False
         return
     before = dict(os.environ)
-    # On all multiprocessors, one process's wide kernels hold up the small ones of all others (docs/decisions.md).
+    # If each process may use all multiprocessors, one process's wide kernels delay the small kernels of the others
+    # (docs/decisions.md).
     share = os.environ.setdefault(SHARE, str(share_of(processes)))
     if share not in map(str, SHARES):
         raise ValueError(
@@ -94,7 +95,7 @@ def checked_gpu(
     """Share a GPU as :func:`shared_gpu` does, after :func:`check_share`; warn if the service does not run.
 
     Raises:
-        ValueError: for the same reasons as either of them.
+        ValueError: for the same reasons as either function.
     """
     with shared_gpu(processes) as shared:
         if processes > 1 and not shared:

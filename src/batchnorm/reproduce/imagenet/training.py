@@ -52,7 +52,7 @@ class Training:
         self.files.write(self.train(), self.data, self.session.commit)
 
     def train(self) -> Result:
-        """Train to the end; a run that already got there is only folded and scored again."""
+        """Train to the end; a run that has already reached it is only folded and scored again."""
         torch.set_num_threads(self.session.threads)
         options = Options(
             self.session.images,

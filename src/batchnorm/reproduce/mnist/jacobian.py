@@ -160,7 +160,7 @@ def _pairs(layers: Sequence[HiddenLayer], images: Tensor) -> list[tuple[Tensor, 
 
 
 def _summary(values: Tensor) -> dict[str, Any]:
-    """Summarize singular values (examples, K): percentiles, the mean spectrum, and the fraction near 1."""
+    """Summarize singular values of shape (examples, K): percentiles, the mean spectrum, and the fraction near 1."""
     q = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95], dtype=values.dtype)
     near = ((values > 0.5) & (values < 2)).double().mean()
     return {

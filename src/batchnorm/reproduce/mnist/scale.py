@@ -91,7 +91,7 @@ def _forward_and_gradients(
 
 
 def largest(identities: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the largest of each gap."""
+    """Return the largest value of each gap."""
     return {key: max(row[key] for row in identities) for key in ("output", "output gap", "du", "dW")}
 
 

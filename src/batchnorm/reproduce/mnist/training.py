@@ -45,7 +45,7 @@ class Setting:
 
 
 def order(setting: Setting, examples: int, start: int, stop: int) -> Tensor:
-    """Return the example indices of steps ``start`` to ``stop``, of shape (steps, m); epochs are new permutations.
+    """Return the example indices of steps ``start`` to ``stop``, of shape (steps, m); each epoch is a new permutation.
 
     They depend only on the seed and the step, so a resumed run sees the same batches as an uninterrupted one.
 
