@@ -23,7 +23,7 @@ class TooManyCorruptError(ValueError):
 
 
 class ImageBatches:
-    """Yield the batches of any epoch, from any step on; :func:`open_images` creates it.
+    """Yield the batches of any epoch, from any step on; made by :func:`open_images`.
 
     Beyond the paper: the input pipeline.
     """

@@ -90,7 +90,7 @@ class SquareReader(Dataset[Squares]):
 
 
 class SquareBatches:
-    """Yield every image of a split once per pass, as squares; :func:`open_squares` creates it."""
+    """Yield every image of a split once per pass, as squares; made by :func:`open_squares`."""
 
     def __init__(self, source: ImageSource, crops: Crops, order: Order, workers: int, device: torch.device) -> None:
         self.source, self.crops, self.order, self.device = source, crops, order, device
