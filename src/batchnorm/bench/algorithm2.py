@@ -25,7 +25,7 @@ QUESTION = "seconds a pass over a residual network of 18 layers (medians), and r
 
 
 class Block(nn.Module):
-    """Two convolutions and a shortcut, as in a residual network of 18 layers."""
+    """Two convolutions and a shortcut, as in ResNet-18."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: type[nn.Module]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def algorithm2(
         batches: batches per pass.
         threads: CPU threads.
         device: cpu or cuda.
-        out: the result file; the published ones are in results.
+        out: the result file; the published ones are in results/.
     """
     at_least(1, rounds=rounds, batch=batch, size=size, batches=batches, threads=threads)
     find_device(device)

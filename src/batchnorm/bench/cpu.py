@@ -30,8 +30,9 @@ CONTIGUOUS, LAST = "contiguous", "channels_last"
 
 Level = Literal["functions", "layers"]
 
-# Upper limits of the ratios: BN + ReLU beats two calls in both layouts, few channels in channels_last win clearly, and
-# BN alone is never much slower. One channel has the same memory layout as contiguous images, so it has their limit.
+# Upper limits of our time over torch's: BN + ReLU must beat two calls in both layouts, few channels in channels_last
+# must win clearly, and BN alone must never be much slower. With one channel both layouts are the same in memory, so the
+# limit of contiguous images applies.
 BARS = {"relu": 1.0, "none": 1.25, "few channels": 1 / 3}
 FEW = 8
 
@@ -68,8 +69,8 @@ class Case:
 class CpuRow:
     """The measurements of one case: median milliseconds, and median ratios within rounds.
 
-    Torch's ReLU is timed out of place and in place. ``ratios`` has our time over each. ``ratio``, which must be below
-    ``bar``, is our time over that of torch's out-of-place calls.
+    Torch's ReLU is timed out of place and in place. ``ratios`` has our time divided by each of these times. ``ratio``,
+    which must be below ``bar``, is our time divided by that of torch's out-of-place calls.
     """
 
     level: Level
@@ -120,7 +121,7 @@ def cpu(
     the process keeps freed memory.
 
     Args:
-        out: the result file; None writes none. The published ones are in results.
+        out: the result file; None writes no file. The published ones are in results/.
         threads: number of threads that torch uses.
         rounds: number of rounds, each of which times every contender.
         seconds: how long each contender runs per round, at least one pass.

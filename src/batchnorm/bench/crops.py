@@ -50,7 +50,7 @@ def crops(
         workers: processes that decode.
         rounds: number of rounds, each of which times every contender.
         device: cpu, cuda, or auto.
-        out: the result file; the published ones are in results.
+        out: the result file; the published ones are in results/.
     """
     options = dict(locals())
     above(0, width=width)

@@ -39,8 +39,8 @@ def fig1(
         steps: updates per network.
         rate: learning rate.
         std: standard deviation of the initial weights.
-        rounds: number of rounds, each of which runs every contender once; ratios are of medians.
-        out: the result file; the published ones are in results.
+        rounds: number of rounds, each of which runs every contender once; a ratio divides the medians over rounds.
+        out: the result file; the published ones are in results/.
     """
     above(0, rate=rate, std=std)
     at_least(1, steps=steps, rounds=rounds)

@@ -2,8 +2,8 @@
 
     python -m batchnorm bench fine-tuning --data DIR --out runs/bench/fine-tuning.json
 
-It trains a small network on half of the classes, then fine-tunes it on a few images of each other class: with the
-statistics of each batch, and with frozen statistics of the first training.
+It trains a small network on half of the classes, then fine-tunes it on a few images of each other class: once with the
+statistics of each batch, and once with the statistics of the first training, frozen.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _means(results: list[Result]) -> dict[str, Any]:
 
 
 def _divide(data: Path, classes: int, images: int, folder: Path) -> tuple[Path, Path]:
-    """Make two image folders of links: half of the classes, and a few training images of each other class."""
+    """Create two folders of links to images: half of the classes, and a few training images of each other class."""
     source = open_source(data, "train")
     if not isinstance(source, FolderSource):
         raise ValueError(f"{data} has tar shards: this benchmark needs the folders train/CLASS and val/CLASS")

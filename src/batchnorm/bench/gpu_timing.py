@@ -16,7 +16,7 @@ def require_gpu() -> None:
 
 
 def buffers(size: int) -> int:
-    """Return how many sets of ``size`` bytes are needed to evict the first from a 60 MB cache."""
+    """Return how many sets of ``size`` bytes evict the first from a 60 MB cache, but at least 3 and at most 64."""
     return max(3, min(64, -(-180_000_000 // size)))
 
 
@@ -28,7 +28,7 @@ class Stopwatch:
         self.load = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
 
     def seconds(self, call: Callable[[int], Any], sets: int) -> float:
-        """Return the seconds of one ``call(i)``, with i running over the sets; the calls' results are kept alive."""
+        """Return the seconds of one ``call(i)``, the mean over i in ``range(sets)``; the calls' results stay alive."""
         graph = torch.cuda.CUDAGraph()
         kept = []
         with torch.cuda.graph(graph, stream=self.stream):

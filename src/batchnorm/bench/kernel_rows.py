@@ -85,7 +85,7 @@ def provenance(commit: str | None) -> dict[str, Any]:
 
 @cache
 def digest(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool, processors: int) -> str:
-    """Return a digest of what a row measures: the kernels, their launching code, and those chosen for the layer."""
+    """Return a digest of what a row measures: the code of the kernels and of their launch, and the chosen kernels."""
     form = torch.channels_last if channels_last else torch.contiguous_format
     g = geometry_of(torch.empty(layer.shape, device="meta", memory_format=form))
     rules = (resident.choose, schedule.choose)

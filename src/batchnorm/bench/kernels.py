@@ -3,8 +3,9 @@
     batchnorm bench kernels --out runs/bench/kernels.json
 
 For every layer, BN+ReLU and BN+add+ReLU, and both layouts, time each contender's forward and backward pass inside a
-CUDA graph, with data that is not in the cache. Contenders with wrong results are not timed. Rows that the result file
-already has, for the same kernels on the same machine, are not measured again, so the work can span several sessions.
+CUDA graph, with data that is not in the cache. If our kernels' results are wrong, they are not timed. Rows that the
+result file already has, for the same kernels on the same machine, are not measured again, so the work can span several
+sessions.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def contenders(p: Parameters, autotune: bool) -> dict[str, Normalize]:
 
 
 class Sets:
-    """Sets of inputs, residuals and output gradients: so many that each is out of the cache when used again."""
+    """Sets of inputs, residuals and output gradients, enough that each has left the cache when it is used again."""
 
     def __init__(
         self, layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool, n: int | None = None
@@ -95,7 +96,7 @@ class Sets:
         self.residual = [draw().requires_grad_() if residual else None for _ in range(self.n)]
 
     def limit(self, bandwidth: float) -> tuple[float, float]:
-        """Return the least seconds of both passes: each input read once and each output written once."""
+        """Return the shortest possible seconds of each pass, if it moves every input and output once."""
         extra = self.residual[0] is not None
         return tuple((n + extra) * self.bytes / bandwidth for n in (2, 3))  # type: ignore[return-value]
 
@@ -208,7 +209,7 @@ def kernels(
     """Time the fused CUDA kernels against eager torch, torch.compile and the limit set by memory bandwidth.
 
     Args:
-        out: the result file; a picture is written next to it. The published ones are in results.
+        out: the result file; a picture is written next to it. The published ones are in results/.
         layers: one layer of each size class, or all of both networks.
         dtypes: types of the activations.
         autotune: also time torch.compile's max-autotune mode, and cuDNN in fp16.

@@ -86,9 +86,9 @@ def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Kernel
     def bar(what: str, wanted: float, values: Sequence[float], measured: float | None, at_least: bool) -> KernelBar:
         return KernelBar(layout, op, what, wanted, measured if values else None, at_least, len(values))
 
-    # Two bars are left out because memory bandwidth rules them out; docs/kernels.md has the arithmetic. With a residual
-    # both contenders move one more tensor per pass. Eager's NHWC kernels move so few bytes that ours cannot move four
-    # times fewer.
+    # The first mean has no bar with a residual, and the second has none in NHWC, because memory bandwidth rules them
+    # out; docs/kernels.md has the arithmetic. With a residual both contenders move one more tensor per pass. Eager's
+    # NHWC kernels move so few bytes that ours cannot move four times fewer.
     means = [
         bar("geometric mean of torch.compile over ours", 1.5, compiled, geometric_mean(compiled), True),
         bar("geometric mean of eager over ours", 4.0, eager, geometric_mean(eager), True),
@@ -147,7 +147,7 @@ def write(report: dict[str, Any], path: Path) -> None:
 
 
 def draw(report: dict[str, Any], plt: Any) -> Any:
-    """Draw one panel per layout and operation; at 1, every byte is moved once at copy bandwidth."""
+    """Draw one panel per layout and operation; at 1, every tensor is moved once at copy bandwidth."""
     types = [r["dtype"] for r in report["rows"]]
     dtype = "bfloat16" if "bfloat16" in types else types[0]
     panels = sorted({(r["layout"], r["op"]) for r in report["rows"] if r["dtype"] == dtype})

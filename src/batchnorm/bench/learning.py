@@ -2,9 +2,9 @@
 
     python -m batchnorm bench learning --data DIR --out runs/bench/learning.json
 
-For each seed, both forms start from the same weights and see the same crops in the same order. They train by SGD with
+For each seed, both forms start from the same weights and see the same crops in the same order. They train with SGD,
 Nesterov momentum and a one-cycle learning rate; on a GPU in bf16 autocast and channels_last. The forms agree if their
-mean accuracies differ by no more than the range over seeds of one form.
+mean accuracies differ by no more than the wider of their ranges over seeds.
 """
 
 from __future__ import annotations
@@ -146,10 +146,10 @@ def learning(
     jobs: int = 6,
     out: Path = Path("runs/bench/learning.json"),
 ) -> list[LearningRun]:
-    """Train a network, stock and converted, by the same recipe and compare the validation accuracies.
+    """Train a network, stock and converted, with the same recipe and compare the validation accuracies.
 
     Args:
-        data: an image folder or tar shards, with train and val parts.
+        data: an image folder or tar shards, with the splits train and val.
         network: torchvision/NAME, timm/NAME or MODULE:FUNCTION, with at least as many outputs as there are classes.
         seeds: seeds of the weights, the order and the crops; at least two are needed to show a spread.
         size: height and width of the crops.
@@ -157,7 +157,7 @@ def learning(
         epochs: length of a run.
         rate: the highest learning rate of the cycle.
         device: cpu, cuda, or auto.
-        workers: processes per run that decode the images, once.
+        workers: processes per run that decode the images, which happens once.
         jobs: number of runs in parallel, each in its own process; 0 runs them one after the other in this process.
         out: the result file; the published one is results/same-learning-h200.json.
     """

@@ -7,8 +7,8 @@ channels_last) of
 - ours: this library's network in training, without and with ``recompute()``.
 
 On a GPU the number is the peak of all memory that torch has allocated, including parameters and images. The peak of the
-tensors alone leaves out workspaces, such as cuDNN's. On a CPU, which is only for trying small sizes, it is the peak of
-what the step allocates.
+tensors alone leaves out workspaces, such as cuDNN's. On a CPU, which is only for trying small sizes, the number is the
+peak of the memory that the step itself allocates.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ def measure(form: StepForm, batch: int, size: int, device: torch.device) -> Peak
 
 
 def peak_of_tensors(call: Callable[[], Any], device: torch.device) -> int | None:
-    """Return the peak during a call without blocks that are freed before another is allocated; None on a CPU.
+    """Return the peak during a call, not counting workspaces; None on a CPU.
 
-    Such blocks are workspaces, which an operation allocates for itself.
+    A workspace is a block that is freed before another block is allocated: an operation allocates it for itself.
     """
     if device.type != "cuda":
         return None

@@ -133,7 +133,7 @@ class Step:
             losses.append(loss.detach())
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        # Now, not before the next step: Inductor's CUDA graphs reuse the memory of gradients that nobody holds.
+        # Clear the gradients now, not before the next step, so that Inductor's CUDA graphs can reuse their memory.
         self.optimizer.zero_grad(set_to_none=True)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
@@ -249,7 +249,7 @@ def _losses(step: Callable[[], Tensor], seeds: range) -> list[float]:
 
 
 def _compiling() -> AbstractContextManager[Any]:
-    """Compile with empty caches, and the backward pass before the forward pass runs, to hold no activations."""
+    """Compile with empty caches, and compile the backward pass before the forward pass holds any activations."""
     import torch._functorch.config as functorch
     from torch._inductor.utils import fresh_cache
 
@@ -273,10 +273,10 @@ def loss_problem(stock: Sequence[float], ours: Sequence[float], compiled: bool =
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median and its 95% interval from order statistics, which hold for any distribution.
+    """Return the median and its 95% interval from order statistics, which is valid for any distribution.
 
     The k-th smallest and k-th largest of n values bound the median with probability 1 - 2 P(Binomial(n, 1/2) < k).
-    For fewer than six values it is the whole range, which covers less than 95%.
+    For fewer than six values the interval is the whole range, which covers less than 95%.
 
     >>> median_interval([5, 1, 2, 4, 3, 6])
     (3.5, 1, 6)
@@ -292,7 +292,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: float) -> list[list[float]]:
     """Time the forms alternately; return the seconds per step of each form, round by round.
 
-    Stops as soon as the speedup of each form over the first is known well enough, or when time is up.
+    It stops as soon as the 95% interval of each form's speedup over the first is narrow, or when time is up.
     """
 
     def synchronize() -> None:

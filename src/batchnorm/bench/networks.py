@@ -311,11 +311,11 @@ def networks(
         batches: batch sizes, by default 256 and 32 on a GPU and 8 on a CPU; halved if memory runs out.
         size: height and width of the images, unless the function returns an example.
         device: cpu, cuda, or auto.
-        seconds_per_row: longest time to time a row; a row ends sooner once its speedup is known to 1%.
+        seconds_per_row: seconds to time a row, at most; timing ends sooner once the speedup is known to 1%.
         minutes: stop after this many minutes and keep the rows measured so far; run the same command again to continue.
         jobs: on a GPU, number of processes, which build and compile in parallel and time one at a time.
-        cudnn_benchmark: let cuDNN try its algorithms to choose the fastest, which takes long.
-        out: the result file; a picture is written next to it. The published ones are in results.
+        cudnn_benchmark: let cuDNN try its algorithms and choose the fastest, which takes a long time.
+        out: the result file; a picture is written next to it. The published ones are in results/.
     """
     end = time.monotonic() + 60 * minutes
     device = find_device(device).type

@@ -95,7 +95,7 @@ def train(
         for batch, ready in by_batch.items():
             rows += measure(ready, batch, rounds)
             print(report(rows, batch), flush=True)
-            if out is not None:  # after each size, so that an interrupted run keeps its results
+            if out is not None:  # after each batch size, so that an interrupted run keeps its results
                 write_result(out, QUESTION, size=size, rounds=rounds, rows=[asdict(row) for row in rows])
     finally:
         for contender in (contender for ready in by_batch.values() for contender in ready.values()):

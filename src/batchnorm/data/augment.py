@@ -10,13 +10,13 @@ from torch import Tensor, nn
 Photometric = Literal["none", "reduced", "full"]
 Colour = tuple[float, float, float]
 
-# Not in the paper: means and deviations of ImageNet's training images, as commonly used.
+# Not in the paper: the commonly used means and standard deviations of ImageNet's training images.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-# Rec. 601's weights of grey. They sum to 1, so grey colours keep their value.
+# The luma weights of Rec. 601. They sum to 1, so grey pixels keep their value.
 GREY = (0.299, 0.587, 0.114)
-# Krizhevsky et al. (2012), Sec. 4.1: principal components of ImageNet's colours, each times its eigenvalue;
-# the numbers as published with fb.resnet.torch. Columns are components.
+# The principal components of ImageNet's colours, each multiplied by its eigenvalue (Krizhevsky et al. 2012, Sec. 4.1).
+# The numbers are those of fb.resnet.torch. Each column is a component.
 COLOUR_COMPONENTS = (
     (-0.5675 * 0.2175, 0.7192 * 0.0188, 0.4009 * 0.0045),
     (-0.5808 * 0.2175, -0.0045 * 0.0188, -0.8140 * 0.0045),
@@ -25,14 +25,14 @@ COLOUR_COMPONENTS = (
 
 
 class Strength(NamedTuple):
-    """Set how far colours are distorted: factors in [1 - factor, 1 + factor], and lighting noise of this deviation."""
+    """Hold the strength of a distortion: factors lie in [1 - factor, 1 + factor]; ``lighting`` scales normal noise."""
 
     factor: float
     lighting: float
 
 
-# Not in the paper, which only says that distortions were reduced. Full is Howard's ("Some improvements on deep
-# convolutional neural network based image classification", 2013), which GoogLeNet used; reduced is our choice.
+# Not in the paper, which only says that distortions were reduced. "full" is Howard's ("Some improvements on deep
+# convolutional neural network based image classification", 2013), which GoogLeNet used; "reduced" is our choice.
 STRENGTHS = {"full": Strength(0.5, 0.1), "reduced": Strength(0.2, 0.04)}
 
 
@@ -40,14 +40,14 @@ class Normalize(nn.Module):
     """Turn uint8 images into floats of about zero mean and unit variance: y = (x / 255 - mean) / std.
 
     Args:
-        mean: of each colour, in [0, 1].
-        std: of each colour.
-        dtype: of the result.
+        mean: the mean of each colour, in [0, 1].
+        std: the standard deviation of each colour, for values in [0, 1].
+        dtype: the dtype of the result.
 
     >>> Normalize()(torch.zeros(1, 3, 2, 2, dtype=torch.uint8))[0, 0, 0, 0]
     tensor(-2.1179)
 
-    Beyond the paper: input whitening by constants.
+    Beyond the paper: normalizing the input by constants.
     """
 
     scale: Tensor
@@ -63,33 +63,33 @@ class Normalize(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the normalized images."""
-        # Computed in float32 and rounded on writing, in one pass.
+        # One pass that computes in float32 and rounds when it writes the result.
         return torch.addcmul(self.shift, images, self.scale, out=torch.empty_like(images, dtype=self.dtype))
 
 
 class Augment(Normalize):
-    """Mirror, distort the colours of and normalize a batch, each image with its own random numbers.
+    """Mirror the images of a batch, distort their colours and normalize them, each image with its own random numbers.
 
-    With x in [0, 1] and grey(x) = w x, in a random order for each image:
+    Let x be a pixel's colour in [0, 1], and grey(x) = w x its luma. Each image is distorted in a random order by
 
         brightness  x <- b x                            saturation  x <- s x + (1 - s) grey(x)
         contrast    x <- c x + (1 - c) E[grey(x)]       lighting    x <- x + P a
 
-    where E is over the image's pixels; the result is clamped to [0, 1] once, at the end. Each of these is affine in a
-    pixel's colour, and so is any sequence of them: with m the image's mean colour, the whole distortion and the
-    normalization are
+    where E is the mean over the image's pixels, P holds the principal components of ImageNet's colours, and a is normal
+    noise. The result is clamped to [0, 1] once, at the end. Each step is affine in the pixel's colour, and so is any
+    sequence of steps. With m the image's mean colour, the whole distortion and the normalization are
 
         y = A x + T m + t
 
-    where A, T and t depend only on the random draws. They are composed on the host (:class:`Distortions`), so the
-    device launches ten kernels and waits for nothing: the step can be captured in a CUDA graph.
+    where A, T and t depend only on the random draws. :class:`Distortions` computes them on the host, so :meth:`forward`
+    launches ten kernels and never synchronizes: it can be captured in a CUDA graph.
 
     Args:
-        photometric: how strong distortions are: ``"full"``, ``"reduced"`` or ``"none"``.
-        flip: mirror half of the images.
-        mean: of each colour, as in :class:`Normalize`.
-        std: of each colour.
-        dtype: of the result.
+        photometric: the strength of the distortions, ``"full"``, ``"reduced"`` or ``"none"``.
+        flip: whether to mirror each image with probability 1/2.
+        mean: the mean of each colour, as in :class:`Normalize`.
+        std: the standard deviation of each colour.
+        dtype: the dtype of the result.
 
     >>> augment = Augment("reduced")
     >>> draws = augment.draw(8, torch.Generator().manual_seed(0))
@@ -120,7 +120,7 @@ class Augment(Normalize):
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
         """Draw the random numbers for ``n`` images, one row each; ranks that share a batch each take their own rows.
 
-        A row's first number mirrors the image if it is below 0.5; A, T and t follow if colours are distorted.
+        If a row's first number is below 0.5, the image is mirrored. If colours are distorted, A, T and t follow.
         """
         uniform = torch.rand(n, 8, generator=generator, device=generator.device)
         normal = torch.randn(n, 3, generator=generator, device=generator.device)
@@ -136,7 +136,7 @@ class Augment(Normalize):
             return super().forward(images)
         of_pixel, of_mean, third = draws[:, 1:].unflatten(1, (3, 7)).split((3, 3, 1), dim=2)
         mean = images.mean((2, 3), dtype=torch.float32)
-        # Not a matrix product: autocast would round it, and it would take two launches as well.
+        # Not a matrix product: autocast would round its operands, and it would take as many launches.
         sums = torch.addcmul(third, of_mean, mean[:, None]).sum(2)[:, :, None, None]
         # Allocate the output: broadcasting single channels would lose the images' memory format.
         y = torch.empty_like(images, dtype=torch.float32)
@@ -149,21 +149,21 @@ class Augment(Normalize):
 class Distortions:
     """Compose brightness, contrast, saturation and lighting, in each image's order, with the normalization.
 
-    With G x = (w x, w x, w x) the grey of a colour x, and m the image's mean colour, a pixel has three parts:
+    With G x = (w x, w x, w x) the grey of a colour x, and m the image's mean colour, a pixel is a sum of three parts:
 
         x = G m + G (x - m) + (x - G x)
 
     Brightness multiplies all three by b, contrast the last two by c, saturation the last by s: their order does not
-    matter. Lighting adds l = G l + (l - G l) to the first and the last, and only the factors that come after it apply
-    to it: b' (b, or 1 if brightness came before), c' and s'. So the distorted pixel is
+    matter. Lighting adds G l to the first part and l - G l to the last. Only the factors that come after lighting
+    apply to l: b' (b, or 1 if brightness came before), c' and s'. So the distorted pixel is
 
         y = b G m + bc G (x - m) + bcs (x - G x) + b' G l + b'c's' (l - G l)
 
     and everything but x and m is known without the image.
 
     Args:
-        strength: how far colours are distorted.
-        mean, std: of the normalization (y - mean) / std.
+        strength: the strength of the distortions.
+        mean, std: the constants of the normalization (y - mean) / std.
 
     >>> distortions = Distortions(Strength(0.5, 0.1), mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
     >>> maps = distortions(torch.full((1, 7), 0.5), torch.zeros(1, 3))  # factors of 1, no noise
@@ -185,22 +185,22 @@ class Distortions:
         parts[6:9, :, 6] = ((eye - grey) @ components).T
         constant = torch.zeros(3, 7, dtype=torch.float64)
         constant[:, 6] = -torch.tensor(mean).double()
-        # Three products are summed; each contains a third of the offset.
+        # Augment.forward adds the offset to each of the three products T m before it sums them, so store a third.
         scale = torch.tensor([1 / 255] * 6 + [1 / 3]).double() / torch.tensor(std).double()[:, None]
         self.parts, self.constant = (parts * scale).flatten(1), (constant * scale).flatten()
 
     def __call__(self, uniform: Tensor, normal: Tensor) -> Tensor:
-        """Return each image's map: for each channel of y the factors of x, the factors of m, a third of the offset.
+        """Return each image's map: for each channel of y, the factors of x and of m, and a third of the offset.
 
         Args:
-            uniform: (n, 7) in [0, 1): brightness, contrast, saturation, and the places of these and of lighting in the
-                order, as numbers to be sorted.
+            uniform: (n, 7) in [0, 1): brightness, contrast and saturation, then four sort keys that order brightness,
+                contrast, saturation and lighting.
             normal: (n, 3): noise along each of the colours' principal components.
 
         Returns:
             (n, 3, 3 + 3 + 1) in float32, for x and m from 0 to 255.
         """
-        # In double precision, which costs nothing here and which autocast leaves alone.
+        # Double precision costs nothing here, and autocast leaves it alone.
         factors = 1 + self.strength.factor * (2 * uniform[:, :3].double() - 1)
         later = torch.where(uniform[:, 3:6] > uniform[:, 6:], factors, 1.0).cumprod(1)
         noise = self.strength.lighting * normal.double()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 # at an aspect ratio between 3/4 and 4/3.
 CROP_AREA = (0.08, 1.0)
 CROP_ASPECT = (3 / 4, 4 / 3)
-# Not in the paper: 224 pixels out of a short side of 256.
+# Not in the paper: the usual centre crop, 224 pixels of a short side of 256.
 CENTRE_SHARE = 224 / 256
 
 ATTEMPTS = 10
@@ -18,7 +18,7 @@ DRAWS = 4 * ATTEMPTS
 
 
 class Box(NamedTuple):
-    """Hold a rectangle of an image in pixels; right and bottom are outside of it."""
+    """Hold a rectangle of an image in pixels; right and bottom are exclusive."""
 
     left: float
     top: float
@@ -36,7 +36,7 @@ def random_box(draws: Sequence[float], width: int, height: int, area: tuple[floa
     Args:
         draws: :data:`DRAWS` numbers in [0, 1), four for each attempt at a rectangle that fits into the image.
         width, height: the image's size.
-        area: the range of the rectangle's share of the image's area, uniform.
+        area: the range from which the rectangle's share of the image's area is drawn uniformly.
 
     >>> random_box([0.5] * DRAWS, 100, 100)
     Box(left=14, top=14, right=87, bottom=87)
@@ -50,7 +50,7 @@ def random_box(draws: Sequence[float], width: int, height: int, area: tuple[floa
         if 0 < w <= width and 0 < h <= height:
             left, top = int(x * (width - w + 1)), int(y * (height - h + 1))
             return Box(left, top, left + w, top + h)
-    # No rectangle fits into such a long image: take its centre, at the nearest aspect ratio in range.
+    # No attempt fits, so the image is long: take its centre, at the nearest allowed aspect ratio.
     return _centred(min(width, round(height * wide)), min(height, round(width / narrow)), width, height)
 
 

@@ -28,12 +28,12 @@ class CorruptImageError(ValueError):
 
 
 def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
-    """Decode an image, write one crop of it, resized, to ``out`` and return the image's width and height.
+    """Decode an image, crop and resize it into ``out``, and return the original width and height.
 
     The image is converted to RGB, cropped and resized with torch's antialiased bilinear filter, which is several times
     faster than Pillow's. A JPEG much larger than the crop needs is decoded at a half, a quarter or an eighth of its
-    size; the box is then rounded to whole pixels of that, by at most half a pixel of the result. Grey, palette, CMYK
-    and 16-bit images become RGB; transparency is dropped.
+    size. The box is rounded to whole pixels of the decoded image, which moves the edges of a downscaled JPEG's crop by
+    at most half an output pixel. Grey, palette, CMYK and 16-bit images become RGB; transparency is dropped.
 
     Args:
         data: the encoded image.
@@ -41,7 +41,7 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
         out: uint8 of shape (size, size, 3).
 
     Raises:
-        CorruptImageError: with the decoder's reason.
+        CorruptImageError: if the image cannot be decoded; the message gives the decoder's reason.
     """
     size = out.shape[0]
     try:
@@ -55,9 +55,9 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
 
 
 def crop_image(image: Image | Tensor, choose: Choose, out: Tensor) -> None:
-    """Write one crop of a decoded image, resized, to ``out``: the same pixels as :func:`decode_crop` at full size.
+    """Crop and resize a decoded image into ``out``, as :func:`decode_crop` does with an image decoded at full size.
 
-    A tensor is uint8 of shape (3, height, width).
+    An image that is a tensor is uint8 of shape (3, height, width).
     """
     if isinstance(image, Tensor):
         height, width = image.shape[1:]
@@ -76,7 +76,7 @@ def _pixels(image: Image, box: Box) -> Tensor:
 
 
 def _resize(pixels: Tensor, out: Tensor) -> None:
-    # F.interpolate(antialias=True) with an out=: at this size allocation takes half of its time.
+    # The same as F.interpolate(antialias=True), but it takes out=: allocating the result took half of the time.
     torch.ops.aten._upsample_bilinear2d_aa.out(
         pixels.permute(2, 0, 1)[None], list(out.shape[:2]), False, out=out.permute(2, 0, 1)[None]
     )

@@ -1,4 +1,4 @@
-"""A whole set of images, decoded once and kept on the device and in a file; crops are cut out of it in batches."""
+"""A whole set of images, decoded once and kept on the device; a file can save it for later runs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class DeviceCache:
     """Hold all images, stretched to squares of one size, with their labels and original sizes.
 
     A crop is chosen in the original image's pixels, as without the cache (the same boxes for the same seed), and cut
-    out of the stretched image. Two things differ: pixels are resampled twice, and a crop of a large image has no more
-    detail than the cached size.
+    out of the stretched image. Two things differ: pixels are resampled twice, and crops of large images lose the
+    detail that the cached size cannot show.
     """
 
     images: Tensor  # (n, side, side, 3)
@@ -81,9 +81,9 @@ def open_decoded(
 ) -> DeviceCache:
     """Return the decoded images of a split, from a file in ``folder`` if there is one for the same data.
 
-    The data are the same if the classes, the labels, and the names, sizes and modification times of the image files
-    or shards are. Files for other data are left alone. The file only saves time: if it cannot be read it is written
-    again, and if it cannot be written there is a warning.
+    Data counts as the same if its classes, its labels, and the names, sizes and modification times of its image files
+    or shards are unchanged. Files for other data are left alone. The file only saves time: if it cannot be read it is
+    written again, and if it cannot be written there is a warning.
     """
     error = require("safetensors", "train").SafetensorError
     data, where = data.expanduser(), torch.device(device)
@@ -121,7 +121,7 @@ def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
     Args:
         images: uint8 of shape (n, height, width, 3).
         boxes: left, top, right, bottom of each, in pixels.
-        size: the side of the result, (n, size, size, 3).
+        size: the side of the result, which has the shape (n, size, size, 3).
     """
     left, top, right, bottom = boxes.unbind(1)
     rows = _triangle_filter(top, bottom, images.shape[1], size)
@@ -132,19 +132,19 @@ def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
 
 
 def _triangle_filter(start: Tensor, stop: Tensor, pixels: int, size: int) -> Tensor:
-    """Return the weights, (n, size, pixels), of the pixels inside [start, stop) for each pixel of the result."""
+    """Return the weights of the pixels inside [start, stop) for each pixel of the result, as (n, size, pixels)."""
     scale = ((stop - start) / size)[:, None]
     centre = start[:, None] + scale * (torch.arange(size, device=start.device) + 0.5)
     pixel = torch.arange(pixels, device=start.device) + 0.5
     weight = (1 - (pixel - centre[..., None]).abs() / scale.clamp(min=1)[..., None]).clamp(min=0)
-    # A pixel cut by the box's edge counts, so that there is always one.
+    # A pixel that the box's edge cuts counts as inside, so there is always at least one.
     inside = (pixel > start.floor()[:, None]) & (pixel < stop.ceil()[:, None])
     weight = weight * inside[:, None]
     return weight / weight.sum(-1, keepdim=True)
 
 
 def _cached_side(source: ImageSource, size: int) -> int:
-    """Return the side of the cached images: 8/7 of the crop's, or their own longest side if that is smaller."""
+    """Return the side of the cached images: 8/7 of the crop's, or the longest side in a sample if that is smaller."""
     longest, pixel, whole = 1, torch.empty(1, 1, 3, dtype=torch.uint8), partial(Box, 0, 0)
     for example in sample_examples(source, 64):
         try:
@@ -183,7 +183,7 @@ def _state_of(source: ImageSource, data: Path, split: str) -> str:
 def _state_of_file(path: str) -> str:
     try:
         stat = os.stat(path)
-    except OSError:  # a broken link is a corrupt image
+    except OSError:  # a broken link counts as a corrupt image
         return "absent"
     return f"{stat.st_size} {stat.st_mtime_ns}"
 

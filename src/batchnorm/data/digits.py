@@ -25,10 +25,10 @@ class MNIST(NamedTuple):
 
 
 def mnist(dtype: torch.dtype = torch.float32) -> MNIST:
-    """Return MNIST, 60,000 and 10,000 digits, thresholded to binary images; nothing is downloaded.
+    """Return MNIST, 60,000 training and 10,000 test digits, as binary images; nothing is downloaded.
 
     Args:
-        dtype: of the images.
+        dtype: the dtype of the images.
 
     MNIST is by Y. LeCun and C. Cortes, licence CC BY-SA 3.0; see ``LICENSE-mnist.md`` beside the data.
 

@@ -1,4 +1,4 @@
-"""Identify data sets, so that results of different ones are not mixed."""
+"""Identify data sets, so that results from different data are not mixed."""
 
 from __future__ import annotations
 

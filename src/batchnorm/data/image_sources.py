@@ -34,7 +34,7 @@ class ImageSource(Protocol):
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """How many examples each shard has; examples are numbered from shard to shard."""
+        """How many examples each shard has; examples are numbered consecutively, shard by shard."""
 
     def read(self, index: int) -> bytes:
         """Return the encoded image."""
@@ -50,7 +50,7 @@ class FolderSource:
     root: Path
     classes: tuple[str, ...]
     labels: NDArray[np.int64]
-    # Bytes in one array, not a list of str: reference counts in forked workers would copy every page of a list.
+    # Bytes in one array, not a list of str: reference counting in forked workers would copy every page of a list.
     paths: NDArray[np.bytes_]
 
     @classmethod
@@ -74,7 +74,7 @@ class FolderSource:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """One shard."""
+        """One shard that has all images."""
         return (len(self.paths),)
 
     def read(self, index: int) -> bytes:
@@ -95,9 +95,10 @@ class PartSource:
 
     @classmethod
     def open(cls, root: Path, split: str, share: float, *, held_out: bool) -> PartSource:
-        """Hold out a share of every class, at least one image of each, or keep the rest.
+        """Open the held-out share of every class, at least one image of each, or the rest.
 
-        File names decide which images, so they are the same for every seed, on every machine.
+        A hash of the file names decides which images are held out, so the choice depends neither on the seed nor on
+        the machine.
         """
         whole = open_source(root, split)
         names = [whole.name(k).removeprefix(str(root)) for k in range(len(whole.labels))]
@@ -115,7 +116,7 @@ class PartSource:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The classes of the whole."""
+        """The classes of the whole source."""
         return self.whole.classes
 
     @property
@@ -125,7 +126,7 @@ class PartSource:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """How many of the examples each shard of the whole has."""
+        """How many of the examples each shard of the whole source has, without the shards that have none."""
         ends = np.searchsorted(self.examples, np.cumsum(self.whole.shard_sizes))
         return tuple(n for n in np.diff(ends, prepend=0).tolist() if n)
 
@@ -145,7 +146,7 @@ def has_split(path: str | Path, split: str) -> bool:
 
 
 def training_splits(path: str | Path, validate: float) -> tuple[str, str]:
-    """Return the splits to train on and to validate with, as :func:`open_source` knows them.
+    """Return the splits to train on and to validate with, in the notation of :func:`open_source`.
 
     Args:
         path: the data.

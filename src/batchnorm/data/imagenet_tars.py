@@ -1,4 +1,4 @@
-"""ImageNet as its authors distribute it: a tar file that holds one per class, and a tar file of validation images."""
+"""ImageNet as its authors distribute it: a tar file of tar files, one per class, and one of validation images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tar import members, read_at
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
-# Either gives the classes of the validation images: the authors' bounding boxes, or the table of Kaggle's copy.
+# Either file gives the classes of the validation images: the authors' bounding boxes, or the table in Kaggle's copy.
 VAL_BOXES = "ILSVRC2012_bbox_val_v3.tgz"
 VAL_TABLE = "LOC_val_solution.csv"
 MAX_ANNOTATION = 2**20  # bytes of one image's bounding boxes
@@ -36,7 +36,7 @@ class OfficialTar:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """One shard."""
+        """One shard that has all images."""
         return (len(self.members),)
 
     def read(self, index: int) -> bytes:
@@ -49,7 +49,7 @@ class OfficialTar:
 
 
 def open_official(folder: Path) -> dict[str, OfficialTar]:
-    """Open the splits of ImageNet in a folder of its official tar files; the validation part may be missing.
+    """Open the splits of ImageNet in a folder of its official tar files; the validation images may be missing.
 
     Raises:
         FileNotFoundError: if the file with the validation images' classes is missing.

@@ -1,4 +1,4 @@
-"""Batches of images from folders or tar shards, the same at any position on any number of ranks and workers."""
+"""Batches of images from folders or tar shards; a step has the same images on any number of ranks and workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TooManyCorruptError(ValueError):
 
 
 class ImageBatches:
-    """Give the batches of any epoch from any step on; made by :func:`open_images`.
+    """Yield the batches of any epoch, from any step on; made by :func:`open_images`.
 
     Beyond the paper: the input pipeline.
     """
@@ -46,7 +46,7 @@ class ImageBatches:
 
     @property
     def num_examples(self) -> int:
-        """The examples of an epoch over all ranks, corrupt ones included."""
+        """The number of examples in an epoch over all ranks, including corrupt ones."""
         return self.order.num_examples
 
     @property
@@ -55,7 +55,7 @@ class ImageBatches:
         return list(self._corrupt.values())
 
     def __len__(self) -> int:
-        """Return the steps of an epoch, the same on every rank."""
+        """Return the number of steps in an epoch, the same on every rank."""
         return len(self.order)
 
     def centred(self, batch_size: int) -> ImageBatches:
@@ -112,7 +112,8 @@ class ImageBatches:
 def _requests(order: Order, epoch: int, start: int) -> Iterator[Request]:
     """Yield the requests of an epoch.
 
-    Not a method: a generator that held the batches would form a cycle, and workers would live until it is collected.
+    Not a method: a generator that refers to the ImageBatches would form a reference cycle, and the workers would live
+    until it is collected.
     """
     examples = order.examples(epoch)
     for step in range(start, len(order)):
@@ -139,33 +140,33 @@ def open_images(
 ) -> ImageBatches:
     """Open one split of an image folder or of tar shards as batches of crops.
 
-    Training (``train=True``) sees every example once an epoch, in random order, each as a random crop; evaluation sees
-    them in stored order, each as its centre square. Workers only read, decode and crop;
+    Training (``train=True``) sees every example once per epoch, in random order, each as a random crop. Evaluation
+    sees them in stored order, each as its centre square. Workers only read, decode and crop;
     :class:`batchnorm.data.Augment` does the rest.
 
     Args:
         path: a folder with ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg``, or with WebDataset's ``train-*.tar`` and
             ``val-*.tar``; images are JPEG, PNG or WebP.
-        split: the name of the part to open.
+        split: the name of the split, such as ``"train"``; ``"train[:0.1]"`` is a tenth of each class.
         size: the side of the crops.
-        batch_size: the examples of a step over all ranks together; see :class:`batchnorm.data.Order` for each rank's
+        batch_size: the number of examples in a step over all ranks; see :class:`batchnorm.data.Order` for each rank's
             part and for the last steps.
-        train: random order and crops, or stored order and centre squares.
-        shuffle: ``"fixed"`` or ``"epoch"``, for training.
-        seed: of order and crops.
-        rank: of this process.
+        train: whether to use random order and crops, or stored order and centre squares.
+        shuffle: the random order of training, ``"fixed"`` or ``"epoch"``; see :class:`batchnorm.data.Order`.
+        seed: the seed of the order and the crops.
+        rank: the rank of this process.
         world_size: the number of processes.
-        workers: processes that decode ahead; 0 decodes in this process.
+        workers: the number of processes that decode ahead; 0 decodes in this process.
         cache: ``"device"`` decodes everything once and keeps it on the device; see
             :class:`batchnorm.data.device_cache.DeviceCache` for the differences.
         decoded: with ``cache="device"``, a folder to save the decoded images in for later runs.
-        device: where batches go.
-        max_corrupt: files that may be unreadable, by default 10 plus a thousandth of all.
-        crop_area: the range of the random crops' share of the image.
+        device: the device that batches are copied to.
+        max_corrupt: how many files may be unreadable; by default 10 plus a thousandth of all examples.
+        crop_area: the range of a random crop's share of the image's area.
 
     Raises:
         FileNotFoundError: if ``path`` has neither layout.
-        ValueError: if a rank would get fewer than two examples of a step.
+        ValueError: if a rank would get fewer than two examples of a training step.
         TooManyCorruptError: if too many files are unreadable.
 
     >>> import tempfile

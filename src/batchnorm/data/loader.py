@@ -42,7 +42,7 @@ class CorruptFile(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Hold the readable images of a batch as (n, size, size, 3), and what is known of each."""
+    """Hold the readable images of a batch, of shape (n, size, size, 3), with their labels, and the corrupt files."""
 
     images: Tensor
     labels: Tensor
@@ -56,18 +56,18 @@ Crop = Callable[[Request], Sequence[Choose]]
 
 
 def random_crops(request: Request, *, seed: int, area: tuple[float, float] = CROP_AREA) -> Sequence[Choose]:
-    """Cut out random rectangles that depend only on the seed, the epoch and the example."""
+    """Choose random rectangles that depend only on the seed, the epoch and the example."""
     draws = uniforms(seed_at(seed, request.epoch, 0), request.examples, DRAWS).tolist()
     return [partial(random_box, row, area=area) for row in draws]
 
 
 def centre_crops(request: Request, *, size: int) -> Sequence[Choose]:
-    """Cut out the centre squares."""
+    """Choose the centre squares."""
     return [partial(centre_box, size=size)] * len(request.examples)
 
 
 def whole_images(request: Request) -> Sequence[Choose]:
-    """Keep the whole images."""
+    """Choose the whole images."""
     return [partial(Box, 0, 0)] * len(request.examples)
 
 
@@ -106,7 +106,7 @@ class _Requests:
 class Prefetcher:
     """Answer requests in order, in ``workers`` processes that stay alive, or in this process if ``workers`` is 0.
 
-    Only one sequence of answers runs at a time: starting the next one abandons the last.
+    Only one sequence of answers can be open at a time: starting a new one abandons the previous one.
     """
 
     def __init__(self, reader: BatchReader, workers: int, device: torch.device) -> None:
@@ -146,14 +146,14 @@ class Prefetcher:
             persistent_workers=True,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_obey_only_the_parent,
-            # Otherwise each epoch would draw from torch's global generator, and runs with and without workers differ.
+            # Without it each epoch draws from torch's global generator, and runs with and without workers differ.
             generator=torch.Generator(),
         )
 
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block Ctrl-C and SIGTERM; new workers inherit this until they ignore the signals themselves."""
+    """Block Ctrl-C and SIGTERM; new workers inherit the block until they ignore the signals themselves."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

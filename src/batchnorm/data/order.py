@@ -1,4 +1,4 @@
-"""Which examples each step sees, on any number of ranks, and batches of balanced sizes."""
+"""The examples of each step, on any number of ranks, and batches of balanced sizes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ Shuffle = Literal["fixed", "epoch"]
 
 @dataclass(frozen=True)
 class Order:
-    """Lay out epochs: every example once, in steps that all ranks share, as a function of the seed and the epoch.
+    """Divide an epoch into steps, given the seed and the epoch: every example is used once, and ranks share the steps.
 
     A step is ``batch_size`` examples over all ranks together, so a position (epoch, step) means the same on any
     number of ranks. Each rank takes one consecutive part of the step; the parts differ by at most one example.
 
-    If n is not a multiple of the batch size, the last step is smaller. In training no rank may get fewer than two
-    examples (they could not be normalized), so a leftover of less than half a step is balanced with the step before
-    it. In evaluation the leftover stays as it is, and a rank's part of it may be empty.
+    If the number of examples is not a multiple of the batch size, the last step is smaller. In training no rank may
+    get fewer than two examples, which could not be normalized, so the last two steps share their examples evenly if
+    the last would be less than half full. In evaluation the last step stays as it is, and a rank's part of it may be
+    empty.
 
     Args:
-        shard_sizes: examples in each shard.
-        batch_size: examples of a step, over all ranks.
-        train: random order and balanced last steps, or the stored order.
-        shuffle: ``"fixed"`` is one random order within shards, the same each epoch, so the same examples always meet
-            in a mini-batch; ``"epoch"`` draws a new order of the shards and within them each epoch.
-        seed: of the random order.
-        rank: of this process.
+        shard_sizes: the number of examples in each shard.
+        batch_size: the number of examples in a step, over all ranks.
+        train: whether to use random order and balanced last steps, or the stored order.
+        shuffle: ``"fixed"`` uses one random order for all epochs, so the same examples always share a mini-batch;
+            ``"epoch"`` draws a new order each epoch. Both shuffle the shards and the examples within each shard.
+        seed: the seed of the random order.
+        rank: the rank of this process.
         world_size: the number of processes.
 
     Raises:
@@ -74,7 +75,7 @@ class Order:
 
     @property
     def num_examples(self) -> int:
-        """The examples of an epoch, over all ranks."""
+        """The number of examples in an epoch, over all ranks."""
         return sum(self.shard_sizes)
 
     def __len__(self) -> int:
@@ -86,13 +87,13 @@ class Order:
         return hi - lo
 
     def rows(self, step: int) -> slice:
-        """Return which of the step's examples are this rank's."""
+        """Return this rank's slice of the step's examples."""
         each, extra = divmod(self.step_size(step), self.world_size)
         start = self.rank * each + min(self.rank, extra)
         return slice(start, start + each + (self.rank < extra))
 
     def batch(self, permuted: NDArray[np.int64], step: int) -> NDArray[np.int64]:
-        """Return this rank's examples of a step, given :meth:`examples` of its epoch."""
+        """Return this rank's examples of a step; ``permuted`` comes from :meth:`examples`."""
         lo, hi = self._bounds(step)
         return permuted[lo:hi][self.rows(step)]
 
@@ -120,13 +121,13 @@ class Order:
 class BalancedBatches(Sampler[list[int]]):
     """Sample mini-batches whose sizes differ by at most one, so that the last batch never has a single example.
 
-    Use it as a loader's ``batch_sampler``. Every example is seen once an epoch, in ceil(n / batch_size) batches.
+    Use it as a loader's ``batch_sampler``. Every example is seen once per epoch, in ceil(n / batch_size) batches.
 
     Args:
         n: the number of examples, at least 2.
         batch_size: the largest size of a batch, at least 2.
-        shuffle: draw a new permutation each epoch.
-        generator: to draw it with.
+        shuffle: whether to draw a new permutation each epoch.
+        generator: the generator that draws the permutation.
 
     Raises:
         ValueError: if a batch of one example cannot be avoided.

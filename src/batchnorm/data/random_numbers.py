@@ -11,10 +11,10 @@ _MASK = (1 << 64) - 1
 
 
 def seed_at(seed: int, *position: int) -> int:
-    """Return a 63-bit seed for a position, such as (epoch, step): always the same one.
+    """Return a 63-bit seed that depends only on the run's seed and a position, such as (epoch, step).
 
     Args:
-        seed: of the run.
+        seed: the run's seed.
         position: any number of integers.
 
     >>> import torch
@@ -29,7 +29,7 @@ def seed_at(seed: int, *position: int) -> int:
 
 
 def hashes(key: int, index: NDArray[np.int64], draws: int) -> NDArray[np.uint64]:
-    """Return ``draws`` independent 64-bit words for each index, of shape (len(index), draws)."""
+    """Return ``draws`` independent 64-bit integers for each index, of shape (len(index), draws)."""
     counter = index.astype(np.uint64)[:, None] * np.uint64(draws) + np.arange(1, draws + 1, dtype=np.uint64)
     return _mix(_mix(counter * np.uint64(_STEP)) ^ np.uint64(_mix_scalar(key)))
 

@@ -25,11 +25,11 @@ from .random_numbers import permutation, seed_at
 from .tar_shards import CLASSES_FILE, TarSource, classes_text
 
 AHEAD = 256  # images shrunk at a time
-QUALITY = 95  # of JPEG, high enough that encoding twice is not visible
+QUALITY = 95  # JPEG quality, high enough that encoding twice is not visible
 
 
 class ShardedSplit(NamedTuple):
-    """Report what was written of one split."""
+    """Summarize the shards of one split."""
 
     split: str
     examples: int
@@ -44,18 +44,18 @@ class ShardedSplit(NamedTuple):
 def shard(
     folder: Path, out: Path, /, *, per_shard: int = 5000, seed: int = 0, short_side: int | None = None
 ) -> list[ShardedSplit]:
-    """Turn an image folder, or ImageNet's own tar files, into tar shards in random order, and print what was written.
+    """Pack an image folder, or ImageNet's official tar files, into tar shards in random order, and print a summary.
 
     Encoded images are copied as they are, or shrunk. ``classes.txt`` beside the shards has the class names. The folder
     ``out`` appears only when all of it is safely on disk. The same images and options give the same bytes.
 
     Args:
-        folder: with train/CLASS/*.jpg and perhaps val/CLASS/*.jpg; or with ILSVRC2012_img_train.tar and perhaps
-            ILSVRC2012_img_val.tar beside the file with its classes, ILSVRC2012_bbox_val_v3.tgz or
+        folder: a folder with train/CLASS/*.jpg and perhaps val/CLASS/*.jpg; or with ILSVRC2012_img_train.tar and
+            perhaps ILSVRC2012_img_val.tar beside the file with its classes, ILSVRC2012_bbox_val_v3.tgz or
             LOC_val_solution.csv.
-        out: the folder to make.
-        per_shard: images in a shard, at most.
-        seed: of the order of the images.
+        out: the folder to create.
+        per_shard: the largest number of images in a shard.
+        seed: the seed of the images' random order.
         short_side: shrink images whose shorter side is longer than this, to JPEGs of quality 95; 256 is enough for
             crops of 224 px.
 
@@ -139,7 +139,7 @@ def _contents(source: ImageSource, examples: NDArray[np.int64], short_side: int 
     if short_side is None:
         yield from map(read, examples.tolist())
         return
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the interpreter's lock
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the GIL
         for start in range(0, len(examples), AHEAD):
             files = [read(example) for example in examples[start : start + AHEAD].tolist()]
             yield from pool.map(lambda file: shrink(file[0], file[1], short_side), files)
@@ -159,8 +159,8 @@ def shrink(data: bytes, suffix: str, short_side: int) -> tuple[bytes, str]:
 
     Args:
         data: the encoded image.
-        suffix: of its file, such as ".png".
-        short_side: pixels of the shorter side of the result, at most.
+        suffix: its file's suffix, such as ".png".
+        short_side: the largest shorter side of the result, in pixels.
 
     >>> from PIL import Image
     >>> file = io.BytesIO(); Image.new("L", (400, 200)).save(file, "PNG")

@@ -18,9 +18,9 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
     of several concatenated archives. A complete archive ends with a block of zeros, and only zeros may follow it.
 
     Args:
-        file: seekable; it may be read and sought between two members.
-        name: what to call it in errors.
-        start, length: where the archive lies in the file, if it is not all of it.
+        file: a seekable file; the caller may read and seek it between two members.
+        name: the file's name in errors.
+        start, length: the archive's position in the file, if the file holds more than the archive.
 
     Raises:
         ValueError: if it is not a tar file, is cut off or damaged, or has data after its end.
@@ -30,7 +30,7 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
-                # A tar header can hold a negative size, which would move tarfile backwards for ever.
+                # A tar header can hold a negative size, which would make tarfile seek backwards forever.
                 if not 0 <= member.size <= stop - member.offset_data:
                     raise ValueError(f"member {member.name!r:.80} extends past the end of the file")
                 if member.issparse():
@@ -39,7 +39,7 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
                     yield member
             end = tar.offset
         _check_end(file, end, stop)
-    # For some damaged headers tarfile raises other errors than its own.
+    # For some damaged headers tarfile raises errors other than TarError.
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, EOFError) as error:
         raise ValueError(f"{name} is not a complete, uncompressed tar file ({error}): copy it again") from error
 
@@ -47,7 +47,7 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
 def read_at(path: Path, offset: int, length: int) -> bytes:
     """Return a part of a file.
 
-    The file is opened each time, which costs microseconds: there are no descriptors to share with forked workers or
+    The file is opened each time, which costs microseconds, so there are no descriptors to share with forked workers or
     to run out of.
     """
     with path.open("rb", buffering=0) as file:

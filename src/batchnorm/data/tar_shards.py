@@ -149,7 +149,7 @@ class ShardIndex:
         return None
 
     def _is_consistent(self) -> bool:
-        """Return whether every image lies inside its shard."""
+        """Return whether all types, shapes and labels are valid and every image lies inside its shard."""
         n, count = len(self.labels), len(self.shards)
         if (
             [self.shards.dtype.kind, self.members.dtype.kind] != ["S", "S"]
@@ -161,7 +161,7 @@ class ShardIndex:
             return False
         if not n:
             return True
-        # Examples are numbered from shard to shard.
+        # Examples are numbered consecutively, shard by shard.
         if self.shard_of.min() < 0 or self.shard_of.max() >= count or (np.diff(self.shard_of) < 0).any():
             return False
         (offset, length), size = self.spans.T, self.states[self.shard_of, 0]

@@ -1,4 +1,4 @@
-"""How good a network is: accuracy, many crops, many networks."""
+"""Evaluation of networks: accuracy, many crops per image, and ensembles."""
 
 from .accuracy import Accuracy, Score, count_correct, score
 from .crops import Crops

@@ -1,4 +1,4 @@
-"""How good predictions are: accuracy at 1 and at 5, log loss, calibration."""
+"""Scores of predictions: accuracy at 1 and at 5, log loss and calibration."""
 
 from __future__ import annotations
 
@@ -61,16 +61,17 @@ def count_correct(
     bf16: bool = False,
     loss: Tensor | None = None,
 ) -> Tensor:
-    """Count the examples that are correct at 1, correct at 5, and all, in a float64 tensor that ranks can add up.
+    """Count the examples that are correct at 1, those correct at 5, and all examples, in a float64 tensor.
 
-    The network runs in the mode it is in; put it into ``eval()`` first. Empty batches, which a rank may get at the end
-    of an epoch, count nothing. With fewer than five classes every example is correct at 5.
+    Ranks can add their tensors up. The network runs in the mode it is in; put it into ``eval()`` first. Empty batches,
+    which a rank may get at the end of an epoch, are skipped. With fewer than five classes every example is correct at
+    5.
 
     Args:
-        net: gives class scores.
+        net: a network that returns class scores.
         batches: pairs of uint8 images and labels.
-        prepare: turns such images into the network's input.
-        device: where the count is kept.
+        prepare: turns the images into the network's input.
+        device: the device of the counts.
         bf16: run under autocast.
         loss: a float64 tensor of one element, to which the sum of the examples' cross-entropies is added.
 
@@ -117,17 +118,18 @@ class Score(NamedTuple):
 def score(probabilities: Tensor, labels: Tensor, name: str = "the network") -> Score:
     """Score class probabilities, one row per example; in a distributed run, over the examples of all ranks.
 
-    The calibration error bins examples by their confidence, the largest probability, into B_1 to B_15 of equal width:
+    The calibration error sorts examples by their confidence, the largest probability, into bins B_1 to B_15 of equal
+    width:
 
         sum_b |B_b| / n * |accuracy(B_b) - confidence(B_b)|
 
     Args:
         probabilities: (n, classes); n may be 0 on some ranks.
         labels: (n,).
-        name: what messages call the network.
+        name: the network's name in messages.
 
     Raises:
-        ValueError: on every rank, if there are no examples or a probability on any rank is NaN.
+        ValueError: on every rank, if there are no examples or a probability on any rank is NaN or infinite.
 
     >>> print(score(torch.tensor([[0.75, 0.25], [0.75, 0.25]]), torch.tensor([0, 1])))
     top-1 error 50.00%, top-5 error 0.00%, log loss 0.837, calibration error 25.00%

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-# GoogLeNet's ("Going deeper with convolutions", Sec. 7): short sides for crops of 224. Other sizes keep the ratios.
+# GoogLeNet's short sides for crops of 224 px ("Going deeper with convolutions", Sec. 7). Other sizes keep the ratios.
 SCALES = (256, 288, 320, 352)
 CROP = 224
 
@@ -25,18 +25,19 @@ class Square(NamedTuple):
 class Crops:
     """Describe the crops of an image that a network sees; their class probabilities are averaged.
 
-    The image is resized so that its short side has each of ``scales``; an image smaller than that is enlarged, so any
-    image has all crops. From each resized image come one or three squares as high as its short side: centre, or left,
-    centre and right (top, centre and bottom). From each square come crops of ``size``: its centre; with ``corners``
-    also its corners; with ``whole`` also the square itself, resized. ``mirror`` adds the mirror image of each.
+    The image is resized once for each of ``scales``, which becomes its short side; an image smaller than that is
+    enlarged, so any image has all crops. Each resized image gives squares whose side is its short side: one at the
+    centre, or three at the left, centre and right (top, centre and bottom of a tall image). Each square gives crops of
+    ``size``: its centre; with ``corners`` also its corners; with ``whole`` also the square itself, resized. ``mirror``
+    adds the mirror image of each crop.
 
-    Without scales there is one crop, the centre as validation during training sees it
+    Without scales there is one crop, the centre that validation during training uses
     (:func:`batchnorm.data.crop_boxes.centre_box`), so that both give the same accuracy.
 
     Args:
         size: height and width of the crops, the network's input.
         scales: short sides, each at least ``size``.
-        squares: 1 or 3.
+        squares: the number of squares from each resized image, 1 or 3.
         corners: add each square's corners.
         whole: add the square itself, resized.
         mirror: add the mirror image of each crop.
@@ -75,8 +76,8 @@ class Crops:
     def of(cls, count: Count, size: int) -> Crops:
         """Return the usual 1, 10 or 144 crops at any size.
 
-        1 is the centre; 10 are corners and centre of the centre square at one scale, mirrored (Krizhevsky et al.,
-        2012); 144 are GoogLeNet's: 4 scales x 3 squares x 6 crops x 2 mirrors.
+        1 is the centre; 10 are the corners and the centre of the centre square at one scale, and their mirror images
+        (Krizhevsky et al., 2012); 144 are GoogLeNet's: 4 scales x 3 squares x 6 crops x 2 mirrors.
         """
         scales = tuple(round(size * scale / CROP) for scale in SCALES)
         if count == 1:
@@ -94,12 +95,12 @@ class Crops:
 
     @property
     def per_square(self) -> int:
-        """Crops from one square, mirrored ones included."""
+        """The number of crops from one square, including mirrored ones."""
         return (len(crop_boxes(self.size, self.size, self.corners)) + self.whole) * (1 + self.mirror)
 
     @property
     def count(self) -> int:
-        """Crops from one image."""
+        """The number of crops from one image."""
         return len(self.sides) * self.squares * self.per_square
 
 
@@ -114,7 +115,7 @@ def resized(width: int, height: int, scale: int) -> tuple[int, int]:
 
 
 def square_boxes(width: int, height: int, squares: int) -> tuple[Square, ...]:
-    """Return the squares of a resized image: left, centre and right of a wide one, top to bottom of a high one.
+    """Return the squares of a resized image: left, centre and right of a wide one, top to bottom of a tall one.
 
     >>> square_boxes(341, 256, 3)[1]
     Square(left=42, top=0, right=298, bottom=256)
@@ -126,7 +127,7 @@ def square_boxes(width: int, height: int, squares: int) -> tuple[Square, ...]:
 
 
 def crop_boxes(side: int, size: int, corners: bool) -> tuple[Square, ...]:
-    """Return where the crops lie in a square: the centre, then the corners.
+    """Return the boxes of the crops in a square: the centre, then the corners.
 
     >>> crop_boxes(256, 224, corners=False)
     (Square(left=16, top=16, right=240, bottom=240),)

@@ -1,4 +1,4 @@
-"""Many networks: the arithmetic mean of their class probabilities, one network in memory at a time."""
+"""Ensembles: the arithmetic mean of several networks' class probabilities, with one network in memory at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .square_crops import SquareBatches
 
 
 class Member(NamedTuple):
-    """Hold a network's own score, and the score of the mean of all networks up to it.
+    """Hold a network's own score, and the score of the mean of all networks added so far.
 
     Paper: Sec. 4.2.3
     """
@@ -88,10 +88,10 @@ class Ensemble:
         self._labels: Tensor | None = None
 
     def add(self, name: str, probabilities: Tensor, labels: Tensor) -> Member:
-        """Add a network's probabilities for this rank's images; every rank calls it.
+        """Add a network's probabilities for this rank's images; every rank must call this.
 
         Raises:
-            ValueError: if a probability is NaN, or the images are not those of the networks before.
+            ValueError: if a probability is NaN, or the images differ from those of earlier networks.
         """
         if self._sum is None or self._votes is None or self._labels is None:
             self._sum, self._labels = torch.zeros_like(probabilities), labels
@@ -119,10 +119,10 @@ class Ensemble:
         return self._sum / len(self.members)
 
     def report(self, crops: int, last: Predictions) -> EnsembleReport:
-        """Return the report; every rank calls it.
+        """Return the report; every rank must call this.
 
         Args:
-            crops: how many of each image were averaged.
+            crops: the number of crops of each image that were averaged.
             last: any member's predictions, which list enlarged and corrupt images.
         """
         corrupt = tuple(file for part in gather_objects(last.corrupt) for file in part)
@@ -130,9 +130,9 @@ class Ensemble:
         return EnsembleReport(crops, tuple(self.members), self.disagreement(), enlarged, corrupt)
 
     def disagreement(self) -> float | None:
-        """Return how often the first choices of two networks differ, over all images and pairs; None for fewer.
+        """Return how often two networks' first choices differ, over all images and pairs; None for a single network.
 
-        With v_c first choices for class c among K networks it is 1 - sum_c v_c (v_c - 1) / (K (K - 1)).
+        If v_c of K networks choose class c for an image, it is the mean of 1 - sum_c v_c (v_c - 1) / (K (K - 1)).
         """
         k = len(self.members)
         if k < 2 or self._votes is None:
@@ -148,15 +148,15 @@ def evaluate_networks(
 ) -> EnsembleReport:
     """Score networks and the mean of their class probabilities, with one network in memory at a time.
 
-    In a distributed run every rank calls it with its own part of the images and gets the scores over all of them.
+    In a distributed run every rank calls this with its own part of the images and gets the scores over all images.
 
     Args:
         networks: functions that build or load each network, by name.
         batches: from :func:`batchnorm.evaluate.open_squares`; each network passes over them once.
-        batch_size: crops that a network takes at a time.
+        batch_size: crops per forward pass.
 
     Raises:
-        ValueError: without networks, or naming one that does not fit the data or has diverged.
+        ValueError: if there are no networks, or if one does not fit the data or has diverged; the message names it.
 
     Paper: Sec. 4.2.3; Fig. 4
     """

@@ -18,7 +18,7 @@ from .square_crops import SquareBatches, Squares
 
 
 def cut_views(squares: Tensor, crops: Crops) -> Tensor:
-    """Return the crops of squares of one scale, as uint8 of shape (crops of a square, squares, 3, size, size).
+    """Return the crops of squares of one scale, as uint8 of shape (crops per square, squares, 3, size, size).
 
     The order is the centre, the corners, the whole square, then their mirror images.
 
@@ -27,7 +27,7 @@ def cut_views(squares: Tensor, crops: Crops) -> Tensor:
     """
     n, side, size = len(squares), squares.shape[-1], crops.size
     boxes = crop_boxes(side, size, crops.corners)
-    # Filled in place, channels last: one write for each crop.
+    # Allocate the result, channels last, and fill it in place, so that each crop is written once.
     views = squares.new_empty(crops.per_square, n, size, size, 3).movedim(-1, 2)
     for view, box in zip(views, boxes, strict=False):
         view.copy_(squares[..., box.top : box.bottom, box.left : box.right])
@@ -49,9 +49,9 @@ class MeanProbabilities(nn.Module):
     network runs in bfloat16; probabilities are float32.
 
     Args:
-        net: gives class scores for normalized images; put it into evaluation mode first.
-        crops: those passed to :func:`batchnorm.evaluate.open_squares`.
-        batch_size: crops that the network takes at a time.
+        net: a network that returns class scores for normalized images; put it into evaluation mode first.
+        crops: the crops passed to :func:`batchnorm.evaluate.open_squares`.
+        batch_size: crops per forward pass, approximately.
 
     Paper: Sec. 4.2.3
     """
@@ -63,13 +63,13 @@ class MeanProbabilities(nn.Module):
     def forward(self, squares: Squares) -> Tensor:
         """Return one row of probabilities for each image of the step."""
         device = self.normalize.shift.device
-        # Nothing here waits for the device: the next step's squares are copied while this one's are computed.
+        # Nothing here waits for the device, so the next step's squares are copied while it computes this step's.
         levels = [self._level(pixels.to(device, non_blocking=True).movedim(-1, 1)) for pixels in squares.pixels]
         rows = squares.rows.to(device, non_blocking=True)
         return torch.stack(levels).mean(0)[rows].mean(1)
 
     def _level(self, squares: Tensor) -> Tensor:
-        """Return each square's mean over its crops."""
+        """Return each square's mean probabilities over its crops."""
         views = cut_views(squares, self.crops).flatten(0, 1)
         # Even parts: a small last one would leave the device idle.
         parts = max(1, round(len(views) / self.batch_size))
@@ -93,7 +93,7 @@ class Predictions(NamedTuple):
     """(images, classes), the mean over crops"""
     labels: Tensor
     examples: Tensor
-    """the number of each image in its split"""
+    """the index of each image in its split"""
     enlarged: int
     """images smaller than the crop"""
     corrupt: tuple[CorruptFile, ...]
@@ -106,13 +106,13 @@ def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, na
     The network is moved to the batches' device and runs in evaluation mode; its modules' modes are restored afterwards.
 
     Args:
-        net: gives class scores for normalized images of the crops' size.
-        batches: from :func:`batchnorm.evaluate.open_squares`.
-        batch_size: crops that the network takes at a time.
-        name: what messages call the network.
+        net: a network that returns class scores for normalized images of the crops' size.
+        batches: the images, from :func:`batchnorm.evaluate.open_squares`.
+        batch_size: crops per forward pass, approximately.
+        name: the network's name in messages.
 
     Raises:
-        ValueError: if the network does not take such images, or has other classes than the data.
+        ValueError: if the network does not take such images, or its number of classes is not that of the data.
 
     Paper: Sec. 4.2.3, "multicrop inference"
     """
@@ -141,7 +141,7 @@ def check_fits(mean: MeanProbabilities, classes: int, name: str) -> None:
     """Try the network on one black image, on every rank, so that all of them stop if it does not fit.
 
     Raises:
-        ValueError: as :func:`predict`.
+        ValueError: for the same reasons as :func:`predict`.
     """
     size = mean.crops.size
     try:

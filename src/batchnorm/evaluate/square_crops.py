@@ -24,7 +24,7 @@ from ..data.order import Order
 from ..optional_packages import require
 from .crops import Crops, resized, square_boxes
 
-# Beyond this aspect ratio the squares do not overlap, and most of the image is in none of them.
+# Beyond this aspect ratio the squares do not overlap, and part of the image is in none of them.
 LONG = 3
 
 
@@ -37,10 +37,10 @@ class Squares(NamedTuple):
     pixels: list[Tensor]
     """uint8 of shape (squares, side, side, 3), one for each scale"""
     rows: Tensor
-    """(images, squares): the squares of each image; a square image has one, used for all three"""
+    """(images, squares): the index of each image's squares in ``pixels``; a square image has one, used for all three"""
     labels: Tensor
     examples: Tensor
-    """the number of each image in its split"""
+    """the index of each image in its split"""
     enlarged: int
     """images smaller than the crop"""
     corrupt: list[CorruptFile]
@@ -48,7 +48,7 @@ class Squares(NamedTuple):
 
 @dataclass(frozen=True)
 class SquareReader(Dataset[Squares]):
-    """Read, decode and cut images; corrupt ones are left out and listed."""
+    """Read and decode images, and cut them into squares; corrupt ones are left out and listed."""
 
     source: ImageSource
     crops: Crops
@@ -90,14 +90,14 @@ class SquareReader(Dataset[Squares]):
 
 
 class SquareBatches:
-    """Give every image of a split once per pass, as squares; made by :func:`open_squares`."""
+    """Yield every image of a split once per pass, as squares; made by :func:`open_squares`."""
 
     def __init__(self, source: ImageSource, crops: Crops, order: Order, workers: int, device: torch.device) -> None:
         self.source, self.crops, self.order, self.device = source, crops, order, device
         examples = order.examples(0)
         steps = [order.batch(examples, step) for step in range(len(order))]
         self.num_examples = sum(map(len, steps))
-        """images of this rank, corrupt ones included"""
+        """the number of this rank's images, including corrupt ones"""
         self._loader = DataLoader(
             SquareReader(source, crops),
             batch_size=None,
@@ -115,11 +115,11 @@ class SquareBatches:
         return self.source.classes
 
     def __len__(self) -> int:
-        """Return the steps, the same on every rank."""
+        """Return the number of steps, the same on every rank."""
         return len(self.order)
 
     def __iter__(self) -> Iterator[Squares]:
-        """Yield this rank's part of each step, pixels in pinned memory if the device is a GPU."""
+        """Yield this rank's part of each step, with pixels in pinned memory if the device is a GPU."""
         return cast("Iterator[Squares]", iter(self._loader))
 
 
@@ -137,14 +137,14 @@ def open_squares(
     """Open a split of an image folder or of tar shards for evaluation: every image exactly once over all ranks.
 
     Args:
-        path: folder with SPLIT/CLASS/*.jpg or with SPLIT-*.tar.
-        split: its name.
-        crops: of each image.
-        batch_size: crops that a network takes at a time, on each rank; a step has about as many images as fill it.
-        workers: processes that decode ahead; 0 decodes in this process.
-        rank: of this process.
+        path: a folder with SPLIT/CLASS/*.jpg or with SPLIT-*.tar.
+        split: the name of the split.
+        crops: the crops of each image.
+        batch_size: crops per forward pass on each rank; a step has about ``batch_size / crops.per_square`` images.
+        workers: the number of processes that decode ahead; 0 decodes in this process.
+        rank: the rank of this process.
         world_size: the number of processes.
-        device: where the network is.
+        device: the network's device.
 
     Raises:
         FileNotFoundError: if the folder or its images are not found.
@@ -165,7 +165,7 @@ def decode(data: bytes) -> Tensor:
     """Return an image's pixels, uint8 of shape (height, width, 3).
 
     Raises:
-        CorruptImageError: with the decoder's reason.
+        CorruptImageError: if the image cannot be decoded; the message gives the decoder's reason.
     """
     try:
         return torch.from_numpy(np.array(to_rgb(require("PIL.Image", "train").open(io.BytesIO(data)))))
@@ -185,7 +185,7 @@ def cut_squares(image: Tensor, crops: Crops) -> list[Tensor]:
     height, width = image.shape[:2]
     squares = 1 if width == height else crops.squares
     if max(width, height) > LONG * min(width, height):
-        # differs from the protocol: cut first, then resize; enlarging all of a very long image would fill the memory.
+        # Unlike GoogLeNet's protocol, cut first and then resize: enlarging all of a very long image would fill memory.
         parts = [image[t:b, left:r] for left, t, r, b in square_boxes(width, height, squares)]
         return [torch.stack([_resize(part, scale, scale) for part in parts]) for scale in crops.scales]
     levels = []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import at_least
 from .bn_inception.blocks import InceptionModule
 
-# Szegedy et al. (2014), Table 1: #1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool projection, and the map's height.
+# Szegedy et al. (2014), Table 1: #1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool projection, feature map's height.
 GOOGLENET = (
     (64, 96, 128, 16, 32, 32, 28),
     (128, 128, 192, 32, 96, 64, 28),
@@ -27,7 +27,7 @@ GOOGLENET = (
 
 
 class LayerCost(NamedTuple):
-    """Hold one layer that has parameters or changes the map: its path, output shape and cost for one image."""
+    """Hold a layer's path, output shape and cost for one image."""
 
     name: str
     kind: str
@@ -60,12 +60,13 @@ class Description(NamedTuple):
 def describe(net: nn.Module, size: int = 224, channels: int = 3) -> Description:
     """Count each layer's parameters and multiply-adds in a pass on the meta device, where nothing is computed.
 
-    Multiply-adds count convolutions and linear layers, as the literature does.
+    Only layers with parameters, pooling and local response normalization are listed. Multiply-adds are those of
+    convolutions and linear layers, as usual in the literature.
 
     Args:
         net: a network that takes images.
         size: height and width of the image.
-        channels: its channels.
+        channels: number of channels of the image.
 
     >>> describe(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()), size=4).multiply_adds
     3456
@@ -94,7 +95,7 @@ def _note(found: list[LayerCost], name: str, module: nn.Module, args: tuple[Tens
 
 
 def _depth(net: nn.Module) -> int:
-    """Count weight layers on the longest path: children run in sequence, except an Inception module's branches."""
+    """Count weight layers on the longest path: children run in sequence, but an Inception module's run in parallel."""
     if isinstance(net, nn.Conv2d | nn.Linear):
         return 1
     depths = [_depth(child) for child in net.children()]

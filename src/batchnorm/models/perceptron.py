@@ -25,11 +25,11 @@ def perceptron(
     The submodules are named linear1, bn1, sigmoid1, linear2, ..., output; the plain network has no bn.
 
     Args:
-        batch_norm: normalize before each sigmoid. The weights W drawn are the same with and without.
+        batch_norm: normalize before each sigmoid. With the same seed, the weights W are the same with and without it.
         inputs: the length of an input vector; 28x28 in the paper.
         widths: the number of activations of each hidden layer.
         classes: the number of outputs.
-        std: the width of the Gaussians that the weights are drawn from; the paper says "small". Biases start at 0.
+        std: the standard deviation of the Gaussian initial weights; the paper says "small". Biases start at 0.
         seed: seed of the weights; None draws from torch's global generator.
 
     >>> [name for name, _ in perceptron(widths=(5,)).named_children()]

@@ -1,1 +1,1 @@
-"""What a run leaves behind: result files with their provenance, pictures, one page of HTML."""
+"""Reports from result files: README's tables, Figure 1, and an HTML page that compares runs."""

@@ -1,4 +1,4 @@
-"""Figure 1 and the claims of Section 4.1: a picture laid out as in the paper, and tables of paper versus here."""
+"""Figure 1 and the claims of Section 4.1: a picture laid out as in the paper, and tables that compare with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def draw(runs: Sequence[Run], out: Path) -> list[Path]:
     """Draw ``fig1.png`` and ``fig1.svg`` into ``out`` from a run without and a run with batch normalization.
 
     Args:
-        runs: with ``batch_norm`` in their ``config``; the first of each kind is drawn.
+        runs: runs whose ``config`` has ``batch_norm``; the first run of each kind is drawn.
         out: the folder.
 
     Raises:

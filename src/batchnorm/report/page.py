@@ -21,7 +21,8 @@ from .figure1 import paper_versus_here, steps_to
 from .runs import ACCURACIES, Curve, Run, read_runs
 
 PageSection = tuple[str, str, Sequence[Sequence[str]]]
-# The most percentile values that one run may put into the page: 125 records of three layers of 100 units.
+# The most percentile values that one run may put into the page: 125 records of three percentiles of three layers of
+# 100 units.
 BUDGET = 125 * 3 * 3 * 100
 
 MEASURES = (
@@ -61,7 +62,7 @@ def report(options: Report) -> Path:
 
     Raises:
         FileNotFoundError: if a folder holds no run.
-        ValueError: if a file is not a run's, with its name.
+        ValueError: if a file does not belong to a run; the message names it.
     """
     check_writable(options.out)
     runs = read_runs(options.runs)
@@ -78,9 +79,9 @@ def write_report(
     """Write the page for these runs to ``path``; it is one file and loads nothing else.
 
     Args:
-        runs: to compare.
-        path: of the page.
-        title: by default made from the runs.
+        runs: the runs to compare.
+        path: the file to write.
+        title: the page's title; by default it is made from the runs.
         sections: headings, texts and tables about the runs; by default Section 4.1's claims.
     """
     # A lone surrogate, from an undecodable file name or a JSON string, cannot be encoded in UTF-8.

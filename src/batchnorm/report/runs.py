@@ -26,7 +26,7 @@ ACCURACIES = ("accuracy", "top1")
 
 @dataclass(frozen=True)
 class Run:
-    """Hold what was read from one run's folder."""
+    """Hold the contents of one run's folder."""
 
     name: str
     config: dict[str, Any]
@@ -50,7 +50,7 @@ class Run:
 
     @cached_property
     def layers(self) -> list[str]:
-        """The layers that every record has percentiles of, in the order of the network."""
+        """The layers whose percentiles are in every record, in the network's order."""
         first, *others = [r.percentiles for r in self.percentiles] or [{}]
         return [layer for layer in first if all(layer in p for p in others)]
 
@@ -91,7 +91,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
     Raises:
         FileNotFoundError: if a path holds no run.
-        ValueError: if there is no path, or if a file is not a run's, with its name.
+        ValueError: if there is no path, or if a file does not belong to a run; the message names it.
     """
     if not paths:
         raise ValueError("give at least one run folder")
@@ -107,7 +107,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Name runs by the last part of their path, or by a longer part if that is not unique."""
+    """Name runs after the last part of their path, or after a longer part if that is not unique."""
     last = [_printable(f.resolve().name) for f in folders]
     if len(set(last)) == len(last):
         return last
@@ -169,7 +169,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def _place(curve: str) -> int:
-    """Return a curve's place among the others: held-out accuracy comes first."""
+    """Return a curve's sort key: held-out accuracy comes first, then training accuracy, then all others."""
     if not curve.endswith(ACCURACIES):
         return 2
     return 1 if curve.startswith("train") else 0
@@ -178,7 +178,7 @@ def _place(curve: str) -> int:
 def _recipe(folder: Path) -> dict[str, Any]:
     """Return the settings of a run of ``batchnorm train``, by the names shown in the table.
 
-    None of these is ``batch_norm``, which marks the two networks of Section 4.1.
+    The names have spaces, so none of them is ``batch_norm``, which marks the two networks of Section 4.1.
     """
     return {key.replace("_", " "): value for key, value in _json(folder / "recipe.json").items()}
 

@@ -19,7 +19,7 @@ HALVED = "*"
 
 
 def alternatives(results: Path) -> str:
-    """Return what usual tools cannot do and what to use here, with a test or a result file for each line."""
+    """Return a table of what the usual tools cannot do, with a test or a result file, and of what to use instead."""
     steps, kernels = read(results, NETWORKS), read(results, "kernels-h200.json")
     resnet = next(
         (

@@ -126,7 +126,7 @@ def paper(results: Path) -> str:
 
 
 def figures(results: Path) -> str:
-    """Return README's Figures 3 and 4 as Markdown, with their pictures, as far as they have been run.
+    """Return README's Figures 2 to 4 as Markdown; a figure without a result file is left out.
 
     Paper: Figs. 2, 3, 4
     """
@@ -199,7 +199,7 @@ def pages(root: Path) -> dict[Path, str]:
 
 
 def _fine_tuning(r: Result) -> str:
-    """Tabulate accuracies by batch size, kind of statistics and rate, the best rate of each row in bold."""
+    """Tabulate accuracies by batch size, kind of statistics and rate, with the best rate of each row in bold."""
     options, best = r["options"], {(row["batch"], row["statistics"]): row["rate"] for row in r["rows"]}
     rows = [["batch", "statistics", *(f"rate {rate:g}" for rate in options["rates"])]]
     for batch, kind in best:

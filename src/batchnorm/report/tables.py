@@ -1,4 +1,4 @@
-"""Markdown tables of result files: what README and the documentation show."""
+"""Markdown tables of result files, for README and the documentation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read(results: Path, file: str) -> Result | None:
 
 
 def cells(row: Row, results: Path) -> list[str]:
-    """Return what a row measured, linked to its file, and on which machine."""
+    """Return a row's measurement, linked to its result file, and the machine."""
     result = read(results, row.file)
     if result is None:
         return ["not yet run", ""]

@@ -63,7 +63,7 @@ def compare(
 
     Args:
         options: data, folder, device, how often to report.
-        recipe: schedule and augmentation, as for train.
+        recipe: the run of the paper whose schedule and augmentation to use.
         overrides: fields of the recipe to change.
         rates: learning rates to try.
         seeds: runs of each network at each rate.
@@ -127,7 +127,7 @@ def compare(
 
 
 def _changes(recipe: Recipe, classes: int) -> dict[bool, Change]:
-    """Return how to change the network to get it without and with batch normalization, and try both.
+    """Return the changes that give the network without and with batch normalization, and try both.
 
     Raises:
         ValueError: if one of the two cannot be built, trained or folded.

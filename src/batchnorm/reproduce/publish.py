@@ -17,11 +17,11 @@ from ..results import check_writable, environment, write_json
 Given = TypeVar("Given")
 Found = TypeVar("Found")
 
-# The first two are the networks with and without batch normalization.
+# In pictures, BLUE is the network with batch normalization and ORANGE is the one without.
 BLUE, ORANGE, GREEN, GREY = "#2a6fc9", "#d9622b", "#14835b", "#8b8a84"
 
 
-# In all commands: numbers that must be positive, and counts that must be at least 1.
+# Options of all commands that must be positive, and options that must be at least 1.
 POSITIVE = ("rate", "rates", "equal_rate", "std", "stds", "factors", "tail")
 COUNTS = ("steps", "batch_steps", "bias_steps", "marks", "seeds", "examples", "processes")
 
@@ -33,7 +33,7 @@ class Experiment:
     processes: int | None = None
     """Number of processes; by default one per core."""
     out: Path = Path("runs")
-    """Folder for the JSON result and its picture; the published ones are in results."""
+    """Folder for the JSON result and its picture; the published ones are in results/."""
 
     def __post_init__(self) -> None:
         given = vars(self)

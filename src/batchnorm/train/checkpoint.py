@@ -30,7 +30,7 @@ class CheckpointError(ValueError):
 
 
 class Checkpoint(NamedTuple):
-    """Hold a checkpoint, and why any newer ones were skipped."""
+    """Hold a checkpoint, and the reasons why newer ones were skipped."""
 
     step: int
     model: dict[str, Tensor]
@@ -92,7 +92,7 @@ def load_latest(folder: Path) -> Checkpoint | None:
     """Return the newest intact checkpoint, or None if there are no checkpoints.
 
     Raises:
-        CheckpointError: if there are checkpoints but none is usable; the message says why, for each.
+        CheckpointError: if there are checkpoints but none is usable; the message gives the reason for each.
     """
     passed_over: list[str] = []
     for path in _newest_first(folder):

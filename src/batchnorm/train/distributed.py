@@ -20,7 +20,7 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Ranks:
-    """Describe this process's place among those that train together; a single process is rank 0 of 1.
+    """Describe this process's rank among the processes that train together; a single process is rank 0 of 1.
 
     >>> Ranks().any(True), Ranks().main
     (True, True)
@@ -30,7 +30,7 @@ class Ranks:
     world_size: int = 1
     device: torch.device = CPU
     control: distributed.ProcessGroup | None = None
-    """a group for decisions on the host, next to the NCCL group"""
+    """with NCCL, a second group that communicates on the CPU"""
 
     @property
     def main(self) -> bool:
@@ -59,8 +59,8 @@ class Ranks:
     def average_statistics_(self, net: nn.Module) -> None:
         """Replace each running average by its mean over the ranks.
 
-        DistributedDataParallel would keep only rank 0's. Takes one all-reduce, or none with a single rank, ``Sync`` or
-        ``nn.SyncBatchNorm``.
+        DistributedDataParallel would keep only rank 0's averages. This takes one all-reduce, or none with a single
+        rank, ``Sync`` or ``nn.SyncBatchNorm``.
         """
         if self.world_size == 1:
             return
@@ -103,7 +103,7 @@ def find_device(name: str) -> torch.device:
 
 @contextmanager
 def ranks(device: str = "auto") -> Iterator[Ranks]:
-    """Join the processes that ``torchrun`` started, or run as a single one.
+    """Join the processes that ``torchrun`` started, or run as a single process.
 
     Args:
         device: "cpu", "cuda", or "auto" for a GPU if there is one. Each rank on a machine takes its own GPU.

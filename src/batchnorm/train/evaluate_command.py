@@ -35,7 +35,7 @@ def evaluate(
         runs: folders written by batchnorm train; several are also averaged.
         data: folder with val/CLASS/*.jpg or with val-*.tar.
         crops: crops per image: 1 (centre), 10, or 144 (4 scales x 3 squares x 6 crops x 2 mirrors).
-        split: which part of the data.
+        split: the split of the data to score.
         device: cpu, cuda, or auto.
         batch_size: crops per forward pass.
         workers: processes per rank that decode images.

@@ -20,7 +20,7 @@ def population_network(
 ) -> nn.Module:
     """Return a copy of the network with population statistics in place of its running averages.
 
-    A network without batch normalization, or with frozen statistics, is only copied. Every rank calls this.
+    A network without batch normalization, or with frozen statistics, is only copied. Every rank must call this.
 
     Args:
         net: the trained network.

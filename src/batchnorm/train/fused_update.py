@@ -21,14 +21,14 @@ CHUNK = 2048  # elements that one program updates
 
 
 class Trained(NamedTuple):
-    """A weight, its gradient, and the copy that the network uses; None if it uses the weight itself."""
+    """Hold a weight, its gradient, and the bfloat16 copy that the network uses (None if it uses the weight itself)."""
 
     weight: Tensor
     gradient: Tensor
     copy: Tensor | None
 
     def fits(self) -> bool:
-        """Return whether the kernel can update the weight: it needs one memory layout and certain types."""
+        """Return whether the kernel can update the weight: the tensors need one dense layout and matching types."""
         kind = torch.float32 if self.copy is None else torch.bfloat16
         others = [self.gradient] if self.copy is None else [self.gradient, self.copy]
         same = all(t.dtype == kind and same_layout(t, self.weight) for t in others)
@@ -88,7 +88,8 @@ class FusedUpdate:
         table = self._on_device(torch.tensor([*chain(*rows), *chain(*chunks)]), trained[0].weight.device)
         with torch.cuda.device_of(table):
             update[(len(chunks),)](table, table[7 * len(rows) :], groups[0]["momentum"], CHUNK, aligned)
-        # Autograd does not see the kernel's writes; new versions tell it that graphs with these tensors are stale.
+        # Autograd does not see the kernel's writes; new version counters tell it that graphs that saved these tensors
+        # are stale.
         torch.autograd.graph.increment_version([t for w, _, copy in trained for t in (w, copy) if t is not None])
 
     def _on_device(self, table: Tensor, device: torch.device) -> Tensor:

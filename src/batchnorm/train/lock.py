@@ -19,13 +19,13 @@ LOCK_FILE = "train.lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run's folder inside the block.
+    """Keep other processes out of a run's folder while the block runs.
 
     The operating system releases the lock however the process ends, so a killed run can be resumed at once. A network
     file system may not lock reliably.
 
     Args:
-        folder: created if missing, and removed again if it stays empty.
+        folder: the run's folder; it is created if missing, and then removed if it is still empty at the end.
 
     Raises:
         ValueError: if another process has locked it.

@@ -29,14 +29,15 @@ from .resume import RunState, claim_folder, resume_, save_state
 from .state_dicts import start_from_
 from .step import TrainStep, make_optimizer
 
-# Steps between checks of whether any rank was asked to stop: cheap, but well within a scheduler's grace period.
+# Steps between checks for a stop request on any rank: rare enough to be cheap, but well within a scheduler's grace
+# period.
 AGREE_EVERY = 10
 # The time left is estimated from the time between these two steps of this process.
 TIMED = (10, 100)
 
 
 def train(recipe: Recipe, options: Options) -> Result:
-    """Train a network by a recipe, resuming an interrupted run from its last checkpoint.
+    """Train a network with a recipe, resuming an interrupted run from its last checkpoint.
 
     On the CPU, with the same number of threads and ranks, a resumed run is bit-for-bit identical to an uninterrupted
     one. Under ``torchrun`` the batch is divided among the ranks.
@@ -83,8 +84,8 @@ class _Training:
         if recipe.factory:  # find out now, not after days of training, whether it can be folded
             folded_network(self.net.eval(), recipe.size)
         self.net.train().to(here.device)
-        # Only now, with data and network checked: a mistyped --data or --size must not leave a folder that looks like
-        # a run and then rejects the corrected command.
+        # Claim the folder only after checking the data and the network: a mistyped --data or --size must not leave a
+        # folder that looks like a run and rejects the corrected command.
         if here.main:
             claim_folder(self.folder, recipe, describe_data(options.data, splits))
             print(self._plan(), *filter(None, [started]), sep="\n", flush=True)
@@ -100,8 +101,8 @@ class _Training:
         state = resume_(self.folder, self.net, self.optimizer, here, self.total_steps)
         self.step, self.evaluated = state.step, state.evaluated
         self.first, self.began = state.step, 0.0
-        # Compilation, CUDA graphs and casting once are only tested on the paper's networks; other networks may
-        # compute on the host.
+        # Compilation, CUDA graphs and cast_once are tested only with the paper's network; a user's network may run
+        # code on the host, which a graph does not replay.
         fast = cuda and not recipe.factory
         self.train_step = TrainStep(
             self.net,

@@ -75,9 +75,9 @@ class Metrics:
 
 
 class Logger:
-    """Write a run's records to its folder and print them; on a terminal, show a progress bar and print validations.
+    """Write a run's records to its folder and print them; a terminal shows a progress bar and only the validations.
 
-    Only rank 0 has one.
+    Only rank 0 has a logger.
 
     Args:
         folder: the run's folder.
@@ -178,7 +178,7 @@ class Result:
     """top-1 and top-5 validation accuracy of the folded network, with estimated population statistics"""
     top5: float | None = None
     train_top1: float | None = None
-    """its top-1 accuracy on the training images, if ``score_training`` is set"""
+    """top-1 accuracy of the folded network on the training images, if ``score_training`` is set"""
     running_top1: float | None = None
     """top-1 validation accuracy with running averages, at the last step"""
     steps_to: dict[str, int | None] = field(default_factory=dict)

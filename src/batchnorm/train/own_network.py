@@ -23,7 +23,7 @@ def own_network(factory: str, change: Change, *, classes: int, size: int, seed: 
     """Build the user's network, with initial weights that depend on the seed.
 
     Args:
-        factory: what builds it; see :func:`~batchnorm.network_factory.make_network`.
+        factory: the name of the function that builds it; see :func:`~batchnorm.network_factory.make_network`.
         change: "insert" batch normalization, "convert" it to this library's layers, "remove" it, or leave it "as-is".
         classes: number of classes in the data.
         size: height and width of the images.
@@ -56,10 +56,10 @@ def own_network(factory: str, change: Change, *, classes: int, size: int, seed: 
 
 
 def without_batch_norm(net: nn.Module) -> nn.Module:
-    """Return a copy of the network without its batch normalization layers, but with activations fused into them.
+    """Return a copy of the network without its batch normalization layers; activations fused into them are kept.
 
     Raises:
-        ValueError: if a layer of an unknown class may do more than normalize.
+        ValueError: if a layer overrides ``forward`` and so may do more than normalize.
     """
     plain = revert(net)
     layers = {m: name for name, m in plain.named_modules() if isinstance(m, TorchBatchNorm)}
@@ -71,7 +71,7 @@ def without_batch_norm(net: nn.Module) -> nn.Module:
 
 
 def _rest(layer: Any, memo: Memo) -> nn.Module:
-    """Return what a layer does besides normalizing."""
+    """Return the part of a layer that remains without normalization: its dropout and activation, or an identity."""
     if is_norm_act(type(layer)):
         return nn.Sequential(copy.deepcopy(layer.drop, memo), copy.deepcopy(layer.act, memo))
     return nn.Identity()

@@ -1,4 +1,4 @@
-"""The paper's five training runs and its two failures, each derived from another as in the paper."""
+"""The paper's training runs, each derived from another: five that train, two that fail, and six for the ensemble."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Recipe:
     """fraction of the training images to hold out for validation, if the data has no validation set; the file names
     decide which, so every seed holds out the same images"""
     shuffle: Literal["fixed", "epoch"] = "fixed"
-    """fixed: one random order within shards; epoch: a new order each epoch"""
+    """fixed: one random order for all epochs; epoch: a new order each epoch"""
     photometric: Literal["none", "reduced", "full"] = "full"  # not in the paper: their strengths
     """colour distortions"""
 
@@ -234,7 +234,7 @@ class Recipe:
         """Read a run's recipe.json.
 
         Raises:
-            ValueError: if the file is not a recipe, or is one of another version of this library.
+            ValueError: if the file is not a recipe, or was written by another version of this library.
         """
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
@@ -286,8 +286,8 @@ INCEPTION_SIGMOID = replace(INCEPTION, name="inception-sigmoid", activation="sig
 
 # Section 4.2.3: six networks, "each based on BN-x30, modified via some of the following: increased initial weights in
 # the convolutional layers; using Dropout (with the Dropout probability of 5% or 10%[...]); and using non-convolutional,
-# per-activation Batch Normalization with last hidden layers of the model". Not in the paper: which network has which,
-# by how much the weights are increased, which layers are the last ones.
+# per-activation Batch Normalization with last hidden layers of the model". Not in the paper: which network has which
+# modification, by how much the weights are increased, and which layers are the last ones.
 LARGE_INIT, LAST_LAYERS = 2.0, ("5b",)
 MEMBERS: dict[str, Recipe] = {
     f"bn-x30-{name}": replace(BN_X30, name=f"bn-x30-{name}", seed=seed, **changes)  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ class SavedRun(NamedTuple):
         """Check that :meth:`load` will succeed.
 
         Raises:
-            ValueError: as :meth:`load`.
+            ValueError: for the same reasons as :meth:`load`.
         """
         self.trained(classes)
 
@@ -65,7 +65,7 @@ class SavedRun(NamedTuple):
             classes: names of the data's classes, to compare with the run's; None skips the comparison.
 
         Raises:
-            ValueError: as :meth:`load`.
+            ValueError: for the same reasons as :meth:`load`.
         """
         saved = self.final()
         trained, network = saved.state.get("classes"), saved.state.get("network", {})
@@ -191,7 +191,7 @@ def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path, classe
 
 
 def open_runs(folders: Sequence[Path], *, trust: bool = False) -> dict[str, SavedRun]:
-    """Open runs whose predictions can be averaged, under unique names; ``trust`` as for :func:`open_run`.
+    """Open runs whose predictions can be averaged, under unique names; see :func:`open_run` for ``trust``.
 
     Raises:
         ValueError: if there are no runs, or they take images of different sizes.

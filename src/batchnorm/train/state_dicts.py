@@ -16,7 +16,7 @@ from .saved_runs import open_run
 
 
 def read_state_dict(path: Path) -> dict[str, Any]:
-    """Read a state dict from a .safetensors file or, with ``weights_only=True``, from a file of torch.save.
+    """Read a state dict from a .safetensors file or, with ``weights_only=True``, from a file written by torch.save.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -43,7 +43,8 @@ def read_state_dict(path: Path) -> dict[str, Any]:
 def start_from_(net: nn.Module, source: str, classes: int) -> str:
     """Load the weights of a finished run or of a state dict file into a network before training.
 
-    A last layer for a different number of classes keeps its initial weights. No code of the run is called.
+    If the last layer is for a different number of classes, it keeps its initial weights. The function in the run's
+    recipe is not called.
 
     Args:
         net: the network.

@@ -54,14 +54,14 @@ def set_rate_(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 class Shadows:
-    """Run a network with bfloat16 copies of its kernels and matrices, cast all at once.
+    """Run a network with bfloat16 copies of its convolution kernels and matrices, cast all at once.
 
     Autocast casts each weight when it is used, and each gradient in the backward pass: two launches per layer. The
     separable stem stays in full precision, because its two kernels are composed in full precision.
 
     Args:
         net: the network.
-        aside: on a GPU, compute the kernels' gradients on a separate stream.
+        aside: on a GPU, compute the gradients of the convolution kernels on a separate stream.
     """
 
     def __init__(self, net: nn.Module, aside: bool = False) -> None:
@@ -85,7 +85,7 @@ class Shadows:
         self._updates: tuple[FusedUpdate, FusedUpdate] | None = None
 
     def _join(self, net: nn.Module, names: dict[int, str]) -> None:
-        """Store the kernels that a module applies as one convolution next to each other, to save copying them."""
+        """Store kernels that a module applies as one convolution next to each other in memory, so it need not copy."""
         for module in net.modules():
             kernels = module.joined_kernels() if isinstance(module, InceptionModule) else []
             joined = [names.get(id(kernel), "") for kernel in kernels]
@@ -99,13 +99,13 @@ class Shadows:
         return y
 
     def step(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Update the parameters by the gradients of their copies, and then the copies."""
+        """Update the parameters with the gradients of their copies, and then the copies."""
         self._updates = self._updates or (FusedUpdate(optimizer), FusedUpdate(optimizer))
         fused = loss.is_cuda and self._updates[0].can_update(self.trained)
         aside = self.weight_gradients
         # loss.backward() would copy gradients that are views, as those of joined kernels are.
         if fused and self.stem and aside is not None and len(aside.stems) == 1:
-            # Last, only the stem's gradients are left to compute. Update the other weights at the same time.
+            # At the end only the stem's gradients are left to compute. Update the other weights at the same time.
             late = sorted(self.stem)
             early = [k for k in range(len(self.used)) if k not in self.stem]
             *grads, gradient = torch.autograd.grad(loss, [*(self.used[k] for k in early), aside.stems[0]])
@@ -156,7 +156,7 @@ class Shadows:
 
 
 class TrainStep:
-    """Train a network on one batch per call; add the loss, correct predictions and examples to ``sums``.
+    """Train a network on one batch per call, and add the loss, correct predictions and examples to ``sums``.
 
     The gradient is that of the mean loss over the examples of all ranks, even if ranks have different numbers of
     examples.
@@ -171,7 +171,7 @@ class TrainStep:
         cast_once: with ``bf16`` and in one process, cast all kernels and matrices together after each update instead
             of one by one in each forward and backward pass. The numbers are the same; two launches replace hundreds.
         graph: capture the whole step as a CUDA graph. If the network is not compiled, its branches then run in
-            parallel, and with ``cast_once`` so do the gradients of its kernels.
+            parallel, and with ``cast_once`` the gradients of its convolution kernels are computed on another stream.
         batch: examples in this rank's part of a full batch. A smaller batch at the end of an epoch runs without the
             graph and without compilation.
     """
@@ -203,7 +203,7 @@ class TrainStep:
         self._graph = _Graph(self._compute, WARMUP if ranks.world_size == 1 else WARMUP_DISTRIBUTED) if graph else None
         if ranks.world_size > 1:
             with nullcontext() if self._graph is None else torch.cuda.stream(self._graph.stream):
-                # Running averages are averaged over the ranks below, instead of copied from rank 0.
+                # Do not copy the running averages from rank 0: _compute averages them over the ranks.
                 self.model = nn.parallel.DistributedDataParallel(self.model, **_KEEP_BUFFERS)
         self.sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
         self._rate = -1.0
@@ -247,7 +247,7 @@ class TrainStep:
         """Return the factor that turns the mean over ranks of their mean losses into the mean over all examples."""
         if self.ranks.world_size == 1:
             return 1.0
-        # float64, because float32 would round a share such as 1/3.
+        # float64, so that a share such as 1/3 is not rounded to float32.
         total = self.ranks.sum_(torch.full((), len(labels), dtype=torch.float64, device=labels.device))
         return len(labels) * self.ranks.world_size / total
 
@@ -259,7 +259,7 @@ class _Graph:
         self.function, self.left = function, warmup
         self.inputs: tuple[Tensor, ...] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.stream = torch.cuda.Stream(priority=-1)  # ahead of the kernels' gradients, which nothing waits for
+        self.stream = torch.cuda.Stream(priority=-1)  # higher priority than weight gradients, which nothing waits for
 
     def __call__(self, *inputs: Tensor) -> None:
         if self.inputs is None:

@@ -122,7 +122,7 @@ def train(
 
 
 def check_before_training(recipe: Recipe, options: Options) -> tuple[int, str | None]:
-    """Check the device, the packages and that every class has images; return the number of classes and a note."""
+    """Check the device, the packages and the images; return the number of classes, and a note if images are small."""
     if options.graph and find_device(options.device).type != "cuda":
         raise ValueError("--graph True captures CUDA graphs, but this run is on the CPU: remove that option")
     if options.tensorboard:
@@ -147,7 +147,7 @@ def describe(
 
     Args:
         network: the network; only inception.
-        recipe: one of the paper's runs, for its network.
+        recipe: one of the paper's runs, whose network is described.
         classes: number of classes.
         size: height and width of the images.
         stem: the first convolution.
@@ -184,7 +184,7 @@ def resolve(recipe: Recipe, overrides: Recipe) -> Recipe:
 
 
 def _name(own: Recipe) -> str:
-    """Name a run by the last parts of its network's name.
+    """Name a run after the last parts of its network's name.
 
     >>> _name(Recipe(factory="nets/small.py:build", normalize="insert")), _name(Recipe(factory="timm:resnet50"))
     ('small-build-insert', 'timm-resnet50')

@@ -133,10 +133,10 @@ class TrainedRun:
 
     @torch.no_grad()
     def predict(self, images: AnImage | Sequence[AnImage], *, batch_size: int = 64) -> Prediction:
-        """Return the folded network's class probabilities of images, preprocessed as in validation.
+        """Return the folded network's class probabilities for images, preprocessed as in validation.
 
         Args:
-            images: as for :meth:`Preprocessing.crops`.
+            images: see :meth:`Preprocessing.crops`.
             batch_size: images per forward pass.
 
         Raises:

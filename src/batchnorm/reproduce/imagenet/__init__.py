@@ -1,1 +1,1 @@
-"""Figures 2 to 4: runs by a plan that is committed first, several at a time on one device, one result file each."""
+"""Figures 2 to 4: train the runs of a committed plan, several at a time on one device; each writes a result file."""

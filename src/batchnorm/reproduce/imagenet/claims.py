@@ -1,4 +1,4 @@
-"""What the paper found, and whether these runs confirm it."""
+"""The paper's claims about training on ImageNet, and whether these runs confirm them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ EARLY = 100
 # A network overfits visibly if its training accuracy exceeds its validation accuracy by more than GAP, and its
 # validation loss ends at more than RISE times its lowest value.
 GAP, RISE = 0.1, 1.05
-# A network trains if its accuracy exceeds ten times chance or, with few classes, halfway from chance to 1. It
-# stays at chance if no validation is four standard errors above chance.
+# A network trains if its accuracy exceeds ten times chance or, with few classes, the midpoint between chance and 1. It
+# stays at chance if no validation is more than four standard errors above chance.
 TRAINS, ERRORS = 10, 4
 
 
 class Verdict(NamedTuple):
-    """A claim, the paper's number for it, the verdict, and what was found."""
+    """Hold a claim, the paper's number for it, the verdict, and the measurements behind the verdict."""
 
     claim: str
     paper: str
@@ -40,7 +40,7 @@ class Verdict(NamedTuple):
 
 
 def trusted(finished: Mapping[str, Finished]) -> tuple[dict[str, Finished], list[str]]:
-    """Return the runs that verdicts may be read from, and the names of the others.
+    """Return the runs that verdicts may use, and the names of the others.
 
     If a normalized network diverges within the first steps, broken arithmetic is the likely cause, and unnormalized
     networks that fail in the same way say nothing about their learning rate. None of these runs count.
@@ -78,7 +78,7 @@ def verdicts(plan: Plan, finished: Mapping[str, Finished]) -> list[Verdict]:
 
 
 def best_against_best(finished: Mapping[str, Finished]) -> list[Verdict]:
-    """Judge the claims on steps with every network at the best rate of its own sweep."""
+    """Judge the claims on the number of steps, with every network at the best rate of its own sweep."""
     inception = network_of(finished, "inception")
     baseline, x5 = (seeds_of(finished, "best", name) for name in ("bn-baseline", "bn-x5"))
     return [_half_the_steps(inception, baseline), _a_fourteenth_of_the_steps(inception, x5)]
@@ -118,7 +118,7 @@ def _a_fourteenth_of_the_steps(inception: Seeds, x5: Seeds) -> Verdict:
 def fewer_steps(
     name: str, claim: str, inception: Seeds, network: Seeds, enough: Callable[[float], bool], paper: str
 ) -> Verdict:
-    """Judge how many times fewer steps a network needs for Inception's best accuracy, in every pairing of seeds.
+    """Judge how many times fewer steps a network takes to reach Inception's best accuracy, in every pairing of seeds.
 
     Paper: Fig. 3
     """
@@ -136,7 +136,7 @@ def fewer_steps(
 
 
 def slower_start(inception: Seeds, x5: Seeds, x30: Seeds) -> Verdict:
-    """Judge whether BN-x30 takes more steps than BN-x5 to Inception's best accuracy.
+    """Judge whether BN-x30 takes more steps than BN-x5 to reach Inception's best accuracy.
 
     Paper: Sec. 4.2.2, "somewhat slower initially"
     """
@@ -190,7 +190,7 @@ def at_chance(name: str, network: Seeds) -> Verdict:
 
 
 def diverges(name: str, network: Seeds) -> Verdict:
-    """Judge whether Inception at five times its rate fails to train: overflows, as in the paper, or stays at chance.
+    """Judge whether Inception fails to train at five times its rate: it overflows, as in the paper, or stays at chance.
 
     Paper: Sec. 4.2.2, "machine infinity"
     """
@@ -220,7 +220,7 @@ def _how_they_went(network: Seeds) -> str:
 
 
 def wider_range(finished: Mapping[str, Finished]) -> Verdict:
-    """Judge whether batch normalization trains at rates at which the network without it does not.
+    """Judge whether the network with batch normalization trains at rates at which the network without it does not.
 
     If the plan trains BN-Baseline at five times Inception's rate, the claim holds if it trains there and Inception
     fails. Otherwise both sweeps must end at the same rate, and it holds if the highest rate that trains is higher with
@@ -259,10 +259,10 @@ def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
 
 
 def less_dropout(finished: Mapping[str, Finished]) -> Verdict:
-    """Judge whether a normalized network with less dropout, or none, is as accurate as with the most, within noise.
+    """Judge whether, within noise, a normalized network is as accurate with less dropout, or none, as with the most.
 
-    The claim is tested only if dropout has something to prevent: with or without BN, the network without dropout
-    overfits visibly in all its seeds.
+    The claim is tested only if there is overfitting for dropout to prevent: without dropout, the network with BN or the
+    one without it must overfit visibly in all its seeds.
 
     Paper: Sec. 3.4
     """
@@ -294,7 +294,7 @@ def less_dropout(finished: Mapping[str, Finished]) -> Verdict:
 
 
 def overfits(run: Finished) -> bool:
-    """Return whether a network overfits visibly: by GAP in accuracy, while its validation loss rises by RISE."""
+    """Return whether a network overfits visibly, as defined by GAP and RISE."""
     losses = [point.val_loss for point in run.curve if point.val_loss is not None]
     training, validation = run.result["train_top1"], run.result["top1"]
     if training is None or validation is None or not losses:

@@ -50,7 +50,7 @@ class Seeds:
 
 
 def seeds_of(finished: Mapping[str, Finished], group: str, variant: str, **changed: Any) -> Seeds:
-    """Return the runs of a group that derive from a variant and have these fields in their recipe."""
+    """Return the runs of a group that derive from a variant and whose recipes have these values."""
     return Seeds(
         tuple(
             one
@@ -123,7 +123,7 @@ def best(curve: Curve) -> tuple[int, float] | None:
 
 
 def times_fewer(baseline: Curve, curve: Curve) -> float | None:
-    """Return how many times fewer steps a network needs for the baseline's best accuracy; None if it never gets there.
+    """Return how many times fewer steps a network takes to reach the baseline's best accuracy; None if it never does.
 
     >>> times_fewer([(100, 0.3), (200, 0.5)], [(40, 0.5)])
     5.0
@@ -136,7 +136,7 @@ def times_fewer(baseline: Curve, curve: Curve) -> float | None:
 
 
 def end_slope(curve: Curve) -> float | None:
-    """Return by how much a straight line through the last quarter of the curve rises over that quarter.
+    """Return how much a straight line, fitted to the last quarter of the curve, rises over that quarter.
 
     >>> end_slope([(s, 0.5 + 0.001 * s) for s in range(0, 101, 5)])
     0.025
@@ -154,7 +154,7 @@ def at(curve: Curve, step: float) -> tuple[int, float] | None:
 
 
 def behind_until(curve: Curve, other: Curve) -> int | None:
-    """Return the last step before the other curve first catches up; None if it does not start behind.
+    """Return the last step before the other curve first catches up; None if the other does not start behind.
 
     >>> behind_until([(1, 0.2), (2, 0.3), (3, 0.4)], [(1, 0.1), (2, 0.2), (3, 0.5)])
     2
@@ -169,7 +169,7 @@ def behind_until(curve: Curve, other: Curve) -> int | None:
 def noise(values: Sequence[float]) -> float | None:
     """Return how far one more run can be from the mean of these by chance: half the 95% prediction interval.
 
-    t s sqrt(1 + 1/n), with s the standard deviation over the n seeds; None for fewer than two.
+    This is t s sqrt(1 + 1/n), with s the standard deviation over the n values; None for fewer than two values.
 
     >>> round(noise([0.48, 0.50, 0.52]), 4)
     0.0993

@@ -42,7 +42,7 @@ from .training import Training
 FURTHER = ("paper-rates", "dropout")  # the library's plans besides the default one
 PAPERS_RATES = "the paper's rates"
 TITLE = "Figures 2 and 3: Inception and its batch-normalized variants"
-NAMED = 8  # runs that the command names on the screen
+NAMED = 8  # unfinished runs that the command prints by name
 # Each network's color, line style and name in the paper.
 LINES = {
     "inception": ("#8b8a84", "--", "Inception"),
@@ -51,14 +51,14 @@ LINES = {
     "bn-x30": ("#d9622b", "-", "BN-x30"),
     "bn-x5-sigmoid": ("#8a4fb0", "-.", "BN-x5-Sigmoid"),
 }
-# The best unnormalized network, if it is not Inception, and the others; dotted lines do not hide what is beneath.
+# The color and line style of the best unnormalized network, if it is not Inception, and of the others.
 TUNED = ("#1c1b18", (0, (4, 1, 1, 1)))
 OTHERS = (("#c2428a", "-"), ("#b58a00", "-"), ("#2a6fc9", "-"), ("#14835b", ":"))
 
 
 @dataclass(frozen=True)
 class Fig2(Session):
-    """Train the networks of Section 4.2 by a plan, and draw Figures 2 and 3 from the finished runs.
+    """Train the networks of Section 4.2 according to a plan, and draw Figures 2 and 3 from the finished runs.
 
     You can spread the runs over several sessions and machines: each run writes its own result file, and the same
     command resumes where it stopped. Without --data nothing is trained, and the figures are drawn from the files.
@@ -116,7 +116,7 @@ class Studies:
 
     @property
     def shown(self) -> Study:
-        """The study in Figures 2 and 3: the main one, but the one at the paper's rates until that has a baseline."""
+        """The study in Figures 2 and 3: the one at the paper's rates until the main one has a baseline."""
         if self.paper_rates is None or network_of(self.main.finished, "inception"):
             return self.main
         return self.paper_rates
@@ -133,7 +133,7 @@ class Studies:
 
 
 def fig2(options: Fig2) -> Path:
-    """Train what is missing, write the figures, and return the path of the table."""
+    """Train the missing runs, write the figures, and return the path of the table."""
     options.check()
     started, plan = time.monotonic(), read_plan("fig2", options.plan, options.result_files)
     waiting = [] if options.data is None else _missing(options, plan)
@@ -177,7 +177,7 @@ def publish(studies: Studies, out: Path) -> Path:
 
 
 def summary(studies: Studies) -> dict[str, Any]:
-    """Return what was found, for README's table and for other programs."""
+    """Return the results, for README's table and for other programs."""
     finished = studies.shown.finished
     inception, tuned = network_of(finished, "inception"), tuned_baseline(finished)
     networks: dict[str, Any] = {}
@@ -288,7 +288,7 @@ def _tables(finished: Mapping[str, Finished]) -> list[Section]:
 
 
 def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
-    """Draw what is finished: Figure 2, ``fig2-unnormalized.png``, and ``fig2-rates.png`` once the sweep has begun."""
+    """Draw the finished runs: Figure 2, ``fig2-unnormalized.png`` and, if the sweep has runs, ``fig2-rates.png``."""
     paths = []
     if any(one.run.group == "figures" for one in finished.values()):
         paths += [out / "fig2.png", out / "fig2.svg"]
@@ -326,7 +326,7 @@ def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
 
 
 def _curves(axis: Any, finished: Mapping[str, Finished]) -> None:
-    """Draw the mean over seeds, each seed as a thin line, and where each network reaches Inception's best."""
+    """Draw the mean over seeds, each seed as a thin line, and a dot where each network reaches Inception's best."""
     target = best(network_of(finished, "inception").curve)
     if target is not None:
         axis.axhline(target[1], color="#8b8a84", lw=0.5)

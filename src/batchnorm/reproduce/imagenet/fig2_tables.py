@@ -25,7 +25,7 @@ from .curves import (
 from .result_files import Finished
 
 Rows = list[list[str]]
-# Figure 3: steps to 72.2%, and how many times fewer that is than Inception's; maximum accuracy.
+# The paper's Figure 3: steps to 72.2%, how many times fewer steps that is than Inception takes, and maximum accuracy.
 PAPER = {
     "inception": ("31.0M", "1.0", "72.2%"),
     "bn-baseline": ("13.3M", "2.3", "72.7%"),
@@ -166,7 +166,7 @@ def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
 
 
 def on_the_way(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate steps to shares of the baseline's best accuracy, and how many times fewer than the baseline's."""
+    """Tabulate steps to fractions of the baseline's best accuracy, and how many times fewer than the baseline takes."""
     inception = network_of(finished, "inception").curve
     top = best(inception)
     networks = {name: curve for name in PAPER if (curve := network_of(finished, name).curve)}
@@ -209,7 +209,7 @@ def failures(finished: Mapping[str, Finished]) -> Section:
 
 
 def rates(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate the accuracy at each rate with and without batch normalization, and the step ratio best against best."""
+    """Tabulate the accuracy at each rate, with and without batch normalization, and compare the best rates."""
     sweeps = {name: seeds for variant, name in SWEPT.items() if (seeds := seeds_of(finished, "rates", variant))}
     columns = [{one.run.recipe.rate: one for one in seeds.runs} for seeds in sweeps.values()]
     rows = [["rate", *sweeps]]

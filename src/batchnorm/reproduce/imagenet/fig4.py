@@ -40,7 +40,7 @@ class Fig4(Session):
 
 
 def fig4(options: Fig4) -> Path:
-    """Train and evaluate what is missing, write ``fig4.json`` and ``fig4.md``, and return the path of the table."""
+    """Train and evaluate missing members, write ``fig4.json`` and ``fig4.md``, and return the path of the table."""
     _check(options)
     options.check()
     started, plan = time.monotonic(), read_plan("fig4", options.plan, options.result_files)

@@ -25,7 +25,7 @@ class ErrorRow(NamedTuple):
     top5: float | None
 
 
-# As printed: ImageNet's 50,000 validation images.
+# As printed in the paper, on ImageNet's 50,000 validation images.
 PAPER = (
     ErrorRow("GoogLeNet ensemble", "224", "144", "7", None, 0.0667),
     ErrorRow("Deep Image low-res", "256", "-", "1", None, 0.0796),
@@ -78,7 +78,8 @@ class Figure4(NamedTuple):
     disagreement: dict[str, float | None]
     together: dict[str, dict[str, Any]]
     chosen: tuple[Gain, ...] = ()
-    """the best ensemble of any members against the best network, chosen on half of the images, judged on the rest"""
+    """the best ensemble of any members against the best network; both are chosen on half of the images and judged on
+    the rest"""
 
     @property
     def statement(self) -> str | None:
@@ -159,7 +160,10 @@ def _best_ensemble(members: Sequence[MemberFiles], error: str) -> Gain:
 
 
 def _combine(members: Sequence[MemberFiles], crops: int, wrong: dict[tuple[int, str], Tensor]) -> Ensemble:
-    """Average the members' probabilities, and add to ``wrong`` how often each image is wrong (ensemble: -crops)."""
+    """Average the members' probabilities, and add each image's errors to ``wrong``.
+
+    The key ``crops`` has the fraction of members that are wrong, the key ``-crops`` whether the ensemble is.
+    """
     ensemble = Ensemble()
     for member in members:
         probabilities, labels = member.predictions(crops)
@@ -233,8 +237,8 @@ def markdown(
     Args:
         figure: the results of all members, if there are any.
         rows: the rows of single networks.
-        images: which images were used.
-        missing: why a member is missing, by its name.
+        images: a description of the images that were used.
+        missing: the reason why each missing member is missing, by its name.
         remarks: further notes.
 
     >>> print(markdown(None, [], "", {"bn-x30-dropout-5": "not yet run"}).splitlines()[-1])

@@ -1,4 +1,4 @@
-"""The plans of Figures 2 to 4: which runs, in which order, how long; files that are committed before they start."""
+"""The plans of Figures 2 to 4: files with the runs, their order and their lengths, committed before training starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVERYWHERE = ("log_every", "checkpoint_every", "evaluate_batch")
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run: a recipe of the paper with another length and other changes."""
+    """One run: a recipe of the paper with the plan's length and changes."""
 
     name: str
     group: str
@@ -39,11 +39,11 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs in their order, and how they are logged."""
+    """The runs in order, and the options that they share."""
 
     runs: tuple[PlannedRun, ...]
     waiting: dict[str, str]
-    """runs whose rate follows from a sweep that is not finished, and what they wait for"""
+    """the names of runs whose rate depends on an unfinished sweep, with the sweep that each waits for"""
     best: dict[str, float]
     """the best rate of each recipe whose sweep is finished"""
     log_every: int
@@ -56,7 +56,7 @@ class Plan:
         return unrun | {name: f"waits for {what}" for name, what in self.waiting.items()}
 
     def chosen(self, groups: Sequence[str], names: Sequence[str]) -> list[PlannedRun]:
-        """Return the runs of these groups and of these names; all if neither is given."""
+        """Return the runs that are in these groups and have these names; an empty sequence allows all."""
         early = [name for name in names if name in self.waiting]
         if early:
             raise ValueError(f"{early[0]} cannot run yet: it waits for {self.waiting[early[0]]}")
@@ -70,16 +70,16 @@ class Plan:
 def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results: Path | None = None) -> Plan:
     """Read a figure's plan, a TOML file; by default the one that comes with the library.
 
-    A run lasts ``horizon`` epochs, and its rate falls to the fraction ``end_rate`` of the initial one. A run can set
-    both, or its group, or the table ``train`` for all.
+    A run lasts ``horizon`` epochs, and its rate falls to the fraction ``end_rate`` of the initial one. Both can be set
+    in the run, in its group, or in the table ``train`` for all runs.
 
-    Rates can follow from the sweeps in the group ``rates``. ``rate = "best"`` is the rate with the highest accuracy in
+    Rates can come from the sweeps in the group ``rates``. ``rate = "best"`` is the rate with the highest accuracy in
     the sweep of the run's recipe, or of the recipe that ``best_of`` names. In a group with ``base = "inception"``, the
-    best rate of that sweep replaces the paper's 0.0015, and all rates are multiplied alike. ``times`` multiplies a
-    run's rate once more.
+    best rate of Inception's sweep replaces the paper's 0.0015, and the rates of all recipes are scaled by the same
+    factor. ``times`` multiplies a rate that comes from a sweep.
 
     Args:
-        figure: decides which groups the plan may have.
+        figure: the figure, which decides the groups that the plan may have.
         path: the file, or the name of one of the library's plans.
         results: folder of the result files that decide which rate is the best.
 
@@ -126,7 +126,7 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results
 def _best_rates(sweep: Sequence[dict[str, Any]], results: Path | None) -> dict[str, float | None]:
     """Return the best rate of each recipe that is swept; None unless all runs of its sweep are finished.
 
-    Of rates with the same accuracy the lower one counts, and a run that diverged counts as 0.
+    If rates have the same accuracy, the lower one is chosen. A run that diverged has accuracy 0.
     """
     accuracies: dict[str, dict[float, list[float | None]]] = {}
     for run in sweep:
@@ -150,7 +150,7 @@ def _accuracy(file: Path) -> float:
 
 
 def _rate(group: dict[str, Any], run: dict[str, Any], best: dict[str, float | None]) -> tuple[float | None, str | None]:
-    """Return a run's rate if the plan or a sweep sets it, and the recipe of the sweep that it follows from."""
+    """Return a run's rate if the plan or a sweep sets it, and the recipe of the sweep that it comes from."""
     sweep = group.get("base")
     if run.get("rate") == "best":
         sweep = run.get("best_of", run["recipe"])

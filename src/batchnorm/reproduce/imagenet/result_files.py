@@ -62,7 +62,7 @@ class Finished:
 
     @property
     def points(self) -> list[tuple[int, float]]:
-        """(step, validation accuracy at 1) in order."""
+        """The points (step, top-1 validation accuracy), in order."""
         return [(point.step, point.val_top1) for point in self.curve]
 
 
@@ -80,7 +80,7 @@ class RunFiles(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """The folder of the training: checkpoints and metrics."""
+        """The folder of the run's checkpoints and metrics."""
         return self.out / "runs" / self.run.name
 
     def read(self) -> Finished | None:
@@ -162,7 +162,7 @@ class MemberFiles(NamedTuple):
     def write_probabilities(self, found: Mapping[int, Predictions]) -> None:
         """Write the probabilities.
 
-        They stay float32: rounded to float16, small ones would be equal, and the five highest not unique.
+        They stay float32: in float16, small probabilities would become equal, and the five highest would not be unique.
         """
         arrays = {f"crops{crops}": one.probabilities.cpu().numpy() for crops, one in found.items()}
         arrays["labels"] = found[CROPS[0]].labels.cpu().numpy()
@@ -192,7 +192,7 @@ def read_all(plan: Plan, results: Path, out: Path) -> dict[str, Finished]:
 
 
 def curve(records: Sequence[dict[str, Any]]) -> list[Point]:
-    """Return a run's validations with the means of the training lines between them.
+    """Return a run's validations, each with the means of the training records since the previous one.
 
     >>> lines = [{"step": 1, "loss": 2.0, "train_top1": 0.2}, {"step": 2, "loss": 1.0, "train_top1": 0.4}]
     >>> curve([*lines, {"step": 2, "val_top1": 0.3, "val_top5": 0.6}])
@@ -218,7 +218,7 @@ def _seconds(records: Sequence[dict[str, Any]]) -> float:
 
 
 def _pace(records: Sequence[dict[str, Any]]) -> float | None:
-    """Return the median steps per second between consecutive lines of training."""
+    """Return the median steps per second between consecutive training records."""
     paces = [
         (b["step"] - a["step"]) / (b["seconds"] - a["seconds"])
         for a, b in pairwise(records)

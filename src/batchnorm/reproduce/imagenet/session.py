@@ -37,7 +37,7 @@ class Session:
     plan: Path | None = None
     """A plan file, or the name of one of the library's plans; the default is for 100 classes at 64 px."""
     only: tuple[str, ...] = ()
-    """Train only the runs of these names."""
+    """Train only the runs with these names."""
     jobs: int = 1
     """Number of runs to train at the same time on the device."""
     minutes: float | None = None
@@ -76,7 +76,7 @@ class Session:
         return max(1, (os.cpu_count() or 1) // self.jobs)
 
     def after(self, started: float) -> Self:
-        """Return the options with the minutes that are left of a session that started at this time."""
+        """Return the options with ``minutes`` reduced by the time since ``started``."""
         if self.minutes is None:
             return self
         return replace(self, minutes=max(0.0, self.minutes - (time.monotonic() - started) / 60))
@@ -94,7 +94,7 @@ class Session:
             )
 
     def open_data(self, plan: Plan) -> tuple[dict[str, Any], dict[str, Finished]]:
-        """Return :func:`describe_data` of the images, and the runs that are finished already."""
+        """Check the images; return their description from :func:`describe_data`, and the finished runs."""
         finished = read_all(plan, self.result_files, self.out)
         for split in ("train", "val"):
             check_complete(open_source(self.images, split), self.images, split)
@@ -111,13 +111,13 @@ class Session:
             waiting: the jobs.
             recipes: the jobs' recipes; images are decoded once for all of them.
             evaluate_batch: images per validation batch.
-            publish: called after the jobs, however they ended.
+            publish: called after the jobs, even if some failed or were stopped.
 
         Raises:
             OSError: if nothing can be written to the folders.
             ValueError: if the networks' convolutions are wrong at the share of the GPU that each job would get.
             JobsFailedError: if a job failed; results of the others are kept.
-            KeyboardInterrupt: if they were stopped.
+            KeyboardInterrupt: if the jobs were stopped.
         """
         for folder in (self.out, self.result_files) if waiting else (self.out,):
             check_writable(folder / "result.json")

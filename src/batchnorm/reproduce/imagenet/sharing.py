@@ -1,4 +1,4 @@
-"""Share one GPU between processes, after checking that convolutions are right at the share each process gets."""
+"""Share one GPU between processes, after checking that convolutions are correct at the share each process gets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from ...train import Recipe
 CONTROL = "nvidia-cuda-mps-control"
 SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-# At 33 percent (42 multiprocessors of an H200), cuDNN's bfloat16 convolutions return NaN; at these they are right.
+# At 33 percent (42 multiprocessors of an H200), cuDNN's bfloat16 convolutions return NaN; at these shares they are
+# correct.
 SHARES = (25, 50, 100)
 # Relative error of a convolution in bfloat16. Rounding alone gives less than 0.01.
 TOLERANCE = 0.05
@@ -34,7 +35,8 @@ CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_b
 def share_of(processes: int) -> int:
     """Return the percentage of the multiprocessors that each process gets, one of SHARES.
 
-    Each gets twice an equal share or more, since a process does not keep its multiprocessors busy all the time.
+    Each gets at least twice an equal share (or all), since a process does not keep its multiprocessors busy all the
+    time.
 
     >>> [share_of(processes) for processes in (2, 4, 6, 8, 12)]
     [100, 50, 50, 25, 25]
@@ -55,7 +57,8 @@ def shared_gpu(processes: int) -> Iterator[bool]:
         yield False
         return
     before = dict(os.environ)
-    # On all multiprocessors, one process's wide kernels hold up the small ones of all others (docs/decisions.md).
+    # If each process may use all multiprocessors, one process's wide kernels delay the small kernels of the others
+    # (docs/decisions.md).
     share = os.environ.setdefault(SHARE, str(share_of(processes)))
     if share not in map(str, SHARES):
         raise ValueError(
@@ -92,7 +95,7 @@ def checked_gpu(
     """Share a GPU as :func:`shared_gpu` does, after :func:`check_share`; warn if the service does not run.
 
     Raises:
-        ValueError: as both.
+        ValueError: for the same reasons as either function.
     """
     with shared_gpu(processes) as shared:
         if processes > 1 and not shared:
@@ -106,7 +109,7 @@ def check_share(recipes: Iterable[Recipe], evaluate_batch: int, device: str) -> 
     """Check the convolutions of these networks in a process that has this environment's share of the GPU.
 
     Raises:
-        ValueError: naming the first convolution that is wrong.
+        ValueError: if a convolution is wrong; the message names the first one.
     """
     # Recipes that agree in these fields have the same convolutions.
     networks = {
@@ -135,10 +138,10 @@ def wrong_convolution(recipe: Recipe, evaluate_batch: int, device: str) -> str |
 def compare_convolutions(net: nn.Module, images: Tensor) -> str | None:
     """Run a network under autocast to bfloat16, and compare each convolution with the same one in float32.
 
-    A network in training mode is also run backwards.
+    In training mode the convolutions of the backward pass are compared too.
 
     Returns:
-        What is wrong with the first convolution that differs by more than rounding, or None.
+        A description of the first convolution whose error is more than rounding, or None.
     """
     watch = _Compare()
     with torch.set_grad_enabled(net.training), watch:
@@ -151,7 +154,7 @@ def compare_convolutions(net: nn.Module, images: Tensor) -> str | None:
 
 
 class _Compare(TorchDispatchMode):
-    """Compute every convolution in bfloat16 once more in float32."""
+    """Repeat every bfloat16 convolution in float32, and compare the results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

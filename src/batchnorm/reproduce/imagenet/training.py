@@ -25,7 +25,7 @@ class Training:
     files: RunFiles
     plan: Plan
     session: Session
-    data: dict[str, Any]  # what describe_data says
+    data: dict[str, Any]  # from describe_data
 
     @property
     def name(self) -> str:
@@ -34,17 +34,17 @@ class Training:
 
     @property
     def folder(self) -> Path:
-        """The folder of the training."""
+        """The folder of the run's checkpoints and metrics."""
         return self.files.folder
 
     @property
     def steps(self) -> int:
-        """The length of the run."""
+        """The number of training steps."""
         recipe, examples = self.files.run.recipe, int(self.data["train"])
         return round(recipe.epochs * -(-examples // recipe.batch_size))
 
     def finished(self) -> bool:
-        """Return whether the result file is there."""
+        """Return whether the result file exists."""
         return self.files.result.is_file()
 
     def __call__(self) -> None:
@@ -52,7 +52,7 @@ class Training:
         self.files.write(self.train(), self.data, self.session.commit)
 
     def train(self) -> Result:
-        """Train to the end; a run that is already there is only folded and scored again."""
+        """Train to the end; a run that has already reached it is only folded and scored again."""
         torch.set_num_threads(self.session.threads)
         options = Options(
             self.session.images,
@@ -80,7 +80,7 @@ class TrainedMember(Training):
         return MemberFiles(self.name, self.files.results)
 
     def finished(self) -> bool:
-        """Return whether the member's files are there."""
+        """Return whether the member's files exist."""
         return self.member.finished()
 
     def __call__(self) -> None:
@@ -100,8 +100,8 @@ class TakenMember:
     saved: SavedRun
     member: MemberFiles
     session: Session
-    data: dict[str, Any]  # what describe_data says
-    batch_size: int  # crops that the network takes at a time
+    data: dict[str, Any]  # from describe_data
+    batch_size: int  # crops per forward pass
     folder: Path  # for the log
     steps: int = 0
 
@@ -111,7 +111,7 @@ class TakenMember:
         return self.member.name
 
     def finished(self) -> bool:
-        """Return whether the member's files are there, and are of these weights."""
+        """Return whether the member's files exist and belong to these weights."""
         return self.member.finished() and self.member.read()["weights"] == self.saved.weights
 
     def __call__(self) -> None:

@@ -52,7 +52,7 @@ class Fig1:
         self.settings()
 
     def settings(self) -> dict[str, Setting]:
-        """Return what to train, by name."""
+        """Return the settings of both networks, by name."""
         return {
             name: Setting(batch_norm, self.steps, self.rate, self.std, self.batch_size, self.seed)
             for name, batch_norm in (("without-bn", False), ("with-bn", True))

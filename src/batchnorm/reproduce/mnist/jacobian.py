@@ -37,9 +37,9 @@ class Jacobian(Experiment):
 
 
 class HiddenLayer(NamedTuple):
-    """Hold a hidden layer y = gamma x_hat + beta with x_hat = (Wu + b - mu) / sd, from population statistics.
+    """Hold a hidden layer y = gamma x_hat + beta with x_hat = (Wu + b - mu) / sd.
 
-    Without batch normalization, gamma = sd and beta = mu.
+    mu and sd are population statistics. Without batch normalization, gamma = sd and beta = mu.
     """
 
     weight: Tensor
@@ -129,9 +129,10 @@ def population_layers(net: nn.Sequential, batches: Sequence[Tensor]) -> list[Hid
 
 
 def layer_jacobian(x_hat: Tensor, below: HiddenLayer, above: HiddenLayer) -> Tensor:
-    """Return J = diag(1/sd') W' diag(g'(gamma x_hat + beta) gamma) for each example, (examples, K', K).
+    """Return J = diag(1/sd') W' diag(dg(gamma x_hat + beta) gamma) for each example, of shape (examples, K', K).
 
-    z_hat = (W' g(gamma x_hat + beta) - mu') / sd'; primes mark the layer above.
+    J is the derivative of z_hat = (W' g(gamma x_hat + beta) + b' - mu') / sd'. Primes mark the layer above, and dg is
+    the derivative of the sigmoid g.
 
     Paper: Sec. 3.3, z_hat = F(x_hat)
     """
@@ -141,7 +142,7 @@ def layer_jacobian(x_hat: Tensor, below: HiddenLayer, above: HiddenLayer) -> Ten
 
 
 def like_random(matrices: Tensor) -> Tensor:
-    """Return Gaussian matrices, which have no structure, of the same sizes and Frobenius norms."""
+    """Return Gaussian matrices of the same sizes and Frobenius norms, as a baseline without structure."""
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(matrices.shape, generator=generator, dtype=matrices.dtype)
     given: Tensor = torch.linalg.matrix_norm(matrices, keepdim=True)
@@ -159,7 +160,7 @@ def _pairs(layers: Sequence[HiddenLayer], images: Tensor) -> list[tuple[Tensor, 
 
 
 def _summary(values: Tensor) -> dict[str, Any]:
-    """Summarize singular values (examples, K): percentiles, the mean spectrum, and the fraction near 1."""
+    """Summarize singular values of shape (examples, K): percentiles, the mean spectrum, and the fraction near 1."""
     q = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95], dtype=values.dtype)
     near = ((values > 0.5) & (values < 2)).double().mean()
     return {

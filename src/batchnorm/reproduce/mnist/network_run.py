@@ -139,7 +139,7 @@ def check_config(folder: Path, setting: Setting, *, resume: bool) -> dict[str, A
 
 
 def save(folder: Path, net: nn.Module, step: int, seconds: float, metrics_size: int) -> None:
-    """Atomically replace the checkpoint by one at this step, ``seconds`` into the run."""
+    """Replace the checkpoint atomically; ``seconds`` is the time that the run has taken so far."""
     content = io.BytesIO()
     torch.save({"net": net.state_dict(), "step": step, "seconds": seconds, "metrics_size": metrics_size}, content)
     write_atomically(folder / "checkpoint.pt", content.getvalue())
@@ -238,7 +238,7 @@ def finish(net: nn.Sequential, setting: Setting, data: MNIST) -> dict[str, Any]:
     """
     accuracies = {"running": accuracy(net, data.test)}
     if setting.batch_norm:
-        # One epoch of mini-batches of the training size, in a new order.
+        # The mini-batches of one epoch, with training's batch size.
         rows = order(setting, len(data.train.images), 0, len(data.train.images) // setting.batch_size)
         estimate_(net, (data.train.images[row] for row in rows.unbind()))
         accuracies["population"] = accuracy(net, data.test)

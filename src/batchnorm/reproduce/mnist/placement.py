@@ -111,11 +111,11 @@ def shapes(net: nn.Sequential, images: Tensor) -> dict[str, dict[str, float]]:
 
 
 def shape(v: Tensor) -> dict[str, float]:
-    """Return three numbers that describe the distribution of values (examples, units).
+    """Return three numbers that describe the distribution of values of shape (examples, units).
 
     With c = v - E[v] over examples, skewness is |E[c^3] / s^3| and excess kurtosis E[c^4] / s^4 - 3, both averaged
-    over units. Sparsity is Hoyer's, (sqrt(K) - |v|_1 / |v|_2) / (sqrt(K) - 1), of an example's K units: 0 if all are
-    equal, 1 if only one is not zero, about 0.2 for a Gaussian.
+    over units. Sparsity is Hoyer's, (sqrt(K) - |v|_1 / |v|_2) / (sqrt(K) - 1), over an example's K units: 0 if all have
+    the same magnitude, 1 if only one is not zero, about 0.2 for a Gaussian.
     """
     c = v - v.mean(0)
     s = c.square().mean(0).sqrt()

@@ -64,8 +64,8 @@ def identity_gaps(u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: f
     """Return how far each of Section 3.3's identities is from holding.
 
     Because of eps, |BN(aWu) - BN(Wu)| <= |gamma x_hat| eps |1 - 1/a^2| / (sigma^2 + eps/a^2), elementwise. "output" is
-    the largest ratio of the two sides, at most 1. "du" and "dW" are relative distances between the gradients for one
-    fixed random output gradient.
+    the largest ratio of the two sides, which should be at most 1. "output gap" is the largest left side. "du" and "dW"
+    are relative distances between the gradients for one fixed random output gradient.
     """
     values = [_forward_and_gradients(u, factor * weight, gamma, beta, eps) for factor in (1.0, a)]
     (one, du, dw), (other, du_a, dw_a) = values
@@ -91,7 +91,7 @@ def _forward_and_gradients(
 
 
 def largest(identities: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the largest of each gap."""
+    """Return the largest value of each gap."""
     return {key: max(row[key] for row in identities) for key in ("output", "output gap", "du", "dW")}
 
 

@@ -45,7 +45,7 @@ class Setting:
 
 
 def order(setting: Setting, examples: int, start: int, stop: int) -> Tensor:
-    """Return the indices of the examples of steps ``start`` to ``stop``, (steps, m); each epoch is a new permutation.
+    """Return the example indices of steps ``start`` to ``stop``, of shape (steps, m); each epoch is a new permutation.
 
     They depend only on the seed and the step, so a resumed run sees the same batches as an uninterrupted one.
 
@@ -74,8 +74,8 @@ def train_(
 ) -> Iterator[tuple[int, float]]:
     """Train on the mean cross-entropy and yield (step, loss of its batch) at each mark, in order.
 
-    Step t means after t updates, of which ``start`` were made earlier. Marks up to ``start`` and after the last step
-    are skipped. The default optimizer is plain SGD at the setting's rate.
+    Marks count updates from the beginning of training, of which ``start`` were made earlier. Marks up to ``start`` and
+    after the last step are skipped. The default optimizer is plain SGD at the setting's rate.
 
     Paper: Sec. 3.1; Sec. 4.1
     """
