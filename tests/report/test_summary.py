@@ -49,7 +49,8 @@ def test_all_modes_and_other_uses_of_a_network(tmp_path):
     lines = networks(tmp_path).splitlines()
     assert lines[2] == "| network | eager, 256 | eager, 32 | graph, 256 | compiled, 256 | backend, 256 |"
     assert not any("Not measured yet" in line for line in lines)
-    assert lines[-1] == "Other uses, resnet50 (torchvision), eager, batch 256: nchw 1.30, ddp 1.20."
+    told = "Other uses, resnet50 (torchvision), batch 256: nchw 1.30, ddp 1.20"
+    assert lines[-1] == f"{told} (see `batchnorm bench networks --help`)."
 
 
 def test_alternatives_have_their_numbers_from_files(tmp_path):

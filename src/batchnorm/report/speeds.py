@@ -148,7 +148,7 @@ def _other_uses(rows: list[Result], names: list[str]) -> list[str]:
         if row["mode"] not in MODES:
             found.setdefault((row["network"], row["batch"]), []).append(f"{row['mode']} {_speedup(row)}")
     return [
-        f"Other uses, {_short(name, names)}, eager, batch {batch}: {', '.join(told)}."
+        f"Other uses, {_short(name, names)}, batch {batch}: {', '.join(told)} (see `batchnorm bench networks --help`)."
         for (name, batch), told in found.items()
     ]
 
