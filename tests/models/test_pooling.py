@@ -90,16 +90,39 @@ def test_the_mean_of_each_window(shape, sliced, dtype, device):
     check(pooling.average_pool, lambda v: F.avg_pool2d(v, 3, 1, 1, count_include_pad=False), x, sliced)
 
 
-def test_what_is_not_a_number_is_passed_on_and_takes_the_gradient(device):
-    x = torch.zeros(1, 8, 5, 5, device=device).contiguous(memory_format=torch.channels_last)
-    x[0, 0, 2, 2], x[0, 1] = float("nan"), float("-inf")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_what_is_not_finite(stride, dtype, device):
+    x = torch.zeros(1, 8, 5, 5, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    x[0, 0, 2, 2], x[0, 1], x[0, 2, 4, 4], x[0, 3, 0, 0] = (float(v) for v in ("nan", "-inf", "inf", "-inf"))
     x.requires_grad_()
     # Torch's kernels for the CPU and for CUDA differ in where the gradient of a window without a largest value goes.
     on_cpu = x.detach().cpu().requires_grad_()
-    y, expected = pooling.max_pool(x, 2), F.max_pool2d(on_cpu, 3, 2, 1)
-    torch.testing.assert_close(y.cpu(), expected, equal_nan=True)
-    got, wanted = torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(expected.sum(), on_cpu)[0]
-    torch.testing.assert_close(got.cpu(), wanted)
+    y, expected = pooling.max_pool(x, stride), F.max_pool2d(on_cpu, 3, stride, 1)
+    torch.testing.assert_close(y.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    got, wanted = torch.autograd.grad(y.sum(), x, retain_graph=True)[0], torch.autograd.grad(expected.sum(), on_cpu)[0]
+    torch.testing.assert_close(got[:, 1:].cpu(), wanted[:, 1:], rtol=0, atol=0)
+    # The gradient of a window with a NaN goes to any of its pixels.
+    assert got[:, 0].sum() == wanted[:, 0].sum()
+    (within,) = torch.autograd.grad(y, x, y.isnan().to(dtype))
+    assert within[0, 0].sum() == y.isnan().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_places_are_inside_the_image_and_of_the_largest_value(dtype, device):
+    """Whatever is in a tensor, the second derivative may read the places that were kept."""
+    for shape in ((2, 6, 5, 7), (1, 3, 2, 2), (1, 4, 1, 1)):
+        x = values(shape, dtype, device, False)
+        x.movedim(1, -1).view(-1)[::5] = float("inf")
+        x.movedim(1, -1).view(-1)[::7] = float("-inf")
+        for stride in (1, 2):
+            y, where = torch.ops.batchnorm.max_pool(x, stride)
+            assert where.shape == (shape[0], (shape[1] + 1) // 2, *y.shape[2:])
+            # The transpose of the backward pass reads each window's value at its place.
+            dy = torch.zeros_like(y).requires_grad_()
+            dx = torch.ops.batchnorm.max_pool_backward(dy, where, stride, *shape[2:])
+            (found,) = torch.autograd.grad(dx, dy, x)
+            torch.testing.assert_close(found, y, rtol=0, atol=0)
 
 
 def test_a_gradient_in_another_order_is_copied(device):

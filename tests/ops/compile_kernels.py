@@ -7,7 +7,7 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from batchnorm.models.bn_inception.triton import bias, pixel_blocks, pool
+from batchnorm.models.bn_inception.triton import average_pool, bias, max_pool, pixel_blocks
 from batchnorm.ops.cuda.triton import inference
 from batchnorm.ops.cuda.triton.backward import backward
 from batchnorm.ops.cuda.triton.forward import forward
@@ -17,10 +17,10 @@ from batchnorm.train.triton.update import update
 NUMBERS = (
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane", "width"),
     *("dy_stride", "count", "H", "W", "out_H", "out_W", "tiles", "inner", "room", "first"),
-    *("rows", "columns", "before", "x_n", "x_c", "x_h", "x_w"),
+    *("rows", "columns", "before", "each", "x_n", "x_c", "x_h", "x_w"),
 )
 POINTERS = {"bits": "u8", "where": "u8", "batches": "i64", "skipped": "i64", "words": "i32"}
-TYPED = ("x", "y", "residual", "dy", "dx", "dresidual", "plus", "blocks")  # the rest is float32
+TYPED = ("x", "y", "residual", "dy", "dx", "dresidual", "other", "blocks")  # the rest is float32
 ALONE = {"T": 2, "PHASE": 3, "ALONE": True, "LAST": False, "TREE": False, "TICKET": False}
 MET = {"T": 4, "PHASE": 3, "ALONE": False, "LAST": False, "TREE": False, "TICKET": True}
 MANY = {"T": 4, "PHASE": 3, "ALONE": False, "LAST": True, "TREE": True, "TICKET": True}
@@ -61,9 +61,21 @@ def main():
     for kernel, way in itertools.product((forward_layers, backward_layers), (ALONE, MET, MANY, SUMS, REST)):
         build(kernel, LAST, way, "bf16", 1, fourth)
         count += 1
-    for kernel in (pool.max_forward, pool.max_backward_1, pool.max_backward_2, pool.average):
-        build(kernel, LAST, {"P": 16, "V": 64, "A": 16, "STRIDE": 2, "BACKWARD": True}, "bf16", 1, ())
-        count += 1
+    build(average_pool.average, LAST, {"P": 16, "V": 64, "A": 16, "BACKWARD": True}, "bf16", 1, ())
+    count += 1
+    normalizing = ("stats", "dgamma", "dbeta")
+    for kernel, absent in (
+        (max_pool.max_forward, ()),
+        (max_pool.max_forward, normalizing),
+        (max_pool.max_sums, ()),
+        (max_pool.max_backward_2, ()),
+        (max_pool.max_backward_2, normalizing),
+        (max_pool.max_backward_1, ("other",)),
+    ):
+        for align, stride, dtype in ((16, 2, "bf16"), (1, 1, "fp16")):
+            way = {"P": 16, "V": 64, "A": align, "STRIDE": stride, "TREE": stride == 2, "UNROLL": stride}
+            build(kernel, LAST, way, dtype, 1, absent)
+            count += 1
     build(pixel_blocks.to_blocks, LAST, {"INPUTS": 3, "CHANNELS": 16, "P": 128, "V": 16}, "bf16", 1, (), {"x": "fp32"})
     count += 1
     for kernel in (bias.forward, bias.backward):

@@ -31,6 +31,7 @@ from .joined_branches import (
     max_pool_beside,
     normalize_together,
 )
+from .norm_pool import can_pool, normalize_and_pool
 from .pixel_blocks import pixel_blocks
 from .pooling import AvgPool2d, MaxPool2d
 from .weight_gradients import convolve, is_aside, note_stem
@@ -75,7 +76,8 @@ def scaled(filters: int, width: float) -> int:
 class Unit(nn.Sequential):
     """Apply a convolution, then its normalization with the nonlinearity fused, or the nonlinearity alone.
 
-    ``rearrange`` adds a convolution's bias together with the nonlinearity.
+    ``rearrange`` adds a convolution's bias together with the nonlinearity, and on a GPU computes the normalization
+    together with a max pool behind the unit: see :class:`~batchnorm.models.bn_inception.network.Network`.
 
     Paper: Sec. 3.2, z = g(BN(Wu)); z = g(Wu + b)
     """
@@ -111,6 +113,21 @@ class Unit(nn.Sequential):
         for module in rest:
             product = module(product)
         return product
+
+    def pools(self, pool: nn.Module, x: Tensor | torch.fx.Proxy) -> bool:
+        """Return whether :meth:`pooled` may replace calls of the unit and of ``pool``: no hook would miss them."""
+        if torch.compiler.is_compiling() or type(pool) is not MaxPool2d:
+            return False
+        if len(self) != 2 or not isinstance(self[1], BatchNorm2d):
+            return False
+        return _rearranged(self, x) and not is_watched() and all(map(is_quiet, (self, self[1], pool)))
+
+    def pooled(self, x: Tensor, pool: nn.Module) -> Tensor:
+        """Apply the unit and a max pool, without writing the tensor between them if that is supported."""
+        bn, product = cast(BatchNorm2d, self[1]), self.convolve(x)
+        if can_pool(bn, pool, product):
+            return normalize_and_pool(bn, product)
+        return cast(Tensor, pool(bn(product)))
 
     def joins(self) -> bool:
         """Return whether the convolution can be computed together with others: it is torch's and has no hooks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 import torch
 from torch import Tensor
 
@@ -49,9 +51,53 @@ class ChannelTiles:
         return self.pixels, self.channels, self.align
 
 
-def empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+class ColumnTiles:
+    """Divide the windows of a max pool among programs: each walks down some rows of P columns and V channels.
+
+    The columns of all images are numbered in one sequence.
+    """
+
+    THREADS = 128
+
+    def __init__(self, shape: tuple[int, ...], align: int, stride: int, itemsize: int) -> None:
+        n, c, h, w = shape
+        height, width = up(h, stride), up(w, stride)  # the number of windows
+        self.align = align
+        self.lanes = min(max(power_up(c), 2), 128 // itemsize)
+        self.wide = 16 * self.THREADS // itemsize // self.lanes  # 16 bytes per thread
+        self.slices = up(c, self.lanes)
+        columns = n * width
+        blocks = up(columns, self.wide)
+        # The more rows a program has, the fewer are read twice; but there should be many programs.
+        rows = max(1, min(8, blocks * self.slices * height // 2048))
+        share = up(height, up(height, rows))
+        self.units = blocks * up(height, share)
+        self.numbers = (columns, c // self.align, h, w, height, width, share)
+
+    @property
+    def constants(self) -> tuple[int, int, int]:
+        """P, V and the number of elements that all strides are multiples of."""
+        return self.wide, self.lanes, self.align
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's options: four programs fit on a multiprocessor at least, unless channels are read one by one."""
+        return {"maxnreg": 128} if self.align >= 8 else {}
+
+
+def alignment(*tensors: Tensor | None) -> int:
+    """Return the largest power of two, at most 16, that divides channels, strides of rows and addresses, in elements.
+
+    >>> alignment(torch.zeros(1, 24, 4, 4).contiguous(memory_format=torch.channels_last))
+    8
+    """
+    found = [t for t in tensors if t is not None]
+    return gcd(16, *(n for t in found for n in (t.shape[1], row_stride(t), t.data_ptr() // t.element_size())))
+
+
+def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
     """Return an uninitialized channels-last tensor."""
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
 def readable(dy: Tensor) -> tuple[Tensor, int]:

@@ -23,7 +23,7 @@ from ...ops.recomputation import is_active
 from ...ops.running import Kept
 from ...ops.torch_state import is_forward_mode, is_recomputation, is_unseen
 from .channels_last import empty, readable, takes
-from .pooling import average_into, max_pool_backward, max_pool_gradient, max_pool_into
+from .pooling import average_into, empty_places, max_pool_backward, max_pool_gradient, max_pool_into
 
 
 class Part(NamedTuple):
@@ -91,7 +91,7 @@ def _inferred(part: Part, source: Tensor) -> Tensor:
     x = _average(x) if part.averaged else x
     y = empty(x, tuple(x.shape)) if part.y is None else part.y
     _check_shapes([x], [y])
-    mean, var, *_ = _running(bn)
+    mean, var, *_ = running_of(bn)
     grouped.infer(x, bn.weight, bn.bias, mean, var, y, bn.eps, bn.activation)
     return y
 
@@ -114,7 +114,7 @@ class _Together(torch.autograd.Function):
         _check_shapes(xs, ys)
         running = None
         if not is_recomputation():
-            running = [_running(part.bn) for part in parts]
+            running = [running_of(part.bn) for part in parts]
             torch.autograd.graph.increment_version([t for kept in running for t in kept])
         gammas, betas = parameters[::2], parameters[1::2]
         options = (parts[0].bn.eps, parts[0].bn.momentum, parts[0].bn.activation)
@@ -158,7 +158,8 @@ def _average(x: Tensor) -> Tensor:
     return y
 
 
-def _running(bn: BatchNorm2d) -> Kept:
+def running_of(bn: BatchNorm2d) -> Kept:
+    """Return a layer's running averages and counts, which :func:`can_join` has checked."""
     b: Any = bn._buffers
     return (b["running_mean"], b["running_var"], b["num_batches_tracked"], b["num_batches_skipped"])
 
@@ -195,7 +196,7 @@ class _PoolBeside(torch.autograd.Function):
         y = to[0]
         if y is None:
             y = empty(x, (n, c, (h - 1) // stride + 1, (w - 1) // stride + 1))
-        where = torch.empty(y.shape, dtype=torch.uint8, device=x.device, memory_format=torch.channels_last)
+        where = empty_places(y)
         max_pool_into(x, y, where, stride)
         ctx.save_for_backward(where)
         ctx.options = (stride, h, w)

@@ -130,9 +130,27 @@ def inception(
     layers["flatten"] = nn.Flatten()
     layers["dropout"] = nn.Dropout(dropout)
     layers["classifier"] = nn.Linear(channels, classes)
-    net = nn.Sequential(layers)
+    net = Network(layers)
     initialize_(net, init, init_scale, seed)
     return net
+
+
+class Network(nn.Sequential):
+    """Call the layers in order, but compute a unit and the max pool behind it together if possible.
+
+    Beyond the paper: the largest tensors of the network are not written.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the class scores."""
+        layers = list(self)
+        while layers:
+            layer = layers.pop(0)
+            if type(layer) is Unit and layers and layer.pools(layers[0], x):
+                x = layer.pooled(x, layers.pop(0))
+            else:
+                x = layer(x)
+        return x
 
 
 def rows(projection: Literal[96, 128] = 96) -> tuple[InceptionRow, ...]:

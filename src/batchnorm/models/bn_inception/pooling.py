@@ -1,18 +1,24 @@
 """Pooling of 3x3 windows: torch's modules, computed on channels-last CUDA tensors by this library's kernels.
 
 Torch's kernels take several times as long as their memory traffic needs. For max pooling's backward pass, torch keeps
-an index of eight bytes per window; these kernels keep one byte.
+an index of eight bytes per window; these kernels keep four bits.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from math import gcd
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ...ops.cuda.layout import row_stride
-from .channels_last import ChannelTiles, empty, readable, takes
+from ...ops.cuda.schedule import up
+from ...ops.cuda.triton_launch import TritonLaunch
+from .channels_last import ChannelTiles, ColumnTiles, alignment, empty, readable, takes
+
+UNROLL = 2  # rows per iteration: fewer copies between registers
 
 
 class MaxPool2d(nn.MaxPool2d):
@@ -85,21 +91,39 @@ def _max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 
 
 def max_pool_into(x: Tensor, y: Tensor, where: Tensor, stride: int) -> None:
-    """Write maxima to ``y``, which may be channels of a larger tensor, and their places, 0 to 8, to ``where``."""
-    from .triton.pool import max_forward
+    """Write maxima to ``y``, which may be channels of a larger tensor, and their places to ``where``."""
+    max_forward(x, y, where, None, stride)
 
+
+def max_forward(x: Tensor, y: Tensor, where: Tensor, stats: Tensor | None, stride: int) -> None:
+    """Write maxima and their places, after normalization by ``stats`` and ReLU if they are given."""
     row, y_row = row_stride(x), row_stride(y)
-    (n, c, h, w), (oh, ow) = x.shape, y.shape[2:]
-    t = ChannelTiles(x, (row, y_row), n * oh * ow)
-    numbers = (n * oh * ow, c // t.align, h, w, oh, ow, row // t.align, y_row // t.align)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        max_forward[(t.programs,)](x, y, where, *numbers, stride, *t.constants)
+    align = gcd(alignment(x), y_row)
+    launch = _forward_launch(x.shape, align, row, y_row, stride, x.element_size(), x.device)
+    launch((x, y, where, stats), (), ())
+
+
+@cache
+def _forward_launch(
+    shape: torch.Size, align: int, row: int, y_row: int, stride: int, itemsize: int, device: torch.device
+) -> TritonLaunch:
+    from .triton.max_pool import max_forward
+
+    t = ColumnTiles(shape, align, stride, itemsize)
+    numbers = (*t.numbers, row // align, y_row // align)
+    return TritonLaunch(max_forward, t.units * t.slices, numbers, (stride, *t.constants, UNROLL), t.options, device)
+
+
+def empty_places(y: Tensor) -> Tensor:
+    """Return uninitialized memory for the places of maxima: two channels in a byte."""
+    n, c, h, w = y.shape
+    return empty(y, (n, up(c, 2), h, w), torch.uint8)
 
 
 def _fake_max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
     n, c, h, w = x.shape
     y = empty(x, (n, c, (h - 1) // stride + 1, (w - 1) // stride + 1))
-    return y, torch.empty_like(y, dtype=torch.uint8)
+    return y, empty_places(y)
 
 
 def _max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, width: int) -> Tensor:
@@ -110,21 +134,25 @@ def max_pool_gradient(
     dy: Tensor, where: Tensor, stride: int, height: int, width: int, plus: Tensor | None = None
 ) -> Tensor:
     """Return the gradient of max pooling's input, plus ``plus`` if given; it cannot be differentiated again."""
-    from .triton.pool import max_backward_1, max_backward_2
-
     dy, row = readable(dy)
     where = where.contiguous(memory_format=torch.channels_last)  # hooks such as save_on_cpu's may lose the layout
     dx = _fake_max_pool_backward(dy, where, stride, height, width)
     plus = None if plus is None else plus.contiguous(memory_format=torch.channels_last)
-    n, c, oh, ow = dy.shape
-    t = ChannelTiles(dy, (row, c), n * oh * ow)
-    count, channels = n * oh * ow, c // t.align
-    if stride == 1:
-        max_backward_1[(t.programs,)](dy, where, dx, plus, count, channels, oh, ow, row // t.align, *t.constants)
-    else:
-        sizes = (height, width, oh, ow)
-        max_backward_2[(t.programs,)](dy, where, dx, plus, count, channels, *sizes, row // t.align, *t.constants)
+    launch = backward_launch(dx.shape, alignment(dy, plus), row, stride, dx.element_size(), dx.device)
+    launch((dy, where, dx, plus, *([None] * 3 if stride == 2 else [])), (), ())
     return dx
+
+
+@cache
+def backward_launch(
+    shape: torch.Size, align: int, dy_row: int, stride: int, itemsize: int, device: torch.device
+) -> TritonLaunch:
+    """Return the launch that writes the gradient of an input of this shape."""
+    from .triton.max_pool import max_backward_1, max_backward_2
+
+    t = ColumnTiles(shape, align, stride, itemsize)
+    kernel, constants = (max_backward_1, t.constants) if stride == 1 else (max_backward_2, (*t.constants, UNROLL))
+    return TritonLaunch(kernel, t.units * t.slices, (*t.numbers, dy_row // align), constants, t.options, device)
 
 
 def _fake_max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, width: int) -> Tensor:
@@ -140,7 +168,7 @@ def _average_pool(x: Tensor, backward: bool) -> Tensor:
 
 def average_into(x: Tensor, y: Tensor, backward: bool) -> None:
     """Write averages to ``y``; x and y may be channels of larger tensors."""
-    from .triton.pool import average
+    from .triton.average_pool import average
 
     row, y_row = row_stride(x), row_stride(y)
     n, c, h, w = x.shape
@@ -182,10 +210,13 @@ def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _second_max_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
     """Gather each window's value at its maximum: the transpose of the backward pass, which is linear in dy."""
     (where,) = ctx.saved_tensors
-    place = where.long()
-    rows, columns = (torch.arange(n, device=where.device) * ctx.stride - 1 for n in where.shape[2:])
-    at = (rows[:, None] + place // 3) * ddx.shape[3] + columns + place % 3
-    return ddx.flatten(2).gather(2, at.flatten(2)).view(where.shape), None, None, None, None
+    bits = torch.stack((where & 15, where >> 4), 2).flatten(1, 2)[:, : ddx.shape[1]].long()
+    # As in triton/max_pool.py: -1 for UP and LEFT, 1 for DOWN and RIGHT, both for NOWHERE.
+    row, column = (bits >> 3 & 1) - (bits >> 2 & 1), (bits >> 1 & 1) - (bits & 1)
+    rows, columns = (torch.arange(n, device=where.device) * ctx.stride for n in where.shape[2:])
+    at = (rows[:, None] + row) * ddx.shape[3] + columns + column
+    found = ddx.flatten(2).gather(2, at.flatten(2)).view(at.shape)
+    return found.where(bits != 15, 0), None, None, None, None
 
 
 def _average_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:

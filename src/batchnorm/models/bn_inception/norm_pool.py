@@ -1,0 +1,118 @@
+"""Batch normalization, ReLU and a 3x3 max pool at stride 2 as one function: their full-size output is never written.
+
+Forward, one pass over x computes its statistics, and another one the pooled output. Backward, both passes over x read
+the pooled gradient and the places of the maxima, so the only full-size tensor that is written is dx.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...layers import BatchNorm2d
+from ...ops import composite
+from ...ops.activation import NAMES
+from ...ops.call import Call
+from ...ops.cuda.cached_pass import pass_of, processors
+from ...ops.cuda.launch import NONE, STATS
+from ...ops.cuda.schedule import stream, up
+from ...ops.cuda.triton_launch import TritonLaunch
+from ...ops.cuda.workspace import workspace
+from ...ops.torch_state import is_recomputation
+from .channels_last import ColumnTiles, alignment, empty, readable
+from .joined_branches import can_join, running_of
+from .pooling import MaxPool2d, backward_launch, empty_places, max_forward, max_pool_backward
+
+PROGRAMS = 4  # that add up gradients at the same time, per multiprocessor
+
+
+def can_pool(bn: BatchNorm2d, pool: nn.Module, x: Tensor) -> bool:
+    """Return whether :func:`normalize_and_pool` can run these layers on ``x``."""
+    return (
+        type(pool) is MaxPool2d
+        and pool.stride == 2
+        and can_join([bn], x)
+        and bn.uses_batch_statistics
+        and bn.activation.name == "relu"
+        and x.shape[1:2] == bn.features
+        and x.numel() > x.shape[1]
+        and x.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def normalize_and_pool(bn: BatchNorm2d, x: Tensor) -> Tensor:
+    """Return the maxima of 3x3 windows of ReLU(BN(x)), padded by 1, at stride 2; update the running averages.
+
+    If several values of a window are equal after rounding, the gradient goes to the one with the largest BN(x) before.
+    """
+    y: Tensor = _NormalizeAndPool.apply(x, bn.weight, bn.bias, bn)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _NormalizeAndPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, bn: BatchNorm2d) -> Tensor:
+        running = None
+        if not is_recomputation():
+            running = running_of(bn)
+            torch.autograd.graph.increment_version(running)
+        stats = statistics(Call(x, gamma, beta, bn.eps, bn.activation, running=running, momentum=bn.momentum))
+        n, c, h, w = x.shape
+        y = empty(x, (n, c, up(h, 2), up(w, 2)))
+        where = empty_places(y)
+        max_forward(x, y, where, stats, 2)
+        ctx.options = (bn.eps, bn.activation)
+        ctx.save_for_backward(x, gamma, beta, stats, where)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, gamma, beta, stats, where = ctx.saved_tensors
+        # Hooks such as save_on_cpu's may lose the layout.
+        x, where = (t.contiguous(memory_format=torch.channels_last) for t in (x, where))
+        if torch.is_grad_enabled():
+            dz = max_pool_backward(dy, where, 2, *x.shape[2:])
+            dx, dgamma, dbeta, _ = composite.backward(Call(x, gamma, beta, *ctx.options), dz)
+            return dx, dgamma.to(gamma.dtype), dbeta.to(beta.dtype), None
+        dy, row = readable(dy)
+        dx = torch.empty_like(x)
+        dgamma, dbeta = stats.new_empty((2, x.shape[1]))
+        sizes = (x.shape, alignment(dy, x), row)
+        add_up, room = _sums_launch(*sizes, x.element_size(), x.device)
+        add_up((dy, where, x, stats, dgamma, dbeta, *workspace(x, *room)), (), ())
+        write = backward_launch(*sizes, 2, x.element_size(), x.device)
+        write((dy, where, dx, x, stats, dgamma, dbeta), (), ())
+        return dx, dgamma, dbeta, None
+
+
+def statistics(call: Call) -> Tensor:
+    """Return the statistics of a batch and update the running averages, by streaming's first launch."""
+    x, gamma, beta, eps, (activation, slope), *_, running, momentum = call
+    g = pass_of(x, False, False).geometry
+    p = pass_of(x, False, False, stream(g, x.element_size(), False, processors(x.device)))
+    stats = x.new_empty((STATS, g.channels), dtype=torch.float32)
+    # The first launch writes no output, so x is a placeholder for y.
+    tensors = (x, x, None, None, gamma, beta, stats, *workspace(x, *p.room), *(running or NONE))
+    scalars = (float(eps), float(momentum or 0.0), float(slope))
+    p.launches[0](tensors, scalars, (NAMES.index(activation), momentum is None))
+    return stats
+
+
+@cache
+def _sums_launch(
+    shape: torch.Size, align: int, dy_row: int, itemsize: int, device: torch.device
+) -> tuple[TritonLaunch, tuple[int, int]]:
+    """Return the launch that computes the gradients of gamma and beta, and its workspace: floats and words."""
+    from .triton.max_pool import max_sums
+
+    t = ColumnTiles(shape, align, 2, itemsize)
+    each = up(t.units, max(1, min(1024, PROGRAMS * processors(device) // t.slices)))
+    parts = up(t.units, each)
+    tree = parts > 32
+    numbers = (*t.numbers, dy_row // align, parts, t.units, each)
+    launch = TritonLaunch(max_sums, parts * t.slices, numbers, (*t.constants, tree), t.options, device)
+    kept = parts + up(parts, 32) * tree
+    return launch, (2 * kept * shape[1], 2 + t.slices * (33 if tree else 1))

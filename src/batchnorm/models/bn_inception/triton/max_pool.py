@@ -1,0 +1,431 @@
+"""Max pooling of 3x3 windows, padded by 1, in channels-last tensors; normalization and ReLU can come first.
+
+Each program walks down some rows of P columns and V channels, and keeps what the next row of windows needs again. The
+columns of all images are numbered in one sequence. C and strides, the distances between pixels, are in units of A, so
+that the compiler knows how wide accesses may be.
+
+The place of a maximum is the sum of UP, DOWN or neither and LEFT, RIGHT or neither, relative to the middle of its
+window. Two neighbouring channels share a byte; the first has the lower four bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ....ops.cuda.triton import barrier
+from ....ops.cuda.triton.backward import add_parts, publish, store_part
+from ....ops.cuda.triton.tile import RELU, activate
+
+LEFT = tl.constexpr(1)
+RIGHT = tl.constexpr(2)
+UP = tl.constexpr(4)
+DOWN = tl.constexpr(8)
+NOWHERE = tl.constexpr(15)  # ReLU's derivative is 0, so the window's gradient vanishes
+
+
+@triton.jit
+def slice_of(program, C, A: tl.constexpr, V: tl.constexpr):
+    """Return a program's number within its slice of channels, the slice, its channels [V], and its bytes [V / 2].
+
+    Also return which channels and bytes exist, the number of slices, and of bytes per pixel.
+    """
+    pixel_bytes = C * (A // 2) if A > 1 else (C + 1) // 2
+    C = C * A
+    slices = (C + V - 1) // V
+    number = program // slices
+    piece = program - number * slices
+    channel = piece * V + tl.arange(0, V)
+    half = piece * (V // 2) + tl.arange(0, V // 2)
+    return number, piece, channel, half, (channel < C)[None, :], (half < pixel_bytes)[None, :], slices, pixel_bytes
+
+
+@triton.jit
+def columns_of(unit, columns, rows, share, width, P: tl.constexpr):
+    """Return the images and columns [P] of a unit, which of them exist, and its first and last row.
+
+    Columns that do not exist are replaced by the last one.
+    """
+    chunks = (rows + share - 1) // share
+    block = unit // chunks
+    first = (unit - block * chunks) * share
+    at = block * P + tl.arange(0, P)
+    exists = at < columns
+    at = tl.minimum(at, columns - 1)
+    image = at // width
+    return image, at - image * width, exists[:, None], first, tl.minimum(first + share, rows)
+
+
+@triton.jit
+def pointers(x, image, column, lane, height, width, step):
+    """Return the addresses of pixels in the first row of their images, and the distance between rows."""
+    pitch = (width * step).to(tl.int64)
+    return (x + image * (height * pitch))[:, None] + ((column * step)[:, None] + lane[None, :]), pitch
+
+
+@triton.jit
+def pixels_of(x, image, column, channel, half, height, width, stride, A: tl.constexpr):
+    """Return the addresses of pixels in the first row of their images, and the distances between pixels and rows.
+
+    Pairs of bfloat16 values are read as one integer, because it takes fewer instructions to convert them.
+    """
+    if x.dtype.element_ty == tl.bfloat16 and A > 1:
+        step = stride * (A // 2)
+        pairs = x.to(tl.pointer_type(tl.int32), bitcast=True)
+        p, pitch = pointers(pairs, image, column, half, height, width, step)
+    else:
+        step = stride * A
+        p, pitch = pointers(x, image, column, channel, height, width, step)
+    return p, step, pitch
+
+
+@triton.jit
+def load_raw(p, here, half_here):
+    """Read pixels as they are, 0 if they do not exist; :func:`as_floats` converts them."""
+    if p.dtype.element_ty == tl.int32:
+        return tl.load(p, mask=half_here, other=0)
+    else:
+        return tl.load(p, mask=here, other=0.0)
+
+
+@triton.jit
+def as_floats(raw, flip, P: tl.constexpr, V: tl.constexpr):
+    """Convert pixels to float32 [P, V]; change signs by ``flip`` if it is given."""
+    if raw.dtype == tl.int32:
+        if flip is not None:
+            raw ^= flip
+        first = (raw << 16).to(tl.float32, bitcast=True)
+        second = (raw & -65536).to(tl.float32, bitcast=True)
+        return tl.reshape(tl.join(first, second), [P, V])
+    else:
+        value = raw.to(tl.float32)
+        if flip is not None:
+            value *= flip
+        return value
+
+
+@triton.jit
+def load_pixels(p, here, half_here, flip, P: tl.constexpr, V: tl.constexpr):
+    """Read pixels [P, V] as float32."""
+    return as_floats(load_raw(p, here, half_here), flip, P, V)
+
+
+@triton.jit
+def load_row(row, image_row, here, half_here, flip, P: tl.constexpr, V: tl.constexpr):
+    """Read three pixels of a row: see :func:`load_pixels`."""
+    middle, left, right, pitch = image_row
+    p = middle + row * pitch
+    a = load_pixels(p + left, here, half_here, flip, P, V)
+    b = load_pixels(p, here, half_here, flip, P, V)
+    return a, b, load_pixels(p + right, here, half_here, flip, P, V)
+
+
+@triton.jit
+def three_columns(x, image, column, channel, half, H, W, stride, A: tl.constexpr):
+    """Return what :func:`load_row` needs, and the places that remain inside of the image.
+
+    Pixels left and right of the image are replaced by their neighbours inside.
+    """
+    p, step, pitch = pixels_of(x, image, column, channel, half, H, W, stride, A)
+    left = tl.maximum(column - 1, 0) - column
+    right = tl.minimum(column + 1, W - 1) - column
+    inside = NOWHERE - tl.where(left == 0, LEFT, 0) - tl.where(right == 0, RIGHT, 0)
+    return (p, (left * step)[:, None], (right * step)[:, None], pitch), inside[:, None]
+
+
+@triton.jit
+def greatest(a, b):
+    """Return the maximum, or NaN if one is NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def greatest_in_row(row, image_row, here, half_here, flip, P: tl.constexpr, V: tl.constexpr):
+    """Return the maximum of three pixels of a row and its place: the first of equal ones."""
+    a, b, c = load_row(row, image_row, here, half_here, flip, P, V)
+    best = greatest(greatest(a, b), c)
+    return best, tl.where(a == best, LEFT, tl.where(b == best, 0, RIGHT))
+
+
+@triton.jit
+def store_places(p, place, half_here, P: tl.constexpr, V: tl.constexpr):
+    """Write the places of two channels to each byte."""
+    first, second = tl.split(tl.reshape(place, [P, V // 2, 2]))
+    tl.store(p, (first | (second << 4)).to(tl.uint8), mask=half_here)
+
+
+@triton.jit
+def load_places(p, half_here, P: tl.constexpr, V: tl.constexpr):
+    """Read the places that :func:`store_places` wrote; NOWHERE for those that do not exist."""
+    both = tl.load(p, mask=half_here, other=255).to(tl.int32)
+    return tl.reshape(tl.join(both & 15, both >> 4), [P, V])
+
+
+_SIZES = ["columns", "C", "H", "W", "out_H", "out_W", "share"]
+# Small tensors may be views into one flat buffer, at any alignment; do not recompile for that.
+_SMALL = ["dgamma", "dbeta", "words"]
+
+
+@triton.jit(do_not_specialize=[*_SIZES, "x_stride", "y_stride"])
+def max_forward(
+    x, y, where, stats, columns, C, H, W, out_H, out_W, share, x_stride, y_stride,
+    STRIDE: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Write each window's maximum and its place: the first of equal ones, any place inside the image if one is NaN.
+
+    If ``stats`` is given, normalize and apply ReLU before pooling. Both are monotone, so only the maximum (if scale is
+    negative, the minimum) has to be normalized. NOWHERE is the place if ReLU's derivative is 0.
+    """
+    unit, _, channel, half, here, half_here, _, pixel_bytes = slice_of(tl.program_id(0), C, A, V)
+    C = C * A
+    image, column, exists, first, last = columns_of(unit, columns, out_H, share, out_W, P)
+    image_row, sides = three_columns(x, image, column * STRIDE, channel, half, H, W, x_stride, A)
+    out, y_pitch = pointers(y, image, column, channel, out_H, out_W, y_stride * A)
+    places, places_pitch = pointers(where, image, column, half, out_H, out_W, pixel_bytes)
+    flip = None
+    if stats is not None:
+        base = tl.load(stats + 3 * C + channel, mask=channel < C, other=0.0)[None, :]
+        scale = tl.load(stats + 5 * C + channel, mask=channel < C, other=0.0)[None, :]
+        offset = tl.load(stats + 6 * C + channel, mask=channel < C, other=0.0)[None, :]
+        sign = tl.where(scale < 0, -1.0, 1.0)
+        flip = sign
+        if image_row[0].dtype.element_ty == tl.int32:
+            even, odd = tl.split(tl.reshape(tl.where(scale < 0, 1, 0), [1, V // 2, 2]))
+            flip = (even << 15) | (odd << 31)
+
+    # Rows above and below the image are replaced by their neighbours inside.
+    top, at_top = greatest_in_row(tl.maximum(first * STRIDE - 1, 0), image_row, here, half_here, flip, P, V)
+    if STRIDE == 1:
+        mid, at_mid = greatest_in_row(first, image_row, here, half_here, flip, P, V)
+    for i in tl.range(0, last - first, loop_unroll_factor=UNROLL):
+        r = first + i
+        if STRIDE == 2:
+            mid, at_mid = greatest_in_row(2 * r, image_row, here, half_here, flip, P, V)
+        below = r * STRIDE + 1
+        low, at_low = greatest_in_row(tl.minimum(below, H - 1), image_row, here, half_here, flip, P, V)
+        best = greatest(greatest(top, mid), low)
+        place = tl.where(top == best, at_top | UP, tl.where(mid == best, at_mid, at_low | DOWN))
+        place &= sides - tl.where(r == 0, UP, 0) - tl.where(below == H, DOWN, 0)
+        if stats is not None:
+            z = tl.fma(best * sign - base, scale, offset)
+            place = tl.where(z <= 0, NOWHERE, place)
+            best = activate(z, 0.0, RELU)
+        tl.store(out + r * y_pitch, best.to(y.dtype.element_ty), mask=here & exists)
+        store_places(places + r * places_pitch, place, half_here & exists, P, V)
+        if STRIDE == 1:
+            top, at_top = mid, at_mid
+            mid, at_mid = low, at_low
+        else:
+            top, at_top = low, at_low
+
+
+@triton.jit
+def merge(
+    partial, part, parts, words, piece, slices, stats, dgamma, dbeta, s1, s2, channel, C,
+    TREE: tl.constexpr,
+):  # fmt: skip
+    """Store a part's sums; the last part to arrive adds up all of them and stores the gradients of gamma and beta.
+
+    This is what ops/cuda/triton/backward.py does in its first launch.
+    """
+    word = words + 2 + piece
+    store_part(partial, part, s1, s2, channel, C)
+    if TREE:
+        twig = part // 32
+        final = tl.minimum((twig + 1) * 32, parts)
+        leaf = words + 2 + slices + piece * 32 + twig
+        if barrier.arrive(leaf, 1) == final - twig * 32 - 1:
+            tl.store(leaf, 0)
+            s1, s2 = add_parts(partial, twig * 32, final, channel, C)
+            upper = partial + parts * (2 * C)
+            twigs = (parts + 31) // 32
+            store_part(upper, twig, s1, s2, channel, C)
+            if barrier.arrive(word, 1) == twigs - 1:
+                s1, s2 = add_parts(upper, 0, twigs, channel, C)
+                publish(stats, dgamma, dbeta, s1, s2, channel, C, True)
+                barrier.release(word, twigs)
+    elif barrier.arrive(word, 1) == parts - 1:
+        s1, s2 = add_parts(partial, 0, parts, channel, C)
+        publish(stats, dgamma, dbeta, s1, s2, channel, C, True)
+        barrier.release(word, parts)
+
+
+@triton.jit(do_not_specialize=[*_SIZES, "dy_stride", "parts", "units", "each"], do_not_specialize_on_alignment=_SMALL)
+def max_sums(
+    dy, where, x, stats, dgamma, dbeta, partial, words,
+    columns, C, H, W, out_H, out_W, share, dy_stride, parts, units, each,
+    P: tl.constexpr, V: tl.constexpr, A: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of gamma and beta of normalization, ReLU and max pooling at stride 2.
+
+    A window's gradient belongs to one pixel, so the sums run over windows. Each program adds up ``each`` units; the
+    last one to finish adds up the sums of all programs in a fixed order.
+    """
+    part, piece, channel, half, here, half_here, slices, pixel_bytes = slice_of(tl.program_id(0), C, A, V)
+    base = tl.load(stats + 3 * C * A + channel, mask=channel < C * A, other=0.0)[None, :]
+    t1 = tl.zeros([P, V], tl.float32)
+    t2 = tl.zeros([P, V], tl.float32)
+    start = part * each
+    for k in range(tl.minimum(each, units - start)):
+        image, column, exists, first, last = columns_of(start + k, columns, out_H, share, out_W, P)
+        image_row, _ = three_columns(x, image, 2 * column, channel, half, H, W, C, A)
+        gradients, _, dy_pitch = pixels_of(dy, image, column, channel, half, out_H, out_W, dy_stride, A)
+        places, places_pitch = pointers(where, image, column, half, out_H, out_W, pixel_bytes)
+        a, b, c = load_row(tl.maximum(2 * first - 1, 0), image_row, here, half_here, None, P, V)
+        for i in range(last - first):
+            r = first + i
+            d = load_pixels(gradients + r * dy_pitch, here & exists, half_here & exists, None, P, V)
+            place = load_places(places + r * places_pitch, half_here & exists, P, V)
+            on_left = (place & LEFT) != 0
+            on_right = (place & RIGHT) != 0
+            top = tl.where(on_left, a, tl.where(on_right, c, b))
+            a, b, c = load_row(2 * r, image_row, here, half_here, None, P, V)
+            mid = tl.where(on_left, a, tl.where(on_right, c, b))
+            a, b, c = load_row(tl.minimum(2 * r + 1, H - 1), image_row, here, half_here, None, P, V)
+            low = tl.where(on_left, a, tl.where(on_right, c, b))
+            value = tl.where((place & UP) != 0, top, tl.where((place & DOWN) != 0, low, mid))
+            d = tl.where(place == NOWHERE, 0.0, d)
+            t1 += d
+            t2 = tl.fma(d, value - base, t2)
+    s1, s2 = tl.split(tl.sum(tl.join(t1, t2), 0))
+    merge(partial, part, parts, words, piece, slices, stats, dgamma, dbeta, s1, s2, channel, C * A, TREE)
+
+
+@triton.jit
+def load_window(d, p, here, half_here, P: tl.constexpr, V: tl.constexpr):
+    """Return the gradients [P, V] of windows, 0 for those that do not exist, and the places that they belong to."""
+    return load_pixels(d, here, half_here, None, P, V), load_places(p, half_here, P, V)
+
+
+@triton.jit
+def selected(d, place, wanted: tl.constexpr):
+    """Return the gradients of windows whose maximum is at a place."""
+    return tl.where(place == wanted, d, 0.0)
+
+
+@triton.jit
+def store_pixel(dx, raw, dz, here, base, scale, k2, k0, P: tl.constexpr, V: tl.constexpr):
+    """Write one pixel's gradient: see :func:`max_backward_2`, but k2 and k0 are negative here."""
+    if raw is not None:
+        v = as_floats(raw, None, P, V)
+        if scale is None:
+            dz += v
+        else:
+            dz = tl.fma(dz, scale, tl.fma(v - base, k2, k0))
+    tl.store(dx, dz.to(dx.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=[*_SIZES, "dy_stride"], do_not_specialize_on_alignment=_SMALL)
+def max_backward_2(
+    dy, where, dx, other, stats, dgamma, dbeta, columns, C, H, W, out_H, out_W, share, dy_stride,
+    P: tl.constexpr, V: tl.constexpr, A: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of max pooling's input at stride 2, plus ``other`` if it is given.
+
+    If ``stats`` is given, ``other`` is x, and dx = scale dz - (k2 (x - base) + k0) is the gradient of x, as in
+    ops/cuda/triton/backward.py.
+    """
+    # In reverse order: what the sums read last is still in the cache.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    unit, _, channel, half, here, half_here, _, pixel_bytes = slice_of(program, C, A, V)
+    base, scale, k2, k0 = None, None, None, None
+    if stats is not None:
+        known = channel < C * A
+        count = tl.load(stats + 2 * C * A)
+        stats += channel
+        base = tl.load(stats + 3 * C * A, mask=known, other=0.0)[None, :]
+        low = tl.load(stats + 4 * C * A, mask=known, other=0.0)[None, :]
+        scale = tl.load(stats + 5 * C * A, mask=known, other=0.0)[None, :]
+        invstd = tl.load(stats + 7 * C * A, mask=known, other=0.0)[None, :]
+        k2 = -scale * (tl.load(dgamma + channel, mask=known, other=0.0)[None, :] * invstd / count)
+        k0 = -scale * (tl.load(dbeta + channel, mask=known, other=0.0)[None, :] / count) - low * k2
+    image, column, exists, first, last = columns_of(unit, columns, out_H, share, out_W, P)
+    gradients, dy_step, dy_pitch = pixels_of(dy, image, column, channel, half, out_H, out_W, dy_stride, A)
+    places, places_pitch = pointers(where, image, column, half, out_H, out_W, pixel_bytes)
+    out, pitch = pointers(dx, image, 2 * column, channel, H, W, C * A)
+    read, step, read_pitch = None, 0, 0
+    if other is not None:
+        read, step, read_pitch = pixels_of(other, image, 2 * column, channel, half, H, W, C, A)
+
+    # Four windows reach a block of 2x2 pixels: a, whose middle is the first pixel, b right of it, c below it, and d
+    # diagonally below it.
+    beside = exists & (column + 1 < out_W)[:, None]
+    within = exists & (2 * column + 1 < W)[:, None]
+    p = gradients + first * dy_pitch
+    q = places + first * places_pitch
+    a, at_a = load_window(p, q, here & exists, half_here & exists, P, V)
+    b, at_b = load_window(p + dy_step, q + pixel_bytes, here & beside, half_here & beside, P, V)
+    for i in tl.range(0, last - first, loop_unroll_factor=UNROLL):
+        r = first + i
+        p = gradients + (r + 1) * dy_pitch
+        q = places + (r + 1) * places_pitch
+        there = exists & (r + 1 < out_H)
+        beyond = beside & (r + 1 < out_H)
+        c, at_c = load_window(p, q, here & there, half_here & there, P, V)
+        d, at_d = load_window(p + dy_step, q + pixel_bytes, here & beyond, half_here & beyond, P, V)
+        lower = exists & (2 * r + 1 < H)
+        corner = within & (2 * r + 1 < H)
+        v1, v2, v3, v4 = None, None, None, None
+        if other is not None:
+            # Before anything is written: the compiler does not move loads before stores.
+            v = read + (2 * r) * read_pitch
+            v1 = load_raw(v, here & exists, half_here & exists)
+            v2 = load_raw(v + step, here & within, half_here & within)
+            v3 = load_raw(v + read_pitch, here & lower, half_here & lower)
+            v4 = load_raw(v + read_pitch + step, here & corner, half_here & corner)
+        to = out + (2 * r) * pitch
+        dz = selected(a, at_a, 0)
+        store_pixel(to, v1, dz, here & exists, base, scale, k2, k0, P, V)
+        dz = selected(a, at_a, RIGHT + 0) + selected(b, at_b, LEFT + 0)
+        store_pixel(to + C * A, v2, dz, here & within, base, scale, k2, k0, P, V)
+        dz = selected(a, at_a, DOWN + 0) + selected(c, at_c, UP + 0)
+        store_pixel(to + pitch, v3, dz, here & lower, base, scale, k2, k0, P, V)
+        dz = selected(a, at_a, DOWN + RIGHT) + selected(b, at_b, DOWN + LEFT)
+        dz += selected(c, at_c, UP + RIGHT) + selected(d, at_d, UP + LEFT)
+        store_pixel(to + pitch + C * A, v4, dz, here & corner, base, scale, k2, k0, P, V)
+        a, at_a, b, at_b = c, at_c, d, at_d
+
+
+@triton.jit
+def window_gradient(
+    windows, row, exists, here, half_here, H, W,
+    BELOW: tl.constexpr, BESIDE: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Return the gradients that pixels get from the windows BELOW rows below and BESIDE columns right of them."""
+    # Windows below (1) have the pixel at UP, those above (-1) at DOWN.
+    PLACE: tl.constexpr = (0 if BELOW == 0 else UP if BELOW == 1 else DOWN) + (
+        0 if BESIDE == 0 else LEFT if BESIDE == 1 else RIGHT
+    )
+    gradients, step, dy_pitch, places, pixel_bytes, places_pitch, column = windows
+    row += BELOW
+    column += BESIDE
+    there = exists & (row >= 0) & (row < H) & (column >= 0) & (column < W)
+    p = gradients + row * dy_pitch + BESIDE * step
+    q = places + row * places_pitch + BESIDE * pixel_bytes
+    d, place = load_window(p, q, here & there, half_here & there, P, V)
+    return selected(d, place, PLACE)
+
+
+@triton.jit(do_not_specialize=[*_SIZES, "dy_stride"])
+def max_backward_1(
+    dy, where, dx, other, columns, C, H, W, out_H, out_W, share, dy_stride,
+    P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
+):  # fmt: skip
+    """Sum at each pixel the gradients of the nine windows around it, and ``other`` if it is given; stride 1."""
+    unit, _, channel, half, here, half_here, _, pixel_bytes = slice_of(tl.program_id(0), C, A, V)
+    image, column, exists, first, last = columns_of(unit, columns, H, share, W, P)
+    gradients, step, dy_pitch = pixels_of(dy, image, column, channel, half, H, W, dy_stride, A)
+    places, places_pitch = pointers(where, image, column, half, H, W, pixel_bytes)
+    windows = (gradients, step, dy_pitch, places, pixel_bytes, places_pitch, column[:, None])
+    out, pitch = pointers(dx, image, column, channel, H, W, C * A)
+    read, read_pitch = None, 0
+    if other is not None:
+        read, _, read_pitch = pixels_of(other, image, column, channel, half, H, W, C, A)
+    for i in range(last - first):
+        r = first + i
+        total = tl.zeros([P, V], tl.float32)
+        for k in tl.static_range(9):
+            total += window_gradient(windows, r, exists, here, half_here, H, W, 1 - k // 3, 1 - k % 3, P, V)
+        if other is not None:
+            total += load_pixels(read + r * read_pitch, here & exists, half_here & exists, None, P, V)
+        tl.store(out + r * pitch, total.to(dx.dtype.element_ty), mask=here & exists)
