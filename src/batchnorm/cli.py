@@ -188,8 +188,8 @@ COMMANDS = {
         "--crops 144 --images 64",
     ),
 }
-# Optional packages that a command always needs. Its function checks for a GPU and for packages that only some of its
-# options need.
+# The optional packages that a command always needs. The command's function checks for a GPU, and for packages that only
+# some options need.
 NEEDS: dict[str, tuple[str, ...]] = {
     "train": ("PIL", "safetensors"),
     "compare": ("PIL", "safetensors"),

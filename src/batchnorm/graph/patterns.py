@@ -1,6 +1,6 @@
 """Find BN -> activation and BN -> sum -> activation in a torch.fx graph.
 
-It is used by ``convert``, whose graphs call modules, and by the ``torch.compile`` backend, whose graphs call functions.
+``convert`` uses it on graphs that call modules, the ``torch.compile`` backend on graphs that call functions.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 
 
 def _switches_a_mode(node: fx.Node) -> bool:
-    """Return whether a node may switch gradients, autocast or a transform; torch's functions for that are private."""
+    """Return whether a node may switch gradients, autocast or a transform: a function with a leading underscore."""
     return node.op == "call_function" and getattr(node.target, "__name__", "_").startswith("_")
 
 

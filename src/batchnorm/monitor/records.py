@@ -50,6 +50,8 @@ def percentiles_of(
 ) -> Tensor:
     """Return the percentiles of each unit over all other dimensions, shape (percentiles, units), interpolated linearly.
 
+    Only ``samples`` evenly spaced values of ``units`` evenly spaced units are used if there are more.
+
     >>> percentiles_of(torch.tensor([[0.0], [1.0], [2.0]]), (0, 50, 75))
     tensor([[0.0000],
             [1.0000],
