@@ -60,7 +60,7 @@ class Remote(ChildProcess):
         super().__init__(_serve, theirs, make, args)
         theirs.close()
         self._busy = True
-        # Otherwise Python would wait forever at exit for a process that was not closed. atexit runs too late in a child.
+        # Otherwise Python would wait forever at exit for a process that was not closed. In a child, atexit is too late.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def call(self, method: str, *args: Any) -> Any:

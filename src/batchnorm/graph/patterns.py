@@ -120,7 +120,8 @@ class Matcher:
         graph: the graph.
         is_norm: whether a node is a batch normalization that supports fusion; its first argument is x.
         fits: whether a residual can be fused into a batch normalization. By default the fused call decides.
-        depth: how deep in opened children a batch normalization is called; of two summands, the shallower one is fused.
+        depth: how many children that were traced into enclose a batch normalization; of two summands, the shallower one
+            is fused.
     """
 
     def __init__(

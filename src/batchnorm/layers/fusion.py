@@ -137,7 +137,7 @@ def _other_code(net: nn.Module, calls: list[TracedCall]) -> str:
 
 
 def _other_use(net: nn.Module, layer: nn.Module, activation: nn.Module, held: dict[nn.Module, list[Holder]]) -> str:
-    """Name a module that may use the layer without its activation; "" if only Sequentials and torch.fx graphs use it."""
+    """Name a module that may use the layer without its activation; "" if Sequentials or a torch.fx graph use both."""
     for holder in held[layer]:
         if next_in_order(holder) is not activation and not _is_in_graph(net, holder):
             return f"{type(holder.module).__name__} also refers to it, and may use it without its activation"
