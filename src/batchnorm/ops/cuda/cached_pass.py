@@ -60,7 +60,7 @@ def _find_pass(
     tiling = way if isinstance(way, Tiling) else best_tiling(g, itemsize, backward, residual, device)
     strides = dense_strides(g, shape)
     launches = _launches(g, tiling, backward, device)
-    # Each part stores two sums per channel, or three numbers in Triton's forward pass. Both forward passes also need two
+    # Each part stores two sums per channel, or three numbers in Triton's forward pass. Forward passes also need two
     # floats per channel for the old running averages.
     room = ((2 * tiling.kept_parts if backward else 2 + 3 * tiling.kept_parts) * g.channels, tiling.words)
     kept = 0 if r is None else 2 * r.kept_parts
