@@ -2,7 +2,7 @@
 
     import batchnorm as bn
 
-    net = bn.convert(net, example)           # torch.nn's layers become faster ones, fused with what follows them
+    net = bn.convert(net, example)           # torch.nn's layers become faster ones, fused with activations and sums
     ...                                      # train as before
     bn.estimate_(net, batches)               # exact population statistics in place of running averages
     bn.export(net.eval(), example, "net.onnx")  # the inference network, without batch normalization

@@ -42,7 +42,7 @@ class VerbReport:
     """max |new - old| / max |old| over the outputs for the example, if outputs were compared."""
     notes: tuple[str, ...] = field(default=())
     fusion: str = ""
-    """A phrase that says how many layers are fused with what follows them."""
+    """A phrase that says how many layers are fused with the sums and activations after them."""
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)

@@ -28,7 +28,7 @@ LEAVES = (
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and keyword arguments for calling a network on a batch.
 
-    A tensor is passed as it is, a tuple or list by its first item alone, and a dict as keyword arguments.
+    A tensor is passed as it is. Only the first item of a tuple or list is passed. A dict becomes keyword arguments.
 
     Raises:
         TypeError: for anything else; use ``forward=`` then.

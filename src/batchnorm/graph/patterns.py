@@ -120,8 +120,8 @@ class Matcher:
         graph: the graph.
         is_norm: whether a node is a batch normalization that supports fusion; its first argument is x.
         fits: whether a residual can be fused into a batch normalization. By default the fused call decides.
-        depth: how many children that were traced into enclose a batch normalization; of two summands, the shallower one
-            is fused.
+        depth: how many opened children, that is, children that were traced into, enclose a batch normalization; of two
+            summands, the shallower one is fused.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class Matcher:
         if node.op == "call_method":
             name = str(node.target)
             if _is_count(node.args[0]):
-                return False  # num_batches_tracked.add_(1)
+                return False  # such as num_batches_tracked.add_(1)
             return (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
         if node.op != "call_function" or (node.target in NEW and not node.kwargs):
             return False

@@ -26,7 +26,7 @@ class Refusal(Exception):
 
 @dataclass
 class FoldPlan:
-    """Hold the maps that affine layers absorb before or after their own, and the maps that remain."""
+    """Hold the maps that affine layers absorb, before or after their own weights, and the maps that remain."""
 
     before: dict[nn.Module, Map] = field(default_factory=dict)
     after: dict[nn.Module, Map] = field(default_factory=dict)

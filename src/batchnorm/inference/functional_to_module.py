@@ -233,7 +233,7 @@ def _drop_layers(module: nn.Module, graph: fx.Graph, inside: set[nn.Module]) -> 
 
 
 def _adopt(module: nn.Module, graph: fx.Graph, before: set[str]) -> None:
-    """Make the module an instance of a subclass whose forward is the graph, but no longer of a batch normalization."""
+    """Give the module a generated class whose forward is the graph; a batch normalization becomes a plain module."""
     norm = isinstance(module, TorchBatchNorm)
     after = _attributes_read(graph)
     for name in [*module._parameters, *module._buffers]:

@@ -151,7 +151,7 @@ def _other_input(
     takers: list[nn.Module],
     held: dict[nn.Module, list[Holder]],
 ) -> str:
-    """Say where else than on these layers' outputs the activation is or may be used; "" if nowhere."""
+    """Name a possible use of the activation on anything but these layers' outputs; "" if there is none."""
     for call in (call for graph in graphs for call in graph.calls_of(activation)):
         producer = call.inputs[0].producer
         if producer is None or producer.module not in takers:

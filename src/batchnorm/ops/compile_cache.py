@@ -113,7 +113,7 @@ def kept(name: str, depends: object, make: Callable[[], bytes]) -> bytes:
 
 def remember_failure(source: Source, error: Unavailable) -> None:
     """Record that the source does not compile or load, so that :func:`cached` can say so without trying again."""
-    if isinstance(error.__cause__, subprocess.CalledProcessError | ImportError):  # others, as for a full disk, may pass
+    if isinstance(error.__cause__, subprocess.CalledProcessError | ImportError):  # other errors may not recur
         with suppress(OSError):
             failure = _folder(create=True) / f"{source.path.stem}-{_key(source, _command(source))}.failed"
             failure.write_text(str(error))

@@ -362,5 +362,5 @@ class CompiledFunction(torch.autograd.Function):
         return *grads, dz if of_residual else None, None, None, None
 
 
-# This is what Function.apply calls after it has checked that no torch.func transform is active, as train_ has too.
+# Function.apply calls this after checking that no torch.func transform is active. train_ has checked that already.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, CompiledFunction).apply

@@ -474,7 +474,7 @@ static void planes_forward(void *given) {
         }
         for (i64 k = 0; k < g.here; ++k) {
             double mean = rough[k * g.each], d = s.sums[k][0] / m;
-            keep(c, g.from + k, mean + d, fmax(s.sums[k][1] / m - d * d, 0)); // fmax hides a NaN, but not in the mean
+            keep(c, g.from + k, mean + d, fmax(s.sums[k][1] / m - d * d, 0)); // fmax drops a NaN; the mean keeps it
         }
         for (i64 k = 0; k < g.here; ++k) spread_kept(c, &g, k, lines);
         for (i64 i = 0; i < g.matrices; ++i) write_out(c, matrix_of(f, &g, i), lines, WIDTH);

@@ -285,7 +285,7 @@ def _gradients(
     return dx, dgamma, dbeta, dresidual.to(residual_dtype) if wants_residual and dresidual is not None else None
 
 
-# This is what Function.apply calls after it has checked that no torch.func transform is active, as callers have too.
+# Function.apply calls this after checking that no torch.func transform is active. Callers have checked that already.
 _apply: Any = super(torch.autograd.Function, _Fused).apply
 
 

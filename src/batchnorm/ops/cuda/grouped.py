@@ -50,7 +50,7 @@ class _Sizes(NamedTuple):
 class _Plan(NamedTuple):
     residence: Residence | None  # None unless resident.cu is fastest
     launches: tuple[TritonLaunch, ...]
-    resident_room: tuple[int, int]  # how many floats per channel, and counters, resident.cu needs
+    resident_room: tuple[int, int]  # the floats per channel, and the counters, that resident.cu needs
     room: tuple[int, int]  # the same for Triton's kernels
 
 

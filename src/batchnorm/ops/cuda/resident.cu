@@ -21,7 +21,8 @@
 // - PLANE: locations of a channel in one example if WOVEN, else 0
 // - ACT: IDENTITY, RELU, ..., which resident.py defines
 // - RESIDUAL: whether one is added; ADDED: whether all of it is kept on chip
-// - THREADS; SV; K: vectors of each tensor that a thread keeps; EACH: programs per multiprocessor
+// - THREADS: threads per program; SV: see above; K: vectors of each tensor that a thread keeps on chip
+// - EACH: programs per multiprocessor
 // - LAYERS: number of layers in the launch, channels last and with the same rows; 0 for a single layer, whose tensors
 //   are separate arguments
 
@@ -63,7 +64,7 @@ struct alignas(16) Vec {
     u32 w[4];
 };
 
-// ---- the machine ----
+// ---- machine instructions ----
 //
 // All the PTX is here. tests/emulated.hpp has the same functions in C++, so that the rest can run on a CPU.
 
@@ -212,7 +213,7 @@ __device__ __forceinline__ Vec narrow(const float (&f)[V]) {
 
 __device__ __forceinline__ bool is_number(float v) { return fabsf(v) < __int_as_float(0x7f800000); }
 
-// ---- where things are ----
+// ---- tensors in memory ----
 
 struct Shape {
     int C, units, slices, parts;  // units: rows, or vectors of a channel
@@ -712,7 +713,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         u32* words = l.words;
         const Running running = {l.mean, l.var, l.batches, l.skipped, momentum, cumulative};
         const float count = (float)((i64)s.units * EACH_UNIT);
-        const int channel = slice * W + threadIdx.x;  // of the first W threads
+        const int channel = slice * W + threadIdx.x;  // for the first W threads
         const bool here = threadIdx.x < W && channel < s.C;
         const u32 side = s.parts > 1 ? side_of(words + 2 + slice) : 0;
 
@@ -837,7 +838,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             if (RESIDUAL && bits) store_bits(bits + walk.of_bits(s, i), above);
         };
         if (ADDED) arrived<0>();
-        // Start with what was read last: it is still in the cache.
+        // Start with the vectors that were read last: they are still in the cache.
         i = streamed;
         for (; i >= UNROLL; i -= UNROLL) {
             Vec v[UNROLL], r[UNROLL];

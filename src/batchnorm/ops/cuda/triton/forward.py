@@ -162,7 +162,7 @@ def place(words, slices, parts, beside, PHASE: tl.constexpr, TICKET: tl.constexp
     if TICKET:
         program = barrier.take_ticket(words, slices * parts)
     elif PHASE == 2:
-        # In reverse order: what the statistics read last is still in the cache.
+        # In reverse order, because the values that the first launch read last are still in the cache.
         program = slices * parts - 1 - program
     return barrier.place(program, slices, parts, beside)
 

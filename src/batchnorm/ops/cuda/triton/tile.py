@@ -7,8 +7,8 @@ have the shape [W], with W = V or W = 1 channels, so that ``v[None, :]`` broadca
 These arguments are passed everywhere:
 
 - ``piece``: the index of a slice of channels.
-- ``FORM``, constants: (channels last?, R, V, A, offsets need 64 bits?). A divides all strides, which are passed divided
-  by it.
+- ``FORM``, constants: (channels last?, R, V, A, offsets need 64 bits?). All strides are multiples of A, and are passed
+  divided by A.
 - ``shape``, numbers: (C, units of a channel, units of a channel in one example, magic, shift). ``magic`` and ``shift``
   turn the division by the third number into a multiplication, because a division takes 20 instructions.
 - ``strides``, for each tensor: those of a row or an example, and of a channel.
