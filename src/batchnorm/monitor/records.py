@@ -50,7 +50,7 @@ def percentiles_of(
 ) -> Tensor:
     """Return the percentiles of each unit over all other dimensions, shape (percentiles, units), interpolated linearly.
 
-    Only ``samples`` evenly spaced values of ``units`` evenly spaced units are used if there are more.
+    At most ``samples`` values of at most ``units`` units are used, evenly spaced.
 
     >>> percentiles_of(torch.tensor([[0.0], [1.0], [2.0]]), (0, 50, 75))
     tensor([[0.0000],

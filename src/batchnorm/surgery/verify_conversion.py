@@ -72,7 +72,7 @@ def _gradients(net: nn.Module, example: Any, forward: Forward | None, training: 
 def _worst(new: Gradients, old: Gradients) -> tuple[str, float]:
     """Return the parameter whose gradient has the largest relative error, and the error.
 
-    The error of a gradient near 0 is taken relative to the largest gradient.
+    The error of a gradient near 0 is taken relative to EXACT times the largest gradient.
     """
     largest = max((float(g.abs().max()) for g in old.values() if g.numel()), default=0.0)
     errors = {"": 0.0}

@@ -34,8 +34,8 @@ def moments_of(
     """Return low and M2 of this part, whose mean is near + low.
 
     Sums are shifted by ``near``, because E[x^2] - E[x]^2 would lose all precision if the mean is large. Each of n
-    values is at most sqrt(n) standard deviations from their mean. So whichever of these values ``near`` is, the error
-    of M2 is at most n roundings.
+    values is at most sqrt(n) standard deviations from their mean. So whether ``near`` is one of these values or the
+    mean of a few, the error of M2 is at most n roundings.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
