@@ -2,13 +2,14 @@
 
     import batchnorm as bn
 
-    net = bn.convert(net, example)           # torch.nn's layers become faster ones, fused with what follows them
+    net = bn.convert(net, example)           # torch.nn's layers become faster ones, fused with activations and sums
     ...                                      # train as before
     bn.estimate_(net, batches)               # exact population statistics in place of running averages
     bn.export(net.eval(), example, "net.onnx")  # the inference network, without batch normalization
 
-A verb returns a new network and leaves its argument alone; a trailing underscore means that it changes the network in
-place. The result's ``report`` says what was done and what was left alone. An example is a batch that the network takes.
+A verb such as ``convert`` returns a new network and leaves its argument alone; a trailing underscore, as in
+``estimate_``, means that the network is changed in place. The result's ``report`` says what was done and what was left
+alone. An example is a batch that the network takes.
 
 To change a network:
 
@@ -19,17 +20,17 @@ To change a network:
 To train it:
 
 - ``BatchNorm1d``, ``BatchNorm2d``, ``BatchNorm3d``: drop-ins for ``torch.nn``'s, for networks that you write. They take
-  ``activation="relu"``, and in a call ``residual=`` and ``mask=``.
-- ``Sync()``, ``Ghost(32)``, ``Renorm()``: pass one as ``statistics=``, for several GPUs, for large batches that should
-  behave like small ones, and for small batches.
+  ``activation="relu"``, and their calls take ``residual=`` and ``mask=``.
+- ``Sync()``, ``Ghost(32)``, ``Renorm()``: pass one as ``statistics=``. ``Sync`` is for several GPUs, ``Ghost`` for
+  large batches that should behave like small ones, ``Renorm`` for small batches.
 - ``freeze_(net)``, ``unfreeze_(net)``: keep statistics, gamma and beta as they are, to fine-tune with small batches.
 - ``param_groups(net, weight_decay)``: give the optimizer no weight decay on gamma and beta.
-- ``recompute()``: save memory, around the forward pass.
+- ``recompute()``: save memory; run the forward pass inside ``with bn.recompute():``.
 - ``Monitor(net)``: record the percentiles of any layer's inputs while training.
 
 To ship it:
 
-- ``estimate_(net, batches)``: set the population statistics, once training is over or weights were averaged.
+- ``estimate_(net, batches)``: set the population statistics after training, or after averaging weights.
 - ``fold(net, example)``: get the network without batch normalization.
 - ``export(net, example, path)``: write it as ONNX or ``torch.export``.
 - ``load(run)``: open a run of ``batchnorm train``: its network, classes and ``predict``.
@@ -79,7 +80,7 @@ __all__ = [
 ]
 
 
-# Imported when first used: training brings in much that the layers and verbs do not need.
+# Imported on first use, because training imports many modules that the layers and verbs do not need.
 _LAZY = {"load": "batchnorm.train.trained_run"}
 
 

@@ -21,7 +21,7 @@ except ImportError:  # argparse reads the same annotations below
         """Do nothing: options that argparse reads never have a prefix."""
 
     class Positional:  # type: ignore[no-redef]
-        """Mark an argument without a name."""
+        """Mark a positional argument."""
 
         def __class_getitem__(cls, kind: Any) -> Any:
             return Annotated[kind, cls]

@@ -1,4 +1,4 @@
-"""Reports of the verbs: what was done at each place in a network, what was not, and why."""
+"""Reports on what ``convert``, ``fold`` and the other verbs did at each site in a network, and why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import ceil, isfinite
 
 from torch import nn
 
-# For each verb: what it works on, the first word of its action, and the word for places where it did that.
+# For each verb: the noun for its sites, the first word of its action, and the summary's word for that action.
 WORDS = {
     "fold": ("batch norm", "folded", "folded"),
     "convert": ("batch norm", "converted", "converted"),
@@ -22,7 +22,7 @@ NO_TRAINING = "the network does not run in training mode on this example, so onl
 
 @dataclass(frozen=True)
 class Site:
-    """Hold one place in a network: its path, what was done there and the reason."""
+    """Hold one site in a network: its path, what was done there and the reason."""
 
     path: str
     action: str
@@ -42,7 +42,7 @@ class VerbReport:
     """max |new - old| / max |old| over the outputs for the example, if outputs were compared."""
     notes: tuple[str, ...] = field(default=())
     fusion: str = ""
-    """A phrase that says how many layers are fused with what follows them."""
+    """A phrase that says how many layers are fused with the sums and activations after them."""
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
@@ -51,7 +51,7 @@ class VerbReport:
         return len(self.sites)
 
     def __getitem__(self, path: str) -> Site:
-        """Return the site of a path."""
+        """Return the site at ``path``."""
         for site in self.sites:
             if site.path == path:
                 return site
@@ -78,15 +78,15 @@ class VerbReport:
         return f"{self.verb}: {f'{self.fusion}; ' if self.fusion else ''}{', '.join(parts)}"
 
     def _why(self, word: str) -> str:
-        """Give the reason for an action, if there is one."""
+        """Return the reason that all sites with this action share, or say that their reasons differ."""
         (first, *others) = dict.fromkeys(site.reason for site in self.sites if site.action.startswith(word))
         return f": {first}" if first and not others else " for different reasons" if others else ""
 
     def __str__(self) -> str:
-        """Return the summary, and list the places that need an explanation."""
+        """Return the summary and the sites that need an explanation."""
         _, action, _ = WORDS.get(self.verb, ("", "done", ""))
         listed, rest = list(self.sites), 0
-        if self.verb != "insert":  # insert chooses the places itself
+        if self.verb != "insert":  # insert chose its sites itself, so it lists them all
             listed = [site for site in self.sites if site.reason or not site.action.startswith(action)]
             listed.sort(key=lambda site: site.action.startswith((action, "fixed")))
             listed, rest = listed[:LISTED], len(listed[LISTED:])
@@ -125,15 +125,15 @@ class LayerStatistics:
 
 @dataclass(frozen=True)
 class Population:
-    """Hold what :func:`batchnorm.estimate_` found, layer by layer; print it or query it."""
+    """Hold the results of :func:`batchnorm.estimate_`, layer by layer; print it or query it."""
 
     layers: tuple[LayerStatistics, ...]
     left_alone: tuple[Site, ...]
 
     def more_batches(self, tolerance: float = 0.05) -> int:
-        """Return how many more batches bring every standard error down to ``tolerance``; 0 if these were enough.
+        """Return how many more batches would bring every standard error down to ``tolerance``; 0 if none are needed.
 
-        The error falls with the square root of the number of batches. One batch alone does not show its error,
+        The error falls with the square root of the number of batches. A single batch gives no estimate of the error,
         so the answer is then 1.
         """
         more = 0

@@ -188,8 +188,8 @@ COMMANDS = {
         "--crops 144 --images 64",
     ),
 }
-# Optional packages that a command always needs. Its function checks for a GPU and for packages that only some of its
-# options need.
+# The optional packages that a command always needs. The command's function checks for a GPU, and for packages that only
+# some options need.
 NEEDS: dict[str, tuple[str, ...]] = {
     "train": ("PIL", "safetensors"),
     "compare": ("PIL", "safetensors"),
@@ -218,7 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
         status = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed our output, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at exit
         return 1
     return status
 

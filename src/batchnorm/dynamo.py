@@ -1,8 +1,8 @@
 """``torch.compile(net, backend="batchnorm")``: fused batch normalization for networks of plain ``torch.nn`` layers.
 
-Dynamo's graph calls ``F.batch_norm``. Each such call in training mode becomes a call of this library, together with the
-sum and the activation after it, and Inductor compiles the result. In evaluation batch normalization is elementwise, and
-Inductor fuses it by itself.
+Dynamo's graph calls ``F.batch_norm``. Each such call in training mode, together with the sum and the activation after
+it, is replaced by a call to this library, and Inductor compiles the result. In evaluation mode batch normalization is
+elementwise, and Inductor fuses it by itself.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def compile_graph(
         functions = {f"{__name__}.{f.__name__}": _digest() for f in (normalize_batch, move_averages_)}
         functions |= inductor_config.unsafe_marked_cacheable_functions
         with inductor_config.patch(unsafe_marked_cacheable_functions=functions):
-            # The class that handles mode and options for backend="inductor".
+            # This class handles mode and options for backend="inductor".
             return torch._TorchCompileInductorWrapper(mode, options, None)(module, inputs)  # type: ignore[no-any-return]
 
 
@@ -80,7 +80,7 @@ compile_graph.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.rese
 def fuse_(module: fx.GraphModule, *, everywhere: bool = False) -> int:
     """Fuse the batch normalizations in a Dynamo graph, in place, and return their number.
 
-    ``TORCH_LOGS=batchnorm.dynamo`` shows what was fused, ``torch._dynamo.utils.counters["batchnorm"]`` counts it.
+    ``TORCH_LOGS=batchnorm.dynamo`` logs how much was fused; ``torch._dynamo.utils.counters["batchnorm"]`` counts it.
     """
     for node in list(module.graph.nodes):
         if node.target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -113,7 +113,7 @@ def fuse_(module: fx.GraphModule, *, everywhere: bool = False) -> int:
 def normalize_batch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, name: str, slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return g(BN(x) + residual), the mean and the unbiased variance; a compiler traces this."""
+    """Return g(BN(x) + residual), the mean and the unbiased variance; AOTAutograd traces this function."""
     y, moments = ops.batch_norm(x, weight, bias, eps, activation=ops.Activation(name, slope), residual=residual)
     m = x.numel() / x.shape[1]
     return y, moments.mean.detach(), moments.var.detach() * (m / (m - 1))
@@ -197,7 +197,7 @@ def _replace(graph: fx.Graph, matches: list[Match]) -> None:
         y.meta = dict(match.end.meta)
         results.meta = {key: value for key, value in y.meta.items() if key != "example_value"}
         match.replace_by(y)
-        # A layer that is called twice updates its averages twice.
+        # A layer that is called twice updates its averages twice: each round holds an average at most once.
         turn = next((turn for turn in rounds if not turn.keys() & {*averages}), None)
         if turn is None:
             rounds.append(turn := {})

@@ -29,7 +29,7 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Remember that SIGTERM or Ctrl-C came, so that the work can finish its step and save first."""
+    """Remember that SIGTERM or Ctrl-C arrived, so that the job can finish its step and save first."""
 
     requested = False
 
@@ -74,10 +74,10 @@ class Job(Protocol):
 
     @property
     def steps(self) -> int:
-        """Training steps; 0 if it does not train."""
+        """The number of training steps; 0 if the job does not train."""
 
     def finished(self) -> bool:
-        """Return whether its results have been written."""
+        """Return whether the job's results have been written."""
 
     def __call__(self) -> None:
         """Do the work, or resume it.
@@ -108,10 +108,10 @@ def run_side_by_side(waiting: Sequence[Job], *, jobs: int, minutes: float | None
                 asked, unfinished = True, unfinished or bool(left)
                 left.clear()
                 for process in running:
-                    process.signal("SIGTERM")  # only once: the job saves on the first
+                    process.signal("SIGTERM")  # only once: the job saves its state on the first signal
             for process in [process for process in running if not process.alive]:
                 one = running.pop(process)
-                finished = one.job.finished()  # even if a signal then interrupted its exit
+                finished = one.job.finished()  # true even if a signal interrupted its exit
                 unfinished = unfinished or not finished
                 if not finished and process.exit_status != STOPPED and not stopping:
                     failed[one.job.name] = _end_of_log(one.job, process.exit_status)
@@ -149,7 +149,7 @@ class _Running:
             self.display.update(self.job.name, self.step, self.text)
 
     def end(self, how: str) -> None:
-        """Show how it ended."""
+        """Show how the job ended."""
         self.show()
         self.display.end(self.job.name, how)
 
@@ -157,7 +157,7 @@ class _Running:
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
-            # A resumed run truncates the file to what its checkpoint had seen.
+            # A resumed run truncates the file to the records up to its checkpoint.
             self.position = min(self.position, file.seek(0, 2))
             file.seek(self.position)
             new = file.read()

@@ -26,7 +26,9 @@ LEAVES = (
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments for a batch: a tensor, the first item of a tuple or list, the items of a dict by name.
+    """Return the positional and keyword arguments for calling a network on a batch.
+
+    A tensor is passed as it is. Only the first item of a tuple or list is passed. A dict becomes keyword arguments.
 
     Raises:
         TypeError: for anything else; use ``forward=`` then.
@@ -144,7 +146,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Yield each object in some trees with its path, such as ``output[0].features``.
 
-    An object that occurs again is not entered again; tensors are yielded each time.
+    An object that occurs more than once is yielded each time, but its parts only once.
     """
     entered: dict[int, Any] = {}  # keeps the objects alive, so that no id() is used twice
     waiting = list(roots)[::-1]
@@ -158,7 +160,7 @@ def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def parts(item: Any) -> list[tuple[str, Any]]:
-    """List what an object holds, with labels: the items of a container, attributes, slots."""
+    """List an object's items, attributes and slots, each with a label such as ``[0]`` or ``.name``."""
     if isinstance(item, LEAVES):
         return []
     inside: list[tuple[str, Any]] = []
@@ -166,7 +168,7 @@ def parts(item: Any) -> list[tuple[str, Any]]:
         inside = [(f"[{key!r}]", item[key]) for key in item]
     elif isinstance(item, tuple | list | deque | Set):
         inside = [(f"[{i}]", part) for i, part in enumerate(item)]
-    known = {id(part) for _, part in inside}  # the outputs of transformers mirror their items as attributes
+    known = {id(part) for _, part in inside}  # model outputs of transformers repeat their items as attributes
     return inside + [(f".{name}", part) for name, part in _attributes(item) if id(part) not in known]
 
 

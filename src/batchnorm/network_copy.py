@@ -47,7 +47,7 @@ def private_copy(net: nn.Module) -> nn.Module:
 
 
 def _uncopied(net: nn.Module) -> Memo:
-    """Return a memo for copy.deepcopy that keeps it from copying what it cannot or should not copy."""
+    """Return a memo for copy.deepcopy with entries for the objects that it cannot or should not copy."""
     memo: Memo = {}
     for module in net.modules():
         for value in vars(module).values():
@@ -146,7 +146,7 @@ def isolated(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]
 
 @contextmanager
 def _fixed_random_numbers(net: nn.Module) -> Iterator[None]:
-    """Seed only the devices that a network is on, and restore the generators of the CPU and of GPUs afterwards."""
+    """Seed the CPU and the network's devices, and restore the generators of the CPU and of GPUs afterwards."""
     devices = {t.device for t in (*net.parameters(), *net.buffers())}
     gpus = [device for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(gpus):
@@ -229,7 +229,7 @@ def require_numbers(olds: list[Tensor]) -> None:
 
 
 def relative(new: Tensor, old: Tensor) -> float:
-    """Return max |new - old| / max |old| of two tensors; inf if one is not finite where the other is."""
+    """Return max |new - old| / max |old| of two tensors; inf if only one of them has a NaN or infinity somewhere."""
     if old.numel() == 0:
         return 0.0
     new, old = _dense(new), _dense(old)
@@ -238,7 +238,7 @@ def relative(new: Tensor, old: Tensor) -> float:
     scale = float(old.abs()[old.isfinite()].max()) if old.isfinite().any() else 0.0
     worst = float(difference.max())
     if isnan(worst):
-        return inf  # one has a NaN or an infinity that the other lacks
+        return inf  # one has a NaN where the other has none
     return worst / scale if scale > 0 else worst
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-# The library names are reserved. "bench networks" writes a slash after them.
+# The names torchvision and timm are reserved. "bench networks" puts a slash after them instead of a colon.
 _LIBRARY = re.compile(r"(torchvision|timm)[:/]([\w.-]+)")
 # Without init_weights=True these warn, and initialize slowly.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")
@@ -34,7 +34,7 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
         classes: passed on as ``classes=`` if the function has such an argument; None leaves it out.
 
     Raises:
-        ValueError: if the name leads to no function, or the function returns no network.
+        ValueError: if there is no function of this name, or it does not return a network.
         UserCodeError: if the function raises an exception.
 
     >>> make_network("torch.nn:Identity")

@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-# The modules of each extra of pyproject.toml.
+# The modules that each extra in pyproject.toml installs.
 EXTRAS = {
     "train": ("safetensors", "PIL", "tensorboard"),
     "report": ("matplotlib",),
@@ -32,7 +32,7 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:
-        # The missing package may be another: torch.utils.tensorboard needs tensorboard.
+        # The missing package may be a different one: torch.utils.tensorboard needs tensorboard.
         raise MissingExtraError(_sentence([(error.name or module).partition(".")[0]], [extra])) from error
 
 

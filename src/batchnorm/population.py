@@ -85,14 +85,15 @@ def estimate_(
         batches: training mini-batches, moved to the network's device; see :mod:`batchnorm.network_call` for their form.
         rule: "paper" or "pooled".
         upstream: how layers before the one being estimated normalize: by the "batch", as in training, in one pass; or
-            by the "population" statistics just found, in one pass for each depth of the network. The latter does not
-            depend on how the data is split into batches.
+            by the "population" statistics just found, in one pass for each depth of the network. Together with rule
+            "pooled", the latter does not depend on how the data is split into batches.
         forward: how to call the network, if the rule for batches does not fit.
 
     Raises:
-        ValueError: if there are no layers or no batches; if ``batches`` is a bare tensor; if a batch has one value per
-            feature (with ``upstream="population"`` and rule "paper", only if all have); or if a moment is not finite.
-        TypeError: if the network cannot take the batches as they are: use ``forward=``.
+        ValueError: if there are no layers or no batches; if ``batches`` is a bare tensor; if a batch has only one value
+            per feature (with ``upstream="population"`` and rule "paper", only if every batch has); or if a moment is
+            not finite.
+        TypeError: if the network cannot take the batches as they are; use ``forward=`` then.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
     >>> report = estimate_(net, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [6.0]])])
@@ -176,7 +177,7 @@ def _by_depth(
     for call in graph.calls:
         above = max((reached.get(v.producer, 0) for v in call.inputs if v.producer is not None), default=0)
         if isinstance(call.module, TorchBatchNorm) and call.module in layers:
-            # A shared layer is as deep as its last call, unless that call depends on the layer itself.
+            # A shared layer is as deep as its deepest call so far.
             above = depths[call.module] = max(depths.get(call.module, 0), above + 1)
             # Until its statistics are known, a shared layer has to normalize its later calls by the mini-batch.
             call.module.training = len(graph.calls_of(call.module)) > 1
@@ -208,8 +209,8 @@ def _run(
 class _Observer:
     """Accumulate the moments of each call of a layer.
 
-    A known layer in training mode computes them itself: with momentum 1 and fresh buffers, its buffers hold exactly
-    these moments after the call. For other layers, and if ``direct``, they are computed here.
+    A layer of a ``KNOWN`` class in training mode computes them itself: with momentum 1 and fresh buffers, its buffers
+    hold exactly these moments after the call. For other layers, and if ``direct``, they are computed here.
     """
 
     def __init__(self, layer: TorchBatchNorm, path: str, rule: Rule, *, direct: bool) -> None:
@@ -223,10 +224,10 @@ class _Observer:
         self._m: Tensor | int = 0
 
     def register(self) -> Iterator[Any]:
-        """Hook the layer; yield the handles to undo it."""
+        """Register hooks on the layer, and yield their handles."""
         yield self.layer.register_forward_pre_hook(self._before, with_kwargs=True)
         if not self.direct:
-            # A counter of its own, for the calls whose statistics the layer could use.
+            # A fresh counter, in which the layer counts the calls that had usable statistics.
             self.layer._buffers["num_batches_tracked"] = torch.zeros_like(self.layer.num_batches_tracked)  # type: ignore[arg-type]
             self.layer.momentum = 1.0
             yield self.layer.register_forward_hook(self._after)

@@ -39,7 +39,7 @@ class ChildProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """Its exit status, the negative number of the signal that killed it, or None while it runs."""
+        """The exit status; -n if signal n killed the process, None while it runs."""
         return self._process.exitcode
 
     def signal(self, name: str) -> None:
@@ -60,7 +60,7 @@ class Remote(ChildProcess):
         super().__init__(_serve, theirs, make, args)
         theirs.close()
         self._busy = True
-        # Or Python would wait forever for a process that nobody closed. In child processes, atexit is too late.
+        # Otherwise Python would wait forever at exit for a process that was not closed. In a child, atexit is too late.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -78,7 +78,7 @@ class Remote(ChildProcess):
 
         Raises:
             RuntimeError: if the process died.
-            Exception: what the call raised, with the other process's traceback as a note.
+            Exception: the one that the call raised, with the other process's traceback as a note.
         """
         try:
             error, result = self.pipe.recv()
@@ -145,13 +145,13 @@ Run = Callable[[Work, Sequence[tuple[Any, ...]], float], Iterator[Outcome]]
 
 @contextmanager
 def workers(processes: int, *, threads: int | None = None, device_turns: bool = False) -> Iterator[Run]:
-    """Start processes and yield ``run(work, jobs, seconds)``, which yields each outcome of ``work(*job)`` once done.
+    """Start processes and yield ``run(work, jobs, seconds)``, which calls ``work(*job)`` and yields each outcome.
 
     ``run`` starts no further job once ``seconds`` have passed.
 
     Args:
         processes: how many; 0 runs the jobs in this process, one after the other.
-        threads: torch's threads in each.
+        threads: the number of torch threads in each process.
         device_turns: let :func:`device_turn` exclude the other workers.
     """
     if not processes:
@@ -211,7 +211,7 @@ class _Caller:
     """Call functions in a worker process."""
 
     def __init__(self, lock: AbstractContextManager[Any] | None, threads: int | None) -> None:
-        # One compiler per worker: a pool in each would be too many processes.
+        # Let each worker compile in its own process: a pool of compilers in each would be too many processes.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         if threads is not None:
             torch.set_num_threads(threads)
@@ -237,7 +237,7 @@ def map_on_cores(work: Callable[[Given], Result], jobs: Sequence[Given], process
 
 @contextmanager
 def torch_threads(number: int) -> Iterator[None]:
-    """Set torch's number of threads inside the block. For small networks a second one costs more than it saves."""
+    """Set torch's number of threads inside the block. For small networks a second thread costs more than it saves."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

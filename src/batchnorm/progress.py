@@ -1,4 +1,4 @@
-"""Progress on stderr: rich's bars on a terminal, plain lines elsewhere, nothing for short passes."""
+"""Progress on stderr: rich's bars on a terminal, plain lines elsewhere, nothing for short loops."""
 
 from __future__ import annotations
 

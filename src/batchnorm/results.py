@@ -22,7 +22,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     """Describe the machine and the software that a measurement ran on.
 
     Args:
-        commit: the software's commit, if git does not know it.
+        commit: the commit to record; by default, the one that git reports.
 
     >>> sorted(environment())
     ['commit', 'cores', 'gpu', 'hardware', 'load', 'numpy', 'python', 'threads', 'torch']
@@ -108,7 +108,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         if not isinstance(error, OSError) or error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # not the name of the temporary file
+        raise OSError(error.errno, error.strerror, str(path)) from error  # name the file, not the temporary one
     # A rename is durable only after the folder is synced.
     sync(path.parent)
 
@@ -158,7 +158,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of the source tree, marked if files differ from it; None outside a repository.
+    """Return the commit of the source tree, with "-dirty" if files differ from it; None outside a repository.
 
     In a copy without its repository, set ``BATCHNORM_COMMIT``.
     """

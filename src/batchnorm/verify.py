@@ -28,7 +28,7 @@ from .network_copy import (
 Make = Callable[[nn.Module, Any], nn.Module]
 
 AMPLIFICATION = 20.0
-"""The largest accepted ratio of the error to the change that rounding the original's weights causes."""
+"""The largest accepted ratio of the error to the change in the results that rounding the original's weights causes."""
 TRIALS = 3
 """How many times to measure that change, at most; once is usually enough."""
 EXACT = 1e-6
@@ -69,10 +69,10 @@ def verify(
         training: the mode to compare in.
         same_weights: whether the new network has the original's weights, so that no rounding remains in float64.
         make: makes the new network from an original and an example.
-        tolerance: the largest relative error to accept; by default what rounding can cause.
+        tolerance: the largest relative error to accept; by default, the error that rounding can cause.
 
     Raises:
-        ValueError: if the networks differ by more, or if there was nothing to compare.
+        ValueError: if the networks differ by more than that, or if there is nothing to compare.
     """
     run = _CopyRunner(example, forward, training)
     was = run(old)
@@ -94,7 +94,7 @@ def verify(
 
 
 def rounding(net: nn.Module, example: Any) -> float:
-    """Return the relative error of outputs that rounding can cause in this network, in its own precision."""
+    """Return the relative error that rounding can cause in this network's outputs, in its own precision."""
     run = _CopyRunner(example, None, training=False)
     was = run(net).output
     noise = max(relative_error(run(net, seed=seed).output, was) for seed in range(TRIALS))
@@ -103,7 +103,7 @@ def rounding(net: nn.Module, example: Any) -> float:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Hold what a forward pass returned, and the tensors that it left on modules, by path."""
+    """Hold the output of a forward pass, and the tensors that it stored on modules, by path."""
 
     output: Any
     kept: dict[str, Tensor]
@@ -121,7 +121,7 @@ class _CopyRunner:
     def __call__(
         self, net: nn.Module, *, double: bool = False, seed: int | None = None, change: float | None = None
     ) -> _Seen:
-        """Run a copy, in float64 or not, with weights changed at random by their rounding or by ``change``."""
+        """Run a copy, in float64 if ``double``; with a seed, change its weights at random by rounding or ``change``."""
         twin = private_copy(net).train(self.training)
         steps = {name: change or _step(t) for name, t in _floating(twin)}
         if double:
@@ -226,7 +226,7 @@ def _error(path: str, new: Tensor, old: Tensor) -> float:
 
 
 def _pairs(new: Any, old: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the tensors and numbers in two outputs side by side."""
+    """Yield the corresponding tensors and numbers in two outputs, with their path."""
     entered = set()
     waiting = [("the output", new, old)]
     while waiting:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from .kinds import is_quiet, is_watched
 from .patterns import Fusion
 
-LARGEST = 64  # entries that a list or dict may have at most to be compared before every call
+LARGEST = 64  # a list or dict with more entries is not compared before every call
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
     lines += [f"    return _original.forward({given.passed})", ""]
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        """Pickle and copy like the original class, but store what the generated class is made from."""
+        """Pickle and copy like the original class, but store the data from which to generate this class again."""
         reduced = kind.__reduce_ex__(self, protocol)
         if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and reduced[1][0] is made:  # type: ignore[attr-defined]
             return (_new, (kind, _Pickled(variants, _digest(kind, variants)), *reduced[1][1:]), *reduced[2:])
@@ -209,7 +209,7 @@ class Unwatchable(Exception):
 
 
 def pattern_of(value: Any) -> Any:
-    """Return the pattern of an argument: tensors by their position, everything else by value.
+    """Return the pattern of an argument: each tensor is replaced by its type, everything else is kept as a value.
 
     >>> pattern_of([torch.zeros(1), None]) == (list, Tensor, ("value", None))
     True

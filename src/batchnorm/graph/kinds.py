@@ -16,7 +16,7 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 Affine = nn.Linear | Convolution | Transposed
 
-# operator.iadd etc.: x += y.
+# The in-place operators, such as operator.iadd for x += y.
 IN_PLACE = frozenset(
     getattr(operator, name) for name in dir(operator) if name[:1] == "i" and hasattr(operator, name[1:])
 )

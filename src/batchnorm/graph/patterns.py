@@ -1,6 +1,6 @@
 """Find BN -> activation and BN -> sum -> activation in a torch.fx graph.
 
-It is used by ``convert``, whose graphs call modules, and by the ``torch.compile`` backend, whose graphs call functions.
+``convert`` uses it on graphs that call modules, the ``torch.compile`` backend on graphs that call functions.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class Matcher:
         graph: the graph.
         is_norm: whether a node is a batch normalization that supports fusion; its first argument is x.
         fits: whether a residual can be fused into a batch normalization. By default the fused call decides.
-        depth: how deep in opened children a batch normalization is called; of two summands, the shallower one is fused.
+        depth: how many opened children, that is, children that were traced into, enclose a batch normalization; of two
+            summands, the shallower one is fused.
     """
 
     def __init__(
@@ -305,7 +306,7 @@ class Matcher:
         if node.op == "call_method":
             name = str(node.target)
             if _is_count(node.args[0]):
-                return False  # num_batches_tracked.add_(1)
+                return False  # such as num_batches_tracked.add_(1)
             return (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
         if node.op != "call_function" or (node.target in NEW and not node.kwargs):
             return False
@@ -346,7 +347,7 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 
 
 def _switches_a_mode(node: fx.Node) -> bool:
-    """Return whether a node may switch gradients, autocast or a transform; torch's functions for that are private."""
+    """Return whether a node may switch gradients, autocast or a transform: a function with a leading underscore."""
     return node.op == "call_function" and getattr(node.target, "__name__", "_").startswith("_")
 
 

@@ -24,7 +24,7 @@ class Holder(NamedTuple):
 
 
 def holders(net: nn.Module) -> dict[nn.Module, list[Holder]]:
-    """Return, for each module, everything in the network that refers to it: parents, and objects that modules keep.
+    """Return, for each module, the modules that refer to it: as parents, or through other objects that they keep.
 
     >>> net = nn.Sequential(nn.ReLU(), nn.Tanh())
     >>> net.favourites = [net[1]]
@@ -80,7 +80,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def runs_in_order(module: nn.Module) -> bool:
-    """Return whether the module is a Sequential that runs torch's own forward: each child on the last one's output.
+    """Return whether the module is a Sequential that runs torch's own forward: each child on the previous one's output.
 
     >>> runs_in_order(nn.Sequential()), runs_in_order(nn.ModuleList())
     (True, False)

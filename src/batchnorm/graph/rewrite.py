@@ -1,4 +1,4 @@
-"""Rewrite a module's forward so that each pattern in its code is a single call; generated.py makes the class."""
+"""Rewrite a module's forward so that BN, a sum and an activation are a single call; generated.py makes the class."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def restore_wrong_(net: nn.Module, check: Callable[[], Any]) -> dict[str, str]:
 def arguments_in(
     net: nn.Module, example: Any, forward: network_call.Forward | None, *, training: bool
 ) -> dict[str, dict[str, Any] | str]:
-    """Run a copy of a network; return for each module the patterns of its arguments, or why there are none."""
+    """Run a copy of a network; return the patterns of each module's arguments, or the reason why there are none."""
     twin = private_copy(net).train(training)
     found: dict[str, dict[str, Any] | str] = {}
 
@@ -166,7 +166,7 @@ class _Worker:
             matches = matcher.matches()
             if matcher.ends_in_norm() and not has_hooks(module):
                 self.ending.add(path)
-            # Open only children whose batch normalization is fused with code outside of them.
+            # Open (trace into) only children whose batch normalization is fused with code outside of them.
             needed = {p for match in matches for p in _crossed(module, matcher, traced, match)}
             needed = {f"{path}.{p}".lstrip(".") for p in needed}
             if needed == {f"{path}.{p}".lstrip(".") for p in traced.opened}:
@@ -195,7 +195,7 @@ class _Worker:
 
 
 def _crossed(module: nn.Module, matcher: Matcher, traced: Traced, match: Match) -> Iterator[str]:
-    """Yield the children that must be opened: a pattern depends on their code, or moves BN past them."""
+    """Yield the children that must be opened, because the pattern depends on their code or moves BN past them."""
     outer = traced.stacks[match.end.name]
     yield from (p for node in matcher.origins(match) for p in traced.stacks[node.name] if p not in outer)
     node = match.norm

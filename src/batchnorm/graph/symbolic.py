@@ -314,7 +314,7 @@ def _has_proxy(tree: Any) -> bool:
 
 
 def _caller() -> str:
-    """Return the name of the Python module that called the function from which this one is called."""
+    """Return the name of the Python module whose code called the caller of this function."""
     name: str = sys._getframe(2).f_globals.get("__name__", "")
     return name
 
@@ -329,7 +329,7 @@ def _has_context(code: CodeType) -> bool:
 
 
 def _refuse_contexts() -> None:
-    """Refuse calls from code that has a with statement, because torch.fx does not record it."""
+    """Refuse calls from code that has a with statement, because torch.fx does not record with statements."""
     frame: FrameType | None = sys._getframe(2)
     found = False
     while frame is not None:

@@ -33,7 +33,7 @@ READS = frozenset(
 def trace(
     net: nn.Module, example: Any, forward: network_call.Forward | None = None, *, training: bool | None = None
 ) -> Graph:
-    """Run a copy of the network on an example and return its data flow, with the original network's modules.
+    """Run a copy of the network on an example and return the data flow between the original network's modules.
 
     Args:
         net: any network.
@@ -144,7 +144,7 @@ class _Recorder(TorchFunctionMode):
                 value.escapes = True
 
     def watch(self, net: nn.Module) -> None:
-        """Hook every module; the network must be a copy, since the hooks stay."""
+        """Register hooks on every module; the network must be a copy, since the hooks stay."""
         for module in net.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # does not support hooks; the functions that it calls are recorded instead

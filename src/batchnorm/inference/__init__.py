@@ -1,4 +1,4 @@
-"""N_tr to N_inf: the network that inference runs."""
+"""Make the network that inference runs: N_tr to N_inf in Algorithm 2."""
 
 from .export import export
 from .fold import fold

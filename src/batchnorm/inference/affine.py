@@ -73,7 +73,10 @@ def fold_after(affine: Affine, weights: Weights, after: Map) -> Weights:
 
 
 def fold_before(affine: Affine, weights: Weights, before: Map) -> Weights:
-    """Return the weights of W(scale * u + shift) + b; exact if no kernel reaches over the border of its input."""
+    """Return the weights of W(scale * u + shift) + b.
+
+    A shift is exact only if no kernel reaches into zero padding, and is not supported by transposed convolutions.
+    """
     scale, shift = before
     if isinstance(affine, Transposed):
         return Weights(weights.weight * _over_kernel(scale, weights.weight), weights.bias)
@@ -102,7 +105,7 @@ class FixedAffine(nn.Module):
     It replaces a batch normalization that no weights could absorb, and has no statistics and nothing to train.
 
     Args:
-        scale: one value per feature; its dimensions are those after the batch. None if weights absorbed it.
+        scale: one value per feature, in the shape of the feature dimensions. None if weights absorbed it.
         shift: likewise.
         activation: g.
 

@@ -28,7 +28,7 @@ LARGEST_FILE = 1_900_000_000
 
 @dataclass(frozen=True)
 class Exported:
-    """Hold what :func:`export` wrote and how far the file's outputs are from the network's."""
+    """Describe the file that :func:`export` wrote, and how far its outputs are from the network's."""
 
     path: Path
     relative_error: float
@@ -64,10 +64,11 @@ def export(
 
     Args:
         net: any network; its evaluation mode is written, with a warning if it is in training mode.
-        example: a batch; a dict is passed by name.
+        example: a batch; a dict is passed as keyword arguments.
         path: ends in ``.onnx`` (needs the extra "export") or ``.pt2``.
         dynamic_batch: let the first dimension of each input vary; the file is then run on two batch sizes.
-        tolerance: the largest relative error to accept; by default what rounding can cause in the network's precision.
+        tolerance: the largest relative error to accept; by default, the error that rounding can cause in the network's
+            precision.
         metadata: strings to keep in the file, such as class names: ONNX's metadata properties, or the extra files of
             ``torch.export.load``.
 
@@ -76,7 +77,7 @@ def export(
 
     Raises:
         FileNotFoundError: if the folder does not exist.
-        ValueError: for another file ending, if the exporter cannot express the network, or if outputs differ.
+        ValueError: for any other file extension, if the exporter cannot express the network, or if outputs differ.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()).eval()
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +100,7 @@ def export(
         )
     folded, report = fold_with_report(net, example, tolerance)
     warn_of_left(report)
-    # Copied: torch.export saves the whole storage of its example, which may be a view of a data set.
+    # Copied, because torch.export saves the whole storage of its example, which may be a view of a data set.
     example = network_call.to_device(example, network_call.device_of(folded), copy=True)
     if dynamic_batch and _batch_size(example) == 1:
         example = _repeated(example)  # exporters treat a dimension of 1 as fixed

@@ -52,13 +52,13 @@ def fold(
     traced: bool | None = None,
     forward: network_call.Forward | None = None,
 ) -> nn.Module:
-    """Return the inference network: y = scale * x + shift replaces each BN(x) and is folded into weights beside it.
+    """Return the inference network: y = scale * x + shift replaces each BN(x) and is folded into adjacent weights.
 
-    A layer is folded into the Linear, convolution or transposed convolution that produces its input; else into those
-    that consume its output, if that is exact; else it becomes a fixed affine map with the activation after it. The
-    data flow of a real forward pass on ``example`` decides which modules those are, not the order in which modules
-    were defined. Weights are folded in float64, and the outputs for ``example`` are compared with the original's.
-    ``net`` is not changed.
+    A layer is folded into the Linear, convolution or transposed convolution that produces its input; otherwise into
+    those that consume its output, if that is exact; otherwise it becomes a fixed affine map, together with the
+    activation after it. The data flow of a real forward pass on ``example`` decides which modules those are, not the
+    order in which modules were defined. Weights are folded in float64, and the outputs for ``example`` are compared
+    with the original's. ``net`` is not changed.
 
     If a module's forward does the normalization itself (a batch normalization subclass with its own forward, a call of
     ``F.batch_norm``), ``torch.fx`` traces that forward only, and the batch normalization becomes a child of the module.
@@ -67,9 +67,11 @@ def fold(
     Args:
         net: any network; its evaluation mode is folded, whichever mode it is in.
         example: a batch that takes the path through the network that inference takes.
-        tolerance: the largest relative error to accept; by default what rounding can cause in the network's precision.
+        tolerance: the largest relative error to accept; by default, the error that rounding can cause in the network's
+            precision.
         traced: True traces the whole network and returns a ``torch.fx.GraphModule``, in which each call of a module
-            that is called twice is folded separately; False traces nothing.
+            that is called twice is folded separately; False traces nothing; None traces only the forwards described
+            above.
         forward: how to call the network, if the rule for batches does not fit.
 
     Returns:
@@ -95,7 +97,7 @@ def fold(
 
 
 def warn_of_left(report: VerbReport) -> None:
-    """Warn the caller's caller if the report lists a batch normalization that is left."""
+    """Warn, at the line that called the caller, if the report lists a batch normalization that was not folded."""
     if report.paths("kept"):
         warnings.warn(report.summary, stacklevel=3)
 
@@ -108,7 +110,7 @@ def fold_with_report(
     forward: network_call.Forward | None = None,
 ) -> tuple[nn.Module, VerbReport]:
     """Fold a network as :func:`fold` does, and return the report instead of warning."""
-    # Trace the network itself, not a copy of it: this detects copies that still use the network's own modules.
+    # Trace the network itself, not ``source``: this detects copies that still use the network's own modules.
     paths = modules_that_normalize(net, trace(net, example, forward, training=False))
     source = _copy(net)
     if traced:

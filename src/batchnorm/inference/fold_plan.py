@@ -26,15 +26,15 @@ class Refusal(Exception):
 
 @dataclass
 class FoldPlan:
-    """Hold what becomes of each module: maps that affine layers absorb, and maps that remain."""
+    """Hold the maps that affine layers absorb, before or after their own weights, and the maps that remain."""
 
     before: dict[nn.Module, Map] = field(default_factory=dict)
     after: dict[nn.Module, Map] = field(default_factory=dict)
     remaining: dict[TorchBatchNorm, Map] = field(default_factory=dict)
     gone: dict[TorchBatchNorm, list[nn.Module]] = field(default_factory=dict)
-    """The layers whose map went into other modules, with those modules."""
+    """The layers that are folded, with the modules that absorb their maps."""
     reasons: dict[TorchBatchNorm, str] = field(default_factory=dict)
-    """Why maps remain."""
+    """Why the map of a layer remains."""
 
 
 def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> FoldPlan:
@@ -212,7 +212,7 @@ def _check_free(graph: Graph, module: nn.Module) -> None:
 
 
 def _check_borders(module: nn.Module, before: Map) -> None:
-    """Refuse a shift if the kernel reaches into zero padding, which the shift does not cover."""
+    """Refuse a nonzero shift if the kernel reaches into zero padding, to which the shift was not applied."""
     if not bool(before.shift.any()):
         return
     name = type(module).__name__
@@ -226,11 +226,11 @@ def _check_borders(module: nn.Module, before: Map) -> None:
 
 
 # Calls that only move elements may lie between a batch normalization and the affine layer next to it. Replaying them on
-# tensors of feature numbers shows where each feature goes, however the calls reshape it.
+# tensors of feature indices shows where each feature goes, however the calls reshape it.
 
 
 def _match_up(source: TracedCall, moves: list[TracedCall], call: TracedCall, layer: TorchBatchNorm) -> Tensor:
-    """Return which of the layer's features each feature of the source becomes."""
+    """Return, for each feature of the source, the index of the layer's feature that it becomes."""
     assert source.module is not None
     origin, target = source.outputs[0].shape, call.argument(0, "input").shape
     dims = _feature_dims(source.module, len(origin))
@@ -242,7 +242,7 @@ def _match_up(source: TracedCall, moves: list[TracedCall], call: TracedCall, lay
 
 
 def _match_down(call: TracedCall, moves: list[TracedCall], sink: TracedCall, layer: TorchBatchNorm) -> Tensor:
-    """Return which of the layer's features each input feature of the sink is."""
+    """Return, for each input feature of the sink, the index of the layer's feature that it comes from."""
     assert sink.module is not None
     origin, target = call.outputs[0].shape, sink.inputs[0].shape
     dims = _feature_dims(layer, len(origin))
@@ -254,7 +254,7 @@ def _match_down(call: TracedCall, moves: list[TracedCall], sink: TracedCall, lay
 
 
 def _function_of(inner: Tensor, outer: Tensor, size: int) -> Tensor:
-    """Return f with f[inner] = outer everywhere; refuse if there is none."""
+    """Return a tensor f with f[inner] == outer everywhere; raise Refusal if there is none."""
     if inner.shape != outer.shape:
         raise Refusal("the shapes between the two do not match")
     index = torch.zeros(size, dtype=torch.long)
@@ -276,7 +276,7 @@ def _replayed(x: Tensor, moves: list[TracedCall]) -> Tensor:
 
 
 def _numbered(shape: tuple[int, ...], dims: list[int]) -> Tensor:
-    """Return a tensor in which each element is the number of its feature."""
+    """Return a tensor in which each element is the index of its feature."""
     sizes = [n if d in dims else 1 for d, n in enumerate(shape)]
     return torch.arange(prod(sizes)).reshape(sizes).expand(shape)
 

@@ -115,7 +115,7 @@ def trace_forwards_(
 
 
 def _observe(net: nn.Module, owners: list[str], example: Any, forward: network_call.Forward | None) -> Arguments:
-    """Run the network and return the arguments of each owner and of the modules around it."""
+    """Run the network and return the arguments of each owner and of the modules that contain it."""
     calls: Arguments = defaultdict(list)
     twin = private_copy(net)
     around = {"", *owners}
@@ -138,7 +138,7 @@ def _observe(net: nn.Module, owners: list[str], example: Any, forward: network_c
 
 
 class _ForwardTracer(fx.Tracer):
-    """Trace through the modules that are not leaves."""
+    """Trace a forward, with ``is_leaf`` deciding which modules are leaves."""
 
     def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any])
 
 
 def _fixed_arguments(module: nn.Module, calls: list[Any]) -> dict[str, Any]:
-    """Return the arguments without tensors, which tracing makes constants: they must be the same in every call."""
+    """Return the arguments without tensors; they become constants in the graph, so all calls must agree on them."""
     parameters = signature(type(module).forward).parameters
     single = {k for k, p in parameters.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
     found: list[dict[str, Any]] = []
@@ -233,7 +233,7 @@ def _drop_layers(module: nn.Module, graph: fx.Graph, inside: set[nn.Module]) -> 
 
 
 def _adopt(module: nn.Module, graph: fx.Graph, before: set[str]) -> None:
-    """Make the module an instance of a subclass whose forward is the graph; a batch normalization stops being one."""
+    """Give the module a generated class whose forward is the graph; a batch normalization becomes a plain module."""
     norm = isinstance(module, TorchBatchNorm)
     after = _attributes_read(graph)
     for name in [*module._parameters, *module._buffers]:

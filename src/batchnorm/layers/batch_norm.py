@@ -332,7 +332,7 @@ class BatchNorm(TorchBatchNorm):
         if frozen is not None:
             before, self._frozen = self._frozen, int(frozen)
             for bit, parameter in ((WEIGHT, self.weight), (BIAS, self.bias)):
-                # A parameter frozen here but not in the checkpoint trains again, unless freeze_ did not freeze it.
+                # A parameter that freeze_ froze here but not in the checkpoint trains again.
                 if parameter is not None and (before | self._frozen) & bit:
                     parameter.requires_grad_(not self._frozen & bit)
 
@@ -356,8 +356,7 @@ class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
         dtype: the dtype of the parameters; running statistics are kept in at least float32.
         bias: learn beta, if ``affine``.
         activation: g: relu, relu6, leaky_relu, sigmoid, tanh, silu, hardswish, or the ``torch.nn`` module for one.
-        statistics: another source of the training statistics than the batch: ``Sync()``, ``Ghost(size)`` or
-            ``Renorm()``.
+        statistics: a source of training statistics other than the batch: ``Sync()``, ``Ghost(size)`` or ``Renorm()``.
         on_single: what to do with a training batch that has one value per feature: "error", or "running" to normalize
             it by the running statistics.
 

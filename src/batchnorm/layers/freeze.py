@@ -1,4 +1,4 @@
-"""Freeze and unfreeze layers; ``train()`` does not undo it, and the state dict stores it."""
+"""Freeze and unfreeze layers; ``train()`` does not unfreeze them, and the state dict stores what is frozen."""
 
 from __future__ import annotations
 

@@ -60,10 +60,10 @@ def activations_after(
 ) -> tuple[dict[nn.Module, nn.Module], dict[nn.Module, str]]:
     """Return the activation module that each layer can absorb, and for the other layers the reason why not.
 
-    In every traced forward pass, the activation must be the only consumer of each of the layer's outputs. Nor may
-    either be used anywhere else: a Sequential must call one after the other, or the network must be a torch.fx graph,
-    and nothing else in the network may refer to them. The user's own code is not enough, because it may take a path
-    that the example did not take.
+    In every traced forward pass, the activation must be the only consumer of each of the layer's outputs. Neither may
+    be used anywhere else: a Sequential must call one after the other, or the network must be a torch.fx graph, and
+    nothing else in the network may refer to them. A forward that the user wrote is not enough, because it may take a
+    path that the example did not take.
 
     >>> from batchnorm.graph import trace
     >>> import torch
@@ -123,7 +123,7 @@ def _only_activation(layer: nn.Module, calls: list[TracedCall]) -> tuple[nn.Modu
 
 
 def _other_code(net: nn.Module, calls: list[TracedCall]) -> str:
-    """Return whose code calls the layer or its activation; "" if that code always calls one after the other."""
+    """Name the code that calls the layer but may skip its activation; "" if the two always run one after the other."""
     for call in calls:
         consumer = call.outputs[0].sole_consumer
         for caller in (call.caller, consumer.caller if consumer is not None else None):
@@ -137,7 +137,7 @@ def _other_code(net: nn.Module, calls: list[TracedCall]) -> str:
 
 
 def _other_use(net: nn.Module, layer: nn.Module, activation: nn.Module, held: dict[nn.Module, list[Holder]]) -> str:
-    """Return what refers to the layer besides a traced graph, or a Sequential that calls the activation next; or ""."""
+    """Name a module that may use the layer without its activation; "" if Sequentials or a torch.fx graph use both."""
     for holder in held[layer]:
         if next_in_order(holder) is not activation and not _is_in_graph(net, holder):
             return f"{type(holder.module).__name__} also refers to it, and may use it without its activation"
@@ -151,7 +151,7 @@ def _other_input(
     takers: list[nn.Module],
     held: dict[nn.Module, list[Holder]],
 ) -> str:
-    """Return what the activation is, or may be, applied to besides the outputs of these layers; or ""."""
+    """Name a possible use of the activation on anything but these layers' outputs; "" if there is none."""
     for call in (call for graph in graphs for call in graph.calls_of(activation)):
         producer = call.inputs[0].producer
         if producer is None or producer.module not in takers:

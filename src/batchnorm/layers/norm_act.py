@@ -16,7 +16,7 @@ from .batch_norm import BatchNorm2d, _is_symbolic
 class NormAct(BatchNorm2d):
     """Normalize, then apply the child modules ``drop`` and ``act``, in the same call if possible.
 
-    ``convert`` turns timm's ``BatchNormAct2d`` into this class. The converted layers are still instances of timm's.
+    ``convert`` turns timm's ``BatchNormAct2d`` into this class. The converted layers remain instances of timm's class.
     """
 
     drop: nn.Module

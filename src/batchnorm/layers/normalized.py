@@ -1,4 +1,4 @@
-"""The container that surgery adds: a module together with the batch normalization of its output."""
+"""The container that ``insert`` adds: a module together with the batch normalization of its output."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ def param_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
     Args:
         net: any network.
-        weight_decay: the decay of the first group, which has all other parameters.
+        weight_decay: the decay of the first group, which holds all parameters except gamma and beta.
 
     >>> net = nn.Sequential(nn.Linear(4, 3, bias=False), nn.BatchNorm1d(3))
     >>> [(len(group["params"]), group["weight_decay"]) for group in param_groups(net, 1e-4)]
     [(1, 0.0001), (2, 0.0)]
 
-    Beyond the paper: Sec. 4.2.1 reduces the L2 weight regularization, and says nothing of gamma and beta.
+    Beyond the paper: Sec. 4.2.1 reduces the L2 weight regularization, and says nothing about gamma and beta.
     """
     norms = [module for module in net.modules() if isinstance(module, NORMALIZATIONS)]
     spared = {id(p) for norm in norms for p in norm.parameters()}

@@ -1,4 +1,4 @@
-"""Values for ``statistics=``: other sources of a layer's statistics than the current mini-batch."""
+"""Values for ``statistics=``: sources of a layer's training statistics other than the current mini-batch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class Statistics(Protocol):
 class Sync:
     """Compute exact statistics over the samples of all ranks, even if ranks have different numbers of samples.
 
-    The ranks' (count, mean, M2) are merged with one all-reduce in the forward pass and one in the backward pass. Works
-    on CPU (gloo) and CUDA (nccl), also under DistributedDataParallel. In a single process it is Algorithm 1.
+    The ranks' counts, means and variances are merged with one all-reduce in the forward pass and one in the backward
+    pass. It works on CPU (gloo) and CUDA (nccl), also under DistributedDataParallel. In a single process it is
+    Algorithm 1.
 
     Args:
         group: the process group whose ranks share statistics; None means the default group.
@@ -79,7 +80,7 @@ class Ghost:
     >>> layer(torch.randn(256, 4)).shape
     torch.Size([256, 4])
 
-    Beyond the paper: keeps a small m's noise (Sec. 3.4) in large batches.
+    Beyond the paper: keeps the noise of small mini-batches (Sec. 3.4) in large ones.
     """
 
     size: int
@@ -160,7 +161,7 @@ def _split(v: Any, groups: int) -> Any:
 
 
 def _average(parts: list[Moments]) -> Moments:
-    """Return moments whose mean and unbiased variance are the averages over groups of Alg. 2, l. 10."""
+    """Return moments whose mean and unbiased variance are the averages over groups, as in Alg. 2, l. 10."""
     count, mean, var = (torch.stack(list(v)) for v in zip(*parts, strict=True))
     total = count.sum()
     weight = (count / total.clamp(min=1)).reshape(-1, *[1] * (mean.dim() - 1))

@@ -15,7 +15,7 @@ class Tool(NamedTuple):
 
 
 _FOLD = "use batchnorm.fold(net, example)"
-# Keyed by the module and name of the function in which the tool reads a layer's running mean; they all do.
+# Keyed by the module and name of the function in which the tool reads a layer's running mean, as all of them do.
 TOOLS = {
     ("torch.nn.modules.batchnorm", "convert_sync_batchnorm"): Tool(
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "set layer.statistics = batchnorm.Sync()", False

@@ -1,4 +1,4 @@
-"""See what batch normalization does: the distributions of any network's activations over training, and their shift."""
+"""Record the distributions of a network's activations over training, and measure how they shift."""
 
 from .percentiles import Monitor
 from .records import Change, Percentiles, Record

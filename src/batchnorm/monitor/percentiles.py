@@ -19,14 +19,14 @@ from .taps import Taps, nonlinearities, probing
 class Monitor:
     """Record percentiles of a network's nonlinearity inputs while it trains, without altering the training.
 
-    As a context manager it counts the forward passes in training mode and records one in ``every``. The first is
-    step 0. :meth:`record` records by hand, for loops that do not call the network.
+    As a context manager it counts the forward passes in training mode, from 0, and records one in ``every``. Call
+    :meth:`record` instead in loops that do not call the network.
 
     Args:
         net: any network. Nonlinearities are found as modules, or fused into this library's batch normalization.
         layers: names of the layers to watch: a nonlinearity (its input is recorded) or a batch normalization (its
             output, before a fused nonlinearity, is). None watches every nonlinearity.
-        percentiles: to record, ascending.
+        percentiles: the percentiles to record, in ascending order.
         every: steps between records. Each time ``points`` records are reached, every second one is dropped and
             ``every`` doubles, so memory is bounded on a run of any length.
         points: how many records are kept in memory.
@@ -129,7 +129,7 @@ class Monitor:
                 self._seen = {}
                 # Attached for this pass only: hooks that check a counter would slow down every other step.
                 self._taps.enter_context(self._reading(self._seen))
-                # Removed before the next pass: torch iterates over the hooks while this one runs.
+                # Removed only before the next pass: torch iterates over the hooks while this one runs.
                 self._end.callback(net.register_forward_hook(self._after, always_call=True).remove)
         self.step += 1
 

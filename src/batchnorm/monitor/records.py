@@ -50,6 +50,8 @@ def percentiles_of(
 ) -> Tensor:
     """Return the percentiles of each unit over all other dimensions, shape (percentiles, units), interpolated linearly.
 
+    At most ``samples`` values of at most ``units`` units are used, evenly spaced.
+
     >>> percentiles_of(torch.tensor([[0.0], [1.0], [2.0]]), (0, 50, 75))
     tensor([[0.0000],
             [1.0000],

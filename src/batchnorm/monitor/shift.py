@@ -16,14 +16,15 @@ from .records import Change, Record
 def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") -> Tensor:
     """Return how far each unit's distribution moved between consecutive records, in units of its own width.
 
-    mean_p |q_p(t) - q_p(s)| / w, with q_p the percentiles at the consecutive records s and t, and w the mean over both
-    of the distance from the lowest percentile to the highest. Shape (records - 1, units). The scale of the values
-    cancels, so normalizing them to a fixed scale does not reduce the drift.
+    The drift is mean_p |q_p(t) - q_p(s)| / w, where q_p are the percentiles at the consecutive records s and t, and w
+    is the distance from the lowest percentile to the highest, averaged over both records. The result has shape
+    (records - 1, units). The scale of the values cancels, so normalizing them to a fixed scale does not reduce the
+    drift.
 
     Args:
-        records: of a monitor, in order.
-        layer: a name in them.
-        of: "z" for the nonlinearity's inputs, "x" for them before normalization, x = Wu.
+        records: a monitor's records, in order.
+        layer: the layer's name in the records.
+        of: "z" for the nonlinearity's inputs, "x" for their values before normalization, x = Wu.
 
     >>> from batchnorm.monitor import Percentiles
     >>> def record(step, shift):
@@ -42,11 +43,11 @@ def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") ->
 
 
 def typical_unit(records: Sequence[Record], layer: str) -> int:
-    """Return the unit of a layer whose inputs' total drift is the median over units.
+    """Return the index of the layer's unit whose total drift is the median over units.
 
     Args:
-        records: of a monitor, in order.
-        layer: a name in them.
+        records: a monitor's records, in order.
+        layer: the layer's name in the records.
 
     >>> from batchnorm.monitor import Percentiles
     >>> q = torch.tensor([[-1.0] * 3, [0.0] * 3, [1.0] * 3])
@@ -63,12 +64,13 @@ def typical_unit(records: Sequence[Record], layer: str) -> int:
 def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any, rate: float) -> dict[str, Change]:
     """Measure how much each layer's gradient changes when only the layers below it take their gradient step.
 
-    g' - g with g = dl/dW_k at (W_1, ..., W_K) and g' at (W_1 - rate dl/dW_1, ..., W_{k-1} - rate dl/dW_{k-1}, W_k, ...,
-    W_K), on the same batch. A layer is a module with parameters together with the normalization that follows it, in the
-    order of registration. The first layer has none below it and is left out. The network is not changed.
+    The gradient g = dl/dW_k at (W_1, ..., W_K) is compared with g', its value on the same batch at (W_1 - rate dl/dW_1,
+    ..., W_{k-1} - rate dl/dW_{k-1}, W_k, ..., W_K). A layer is a module with parameters together with the normalization
+    that follows it; layers are in the order of registration. The first one has no layers below it and is left out. The
+    network is not changed.
 
     Args:
-        net: any network, in the mode it is in.
+        net: any network, in its current mode.
         loss: takes the network's output and the batch, and returns a scalar.
         batch: see :mod:`batchnorm.network_call` for its form.
         rate: the size of the step.
@@ -104,7 +106,7 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
 
 
 def _layers(net: nn.Module) -> dict[str, list[str]]:
-    """Group the trainable parameters' names by layer, a normalization with the layer before it."""
+    """Group the trainable parameters' names by layer; a normalization belongs to the layer before it."""
     groups: dict[str, list[str]] = {}
     for layer, module in net.named_modules():
         names = [f"{layer}.{n}" if layer else n for n, p in module.named_parameters(recurse=False) if p.requires_grad]

@@ -15,13 +15,13 @@ from .records import Record
 
 
 class Sink(Protocol):
-    """Take records as they come."""
+    """Receive a monitor's records."""
 
     def write(self, record: Record) -> None:
         """Write one record."""
 
     def close(self) -> None:
-        """Finish."""
+        """Close the sink."""
 
 
 class Memory:
@@ -46,7 +46,7 @@ class Memory:
         self.records: list[Record] = []
 
     def write(self, record: Record) -> None:
-        """Keep one record, and drop every second one of those before it when there are too many."""
+        """Keep one record; if the memory is full, first drop every second one."""
         if len(self.records) == self.points:
             self.records = self.records[::2]
             self.thinned += 1
@@ -113,7 +113,7 @@ class TensorBoard:
     """Write scalars for TensorBoard: each percentile's mean over a layer's units, and gradient changes.
 
     Args:
-        folder: for the event files.
+        folder: the folder for the event files.
         percentiles: those that the monitor records, to name the scalars.
 
     Raises:

@@ -16,7 +16,7 @@ from ..ops import Activation
 
 Seen = Callable[[str, Tensor, Tensor], None]
 
-# The elementwise ones of torch.nn; subclasses count too.
+# The elementwise nonlinearities of torch.nn; their subclasses count too.
 NONLINEARITIES = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid,
     nn.Mish, nn.PReLU, nn.ReLU, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh,
@@ -39,11 +39,11 @@ def _fuses(module: nn.Module) -> bool:
 
 
 class Taps:
-    """Report z and x of chosen layers while attached: ``seen(name, z, x)`` at each of their calls.
+    """While attached, call ``seen(name, z, x)`` at each call of the chosen layers.
 
-    A nonlinearity's z is its input; a batch normalization's z is its output before any fused nonlinearity, computed
-    again without it. x is the input of the batch normalization whose output z is, else z. A layer's second call in one
-    pass is reported as ``name#2``.
+    A nonlinearity's z is its input; a batch normalization's z is its output without its fused nonlinearity, computed a
+    second time. If z is the output of a batch normalization, x is the input of that layer; otherwise x is z. A layer's
+    second call in one pass is reported as ``name#2``.
     """
 
     def __init__(self, net: nn.Module, names: Iterable[str], seen: Seen) -> None:

@@ -81,7 +81,7 @@ class Activation(NamedTuple):
 
 
 IDENTITY = Activation()
-# Looked up on every call that names its activation.
+# Created once, because every call that names its activation looks it up.
 _NAMED = {name: Activation(name) for name in NAMES}
 
 

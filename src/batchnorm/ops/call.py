@@ -1,4 +1,4 @@
-"""The arguments of one batch normalization, in the form that every path takes."""
+"""The arguments of one batch normalization, in the form that every implementation, or path, takes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Features:
             )
         self.shape, self.dims = x.shape, feature_dims
         self.features = x.shape[1 : 1 + feature_dims]
-        # Per activation on a channels_last input: flattening the features in memory order needs no copy.
+        # With statistics per activation of a channels_last input, flattening in memory order needs no copy.
         self.nhwc = 1 < feature_dims == x.dim() - 1 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
     def call(

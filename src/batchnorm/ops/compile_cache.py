@@ -71,7 +71,7 @@ def cached(source: Source) -> Any:
     """Load the library if it is in the cache; return None if it is not.
 
     Raises:
-        Unavailable: if it could not be compiled either.
+        Unavailable: if it cannot be compiled on this machine, or an earlier attempt failed.
     """
     command = _command(source)
     try:
@@ -85,9 +85,9 @@ def cached(source: Source) -> Any:
 
 
 def kept(name: str, depends: object, make: Callable[[], bytes]) -> bytes:
-    """Return the bytes of a compiled file from the cache folder; make them, and keep them if possible, if it has none.
+    """Return a compiled file's bytes from the cache folder; if they are not there, make them and try to cache them.
 
-    ``depends`` describes everything that they depend on.
+    ``depends`` describes everything that the bytes depend on.
     """
     key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
     try:
@@ -113,7 +113,7 @@ def kept(name: str, depends: object, make: Callable[[], bytes]) -> bytes:
 
 def remember_failure(source: Source, error: Unavailable) -> None:
     """Record that the source does not compile or load, so that :func:`cached` can say so without trying again."""
-    if isinstance(error.__cause__, subprocess.CalledProcessError | ImportError):  # a full disk may be gone next time
+    if isinstance(error.__cause__, subprocess.CalledProcessError | ImportError):  # other errors may not recur
         with suppress(OSError):
             failure = _folder(create=True) / f"{source.path.stem}-{_key(source, _command(source))}.failed"
             failure.write_text(str(error))
@@ -223,7 +223,7 @@ def _run(command: list[str]) -> None:
 
 
 def stop() -> None:
-    """Kill running compilers when the process exits."""
+    """Kill the running compilers, after a timeout or when the process exits."""
     for process in list(_running):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -158,7 +158,7 @@ def normalize_batch_(
 def train_(call: Call) -> Tensor | None:
     """Run a training call on its device's fast path.
 
-    Returns None, without updating anything, if the fast path does not apply. The call's arguments may be unchecked.
+    Returns None, without updating anything, if the fast path does not apply. The arguments need not be checked before.
     """
     if not FAST:
         return None

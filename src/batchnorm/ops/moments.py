@@ -44,8 +44,8 @@ def batch_moments(
 ) -> tuple[Moments, Tensor]:
     """Return the moments of ``x`` over ``dims`` (kept as size 1) and the centred values x - mu_B, in at least float32.
 
-    The mean is computed in two parts, mu = hi + lo, with lo the mean of x - hi. For values near their mean x - hi is
-    exact, so no precision is lost even when the mean is a million standard deviations.
+    The mean is computed in two parts, mu = hi + lo, where lo is the mean of x - hi. For values near their mean, x - hi
+    is exact, so no precision is lost even if the mean is a million standard deviations from zero.
 
     Args:
         x: the mini-batch.
@@ -100,7 +100,7 @@ def merge(parts: Moments) -> Moments:
     seen = counts > 0
     weight = counts / count.clamp(min=1)
     means = torch.where(seen, parts.mean, 0)
-    # Relative to one part's mean, so that a large common mean costs no precision.
+    # Add differences from one part's mean, so that a large common mean costs no precision.
     base = means[parts.count.argmax()].detach()
     delta = torch.where(seen, means - base, 0)
     shift = (weight * delta).sum(0)
@@ -130,7 +130,7 @@ class AveragedMoments:
 
 
 class MomentAccumulator:
-    """Average the moments of mini-batches. They are merged in chunks, so adding a batch is cheap.
+    """Average the moments of mini-batches. Batches are merged in chunks, so adding one is cheap.
 
     Args:
         unbiased: whether the added variances are the unbiased m/(m-1) sigma_B^2, as in the layers' running averages.
@@ -190,7 +190,7 @@ def _average(
     batches: int, m: Tensor, means: Tensor, variances: Tensor, mean_spreads: Tensor, var_spreads: Tensor
 ) -> AveragedMoments:
     weight = _column(m / m.sum(), means)
-    # Relative to the first mean, so that a large common mean costs no precision.
+    # Add differences from the first mean, so that a large common mean costs no precision.
     mean = means[0] + (weight * (means - means[0])).sum(0)
     var = (weight * variances).sum(0)
     mean_spread = (weight * (mean_spreads + (means - mean).square())).sum(0)

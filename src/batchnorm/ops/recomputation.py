@@ -1,7 +1,7 @@
 """Save memory in training: recompute outputs in the backward pass instead of keeping them.
 
 While :func:`recompute` is active, autograd passes each tensor that it saves to a pair of hooks. If the tensor is the
-output of a batch normalization, or a concatenation, a :class:`Recomputed` is saved in its place.
+output of a batch normalization, or a concatenation, a recipe (:class:`Recomputed`) is saved in its place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONCATENATE = (torch.cat, torch.concat, torch.concatenate)
 def recompute() -> Iterator[None]:
     """Recompute batch normalization outputs in the backward pass instead of keeping them.
 
-    Use it around a forward pass. For conv-BN-ReLU-conv, autograd then keeps only x per layer, instead of x and the
+    Use it around a forward pass. For conv-BN-ReLU-conv, autograd then keeps only BN's input x, instead of x and the
     second convolution's input. The backward pass recomputes that input once, from x and the batch's statistics. The
     result is the same bit for bit, so gradients do not change, and running averages are not updated again.
     Concatenations are recomputed from their parts.
@@ -47,7 +47,7 @@ def recompute() -> Iterator[None]:
     ...     loss = net(torch.randn(2, 3, 16, 16)).square().mean()
     >>> loss.backward()
 
-    Beyond the paper: memory for time.
+    Beyond the paper: less memory at the cost of time.
     """
     if torch.compiler.is_compiling():
         yield
@@ -117,7 +117,7 @@ class Recomputed:
 
 
 class Kept:
-    """Hold a saved tensor: the tensor itself, or how to recompute it and its place in the result."""
+    """Hold a saved tensor: the tensor itself, or a recipe and the shape, strides and offset of the view to return."""
 
     def __init__(self, tensor: Tensor, *, counted: bool) -> None:
         self.tensor: Tensor | None = tensor.detach()
@@ -127,7 +127,7 @@ class Kept:
         self.place: tuple[Any, ...] = ()
 
     def follow(self, recipe: Recomputed) -> None:
-        """Drop the tensor if the recipe recomputes it: same memory, unchanged since."""
+        """Replace the tensor by the recipe for its memory, unless that was written to since or the dtypes differ."""
         t = self.tensor
         if t is None or (self.version, t.dtype) != (recipe.version, recipe.dtype):
             return
@@ -178,7 +178,8 @@ class Registry:
 
     def remember(self, y: Tensor, again: Callable[..., Tensor], sources: tuple[Tensor | None, ...]) -> None:
         """Record how to recompute ``y``, and drop ``y`` if it was already kept."""
-        # A recipe keeps x alive, so drop those of freed storages. Until then its weak reference reserves the address.
+        # A recipe keeps x alive, so drop those of freed storages. Until then, its weak reference keeps the address from
+        # being used again.
         self.recipes = {at: recipe for at, recipe in self.recipes.items() if not recipe.storage.expired()}
         recipe = Recomputed(y, again, [None if source is None else self.keep(source) for source in sources])
         self.recipes[_address(y)] = recipe

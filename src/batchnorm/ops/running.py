@@ -51,8 +51,8 @@ def update_(running: Kept, moments: Moments, momentum: float | None, *, plain: b
         running: the averages, updated in place.
         moments: the batch's moments, with the biased variance.
         momentum: the weight of the new batch; None weights all batches equally.
-        plain: True skips torch's dispatcher. Only for constant moments on the CPU, outside transforms, tracers and
-            compilers.
+        plain: True skips torch's dispatcher. Use it only for constant moments on the CPU, outside transforms, tracers
+            and compilers.
 
     >>> r = Running(torch.zeros(1), torch.ones(1), torch.tensor(0), torch.tensor(0))
     >>> update_(r, Moments(torch.tensor(2.0), torch.tensor([4.0]), torch.tensor([1.0])), momentum=0.5)
@@ -83,7 +83,7 @@ def _update(
     var: Tensor,
     momentum: float | None,
 ) -> None:
-    """Update without synchronizing with the host: whether to skip the batch is decided in a tensor."""
+    """Update without synchronizing with the host: a tensor on the device decides whether to skip the batch."""
     if is_recomputation():
         return
     usable = mean.isfinite().all() & var.isfinite().all() & (count > 1)
@@ -107,7 +107,7 @@ def _update_cpu(
     var: Tensor,
     momentum: float | None,
 ) -> None:
-    """Update with branches, which are cheap on the CPU and avoid operations."""
+    """Update with branches, which are cheap on the CPU and save operations."""
     m = count.item()
     if is_recomputation() or m <= 1:
         return

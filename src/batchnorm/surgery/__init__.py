@@ -1,4 +1,4 @@
-"""N to N_tr: insert batch normalization into a network, or replace the kind it has."""
+"""Insert batch normalization into a network (N to N_tr in Algorithm 2), or replace the layers that it has."""
 
 from .convert import convert
 from .insert import insert

@@ -45,7 +45,7 @@ def convert(
     rewrite: bool = True,
     statistics: Statistics | None = None,
 ) -> nn.Module:
-    """Return the network with this library's layers in place of ``torch.nn``'s, fused with what follows them.
+    """Return the network with this library's layers in place of ``torch.nn``'s, fused with sums and activations.
 
     ``BatchNorm1d/2d/3d``, ``SyncBatchNorm`` and timm's ``BatchNormAct2d`` are replaced; parameters, statistics, hooks,
     sharing, modes, devices and types stay. Anything else (a subclass, a patched forward, a parametrization) stays as
@@ -54,12 +54,12 @@ def convert(
     An activation, and a sum with a tensor of the same shape, are fused into the call of the layer before them, whether
     they are modules, functions, methods or operators, in place or not. Each module whose forward contains such a
     pattern is traced with ``torch.fx``, its children as leaves, and becomes an instance of a generated subclass of its
-    class. The new forward runs if everything that the trace depended on is unchanged: mode, absent
-    arguments, attributes, hooks. Otherwise the original forward runs. In networks made only of ``Sequential``, the
-    layers themselves apply the activations.
+    class. The new forward runs if everything that the trace depended on is unchanged: mode, arguments other than
+    tensors, attributes, hooks. Otherwise the original forward runs. In networks made only of ``Sequential``, the layers
+    themselves apply the activations.
 
     Outputs, running statistics and gradients for ``example`` are compared in both modes. ``net`` is not changed.
-    :func:`revert` undoes it all.
+    :func:`revert` undoes the conversion.
 
     A trace cannot see Python globals that change, ``print`` and other side effects, ``type(x)`` of a tensor, and random
     numbers from generators other than the global ones of ``random``, NumPy and torch. Use ``rewrite=False`` for
@@ -70,14 +70,15 @@ def convert(
         example: a batch; with at least two examples training mode is traced too.
         forward: how to call the network, if the rule for batches does not fit.
         rewrite: False only replaces modules. An activation module is then fused if a ``Sequential`` calls it after the
-            layer and nothing else refers to either; code must not call children of that ``Sequential`` by themselves.
-        statistics: where every layer's statistics come from: ``Sync()``, ``Ghost(size)``, ``Renorm()``.
+            layer and nothing else refers to either; no code may call the children of that ``Sequential`` one by one.
+        statistics: the source of every layer's statistics: ``Sync()``, ``Ghost(size)`` or ``Renorm()``.
 
     Returns:
-        The network with a ``report``: how many layers are fused, what was done with each layer, and why not more.
+        The network with a ``report``: how many layers are fused, what was done with each layer, and why others are not
+        fused.
 
     Raises:
-        ValueError: if the converted network computes something else.
+        ValueError: if the converted network computes different results.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -130,7 +131,7 @@ def convert(
 
 
 def _is_all_in_order(net: nn.Module, layer: nn.Module) -> bool:
-    """Return whether only Sequentials contain a layer, from the network down."""
+    """Return whether every module that contains the layer, including the network, is a plain Sequential."""
     return all(runs_in_order(m) for m in net.modules() if m is not layer and layer in set(m.modules()))
 
 

@@ -22,7 +22,7 @@ Fusions = dict[nn.Module, Fusion]
 
 
 class Count(NamedTuple):
-    """Hold which layers feed an activation, directly or through a sum, and which feed only a sum."""
+    """Hold the layers that feed an activation, directly or through a sum, and those that feed only a sum."""
 
     activation: set[nn.Module]
     sum: set[nn.Module]
@@ -57,7 +57,7 @@ def _own(layer: nn.Module) -> Activation | None:
 
 
 def count(graph: Graph, fused: Fusions) -> Count:
-    """Look at what reads the output of each batch normalization in one forward pass."""
+    """Find the batch normalizations whose output an activation or a sum reads in one forward pass."""
     found = Count(set(), set())
     for call in graph.calls:
         if isinstance(call.module, TorchBatchNorm) and _applies_one(call.module):
@@ -91,7 +91,7 @@ def _applies_one(layer: nn.Module) -> bool:
 
 
 def headline(counts: list[tuple[Count, Fusions]]) -> str:
-    """Return a phrase: how many of the layers that feed an activation are fused in every traced mode."""
+    """Return a phrase that says how many of the layers that feed an activation are fused in every traced mode."""
     feeding = set[nn.Module]().union(*(c.activation for c, _ in counts))
     sums = set[nn.Module]().union(*(c.sum for c, _ in counts)) - feeding
     fused = {m for m in feeding if all(m in f for c, f in counts if m in c.activation)}
@@ -106,7 +106,7 @@ def headline(counts: list[tuple[Count, Fusions]]) -> str:
 
 
 def describe(taken: list[Fusion | None]) -> str:
-    """Return what a layer is fused with, in evaluation and in training: " with a residual and ReLU"."""
+    """Return a phrase such as " with a residual and ReLU" for what a layer is fused with in evaluation and training."""
     fusion = next((f for f in taken if f is not None), None)
     if fusion is None:
         return ""

@@ -1,4 +1,4 @@
-"""Batch-normalize a network: N to N_tr."""
+"""Insert batch normalization into a network: N to N_tr in Algorithm 2."""
 
 from __future__ import annotations
 
@@ -39,17 +39,18 @@ def insert(
 ) -> nn.Module:
     """Return the network with a batch normalization between each affine layer and the nonlinearity that it feeds.
 
-    z = g(Wu + b) becomes z = g(BN(Wu)). The layer sits beside the Linear, convolution or transposed convolution in a
-    small container (:class:`~batchnorm.layers.normalized.Normalized`: the state-dict entry ``conv.weight`` becomes
-    ``conv.affine.weight``, the new ones are ``conv.norm.*``). This also works if the nonlinearity is a function, or if
-    sums, concatenations or pools lie between. The bias, which subtracting the mean would cancel, is dropped. Layers
-    that feed no nonlinearity, such as the last one, are left alone. ``net`` is not changed.
+    z = g(Wu + b) becomes z = g(BN(Wu)). A small container, :class:`~batchnorm.layers.normalized.Normalized`, replaces
+    the Linear, convolution or transposed convolution and holds it together with the new layer: the state-dict entry
+    ``conv.weight`` becomes ``conv.affine.weight``, and the new entries are ``conv.norm.*``. This also works if the
+    nonlinearity is a function, or if sums, concatenations or pools lie between the two. The bias is dropped, because
+    subtracting the mean would cancel it. Layers that feed no nonlinearity, such as the last one, are left alone.
+    ``net`` is not changed.
 
     Args:
         net: any network.
-        example: a batch; a copy of the network runs on it in evaluation and, if that works, in training.
-        where: which layers to normalize instead: their names, or a predicate of name and module. These are affine
-            layers or, with ``placement="after"``, activation modules.
+        example: a batch; a copy of the network runs on it in evaluation mode and, if possible, in training mode.
+        where: the layers to normalize instead of the default: their names, or a predicate of name and module. They must
+            be affine layers or, with ``placement="after"``, activation modules.
         init: "unit" is gamma = 1 and beta = 0. "identity" takes the statistics E[x] and Var[x] from ``batches``, and
             sets gamma = sqrt(Var[x] + eps) and beta = E[x], so that the outputs in evaluation do not change.
         batches: the data for "identity".
@@ -59,11 +60,11 @@ def insert(
         forward: how to call the network, if the rule for batches does not fit.
 
     Returns:
-        The network with a ``report``: each affine layer, whether a layer was inserted, and if not, why.
+        The network with a ``report``: for each affine layer, whether batch normalization was inserted, and if not, why.
 
     Raises:
-        ValueError: for a name in ``where`` that cannot be normalized; if "identity" has no batches; or if the network
-            with "identity" computes something else.
+        ValueError: if ``where`` names a layer that cannot be normalized; if "identity" has no batches; or if the
+            network with "identity" computes different results.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2))
     >>> normalized = insert(net, torch.randn(2, 4))

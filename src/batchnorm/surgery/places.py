@@ -1,4 +1,4 @@
-"""Find the places to insert batch normalization: outputs of affine layers on their way to a nonlinearity."""
+"""Find where batch normalization can be inserted: at the outputs of affine layers that feed a nonlinearity."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Place:
 
 
 class Candidate(NamedTuple):
-    """Hold a place (None if there is no module), its report entry if skipped, and whether it is chosen by default."""
+    """Hold a place (None if it cannot be normalized), its report entry if skipped, and whether it is a default."""
 
     place: Place | None
     site: Site
@@ -67,7 +67,7 @@ class Reach(NamedTuple):
 
 
 def reach(values: list[Value]) -> Reach:
-    """Walk from values through sums, concatenations, pools and moves to the calls that end the network's affine part.
+    """Follow values through sums, concatenations, pools and reshapes to the first calls of any other kind.
 
     >>> import torch
     >>> from batchnorm.graph import trace
@@ -99,7 +99,7 @@ def reach(values: list[Value]) -> Reach:
 
 
 def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
-    """Yield each affine layer, in the order of calls; those that feed a nonlinearity are the default."""
+    """Yield each affine layer, in the order of calls; those that feed a nonlinearity are chosen by default."""
     names = {module: name for name, module in net.named_modules()}
     graph = graphs[-1]  # the one in training mode if it ran: it may have heads that evaluation lacks
     bypassing = [m for m in names if isinstance(m, BYPASSING)]
@@ -163,6 +163,6 @@ def _reason_to_skip(calls: list[TracedCall]) -> str:
 
 
 def _absorbed_bias(module: nn.Module) -> Tensor | None:
-    """Return the bias, unless something else computes it."""
+    """Return the bias, or None if it is missing or parametrized."""
     assert isinstance(module, Affine)
     return None if parametrize.is_parametrized(module, "bias") else module.bias

@@ -25,8 +25,8 @@ from .verify_conversion import compare_outputs
 def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward | None = None) -> nn.Module:
     """Return the network with plain ``torch.nn`` layers in place of this library's.
 
-    Undoes ``convert``: modules get their own classes and forwards back, and activation modules go back to where they
-    were. A layer that was made with an activation becomes ``nn.Sequential`` of ``norm`` and ``activation``. ``net`` is
+    This undoes ``convert``: modules get their own classes and forwards back, and fused activation modules are restored.
+    A layer that was created with an activation becomes an ``nn.Sequential`` of ``norm`` and ``activation``. ``net`` is
     not changed.
 
     Args:

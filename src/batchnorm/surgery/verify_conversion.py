@@ -70,7 +70,10 @@ def _gradients(net: nn.Module, example: Any, forward: Forward | None, training: 
 
 
 def _worst(new: Gradients, old: Gradients) -> tuple[str, float]:
-    """Return the largest relative error and its name; gradients near 0 are compared to the largest gradient."""
+    """Return the parameter whose gradient has the largest relative error, and the error.
+
+    The error of a gradient near 0 is taken relative to EXACT times the largest gradient.
+    """
     largest = max((float(g.abs().max()) for g in old.values() if g.numel()), default=0.0)
     errors = {"": 0.0}
     for name, gradient in old.items():
@@ -82,7 +85,7 @@ def _worst(new: Gradients, old: Gradients) -> tuple[str, float]:
 
 
 def _compare_autocast(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, training: bool) -> None:
-    """Compare outputs under bf16 autocast: types and shapes, and how far autocast moves them."""
+    """Compare outputs under bf16 autocast: types and shapes, and how much autocast changes them."""
     try:
         was = _autocast(old, example, forward, training)
     except Exception:

@@ -80,7 +80,7 @@ def _run(call: Call) -> tuple[Tensor, Moments]:
             return found
     layout = layout_of(x)
     if layout is None:
-        # x has gaps in memory. A dense copy costs one pass over the data; six others follow.
+        # x has gaps in memory. A dense copy costs one more pass over the data, in addition to six others.
         x = x.clone(memory_format=torch.preserve_format)
         layout = layout_of(x)
         if layout is None:  # a dimension order that no network produces

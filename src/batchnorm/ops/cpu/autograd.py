@@ -2,9 +2,9 @@
 
 Dense float32 goes to kernel.c. One call computes the statistics, the running averages, the transform, the residual and
 the activation; another computes the whole gradient. The backward pass needs x, five numbers per channel and, with a
-residual, one byte per element (relu, relu6, leaky_relu) or the residual itself. Half precision, and batches on which it
-is as fast, go to torch's kernel, which also updates the running averages. If the statistics that it returns show that
-it was inaccurate, the averages are restored and the caller uses another path.
+residual, one byte per element (relu, relu6, leaky_relu) or the residual itself. Half precision goes to torch's kernel,
+and so do batches on which that kernel is as fast. It also updates the running averages. If the statistics that it
+returns show that it was inaccurate, the averages are restored and the caller uses another path.
 
 On a small batch the Python around a kernel costs more than the kernel, because the backward pass has evicted that code
 from the cache. So checks are not repeated for batches of the same form, and no moments are returned: creating their
@@ -55,7 +55,7 @@ class Shape(ctypes.Structure):
 
 
 class KernelForm(NamedTuple):
-    """Hold what all calls with one shape have in common, so that it is computed once."""
+    """Hold the values that all calls with the same shape and activation share, so that they are computed once."""
 
     forward: Callable[..., int]
     backward: Callable[..., int]
@@ -66,7 +66,7 @@ class KernelForm(NamedTuple):
     is_smooth: bool  # whether the derivative takes more than two values: then a residual is kept and dz is written
     size: torch.Size
     stride: tuple[int, ...]
-    kept: Tensor  # a tensor like those with numbers per channel; torch.empty_like is the fastest way to make one
+    kept: Tensor  # a template for the numbers per channel: torch.empty_like is the fastest way to allocate them
 
 
 def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
@@ -155,7 +155,7 @@ def train_(call: Call) -> Tensor | None:
     before = bytes(means), bytes(variances)
     y, mu, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, factor, eps)
     if activate is not None:
-        # Before checking the statistics: the output is still in the cache and torch's threads are awake.
+        # Apply it before checking the statistics, while the output is in the cache and torch's threads are awake.
         y = activate(y)
     # 0, or NaN if a variance is infinite: its invstd is 0, and inf * 0 is NaN.
     finite = var.dot(invstd).item() * 0.0
@@ -216,8 +216,8 @@ class _Memory(NamedTuple):
     mean: memoryview
     var: memoryview
     num_batches: memoryview
-    form: KernelForm | None  # None: torch's kernel
-    activate: Callable[[Tensor], Tensor] | None  # after torch's kernel
+    form: KernelForm | None  # None if torch's kernel runs
+    activate: Callable[[Tensor], Tensor] | None  # called on the output of torch's kernel
     lifetime: weakref.ref[Tensor]
 
 
@@ -334,7 +334,7 @@ class CompiledFunction(torch.autograd.Function):
             g = form.activation
             if not hidden:
                 center, scale, offset = (composite.per_channel(v, x) for v in kept[:3])
-                dy, g = g.backward(dy, (x - center) * scale + offset), IDENTITY  # at the kernel's z
+                dy, g = g.backward(dy, (x - center) * scale + offset), IDENTITY  # at the z that the kernel used
             dx, dgamma, dbeta, dz = composite.backward(Call(x, gamma, beta, eps, g, residual), dy, passed)
         else:
             if x.dtype is not _f32 or x.stride() != form.stride or x.shape != form.size:
@@ -362,5 +362,5 @@ class CompiledFunction(torch.autograd.Function):
         return *grads, dz if of_residual else None, None, None, None
 
 
-# Function.apply calls this if no torch.func transform is active; train_ has checked that.
+# Function.apply calls this after checking that no torch.func transform is active. train_ has checked that already.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, CompiledFunction).apply

@@ -6,8 +6,8 @@
 // order, so results do not depend on the number of threads.
 //
 // Statistics take two passes: a rough mean, then the sums of d = x - rough and of d^2, which lose no precision however
-// far the mean is from zero. Nor does y = (x - center) * scale + offset: center is the mean rounded to float32, and the
-// offset includes the rounding error.
+// far the mean is from zero. Neither does y = (x - center) * scale + offset: center is the mean rounded to float32, and
+// the offset makes up for that rounding error.
 
 #include <math.h>
 #include <stdint.h>
@@ -44,13 +44,13 @@ enum { CENTER, SCALE, OFFSET, SLOPE, LEVEL, LINES };
 enum { INVSTD = SLOPE, LACK = LEVEL };
 
 enum {
-    RUN = 256,     // least number of adjacent values in a group
-    WIDTH = 1024,  // most columns of a matrix, if there is a choice
-    NARROW = 64,   // least columns
+    RUN = 256,     // planes: minimum number of adjacent values in a group, if there are enough channels
+    WIDTH = 1024,  // maximum columns of a matrix, except for rows with more channels
+    NARROW = 64,   // rows: minimum columns
     ADDED = 256,   // planes: about this many rows are summed in float32 before they are added to float64
-    BLOCK = 65536, // most values in a block of rows
-    ROWS = 64,     // least rows in a block
-    TASKS = 16,    // blocks of a small tensor, if it has enough rows
+    BLOCK = 65536, // rows: maximum values in a block of more than ROWS rows
+    ROWS = 64,     // rows: minimum rows in a block
+    TASKS = 16,    // rows: minimum number of blocks, if the tensor has enough rows
 };
 
 INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
@@ -237,7 +237,7 @@ INLINE void reduce(
     }
 }
 
-// dx from dz, or from dy and the activation. dz may be stored in dx.
+// Computes dx from dz, or from dy and the activation. dz and dx may be the same memory.
 INLINE void differentiate(const Call *c, Matrix m, const float *lines, i64 pitch, const float *from, int activation) {
     const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
     const float *slope = lines + SLOPE * pitch, *level = lines + LEVEL * pitch, below = (float)c->shape.slope;
@@ -323,7 +323,7 @@ static void keep(Call *c, i64 channel, double mean, double var) {
     kept[LACK * all] = (float)(mean - center);
     c->mean[channel] = mean;
     c->var[channel] = var;
-    // Bad: not finite or near overflow, or a deviation so small that float32 cannot hold its square or dx's slope.
+    // Bad means not finite or near overflow, or a deviation so small that float32 cannot hold its square or dx's slope.
     int good = fabs(mean) < 1e38 && var < 1e38 && invstd < 1e15 && fabs(scale) * invstd < 1e20;
     if (!good) __atomic_store_n(&c->bad, 1, __ATOMIC_RELAXED);
 }
@@ -373,7 +373,7 @@ static void run(Call *c, void (*work)(void *), i64 tasks, i64 threads) {
 typedef struct {
     i64 from, here;       // first channel, number of channels
     i64 width, each;      // columns, columns per channel
-    i64 pieces, matrices; // matrices per plane, in total
+    i64 pieces, matrices; // matrices per plane, matrices in total
 } Group;
 
 static i64 channels_of_group(const Shape *f) { return least(f->channels, 1 + (RUN - 1) / f->length); }
@@ -431,7 +431,7 @@ static void clear(Sums *s, const Group *g) {
     s->added = 0;
 }
 
-// Call this after each matrix.
+// Call this after each matrix; it folds the sums after about ADDED rows, and after the last matrix.
 static void fold_when_due(Sums *s, const Group *g, i64 rows, int last) {
     s->added += rows;
     if (s->added < ADDED && !last) return;
@@ -474,7 +474,7 @@ static void planes_forward(void *given) {
         }
         for (i64 k = 0; k < g.here; ++k) {
             double mean = rough[k * g.each], d = s.sums[k][0] / m;
-            keep(c, g.from + k, mean + d, fmax(s.sums[k][1] / m - d * d, 0)); // if NaN, so is the mean
+            keep(c, g.from + k, mean + d, fmax(s.sums[k][1] / m - d * d, 0)); // fmax drops a NaN; the mean keeps it
         }
         for (i64 k = 0; k < g.here; ++k) spread_kept(c, &g, k, lines);
         for (i64 i = 0; i < g.matrices; ++i) write_out(c, matrix_of(f, &g, i), lines, WIDTH);
@@ -591,7 +591,7 @@ static void rows_reduce(void *given) {
 // Chooses the width and the block size; returns the number of blocks.
 static i64 divide(Call *c) {
     i64 channels = c->shape.channels;
-    // With few channels, put as many positions in a row as make whole vectors and at least NARROW columns.
+    // With few channels, put enough positions in a row to fill whole vectors and at least NARROW columns.
     c->positions = 1;
     while (channels < NARROW && (c->positions * channels < NARROW || c->positions * channels % 16)) ++c->positions;
     c->width = c->positions * channels;

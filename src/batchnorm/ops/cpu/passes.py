@@ -1,4 +1,4 @@
-"""Batch normalization in passes at memory bandwidth, as one differentiable function, for what no kernel supports.
+"""Batch normalization in passes at memory bandwidth, as one differentiable function, if no kernel supports a tensor.
 
 Tensors have x's shape and strides. Per-channel vectors are float64 numpy arrays: a call needs about 30 operations on
 them, and numpy has less overhead per operation than torch.
@@ -63,7 +63,7 @@ class BatchNormFunction(torch.autograd.Function):
             mean, var = layout.moments(wide)
             shift = None
             if not (mean * mean <= CONDITION * (var + eps)).all():
-                # From here on `wide` and `mean` are relative to the shift. For values near it x - shift is exact.
+                # From here on, `wide` and `mean` are relative to the shift. For values near it, x - shift is exact.
                 shift = mean.astype(np.float32).astype(np.float64) if dtype == torch.float32 else mean
                 wide = _shifted(layout, x, shift)
                 mean, var = layout.moments(wide)
@@ -205,7 +205,7 @@ def derivative_needs(activation: Activation, dtype: torch.dtype) -> str | None:
 
 
 def _activation_backward(activation: Activation, dy: Tensor, at: Tensor | None) -> Tensor:
-    """Return dz = g'(z) dy at what :func:`derivative_needs` names; supports double backward if that is y."""
+    """Return dz = g'(z) dy; ``at`` is y or z as :func:`derivative_needs` says. Double backward works only from y."""
     match activation.name:
         case "identity":
             return dy
@@ -284,7 +284,7 @@ class Matrix(_Dense):
         return self._columns([p[1] for p in parts]).sum((0, 1, 3)), self._columns([p[2] for p in parts]).sum((0, 1, 3))
 
     def has_kernel(self, x: Tensor) -> bool:
-        """Return whether the channels are adjacent and fill vectors."""
+        """Return whether the channels are adjacent and fill vectors, with few enough rows for float32 sums."""
         return self.run == 1 and self.channels >= VECTOR and x.numel() <= GRADIENT_ROWS * self.channels
 
     def kernel(
@@ -367,13 +367,13 @@ def layout_of(x: Tensor) -> Matrix | Planes | None:
 
 @lru_cache(maxsize=1024)
 def _wide(m: int, channels: int) -> int:
-    """Return how many positions make a row: the largest divisor of m with at most WIDTH columns."""
+    """Return how many positions make a row: the largest divisor of m that gives at most WIDTH columns."""
     return next(k for k in range(max(1, WIDTH // channels), 0, -1) if m % k == 0)
 
 
 @lru_cache(maxsize=64)
 def _owners(period: int, channels: int, run: int) -> NDArray[np.intp]:
-    """Return which channel each column belongs to.
+    """Return the channel of each column.
 
     >>> _owners(2, 3, 1)
     array([0, 1, 2, 0, 1, 2])

@@ -25,8 +25,8 @@ IMAGE_ELEMENTS = 200_000
 FEW_ELEMENTS = 16_000
 # torch's kernels vectorize over adjacent channels if there are at least this many.
 VECTOR = 16
-# They add rows one by one in float32. The error stays below 1e-6 for ROWS values of one sign, good enough for a mean,
-# and below 1e-5 for GRADIENT_ROWS, good enough for sums of gradients.
+# Over adjacent channels, they add rows one by one in float32. The error stays below 1e-6 for ROWS values of one sign,
+# which is good enough for a mean, and below 1e-5 for GRADIENT_ROWS, which is good enough for sums of gradients.
 ROWS, GRADIENT_ROWS = 1 << 13, 1 << 18
 
 # Up to this many elements a second buffer costs less than autograd's overhead for an in-place operation.
@@ -80,7 +80,7 @@ def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
 
 
 class _DifferentiableMoments(torch.autograd.Function):
-    """Make the moments of torch's kernel, which are constants, differentiable; free unless their gradient is used."""
+    """Make the constant moments of torch's kernel differentiable, at no cost unless their gradient is used."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ class _DifferentiableMoments(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dmean: Tensor | None, dvar: Tensor | None) -> tuple[Tensor | None, None, None]:
         x, mean = ctx.saved_tensors
-        # The saved mean is a constant.
+        # The saved mean is a constant, so double backward computes the mean again.
         return moments_backward(x, dmean, dvar, None if torch.is_grad_enabled() else mean), None, None
 
 

@@ -77,8 +77,8 @@ struct Launch {
 
 struct Pass {
   std::vector<int64_t> strides;  // of the outputs
-  std::vector<int64_t> bits;  // the shape of the bits; empty if none are kept
-  int64_t floats, words;  // the workspace that the launches need
+  std::vector<int64_t> bits;  // the shape of the sign bits; empty if none are kept
+  int64_t floats, words;  // the workspace that the launches need: floats, and int32 counters
   std::vector<Launch> launches;
 };
 

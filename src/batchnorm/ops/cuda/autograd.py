@@ -101,7 +101,7 @@ def train_(call: Call) -> Tensor | None:
 
 
 def infer(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
-    """Normalize by given statistics, without gradients and with little overhead; None if that does not apply."""
+    """Normalize by given statistics, without gradients and with little overhead; None if this path does not apply."""
     x, gamma, beta, _, _, residual, mask, *_ = call
     channels = x.shape[1:2]
     if (
@@ -152,7 +152,7 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _moves(running: Kept, channels: torch.Size) -> bool:
-    """Return whether the kernels can update these averages: dense, float32, one per channel, with int64 counts."""
+    """Return whether the kernels can update these averages, which must be dense float32, with int64 counts."""
     mean, var, batches, skipped = running
     return (
         mean.dtype is torch.float32
@@ -285,7 +285,7 @@ def _gradients(
     return dx, dgamma, dbeta, dresidual.to(residual_dtype) if wants_residual and dresidual is not None else None
 
 
-# Function.apply calls this if no torch.func transform is active; callers have checked that.
+# Function.apply calls this after checking that no torch.func transform is active. Callers have checked that already.
 _apply: Any = super(torch.autograd.Function, _Fused).apply
 
 
@@ -370,7 +370,7 @@ for _name, _kernel, _fake in (
     ("fused_", _fused, _fake_fused),
     ("fused_backward", launch.backward, _fake_backward),
 ):
-    # For every backend, not just CUDA: Triton's interpreter runs the kernels on CPU tensors.
+    # Registered for every backend, not just CUDA: Triton's interpreter runs the kernels on CPU tensors.
     _library.impl(_name, _whole(_kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"batchnorm::{_name}", _whole(_fake), lib=_library)
 _autograd = [

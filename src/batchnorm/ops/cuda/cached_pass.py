@@ -25,19 +25,19 @@ class Pass(NamedTuple):
     strides: tuple[int, ...]  # of dense tensors in x's layout
     dense: bool  # whether x has these strides
     residence: Residence | None  # None unless resident.cu is fastest
-    tiling: Tiling  # for everything else
+    tiling: Tiling  # for calls that resident.cu does not run
     launches: tuple[TritonLaunch, ...]  # of the tiling: one launch, or two phases
-    resident_room: tuple[int, int]  # floats and words of workspace that the residence needs
+    resident_room: tuple[int, int]  # how many floats and counters of workspace resident.cu needs
     room: tuple[int, int]  # the same for the tiling
 
     @property
     def path(self) -> str:
-        """The name in ``ops.explain``."""
+        """The kernel's name in ``ops.explain``."""
         return (self.residence or self.tiling).path
 
 
 def pass_of(x: Tensor, backward: bool, residual: bool, way: Tiling | Residence | None = None) -> Pass:
-    """Return what a pass over ``x`` needs, with the best launch parameters or with the given ones."""
+    """Return the Pass over ``x`` with the best launch parameters, or with those of ``way``."""
     given = (x.shape, x.stride(), x.element_size(), x.device, backward, residual)
     return _pass(*given) if way is None else _find_pass(*given, way)
 
@@ -60,8 +60,8 @@ def _find_pass(
     tiling = way if isinstance(way, Tiling) else best_tiling(g, itemsize, backward, residual, device)
     strides = dense_strides(g, shape)
     launches = _launches(g, tiling, backward, device)
-    # Each part stores two sums per channel, three in Triton's forward pass, which also needs two floats per channel for
-    # the old running averages.
+    # Each part stores two sums per channel, or three numbers in Triton's forward pass. Forward passes also need two
+    # floats per channel for the old running averages.
     room = ((2 * tiling.kept_parts if backward else 2 + 3 * tiling.kept_parts) * g.channels, tiling.words)
     kept = 0 if r is None else 2 * r.kept_parts
     resident_room = ((kept if backward else 2 + kept) * g.channels, 0 if r is None else r.words)
@@ -72,7 +72,7 @@ _pass = cache(_find_pass)
 
 
 def best_tiling(g: Geometry, itemsize: int, backward: bool, residual: bool, device: torch.device) -> Tiling:
-    """Return the fastest tiling that is known to be right on a device."""
+    """Return the fastest tiling that is known to be correct on a device."""
     if is_tuned(device):
         return schedule.choose(g, itemsize, backward, residual, processors(device))
     return schedule.stream(g, itemsize, backward, processors(device))
@@ -80,13 +80,13 @@ def best_tiling(g: Geometry, itemsize: int, backward: bool, residual: bool, devi
 
 @cache
 def is_tuned(device: torch.device) -> bool:
-    """Return whether programs may wait for each other: tested, and tuned, only on Hopper."""
+    """Return whether programs may wait for each other; on GPUs, this was tested and tuned only on Hopper."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a device; any number does if the kernels are interpreted."""
+    """Return the number of multiprocessors of a device; an arbitrary number if the kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -102,7 +102,7 @@ def _launches(g: Geometry, p: Tiling, backward: bool, device: torch.device) -> t
 def launches_of(
     kernel: Any, numbers: Callable[[Tiling], tuple[int, ...]], g: Geometry, p: Tiling, device: torch.device
 ) -> tuple[TritonLaunch, ...]:
-    """Return a plan's launches of a kernel: one, or two phases."""
+    """Return the launches of a kernel with tiling ``p``: one launch, or one for each of two phases."""
     on_device = device.type == "cuda"
 
     def launch(
@@ -122,7 +122,10 @@ def launches_of(
 
 
 def numbers(g: Geometry, p: Tiling) -> tuple[int, ...]:
-    """Return C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic, shift."""
+    """Return the kernels' integer arguments.
+
+    They are C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic and shift.
+    """
     a = p.align
     mine = (p.slices, p.parts, p.share, p.beside)
     if g.nhwc:

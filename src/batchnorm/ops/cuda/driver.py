@@ -83,8 +83,8 @@ class Kernel:
     """Launch one compiled kernel on one device.
 
     Args:
-        function: its handle.
-        threads: threads per program.
+        function: the kernel's handle.
+        threads: threads per program; a program, in Triton's term, is a thread block.
         shared: bytes of shared memory.
         device: the device index.
         cooperative: run all programs at the same time, or fail.
@@ -151,7 +151,7 @@ def load(
 
 @cache
 def unavailable() -> str | None:
-    """Return which library is missing for compiling and launching; None if none is."""
+    """Return why the driver or the compiler cannot be loaded; None if both can."""
     try:
         library(), _compiler()
     except OSError as error:

@@ -77,7 +77,11 @@ def start(configure: Callable[[Any], None]) -> None:
 
 
 def register() -> None:
-    """Make compiled graphs call the extension too. Call this on the main thread: others may look up operators."""
+    """Make compiled graphs call the extension too.
+
+    Call this on the thread that runs the layers, not on the one that compiles: registering operators while another
+    thread looks them up is not safe.
+    """
     global _registered, module, unavailable
     if module is not None and not _registered:
         _registered = True

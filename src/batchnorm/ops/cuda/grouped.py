@@ -26,7 +26,7 @@ from .schedule import Tiling, up
 from .triton_launch import TritonLaunch
 from .workspace import workspace
 
-MOST = 4  # layers in a launch
+MOST = 4  # maximum number of layers in a launch
 ONE_BY_ONE = 60e6  # from this many bytes of input on, forward launches one layer at a time: measured on one H200
 
 
@@ -36,8 +36,8 @@ class _Sizes(NamedTuple):
     rows: int
     channels: tuple[int, ...]
     x_strides: tuple[int, ...]
-    y_strides: tuple[int, ...]  # backward: of dx
-    dy_strides: tuple[int, ...]  # backward
+    y_strides: tuple[int, ...]  # in the backward pass, those of dx
+    dy_strides: tuple[int, ...]  # empty in the forward pass
     itemsize: int
 
     @property
@@ -50,7 +50,7 @@ class _Sizes(NamedTuple):
 class _Plan(NamedTuple):
     residence: Residence | None  # None unless resident.cu is fastest
     launches: tuple[TritonLaunch, ...]
-    resident_room: tuple[int, int]  # floats per channel and words that resident.cu needs
+    resident_room: tuple[int, int]  # the floats per channel, and the counters, that resident.cu needs
     room: tuple[int, int]  # the same for Triton's kernels
 
 
@@ -182,7 +182,7 @@ def _launch_resident(
 ) -> bool:
     """Run resident.cu; return whether the device accepted the launch.
 
-    ``each`` lists the tensors that every layer has of its own, ``shared`` those of which each layer has a part.
+    ``each`` lists the tensors that are separate for each layer, ``shared`` those of which each layer uses a part.
     """
     x = each[0][0]
     assert x is not None
@@ -232,7 +232,7 @@ def _plan(sizes: _Sizes, device: torch.device, backward: bool, way: Tiling | Res
     p = way if isinstance(way, Tiling) else best_tiling(g, b, backward, False, device)
     slices = [up(c, p.V) for c in sizes.channels]
     align = _common_power((*sizes.channels, *_strides(sizes)))
-    # Partly filled slices make more slices than planned, so programs take their numbers when they start.
+    # Partly filled slices may make more slices than planned for; programs then take their numbers when they start.
     ticket = p.ticket or sum(slices) > p.slices
     p = p._replace(
         slices=sum(slices), beside=sum(slices) if p.path == "stream" else p.beside, align=align, ticket=ticket

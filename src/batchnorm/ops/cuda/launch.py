@@ -117,14 +117,14 @@ def backward(
 
 
 def recompute(x: Tensor, residual: Tensor | None, stats: Tensor, activation: Activation) -> Tensor:
-    """Recompute a forward pass's y from its statistics, bit for bit, by streaming's second launch."""
+    """Recompute a forward pass's y from its statistics, bit for bit, with the second launch of streaming."""
     g = pass_of(x, False, residual is not None).geometry
     way = schedule.stream(g, x.element_size(), False, processors(x.device))
     p = pass_of(x, False, residual is not None, way)
     strides, launches = p.strides, p.launches
     y = x.new_empty_strided(x.shape, strides)
     residual = None if residual is None else as_dense(residual, strides)
-    # The second launch merges no sums and updates no averages, so placeholders do for the first launch's tensors.
+    # The second launch merges no sums and updates no averages, so it gets placeholders for tensors of the first launch.
     tensors = (x, y, residual, None, None, None, stats, stats, stats, *NONE)
     launches[1](tensors, (0.0, 0.0, float(activation.slope)), (NAMES.index(activation.name), False))
     return y

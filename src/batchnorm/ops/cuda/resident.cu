@@ -1,17 +1,19 @@
-// Batch normalization in one launch that keeps on chip what it has read. All programs run at the same time, one or two
-// per multiprocessor, and synchronize once, between the statistics and the rest.
+// Batch normalization in one launch that keeps the values it has read on chip. All programs (thread blocks) run at the
+// same time, one or two per multiprocessor. They synchronize once for each slice of channels, between the statistics
+// and the rest.
 //
 // A program processes one part of the rows of one slice of channels, then goes on to the next slice. Each thread copies
-// its own 16-byte vectors into shared memory, so no thread waits for another's. What does not fit is read twice, from the
-// L2 cache if it is still there. The mathematics, the rows of `stats`, the barriers and the running averages are those
-// of forward.py, backward.py, barrier.py and running.py in triton/.
+// its own 16-byte vectors into shared memory, so no thread waits for another's. Vectors that do not fit are read twice,
+// from the L2 cache if they are still there. The mathematics, the rows of `stats`, the barriers and the running
+// averages are those of forward.py, backward.py, barrier.py and running.py in triton/.
 //
 // There are three forms:
 // - Channels last: a row, one location of one example, has SV vectors of a slice's channels.
 // - Channels first, if a channel's locations in one example fill whole vectors: a slice is a channel, and a unit is one
 //   of its vectors.
-// - WOVEN: channels first, if they do not, as with 7 x 7. A slice has as many channels as fill SV whole vectors in one
-//   example, a row is an example, and a vector may hold values of two channels.
+// - WOVEN: channels first, if a channel's locations do not fill whole vectors, as with 7 x 7. A slice has as many
+//   channels as fill SV whole vectors in one example, a row is an example, and a vector may hold values of two
+//   channels.
 //
 // The file is compiled for one case at a time:
 // - KIND: 0 bfloat16, 1 float16, 2 float32
@@ -19,9 +21,10 @@
 // - PLANE: locations of a channel in one example if WOVEN, else 0
 // - ACT: IDENTITY, RELU, ..., which resident.py defines
 // - RESIDUAL: whether one is added; ADDED: whether all of it is kept on chip
-// - THREADS; SV; K: vectors of each tensor that a thread keeps; EACH: programs per multiprocessor
-// - LAYERS: number of layers in the launch, channels last and with the same rows; 0: a single layer, whose tensors are
-//   separate arguments
+// - THREADS: threads per program; SV: see above; K: vectors of each tensor that a thread keeps on chip
+// - EACH: programs per multiprocessor
+// - LAYERS: number of layers in the launch, channels last and with the same rows; 0 for a single layer, whose tensors
+//   are separate arguments
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -29,7 +32,8 @@ typedef long long i64;
 
 #define BATCH 4
 #define BATCHES ((K + BATCH - 1) / BATCH)
-// How many batches of the first slice are in flight while one is summed. All at once would arrive in no order.
+// How many batches of the first slice are in flight while one is summed. If all were requested at once, they would
+// arrive in no particular order.
 #ifdef FORWARD
 #define AHEAD (BATCHES < 2 ? BATCHES : 2)
 #else
@@ -60,7 +64,7 @@ struct alignas(16) Vec {
     u32 w[4];
 };
 
-// ---- the machine ----
+// ---- machine instructions ----
 //
 // All the PTX is here. tests/emulated.hpp has the same functions in C++, so that the rest can run on a CPU.
 
@@ -209,11 +213,11 @@ __device__ __forceinline__ Vec narrow(const float (&f)[V]) {
 
 __device__ __forceinline__ bool is_number(float v) { return fabsf(v) < __int_as_float(0x7f800000); }
 
-// ---- where things are ----
+// ---- tensors in memory ----
 
 struct Shape {
     int C, units, slices, parts;  // units: rows, or vectors of a channel
-    i64 x_stride, x_plane, y_stride, y_plane, dy_stride;  // bytes: of a row or an example, of a channel
+    i64 x_stride, x_plane, y_stride, y_plane, dy_stride;  // in bytes: strides of a row or an example, and of a channel
     int width;  // vectors of a channel in one example
     u32 magic, shift;
     int passing;  // whether the tensor is larger than the cache
@@ -274,7 +278,7 @@ __device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
         store(to, v);
 }
 
-// The vectors of one thread: the i-th is at offset(i), for i < n. Blocks are dealt to the parts in turn, so that all
+// The vectors of one thread: the i-th is at offset(i), for i < n. The parts take blocks of units in turn, so that all
 // programs together read the tensor in order.
 struct Walk {
     int slice, first, step, n, column;
@@ -342,7 +346,7 @@ __device__ __forceinline__ u32 load_bits(const unsigned char* from) {
 
 // ---- barriers: see barrier.py ----
 
-// The barrier's current side. It is read early, because it cannot change before this program arrives.
+// Returns the barrier's side, its highest bit. It may be read early: it cannot change before this program arrives.
 __device__ __forceinline__ u32 side_of(const u32* word) { return threadIdx.x == 0 ? glance(word) & 0x80000000u : 0; }
 
 __device__ __forceinline__ void meet(u32* word, u32 side, int part, int parts) {
@@ -692,7 +696,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         }
         commit();
     };
-    // Copied after x, so that the statistics do not wait for it.
+    // Copies the residual. Call this after copying x, so that the statistics do not wait for the residual.
     auto copy_added = [&](const Layer& l, const Walk& walk) {
 #pragma unroll 1
         for (int k = 0; k < walk.n; ++k) copy_async(slot_of(1, k), residual + walk.of_y(l.shape, k), policy);
@@ -709,7 +713,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         u32* words = l.words;
         const Running running = {l.mean, l.var, l.batches, l.skipped, momentum, cumulative};
         const float count = (float)((i64)s.units * EACH_UNIT);
-        const int channel = slice * W + threadIdx.x;  // of the first W threads
+        const int channel = slice * W + threadIdx.x;  // for the first W threads
         const bool here = threadIdx.x < W && channel < s.C;
         const u32 side = s.parts > 1 ? side_of(words + 2 + slice) : 0;
 
@@ -834,7 +838,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             if (RESIDUAL && bits) store_bits(bits + walk.of_bits(s, i), above);
         };
         if (ADDED) arrived<0>();
-        // Start with what was read last: it is still in the cache.
+        // Start with the vectors that were read last: they are still in the cache.
         i = streamed;
         for (; i >= UNROLL; i -= UNROLL) {
             Vec v[UNROLL], r[UNROLL];

@@ -1,4 +1,4 @@
-"""Choose when and how to run resident.cu, the kernel that keeps on chip what it has read.
+"""Choose when and how to run resident.cu, the kernel that keeps the values it has read on chip.
 
 The rules come from measurements on one H200 (results/kernels-h200.json).
 """
@@ -21,7 +21,7 @@ KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDTH = 16  # bytes of a vector
 SHARED = 232_448  # bytes of shared memory available to all programs on a multiprocessor
 CACHE = 40_000_000  # bytes that stay in the L2 cache during a pass
-BATCHES = 8  # most batches of 4 vectors that a thread copies and waits for, one by one
+BATCHES = 8  # maximum number of batches, each of 4 vectors, that a thread copies and waits for one by one
 
 
 class Residence(NamedTuple):
@@ -39,7 +39,7 @@ class Residence(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The name in ``ops.explain``."""
+        """The kernel's name in ``ops.explain``."""
         return "resident"
 
     def fits(self, g: Geometry, itemsize: int) -> bool:
@@ -56,7 +56,7 @@ class Residence(NamedTuple):
 
     @property
     def words(self) -> int:
-        """The number of words for barriers."""
+        """The number of int32 counters: two for the layer, and a barrier for each slice."""
         return 2 + self.slices
 
     @property
@@ -229,7 +229,8 @@ def _of_layers(
     least = (1 if residual else 3) if backward else (3 if residual else 6)
     if megabytes < least or megabytes > (250 if plain else 200):
         return None
-    # Wide slices use full memory bursts; with narrow ones fewer programs share a barrier. Few threads should be idle.
+    # Wide slices use full memory bursts; with narrow ones, fewer programs share a barrier. The width should leave few
+    # threads idle.
     narrow = megabytes < (30 if plain else 10 if backward and residual else 16)
     vectors = [c * itemsize // WIDTH for c in channels]
     if megabytes > 50 and any(n % 8 for n in vectors) and not plain:
@@ -261,9 +262,9 @@ def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
 
 
 def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
-    """Return the least number of vectors that hold whole channels of one example in woven form, or None.
+    """Return the smallest number of vectors that hold whole channels of one example in woven form, or None.
 
-    None means that the woven form does not apply. With a residual the bits of these vectors fill whole bytes too.
+    None means that the woven form does not apply. With a residual, the bits of these vectors fill whole bytes too.
 
     >>> from .layout import geometry_of
     >>> woven_lanes(geometry_of(torch.empty(2, 64, 7, 7)), 2, False)  # 8 channels of 49 are 49 vectors of 8

@@ -9,13 +9,14 @@ from typing import NamedTuple
 from .layout import Geometry, vector
 
 MEANING = "resident, once: one launch that reads x once if it fits on chip; stream: two launches that read x twice"
-# Up to this many parts, every program merges all parts' sums itself; beyond it, the last to arrive merges for all.
+# Up to this many parts, every program merges all parts' sums itself; beyond it, the last program to arrive merges them
+# for all.
 MERGED_BY_ALL = 64
 # How many launches with barriers may run at the same time without one waiting for free multiprocessors; 0 disables
 # such launches. The default allows for a network that trains on two streams. How much of a GPU other processes leave
 # free is unknown.
 AT_ONCE = int(os.environ.get("BATCHNORM_LAUNCHES_AT_ONCE", "2"))
-# Allowed numbers of tiles in registers; each compiles a kernel of its own.
+# Allowed numbers of tiles in registers; a kernel is compiled for each.
 HELD = (1, 2, 4, 7, 8, 12, 16)
 
 
@@ -32,7 +33,7 @@ class Tiling(NamedTuple):
     beside: int  # slices processed at a time
     warps: int
     stages: int  # software pipelining stages of the loop over tiles
-    registers: int  # most registers per thread in the first or only launch; 0: no limit
+    registers: int  # maximum number of registers per thread in the first or only launch; 0 means no limit
     steps: int  # tiles per program in the second launch
     ticket: bool  # whether programs number themselves as they start: see triton/barrier.py
     align: int
@@ -54,7 +55,7 @@ class Tiling(NamedTuple):
 
     @property
     def words(self) -> int:
-        """The number of words for tickets (1), finished slices (1) and barriers (1 per slice; 32 more for a tree)."""
+        """The number of int32 counters: one for tickets, one for finished slices, one (for a tree, 33) per slice."""
         return 2 if self.alone else 2 + self.slices * (33 if self.tree else 1)
 
     def second(self, units: int) -> Tiling:
@@ -93,7 +94,10 @@ def make(
     steps: int = 4,
     ticket: bool = True,
 ) -> Tiling:
-    """Make a plan: ``tile`` elements per tile, at most ``tiles`` held, about ``parts`` parts, ``lanes`` channels."""
+    """Make a plan with ``tile`` elements per tile, at most ``tiles`` tiles held and about ``parts`` parts.
+
+    In channels-last tensors, a slice has ``lanes`` channels.
+    """
     if geometry.nhwc:
         V = lanes
         slices, units = up(geometry.channels, V), geometry.rows

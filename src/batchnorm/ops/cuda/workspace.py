@@ -1,4 +1,4 @@
-"""Memory that launches share: the sums of parts, and the words that barriers use."""
+"""Memory that launches share: floats for the sums of parts, and words, the int32 counters of barriers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from .schedule import up
 
 
 class Workspace:
-    """Keep memory per stream for partial sums and barrier words.
+    """Keep memory per stream for partial sums and barriers.
 
-    The words are zero between launches. Launches on one stream run one after the other, so they can share memory. A
-    captured launch has its own, because its graph may be replayed at the same time as anything else.
+    The words start at zero, and every launch leaves them ready for the next. Launches on one stream run one after the
+    other, so they can share memory. A captured launch has its own, because its graph may be replayed at the same time
+    as anything else.
     """
 
     ARENA = 1 << 22
@@ -62,7 +63,7 @@ class Workspace:
         )
 
     def captured(self, device: torch.device, n: int) -> Tensor:
-        """Return barrier words for a launch that is being captured."""
+        """Return ``n`` words for a launch that is being captured."""
         arena, used = self.arenas.get(device.index, (None, 0))
         if arena is None or used + n > arena.numel():
             return torch.zeros(n, dtype=torch.int32, device=device)  # captured too, so zeroed at every replay

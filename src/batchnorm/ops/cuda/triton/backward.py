@@ -3,8 +3,8 @@
 With dz = g'(z) dy and x_hat = (x - mean) / std, Section 3's gradients are
 dbeta = sum(dz), dgamma = sum(dz x_hat), dx = gamma / std * (dz - dbeta / m - x_hat dgamma / m).
 
-PHASE, T and the split into programs are those of the forward pass. z is recomputed from x with the forward pass's
-multiply-add. If a residual was added, one bit per element gives g' instead.
+PHASE, T and the split into programs are those of the forward pass. z is recomputed from x by the same multiply-add as
+in the forward pass. If a residual was added, one bit per element gives g' instead, or the residual is read again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Barriers between the programs of one launch that share a slice of channels; they need no reset between launches.
 
-Each slice has one word. Its low bits count arrivals; when all programs have arrived, its highest bit flips and the low
-bits are zero again. Words start at zero, and consecutive launches on a stream may share them.
+Each slice has one word, an int32. Its low bits count arrivals; when all programs have arrived, its highest bit flips
+and the low bits are zero again. Words start at zero, and consecutive launches on a stream may share them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def take_ticket(counter, programs):
     """Number the programs in the order in which they start.
 
     The parts of a slice get consecutive numbers, so a program waits only for programs that already run or will start
-    when earlier slices are done. Launches may have any size, and the hardware may start programs in any order.
+    when earlier slices are done. So launches may have any size, and the hardware may start programs in any order.
     """
     ticket = tl.atomic_add(counter, 1, sem="relaxed")
     if ticket == programs - 1:

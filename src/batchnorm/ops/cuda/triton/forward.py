@@ -5,7 +5,7 @@ two launches with T = 0. 3 does both: a program holds its T tiles in registers a
 the programs of a slice.
 
 ``stats`` has the rows mean, var, count, base, low, scale, offset, invstd. The mean is base + low. Since base is near
-the values, x - base is exact, and no precision is lost even when the mean is a million standard deviations.
+the values, x - base is exact, and no precision is lost even if the mean is a million standard deviations from zero.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def moments_of(
 ):  # fmt: skip
     """Return low and M2 of this part, whose mean is near + low.
 
-    Sums are shifted by ``near``, because E[x^2] - E[x]^2 would lose all precision when the mean is large. Each of n
-    values is at most sqrt(n) standard deviations from their mean. So whichever value ``near`` is, the error of M2 is at
-    most n roundings.
+    Sums are shifted by ``near``, because E[x^2] - E[x]^2 would lose all precision if the mean is large. Each of n
+    values is at most sqrt(n) standard deviations from their mean. So whether ``near`` is one of these values or the
+    mean of a few, the error of M2 is at most n roundings.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
@@ -162,7 +162,7 @@ def place(words, slices, parts, beside, PHASE: tl.constexpr, TICKET: tl.constexp
     if TICKET:
         program = barrier.take_ticket(words, slices * parts)
     elif PHASE == 2:
-        # In reverse order: what the statistics read last is still in the cache.
+        # In reverse order, because the values that the first launch read last are still in the cache.
         program = slices * parts - 1 - program
     return barrier.place(program, slices, parts, beside)
 
@@ -178,13 +178,13 @@ def normalize_part(
     """Process one program's share of a layer: one part of a slice.
 
     ALONE means that a slice has one part. LAST means that the last part to arrive merges all parts and writes ``stats``
-    for the others; otherwise every part merges them itself. TREE means merging in two steps of 32 parts each.
+    for the others; otherwise every part merges them itself. TREE means merging in two steps, of at most 32 parts each.
     """
     R: tl.constexpr = FORM[1]
     EACH: tl.constexpr = 1 if FORM[0] else FORM[2]
     C = shape[0]
     units = shape[1]
-    # The running averages before this batch, then the parts' moments.
+    # ``partial`` holds the running averages before this batch, then the parts' moments.
     before = partial
     partial = partial + 2 * C
     word = words + 2 + piece

@@ -28,7 +28,10 @@ def pick(piece, firsts, values):
 
 @triton.jit
 def find_layer(piece, firsts, channels, slices, A: tl.constexpr):
-    """Return a slice's layer: its first slice, its slices and channels, and the channels and layers before it."""
+    """Return five numbers for the layer that a slice belongs to.
+
+    They are its first slice, how many slices and channels it has, and how many channels and layers come before it.
+    """
     first = pick(piece, firsts, (0, firsts[0], firsts[1], firsts[2]))
     end = pick(piece, firsts, (firsts[0], firsts[1], firsts[2], slices))
     two = channels[0] + channels[1]
@@ -59,7 +62,7 @@ def forward_layers(
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
     TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Run the forward pass with ``slices * parts`` programs; ``room``: floats of ``partial`` per channel."""
+    """Run the forward pass with ``slices * parts`` programs; ``partial`` has ``room`` floats per channel."""
     piece, part = place(words, slices, parts, beside, PHASE, TICKET)
     f = (first1, first2, first3)
     first, own_slices, C, before, layer = find_layer(piece, f, (C0, C1, C2, C3), slices, FORM[3])
@@ -92,7 +95,7 @@ def backward_layers(
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
     TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Run the backward pass with ``slices * parts`` programs; ``y_stride`` is dx's."""
+    """Run the backward pass with ``slices * parts`` programs; ``y_stride0`` to ``y_stride3`` are those of dx."""
     piece, part = place(words, slices, parts, beside, PHASE, TICKET)
     f = (first1, first2, first3)
     first, own_slices, C, before, layer = find_layer(piece, f, (C0, C1, C2, C3), slices, FORM[3])

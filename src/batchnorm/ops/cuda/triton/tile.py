@@ -1,4 +1,4 @@
-"""Access a tensor in tiles, units by channels, with the same code for both layouts.
+"""Access a tensor in tiles of units by channels, with the same code for both layouts.
 
 A *unit* is a row of a channels-last tensor (one location of one example), or ``V`` adjacent locations of one channel of
 a contiguous tensor. A tile is [R, V] either way: R rows of V channels, or R units of one channel. Per-channel values
@@ -6,10 +6,12 @@ have the shape [W], with W = V or W = 1 channels, so that ``v[None, :]`` broadca
 
 These arguments are passed everywhere:
 
-- ``FORM``, constants: (channels last?, R, V, A, offsets need 64 bits?).
+- ``piece``: the index of a slice of channels.
+- ``FORM``, constants: (channels last?, R, V, A, offsets need 64 bits?). All strides are multiples of A, and are passed
+  divided by A.
 - ``shape``, numbers: (C, units of a channel, units of a channel in one example, magic, shift). ``magic`` and ``shift``
   turn the division by the third number into a multiplication, because a division takes 20 instructions.
-- ``strides``, for each tensor: of a row or an example, and of a channel.
+- ``strides``, for each tensor: those of a row or an example, and of a channel.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def place_of(units, strides, shape, FORM: tl.constexpr):
 def offsets(units, strides, channel, shape, FORM: tl.constexpr):
     """Return the element offsets [R, V] of ``units`` of a slice."""
     V: tl.constexpr = FORM[2]
-    # Strides are in units of A, so that the compiler knows how wide an access may be.
+    # Multiplying by A here tells the compiler how wide an access may be.
     A: tl.constexpr = FORM[3]
     if FORM[4]:
         channel = channel.to(tl.int64)
@@ -132,7 +134,8 @@ def opaque(v, ON_DEVICE: tl.constexpr):
 def bit_offsets(first, last, piece, shape, FORM: tl.constexpr):
     """Return the offsets of the bytes of the tile that starts at unit ``first``, and which of them exist.
 
-    Rows have C bits, or channels have M bits, rounded up to bytes. Parts start at multiples of 8 units.
+    A row has one bit per channel, or a channel has one bit per value, rounded up to whole bytes. Parts start at
+    multiples of 8 units.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
