@@ -121,6 +121,9 @@ def test_goes_on_with_the_rows_that_are_missing_or_of_other_code(tmp_path, capsy
     report["rows"][0]["code"] = "another"
     out.write_text(json.dumps(report))
     assert [row["batch"] for row in run(out, "tiny", batches=(2, 4))] == [4, 2]
+    report["rows"] = [{**first, "failed": "the network was down"}]
+    out.write_text(json.dumps(report))
+    assert "failed" not in run(out, "tiny", batches=(2,))[0]
     with pytest.raises(ValueError, match="choose another --out"):
         networks(("test_networks:tiny",), size=9, device="cpu", out=out)
 

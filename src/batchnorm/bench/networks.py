@@ -152,13 +152,13 @@ def machine(settings: Settings) -> dict[str, Any]:
 
 
 def earlier_rows(path: Path, here: dict[str, Any]) -> Report:
-    """Return the rows of a result file that were measured with the same code."""
+    """Return the rows of a result file that were measured with the same code; those that failed are tried again."""
     if not path.exists():
         return {}
     report = read_json(path)
     if report["machine"] != here:
         raise ValueError(f"{path} was measured on {report['machine']}, but this is {here}: choose another --out")
-    return {_key(row): row for row in report["rows"] if row["code"] == digest(row["mode"])}
+    return {_key(row): row for row in report["rows"] if row["code"] == digest(row["mode"]) and "failed" not in row}
 
 
 def _key(row: Row) -> Key:

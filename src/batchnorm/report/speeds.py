@@ -117,7 +117,7 @@ def _speedup(row: Result | None) -> str:
     if row is None:
         return ""
     if "failed" in row:
-        return "failed"
+        return "stock failed" if row["failed"].startswith("stock: ") else "failed"
     return f"{row['speedup']:.2f}{'' if row['examples'] == row['batch'] else HALVED}"
 
 
