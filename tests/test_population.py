@@ -52,6 +52,44 @@ def deep(norm=bn.BatchNorm1d):
     return nn.Sequential(nn.Linear(4, 6), norm(6), nn.Sigmoid(), nn.Linear(6, 5), norm(5), nn.Tanh()).double()
 
 
+class SharedTwice(nn.Module):
+    """Calls one layer next to the input and behind another layer; a third layer reads only its first output."""
+
+    def __init__(self, around):
+        super().__init__()
+        self.shared, self.before, self.behind = (bn.BatchNorm1d(4) for _ in range(3))
+        self.around = around
+
+    def forward(self, x):
+        first = self.shared(x)
+        seen = self.behind(first.sigmoid() * 3)
+        before = self.before((seen if self.around else x) * 2 + 1)
+        return seen, self.shared(before.tanh())
+
+
+def test_layers_wait_for_the_statistics_of_a_shared_layer_above_them():
+    net, data = SharedTwice(around=False).double(), unequal_batches(4)
+    bn.estimate_(net, data, rule="pooled", upstream="population")
+    inputs = {}
+    for layer in (net.before, net.behind):
+        layer.register_forward_pre_hook(lambda layer, x: inputs.setdefault(layer, x[0]))
+    net.eval()(torch.cat(data))
+    for layer, x in inputs.items():
+        torch.testing.assert_close(layer.running_mean, x.mean(0), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(layer.running_var, x.var(0, correction=0), rtol=1e-12, atol=0)
+
+
+def test_a_shared_layer_that_depends_on_itself_comes_last():
+    net, (x,) = SharedTwice(around=True).double(), unequal_batches(4, sizes=(9,))
+    bn.estimate_(net, [x], rule="pooled", upstream="population")
+    seen = (F.batch_norm(x, None, None, training=True).sigmoid()) * 3  # until the end, by the mini-batch
+    torch.testing.assert_close(net.behind.running_mean, seen.mean(0), rtol=1e-12, atol=1e-12)
+    scaled = F.batch_norm(seen, seen.mean(0), seen.var(0, correction=0)) * 2 + 1
+    torch.testing.assert_close(net.before.running_mean, scaled.mean(0), rtol=1e-12, atol=1e-12)
+    last = F.batch_norm(scaled, scaled.mean(0), scaled.var(0, correction=0)).tanh()
+    torch.testing.assert_close(net.shared.running_mean, torch.cat([x, last]).mean(0), rtol=1e-12, atol=1e-12)
+
+
 @given(cut=st.lists(st.integers(2, 9), min_size=1, max_size=5), upstream=st.sampled_from(["batch", "population"]))
 def test_rebatching_the_same_data_changes_nothing(cut, upstream):
     x = torch.randn(sum(cut), 4, generator=torch.Generator().manual_seed(len(cut))).double() * 2 + 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from graphlib import TopologicalSorter
 from itertools import islice
 from math import inf, prod
 from types import FrameType
@@ -163,7 +164,7 @@ def _layers_to_estimate(net: nn.Module) -> tuple[Layers, list[Site]]:
 def _by_depth(
     net: nn.Module, layers: Layers, batches: Iterable[Any], forward: network_call.Forward | None
 ) -> list[Layers]:
-    """Group the layers by the number of other layers on the longest path from the network's input to them."""
+    """Group the layers into passes: a layer comes after all layers that its inputs depend on."""
     if iter(batches) is batches:
         raise ValueError(
             "upstream='population' reads the batches several times; give a list or a DataLoader, not an iterator"
@@ -172,17 +173,32 @@ def _by_depth(
     if first is None:
         return []
     graph = trace(net, first, forward)
-    depths: dict[nn.Module, int] = {}
-    reached: dict[TracedCall, int] = {}
+    reaching: dict[TracedCall, set[nn.Module]] = {}  # the layers on paths from the input to a call, with its own
+    above: dict[nn.Module, set[nn.Module]] = {}  # the layers on paths from the input to any call of a layer
     for call in graph.calls:
-        above = max((reached.get(v.producer, 0) for v in call.inputs if v.producer is not None), default=0)
+        found = reaching[call] = set().union(*(reaching.get(v.producer, ()) for v in call.inputs if v.producer))
         if isinstance(call.module, TorchBatchNorm) and call.module in layers:
-            # A shared layer is as deep as its deepest call so far.
-            above = depths[call.module] = max(depths.get(call.module, 0), above + 1)
-            # Until its statistics are known, a shared layer has to normalize its later calls by the mini-batch.
-            call.module.training = len(graph.calls_of(call.module)) > 1
-        reached[call] = above
-    return [{m: layers[m] for m in layers if depths.get(m) == depth} for depth in sorted(set(depths.values()))]
+            above.setdefault(call.module, set()).update(found)
+            found.add(call.module)
+    shared = {m for m in above if len(graph.calls_of(m)) > 1}
+    for m in shared:
+        m.training = True  # until its statistics are known, it has to normalize its later calls by the mini-batch
+    depends = {m: set(found) for m, found in above.items()}  # also through other calls of shared layers
+    for middle in above:
+        for found in depends.values():
+            if middle in found:
+                found |= depends[middle]
+    # A layer does not wait for a shared layer that depends on it: the shared layer comes after it.
+    sorter = TopologicalSorter(
+        {m: {n for n in above[m] - {m} if n not in shared or m not in depends[n]} for m in above}
+    )
+    sorter.prepare()
+    passes = []
+    while sorter.is_active():
+        ready = sorter.get_ready()
+        passes.append({m: layers[m] for m in layers if m in ready})
+        sorter.done(*ready)
+    return passes
 
 
 def _run(
