@@ -155,6 +155,8 @@ def _rate(group: dict[str, Any], run: dict[str, Any], best: dict[str, float | No
     if run.get("rate") == "best":
         sweep = run.get("best_of", run["recipe"])
     elif "rate" in run or sweep is None:
+        if "times" in run:
+            raise ValueError(f"{run['name']}: times multiplies a rate that comes from a sweep, but this rate does not")
         return run.get("rate"), None
     if sweep not in best:
         raise ValueError(
