@@ -383,10 +383,11 @@ def line(row: Row) -> str:
 
 
 def draw(report: dict[str, Any], plt: Any) -> Any:
-    """Draw one panel per main mode, with a bar and its 95% interval for each network and batch size."""
+    """Draw one panel per main mode, with a bar and its 95% interval for each network, fastest first, and batch size."""
     rows = [row for row in report["rows"] if "failed" not in row and row["mode"] in MODE_NAMES]
     modes, names, batches = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mode", "network", "batch"))
     batches.sort(reverse=True)
+    names.sort(key=lambda name: -max(row["speedup"] for row in rows if row["network"] == name))
     height = 0.8 / len(batches)
     size = (3.4 * len(modes) + 2, 0.55 * len(names) + 1.8)
     figure, (panels,) = plt.subplots(1, len(modes), sharey=True, squeeze=False, figsize=size)
