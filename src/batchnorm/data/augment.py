@@ -25,14 +25,15 @@ COLOUR_COMPONENTS = (
 
 
 class Strength(NamedTuple):
-    """Hold the strength of a distortion: factors lie in [1 - factor, 1 + factor]; ``lighting`` scales normal noise."""
+    """The strength of distortions: factors lie in [1 - factor, 1 + factor], and ``lighting`` scales normal noise."""
 
     factor: float
     lighting: float
 
 
-# Not in the paper, which only says that distortions were reduced. "full" is Howard's ("Some improvements on deep
-# convolutional neural network based image classification", 2013), which GoogLeNet used; "reduced" is our choice.
+# Not in the paper, which says only that distortions were reduced. "full" has the strengths of Howard ("Some
+# improvements on deep convolutional neural network based image classification", 2013), whose distortions GoogLeNet
+# used. "reduced" is our choice.
 STRENGTHS = {"full": Strength(0.5, 0.1), "reduced": Strength(0.2, 0.04)}
 
 
@@ -63,7 +64,7 @@ class Normalize(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the normalized images."""
-        # One pass that computes in float32 and rounds when it writes the result.
+        # A single kernel computes in float32 and rounds to the result's dtype when it writes.
         return torch.addcmul(self.shift, images, self.scale, out=torch.empty_like(images, dtype=self.dtype))
 
 
@@ -77,7 +78,7 @@ class Augment(Normalize):
 
     where E is the mean over the image's pixels, P holds the principal components of ImageNet's colours, and a is normal
     noise. The result is clamped to [0, 1] once, at the end. Each step is affine in the pixel's colour, and so is any
-    sequence of steps. With m the image's mean colour, the whole distortion and the normalization are
+    sequence of steps. Let m be the image's mean colour. The distortion and the normalization together are
 
         y = A x + T m + t
 
@@ -120,7 +121,8 @@ class Augment(Normalize):
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
         """Draw the random numbers for ``n`` images, one row each; ranks that share a batch each take their own rows.
 
-        If a row's first number is below 0.5, the image is mirrored. If colours are distorted, A, T and t follow.
+        The image is mirrored if the first number of its row is below 0.5. If colours are distorted, the row also holds
+        the image's A, T and a third of t.
         """
         uniform = torch.rand(n, 8, generator=generator, device=generator.device)
         normal = torch.randn(n, 3, generator=generator, device=generator.device)
@@ -129,16 +131,16 @@ class Augment(Normalize):
         return torch.cat([uniform[:, :1], self.distortions(uniform[:, 1:], normal).view(n, 21)], dim=1)
 
     def forward(self, images: Tensor, draws: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the augmented, normalized images; ``draws`` has a row for each."""
+        """Return the augmented, normalized images; ``draws`` has one row per image."""
         if self.flip:
             images = torch.where(draws[:, 0, None, None, None] < 0.5, images.flip(-1), images)
         if self.distortions is None:
             return super().forward(images)
         of_pixel, of_mean, third = draws[:, 1:].unflatten(1, (3, 7)).split((3, 3, 1), dim=2)
         mean = images.mean((2, 3), dtype=torch.float32)
-        # Not a matrix product: autocast would round its operands, and it would take as many launches.
+        # A matrix product would take as many launches, and autocast would round its operands.
         sums = torch.addcmul(third, of_mean, mean[:, None]).sum(2)[:, :, None, None]
-        # Allocate the output: broadcasting single channels would lose the images' memory format.
+        # Allocate the output here: a result broadcast from single channels would not have the images' memory format.
         y = torch.empty_like(images, dtype=torch.float32)
         for channel in range(3):
             sums = torch.addcmul(sums, of_pixel[:, :, channel, None, None], images[:, channel : channel + 1], out=y)
@@ -147,19 +149,20 @@ class Augment(Normalize):
 
 
 class Distortions:
-    """Compose brightness, contrast, saturation and lighting, in each image's order, with the normalization.
+    """Combine brightness, contrast, saturation and lighting, in each image's random order, with the normalization.
 
-    With G x = (w x, w x, w x) the grey of a colour x, and m the image's mean colour, a pixel is a sum of three parts:
+    Let G x = (w x, w x, w x) be the grey of a colour x, and m the image's mean colour. A pixel is a sum of three parts:
 
         x = G m + G (x - m) + (x - G x)
 
-    Brightness multiplies all three by b, contrast the last two by c, saturation the last by s: their order does not
-    matter. Lighting adds G l to the first part and l - G l to the last. Only the factors that come after lighting
-    apply to l: b' (b, or 1 if brightness came before), c' and s'. So the distorted pixel is
+    Brightness multiplies all three parts by b, contrast multiplies the last two by c, and saturation multiplies the
+    last by s. The order of these three steps does not matter. Lighting adds a colour l, that is, G l to the first part
+    and l - G l to the last. Only the factors of steps after lighting apply to l: b' is b, or 1 if brightness came
+    before lighting, and likewise c' and s'. So the distorted pixel is
 
         y = b G m + bc G (x - m) + bcs (x - G x) + b' G l + b'c's' (l - G l)
 
-    and everything but x and m is known without the image.
+    where everything but x and m is known without the image.
 
     Args:
         strength: the strength of the distortions.
@@ -175,8 +178,8 @@ class Distortions:
         self.strength = strength
         eye, grey = torch.eye(3).double(), torch.tensor(GREY).double().expand(3, 3)
         components = torch.tensor(COLOUR_COMPONENTS).double()
-        # One map per coefficient of y above: b, bc, bcs, then b' and b'c's' for each of three noise components. A map
-        # has a row for each output channel: the factors of x, the factors of m, the offset.
+        # One map per coefficient of y in the class docstring: b, bc, bcs, then b' and b'c's' for each of the three
+        # noise components. A map has one row per output channel: the factors of x, the factors of m and the offset.
         parts = torch.zeros(9, 3, 7, dtype=torch.float64)
         parts[0, :, 3:6] = grey
         parts[1, :, :6] = torch.cat([grey, -grey], dim=1)
@@ -185,7 +188,8 @@ class Distortions:
         parts[6:9, :, 6] = ((eye - grey) @ components).T
         constant = torch.zeros(3, 7, dtype=torch.float64)
         constant[:, 6] = -torch.tensor(mean).double()
-        # Augment.forward adds the offset to each of the three products T m before it sums them, so store a third.
+        # Augment.forward adds the offset to each of the three products in T m before it sums them, so store a third of
+        # the offset.
         scale = torch.tensor([1 / 255] * 6 + [1 / 3]).double() / torch.tensor(std).double()[:, None]
         self.parts, self.constant = (parts * scale).flatten(1), (constant * scale).flatten()
 
@@ -193,14 +197,14 @@ class Distortions:
         """Return each image's map: for each channel of y, the factors of x and of m, and a third of the offset.
 
         Args:
-            uniform: (n, 7) in [0, 1): brightness, contrast and saturation, then four sort keys that order brightness,
-                contrast, saturation and lighting.
-            normal: (n, 3): noise along each of the colours' principal components.
+            uniform: numbers in [0, 1) of shape (n, 7): three for the factors of brightness, contrast and saturation,
+                then four sort keys that order brightness, contrast, saturation and lighting.
+            normal: normal noise of shape (n, 3), one column for each principal component of the colours.
 
         Returns:
-            (n, 3, 3 + 3 + 1) in float32, for x and m from 0 to 255.
+            A float32 tensor of shape (n, 3, 3 + 3 + 1), for x and m from 0 to 255.
         """
-        # Double precision costs nothing here, and autocast leaves it alone.
+        # These tensors are small, so double precision is cheap. Autocast does not affect it.
         factors = 1 + self.strength.factor * (2 * uniform[:, :3].double() - 1)
         later = torch.where(uniform[:, 3:6] > uniform[:, 6:], factors, 1.0).cumprod(1)
         noise = self.strength.lighting * normal.double()

@@ -18,7 +18,7 @@ DRAWS = 4 * ATTEMPTS
 
 
 class Box(NamedTuple):
-    """Hold a rectangle of an image in pixels; right and bottom are exclusive."""
+    """A rectangle in an image, in pixels; right and bottom are exclusive."""
 
     left: float
     top: float
@@ -50,15 +50,16 @@ def random_box(draws: Sequence[float], width: int, height: int, area: tuple[floa
         if 0 < w <= width and 0 < h <= height:
             left, top = int(x * (width - w + 1)), int(y * (height - h + 1))
             return Box(left, top, left + w, top + h)
-    # No attempt fits, so the image is long: take its centre, at the nearest allowed aspect ratio.
+    # No attempt fits, so the image is very wide or very tall: take its centre at the nearest allowed aspect ratio.
     return _centred(min(width, round(height * wide)), min(height, round(width / narrow)), width, height)
 
 
 def centre_box(width: int, height: int, size: int) -> Box:
     """Return the centre square that evaluation sees: 7/8 of the short side.
 
-    This equals resizing the short side to 8/7 of ``size`` and cutting out the centre. If 7/8 of the short side is less
-    than ``size``, the square's side is ``size`` or, if the image is smaller still, its short side.
+    Resizing this square to ``size`` is the same as resizing the image's short side to 8/7 of ``size`` and cutting out
+    the centre. If 7/8 of the short side is less than ``size``, the square's side is ``size``, or the whole short side
+    if that is even smaller.
 
     >>> centre_box(512, 256, 224), centre_box(64, 64, 64)
     (Box(left=144, top=16, right=368, bottom=240), Box(left=0, top=0, right=64, bottom=64))

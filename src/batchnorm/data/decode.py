@@ -24,20 +24,21 @@ Choose = Callable[[int, int], Box]
 
 
 class CorruptImageError(ValueError):
-    """Report bytes that are not a readable image."""
+    """Raised for bytes that are not a readable image."""
 
 
 def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
     """Decode an image, crop and resize it into ``out``, and return the original width and height.
 
     The image is converted to RGB, cropped and resized with torch's antialiased bilinear filter, which is several times
-    faster than Pillow's. A JPEG much larger than the crop needs is decoded at a half, a quarter or an eighth of its
-    size. The box is rounded to whole pixels of the decoded image, which moves the edges of a downscaled JPEG's crop by
-    at most half an output pixel. Grey, palette, CMYK and 16-bit images become RGB; transparency is dropped.
+    faster than Pillow's. If the box of a JPEG is at least twice as large as ``out``, the JPEG is decoded at a half, a
+    quarter or an eighth of its size. The box is rounded to whole pixels of the decoded image, which moves the edges of
+    a downscaled JPEG's crop by at most half an output pixel. Grey, palette, CMYK and 16-bit images become RGB;
+    transparency is dropped.
 
     Args:
         data: the encoded image.
-        choose: returns the crop's box for the image's width and height.
+        choose: a function that takes the image's width and height and returns the crop's box.
         out: uint8 of shape (size, size, 3).
 
     Raises:
@@ -48,7 +49,7 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
         image, box, original = _load(data, choose, size)
     # Pillow raises OSError, SyntaxError, ValueError, struct.error and others for a broken file.
     except Exception as error:
-        # Pillow names the stream, <_io.BytesIO object at 0x...>, which tells a user nothing.
+        # Pillow's message ends with the stream, <_io.BytesIO object at 0x...>, which tells a user nothing.
         raise CorruptImageError(f"{type(error).__name__}: {str(error).partition(' <_io.')[0]}") from error
     _resize(_pixels(image, box), out)
     return original
@@ -57,7 +58,7 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
 def crop_image(image: Image | Tensor, choose: Choose, out: Tensor) -> None:
     """Crop and resize a decoded image into ``out``, as :func:`decode_crop` does with an image decoded at full size.
 
-    An image that is a tensor is uint8 of shape (3, height, width).
+    A tensor must be uint8 of shape (3, height, width).
     """
     if isinstance(image, Tensor):
         height, width = image.shape[1:]
@@ -76,14 +77,14 @@ def _pixels(image: Image, box: Box) -> Tensor:
 
 
 def _resize(pixels: Tensor, out: Tensor) -> None:
-    # The same as F.interpolate(antialias=True), but it takes out=: allocating the result took half of the time.
+    # This is F.interpolate(antialias=True) with an out= argument: allocating the result took half of the time.
     torch.ops.aten._upsample_bilinear2d_aa.out(
         pixels.permute(2, 0, 1)[None], list(out.shape[:2]), False, out=out.permute(2, 0, 1)[None]
     )
 
 
 def _load(data: bytes, choose: Choose, size: int) -> tuple[Image, Box, tuple[int, int]]:
-    """Return the decoded image, perhaps scaled down, the box in its pixels and the original size."""
+    """Return the decoded image, which may be scaled down, the box in its pixels, and the original size."""
     image = require("PIL.Image", "train").open(io.BytesIO(data))
     width, height = image.size
     box = choose(width, height)
@@ -91,19 +92,20 @@ def _load(data: bytes, choose: Choose, size: int) -> tuple[Image, Box, tuple[int
     scale = next((s for s in JPEG_SCALES if s <= room), 1)
     drafted = image.draft(None, (width // scale, height // scale)) if scale > 1 else None
     if drafted is not None:
-        # Not the ratio of the sizes: the last pixels of the smaller image cover fewer of the original's pixels.
+        # Do not scale by the ratio of the two sizes: the last pixels of the smaller image cover fewer of the
+        # original's.
         _, (_, _, right, bottom) = drafted
         box = box.scaled(right / width, bottom / height)
     return to_rgb(image), box, (width, height)
 
 
 def to_rgb(image: Image) -> Image:
-    """Return the image, loaded, as RGB; transparency is dropped and 16 bits become 8."""
+    """Load the image and return it as RGB; transparency is dropped and 16 bits become 8."""
     if image.mode == "RGB":
         image.load()
         return image
     if image.mode.startswith("I;16"):
-        # Pillow would clip instead of scaling.
+        # Without this division, convert() would clip the values to 255 instead of scaling them.
         return image.point(lambda value: value / 256).convert("L").convert("RGB")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")

@@ -1,4 +1,4 @@
-"""A whole set of images, decoded once and kept on the device; a file can save it for later runs."""
+"""A whole set of images, decoded once and kept on the device; a file can store the decoded images for later runs."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class DeviceCache:
-    """Hold all images, stretched to squares of one size, with their labels and original sizes.
+    """All images of a split, stretched to squares of one size, with their labels and original sizes.
 
-    A crop is chosen in the original image's pixels, as without the cache (the same boxes for the same seed), and cut
-    out of the stretched image. Two things differ: pixels are resampled twice, and crops of large images lose the
-    detail that the cached size cannot show.
+    Crops are chosen in the original image's pixels, so the same seed gives the same boxes as without the cache. They
+    are then cut out of the stretched image. Two things differ: pixels are resampled twice, and crops of large images
+    lose the detail that the cached size cannot show.
     """
 
     images: Tensor  # (n, side, side, 3)
     labels: Tensor
-    row_of: np.ndarray  # the row of each example, -1 if it is corrupt
+    row_of: np.ndarray  # the row of each example, -1 if the example is corrupt
     sizes: np.ndarray
     corrupt: list[CorruptFile]
 
     @classmethod
     def fill(cls, source: ImageSource, size: int, workers: int, device: torch.device) -> DeviceCache:
-        """Decode the whole source."""
+        """Decode all images of the source and keep them on the device."""
         n, side = len(source.labels), _cached_side(source, size)
         _check_room(n * side * side * 3, device)
         images = torch.empty(n, side, side, 3, dtype=torch.uint8, device=device)
@@ -82,8 +82,8 @@ def open_decoded(
     """Return the decoded images of a split, from a file in ``folder`` if there is one for the same data.
 
     Data counts as the same if its classes, its labels, and the names, sizes and modification times of its image files
-    or shards are unchanged. Files for other data are left alone. The file only saves time: if it cannot be read it is
-    written again, and if it cannot be written there is a warning.
+    or shards are unchanged. Files for other data are left alone. The file only saves time: if it cannot be read, it is
+    written again, and if it cannot be written, there is a warning.
     """
     error = require("safetensors", "train").SafetensorError
     data, where = data.expanduser(), torch.device(device)
@@ -91,7 +91,7 @@ def open_decoded(
     side = _cached_side(source, size)
     name = re.sub(r"[^\w.-]", "_", split)  # Windows forbids some characters of names such as train[:0.1]
     path = folder / f"{name}-{side}px-{_state_of(source, data, split)}.safetensors"
-    # Damaged files raise errors of safetensors, json and others.
+    # A missing or damaged file can raise errors of many kinds, from safetensors, json and others.
     with contextlib.suppress(Exception):
         return _load(path, where, source, side)
     cache = DeviceCache.fill(source, size, workers, where)
@@ -115,12 +115,12 @@ def discard_decoded(folder: Path) -> None:
 def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
     """Cut a box out of each image and resize it with an antialiased bilinear (triangle) filter.
 
-    The filter is separable: y = R x C^T with one matrix for the rows and one for the columns of each image, so a batch
-    is two batched matrix products, and nothing waits for the device.
+    The filter is separable: y = R x C^T with one matrix for the rows and one for the columns of each image. So a batch
+    takes two batched matrix products, and the host never waits for the device.
 
     Args:
         images: uint8 of shape (n, height, width, 3).
-        boxes: left, top, right, bottom of each, in pixels.
+        boxes: the left, top, right and bottom edge of each box, in pixels.
         size: the side of the result, which has the shape (n, size, size, 3).
     """
     left, top, right, bottom = boxes.unbind(1)
@@ -137,14 +137,14 @@ def _triangle_filter(start: Tensor, stop: Tensor, pixels: int, size: int) -> Ten
     centre = start[:, None] + scale * (torch.arange(size, device=start.device) + 0.5)
     pixel = torch.arange(pixels, device=start.device) + 0.5
     weight = (1 - (pixel - centre[..., None]).abs() / scale.clamp(min=1)[..., None]).clamp(min=0)
-    # A pixel that the box's edge cuts counts as inside, so there is always at least one.
+    # A pixel that an edge of the box cuts counts as inside, so at least one pixel is always inside.
     inside = (pixel > start.floor()[:, None]) & (pixel < stop.ceil()[:, None])
     weight = weight * inside[:, None]
     return weight / weight.sum(-1, keepdim=True)
 
 
 def _cached_side(source: ImageSource, size: int) -> int:
-    """Return the side of the cached images: 8/7 of the crop's, or the longest side in a sample if that is smaller."""
+    """Return the side of the cached images: 8/7 of the crop's side, or a sample's longest side if that is smaller."""
     longest, pixel, whole = 1, torch.empty(1, 1, 3, dtype=torch.uint8), partial(Box, 0, 0)
     for example in sample_examples(source, 64):
         try:
@@ -159,7 +159,7 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _check_room(wanted: int, device: torch.device) -> None:
-    """Raise an error if a GPU has fewer bytes free than needed."""
+    """Raise an error if ``device`` is a GPU with fewer than ``wanted`` bytes of free memory."""
     if device.type != "cuda":
         return
     free, _ = torch.cuda.mem_get_info(device)
@@ -218,7 +218,7 @@ def _load(path: Path, device: torch.device, source: ImageSource, side: int) -> D
 
 
 def _check(cache: DeviceCache, source: ImageSource, path: Path) -> None:
-    """Check that a file's numbers fit the source: they are used as indices and as labels."""
+    """Check that the numbers in a file fit the source, because they are used as indices and as labels."""
     n = len(source.labels)
     kept = cache.row_of >= 0
     ok = (

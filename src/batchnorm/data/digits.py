@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 class Digits(NamedTuple):
-    """Hold images of shape (N, 784) with values 0 and 1, and labels 0 to 9."""
+    """Images of shape (N, 784) with values 0 and 1, and their labels from 0 to 9."""
 
     images: Tensor
     labels: Tensor
 
 
 class MNIST(NamedTuple):
-    """Hold the training and the test set."""
+    """The training set and the test set."""
 
     train: Digits
     test: Digits
@@ -30,7 +30,7 @@ def mnist(dtype: torch.dtype = torch.float32) -> MNIST:
     Args:
         dtype: the dtype of the images.
 
-    MNIST is by Y. LeCun and C. Cortes, licence CC BY-SA 3.0; see ``LICENSE-mnist.md`` beside the data.
+    MNIST is by Y. LeCun and C. Cortes, under the licence CC BY-SA 3.0; see ``LICENSE-mnist.md`` in this package.
 
     >>> mnist().train.images.shape, mnist().test.labels[:3]
     (torch.Size([60000, 784]), tensor([7, 2, 1]))

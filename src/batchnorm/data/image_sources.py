@@ -55,7 +55,7 @@ class FolderSource:
 
     @classmethod
     def open(cls, root: Path, split: str) -> FolderSource:
-        """List the split; class names are those of train/ if it exists, so that splits agree on the labels."""
+        """List the images of a split; the classes are those of train/ if it exists, so that splits agree on labels."""
         present = _class_names(root / split)
         reference = root / "train"
         classes = _class_names(reference) if reference.is_dir() else present
@@ -74,7 +74,7 @@ class FolderSource:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """One shard that has all images."""
+        """The number of images, since all of them are in one shard."""
         return (len(self.paths),)
 
     def read(self, index: int) -> bytes:
@@ -88,14 +88,14 @@ class FolderSource:
 
 @dataclass(frozen=True)
 class PartSource:
-    """Read some examples of another source."""
+    """Read only some of the examples of another source."""
 
     whole: ImageSource
     examples: NDArray[np.int64]
 
     @classmethod
     def open(cls, root: Path, split: str, share: float, *, held_out: bool) -> PartSource:
-        """Open the held-out share of every class, at least one image of each, or the rest.
+        """Open the part that is held out, a share of every class but at least one image of it, or else the rest.
 
         A hash of the file names decides which images are held out, so the choice depends neither on the seed nor on
         the machine.
@@ -154,7 +154,7 @@ def training_splits(path: str | Path, validate: float) -> tuple[str, str]:
 
     Raises:
         ValueError: if the data has a validation set and a share is given.
-        FileNotFoundError: if it has none and no share is given.
+        FileNotFoundError: if the data has no validation set and no share is given.
     """
     if validate and has_split(path, "val"):
         raise ValueError(f"{path} has a validation set, val: leave out --validate, or move that set elsewhere")
@@ -204,7 +204,7 @@ def open_source(path: str | Path, split: str) -> ImageSource:
 
 
 def check_complete(source: ImageSource, path: str | Path, split: str) -> None:
-    """Check that every class has images in a split, opened from ``path``."""
+    """Check that every class has images in a split; the error names ``path`` and ``split``."""
     examples = np.bincount(source.labels, minlength=len(source.classes))
     empty = [name for name, n in zip(source.classes, examples.tolist(), strict=True) if not n]
     if empty:
@@ -220,7 +220,7 @@ def sample_examples(source: ImageSource, count: int) -> list[int]:
 
 
 def small_images_note(source: ImageSource, size: int) -> str | None:
-    """Return a note if most images of a sample are smaller than the network's input."""
+    """Return a note if most images of a sample are smaller than the network's input, and None if not."""
     sides = []
     for example in sample_examples(source, 32):
         try:

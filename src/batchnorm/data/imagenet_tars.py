@@ -1,4 +1,4 @@
-"""ImageNet as its authors distribute it: a tar file of tar files, one per class, and one of validation images."""
+"""ImageNet as its authors distribute it: a tar file of one tar file per class, and a tar file of validation images."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OfficialTar:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """One shard that has all images."""
+        """The number of images, since all of them are in one shard."""
         return (len(self.members),)
 
     def read(self, index: int) -> bytes:

@@ -19,7 +19,7 @@ from .order import Order, Shuffle
 
 
 class TooManyCorruptError(ValueError):
-    """Report that more files than allowed could not be read."""
+    """Raised if too many files cannot be read."""
 
 
 class ImageBatches:
@@ -69,9 +69,9 @@ class ImageBatches:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's batches of an epoch from step ``start`` on.
 
-        Images are uint8 of shape (n, 3, size, size), channels last in memory, labels int64 of shape (n,). Step k
+        Images are uint8 of shape (n, 3, size, size), channels last in memory; labels are int64 of shape (n,). Step k
         depends only on the seed, the epoch and k, so resuming from (epoch, step) is exact. Corrupt files are left out
-        of their batch; in evaluation the last batch may be empty on some ranks.
+        of their batches. In evaluation, the last batch may be empty on some ranks.
 
         Raises:
             TooManyCorruptError: if more than ``max_corrupt`` files are unreadable, or if a training batch has fewer
@@ -112,8 +112,8 @@ class ImageBatches:
 def _requests(order: Order, epoch: int, start: int) -> Iterator[Request]:
     """Yield the requests of an epoch.
 
-    Not a method: a generator that refers to the ImageBatches would form a reference cycle, and the workers would live
-    until it is collected.
+    This is not a method, because a generator that refers to the ImageBatches would form a reference cycle, and the
+    workers would live until the garbage collector finds the cycle.
     """
     examples = order.examples(epoch)
     for step in range(start, len(order)):
@@ -141,8 +141,8 @@ def open_images(
     """Open one split of an image folder or of tar shards as batches of crops.
 
     Training (``train=True``) sees every example once per epoch, in random order, each as a random crop. Evaluation
-    sees them in stored order, each as its centre square. Workers only read, decode and crop;
-    :class:`batchnorm.data.Augment` does the rest.
+    sees the examples in stored order, each as its centre square. Workers only read, decode and crop the images;
+    :class:`batchnorm.data.Augment` then mirrors, distorts and normalizes them.
 
     Args:
         path: a folder with ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg``, or with WebDataset's ``train-*.tar`` and
@@ -157,15 +157,15 @@ def open_images(
         rank: the rank of this process.
         world_size: the number of processes.
         workers: the number of processes that decode ahead; 0 decodes in this process.
-        cache: ``"device"`` decodes everything once and keeps it on the device; see
-            :class:`batchnorm.data.device_cache.DeviceCache` for the differences.
+        cache: ``"device"`` decodes all images once and keeps them on the device; see
+            :class:`batchnorm.data.device_cache.DeviceCache` for the differences to ``"none"``.
         decoded: with ``cache="device"``, a folder to save the decoded images in for later runs.
         device: the device that batches are copied to.
         max_corrupt: how many files may be unreadable; by default 10 plus a thousandth of all examples.
         crop_area: the range of a random crop's share of the image's area.
 
     Raises:
-        FileNotFoundError: if ``path`` has neither layout.
+        FileNotFoundError: if ``path`` has neither of the two layouts.
         ValueError: if a rank would get fewer than two examples of a training step.
         TooManyCorruptError: if too many files are unreadable.
 

@@ -22,19 +22,19 @@ from .decode import Choose, CorruptImageError, decode_crop
 from .image_sources import ImageSource
 from .random_numbers import seed_at, uniforms
 
-# By default four, but at most one for each core of this process: torch warns if there are more.
+# The default number of workers: four, but at most one per core that this process may use, as torch warns about more.
 WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 class Request(NamedTuple):
-    """Ask for some examples of an epoch."""
+    """A request for some examples of an epoch."""
 
     epoch: int
     examples: NDArray[np.int64]
 
 
 class CorruptFile(NamedTuple):
-    """Name a file that was skipped, and the reason."""
+    """A file that was skipped, and why."""
 
     example: int
     name: str
@@ -42,7 +42,7 @@ class CorruptFile(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Hold the readable images of a batch, of shape (n, size, size, 3), with their labels, and the corrupt files."""
+    """The readable images of a batch, of shape (n, size, size, 3), with their labels, and the corrupt files."""
 
     images: Tensor
     labels: Tensor
@@ -73,7 +73,7 @@ def whole_images(request: Request) -> Sequence[Choose]:
 
 @dataclass(frozen=True)
 class BatchReader(Dataset[Decoded]):
-    """Read, decode and crop the examples of a request; corrupt ones are left out and listed."""
+    """Read, decode and crop the examples of a request; corrupt images are left out and listed."""
 
     source: ImageSource
     crop: Crop
@@ -95,7 +95,7 @@ class BatchReader(Dataset[Decoded]):
 
 
 class _Requests:
-    """Sample the current requests. They are replaced for each epoch, while the loader and its workers stay alive."""
+    """A sampler over requests that are replaced for each epoch, while the loader and its workers stay alive."""
 
     current: Iterable[Request] = ()
 
@@ -116,7 +116,7 @@ class Prefetcher:
         self._loader = self._make_loader() if workers else None
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[Decoded]:
-        """Yield the answers, images and labels on the device."""
+        """Yield the answers, with their images and labels on the device."""
         self._turn += 1
         answers = self._answers(requests)
         ahead = _copy_ahead(answers, self.device) if self.device.type == "cuda" else answers
@@ -126,7 +126,7 @@ class Prefetcher:
         if self._loader is None:
             return map(self.reader.__getitem__, requests)
         self._requests.current = requests
-        with _signals_blocked():  # the first time this starts the workers
+        with _signals_blocked():  # the first call of iter() starts the workers
             return cast("Iterator[Decoded]", iter(self._loader))
 
     def _guarded(self, answers: Iterator[Decoded], turn: int) -> Iterator[Decoded]:
@@ -146,14 +146,15 @@ class Prefetcher:
             persistent_workers=True,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_obey_only_the_parent,
-            # Without it each epoch draws from torch's global generator, and runs with and without workers differ.
+            # Without a generator, the loader would draw from torch's global one in each epoch, so that runs with and
+            # without workers would differ.
             generator=torch.Generator(),
         )
 
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block Ctrl-C and SIGTERM; new workers inherit the block until they ignore the signals themselves."""
+    """Block Ctrl-C and SIGTERM while workers start, which inherit the block and then ignore the signals themselves."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -167,7 +168,8 @@ def _signals_blocked() -> Iterator[None]:
 def _obey_only_the_parent(worker: int) -> None:
     """Ignore Ctrl-C in this worker, and any SIGTERM that its parent did not send.
 
-    Both often reach the whole process group, and a parent that saves its work first still needs its workers.
+    Both signals are often sent to the whole process group, and a parent that saves its work before it exits still needs
+    its workers.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
@@ -182,7 +184,7 @@ def _exit_with_the_parent(parent: int) -> None:
 
 
 def _copy_ahead(answers: Iterator[Decoded], device: torch.device) -> Iterator[Decoded]:
-    """Copy each batch on a separate stream, one batch ahead of the one in use."""
+    """Copy each batch to the device on a separate stream, while the batch before it is in use."""
     stream = torch.cuda.Stream(device)
     waiting: tuple[Decoded, torch.cuda.Event] | None = None
     for answer in answers:
@@ -201,6 +203,6 @@ def _received(batch: Decoded, copied: torch.cuda.Event) -> Decoded:
     # Wait for this copy alone: the stream is already copying the next batch.
     current.wait_event(copied)
     for tensor in (batch.images, batch.labels):
-        # Allocated on the copying stream: do not let that stream reuse the memory while this one reads it.
+        # The copying stream allocated the tensor, and must not reuse its memory while the current stream reads it.
         tensor.record_stream(current)
     return batch

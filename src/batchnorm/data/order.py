@@ -18,14 +18,14 @@ Shuffle = Literal["fixed", "epoch"]
 
 @dataclass(frozen=True)
 class Order:
-    """Divide an epoch into steps, given the seed and the epoch: every example is used once, and ranks share the steps.
+    """Divide each epoch into steps: every example is used once, and the ranks share each step.
 
-    A step is ``batch_size`` examples over all ranks together, so a position (epoch, step) means the same on any
+    A step has ``batch_size`` examples over all ranks together, so a position (epoch, step) means the same on any
     number of ranks. Each rank takes one consecutive part of the step; the parts differ by at most one example.
 
-    If the number of examples is not a multiple of the batch size, the last step is smaller. In training no rank may
-    get fewer than two examples, which could not be normalized, so the last two steps share their examples evenly if
-    the last would be less than half full. In evaluation the last step stays as it is, and a rank's part of it may be
+    If the number of examples is not a multiple of the batch size, the last step is smaller. In training, a rank needs
+    at least two examples to normalize, so the last two steps share their examples evenly if the last one would be less
+    than half full. In evaluation, the examples are not moved between steps, and a rank's part of the last step may be
     empty.
 
     Args:
@@ -39,7 +39,7 @@ class Order:
         world_size: the number of processes.
 
     Raises:
-        ValueError: if no layout gives each rank two examples in each step.
+        ValueError: if a rank would get fewer than two examples in a training step.
 
     >>> order = Order((5, 4), batch_size=4, train=True, shuffle="epoch", seed=0)
     >>> len(order), [order.step_size(step) for step in range(3)]

@@ -29,7 +29,7 @@ QUALITY = 95  # JPEG quality, high enough that encoding twice is not visible
 
 
 class ShardedSplit(NamedTuple):
-    """Summarize the shards of one split."""
+    """A summary of the shards of one split."""
 
     split: str
     examples: int
@@ -46,13 +46,14 @@ def shard(
 ) -> list[ShardedSplit]:
     """Pack an image folder, or ImageNet's official tar files, into tar shards in random order, and print a summary.
 
-    Encoded images are copied as they are, or shrunk. ``classes.txt`` beside the shards has the class names. The folder
-    ``out`` appears only when all of it is safely on disk. The same images and options give the same bytes.
+    Image files are copied unchanged, except those that ``short_side`` shrinks. The file ``classes.txt`` in ``out``
+    lists the class names. The folder ``out`` appears only when all of it is safely on disk. The same images and options
+    give the same files, byte for byte.
 
     Args:
         folder: a folder with train/CLASS/*.jpg and perhaps val/CLASS/*.jpg; or with ILSVRC2012_img_train.tar and
-            perhaps ILSVRC2012_img_val.tar beside the file with its classes, ILSVRC2012_bbox_val_v3.tgz or
-            LOC_val_solution.csv.
+            perhaps ILSVRC2012_img_val.tar, which needs a file with the classes of its images in the same folder,
+            ILSVRC2012_bbox_val_v3.tgz or LOC_val_solution.csv.
         out: the folder to create.
         per_shard: the largest number of images in a shard.
         seed: the seed of the images' random order.
@@ -61,8 +62,8 @@ def shard(
 
     Raises:
         FileNotFoundError: if ``folder`` has no images.
-        ValueError: if ``out`` exists, ``per_shard`` or ``short_side`` is not positive, or a class cannot be named in
-            ``classes.txt``.
+        ValueError: if ``out`` exists, ``per_shard`` or ``short_side`` is not positive, or the name of a class contains
+            a line break.
     """
     if out.exists():
         raise ValueError(f"{out} exists already: remove it or choose another folder")
@@ -122,7 +123,7 @@ def _write_shard(path: Path, source: ImageSource, examples: NDArray[np.int64], s
             for example, (content, suffix) in zip(
                 examples.tolist(), _contents(source, examples, short_side), strict=True
             ):
-                # A key is unique and has no dot; it keeps the file's own name for messages.
+                # The key is unique and has no dot. It includes the original file name, which messages show.
                 key = f"{example:08d}-{Path(source.name(example)).stem.replace('.', '_')}"
                 _add(tar, f"{key}{suffix}", content)
                 _add(tar, f"{key}.cls", str(source.labels[example]).encode())
@@ -131,7 +132,7 @@ def _write_shard(path: Path, source: ImageSource, examples: NDArray[np.int64], s
 
 
 def _contents(source: ImageSource, examples: NDArray[np.int64], short_side: int | None) -> Iterator[tuple[bytes, str]]:
-    """Yield the encoded images with their suffixes, shrunk by as many threads as there are cores."""
+    """Yield the encoded images with their suffixes; if ``short_side`` is given, one thread per core shrinks them."""
 
     def read(example: int) -> tuple[bytes, str]:
         return source.read(example), Path(source.name(example)).suffix.lower()
@@ -154,8 +155,8 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 def shrink(data: bytes, suffix: str, short_side: int) -> tuple[bytes, str]:
     """Return an encoded image, shrunk if its shorter side is longer than ``short_side``, and its file's suffix.
 
-    The result is a JPEG with the same aspect ratio up to rounding; grey stays grey, everything else becomes RGB. An
-    image that is small enough is returned as it is, and so is one that cannot be read: training reports it later.
+    A shrunk image is a JPEG with the same aspect ratio up to rounding; grey stays grey, everything else becomes RGB.
+    An image that is small enough or cannot be read is returned unchanged; training reports unreadable images.
 
     Args:
         data: the encoded image.
@@ -176,7 +177,7 @@ def shrink(data: bytes, suffix: str, short_side: int) -> tuple[bytes, str]:
             return data, suffix
         ratio = short_side / min(width, height)
         size = max(1, round(width * ratio)), max(1, round(height * ratio))
-        # The decoder may downscale first, but not so far that it is visible.
+        # Let the decoder downscale, but to no less than twice the final size, so that the difference is not visible.
         image.draft(None, (2 * size[0], 2 * size[1]))
         image = image if image.mode == "L" else to_rgb(image)
         smaller = image.resize(size, pillow.Resampling.BICUBIC)

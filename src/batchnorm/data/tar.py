@@ -14,16 +14,17 @@ BLOCK = tarfile.BLOCKSIZE
 def members(file: IO[bytes], name: str, start: int = 0, length: int | None = None) -> Iterator[tarfile.TarInfo]:
     """Yield the regular files in an uncompressed tar file and check that it is complete.
 
-    ``tarfile`` stops silently at a file cut off between two members, at a damaged header and at the end of the first
-    of several concatenated archives. A complete archive ends with a block of zeros, and only zeros may follow it.
+    ``tarfile`` stops without an error if the file is cut off between two members, at a damaged header, and at the end
+    of the first of several concatenated archives. A complete archive ends with a block of zeros, and only zeros may
+    follow that block.
 
     Args:
         file: a seekable file; the caller may read and seek it between two members.
-        name: the file's name in errors.
+        name: the file's name, for error messages.
         start, length: the archive's position in the file, if the file holds more than the archive.
 
     Raises:
-        ValueError: if it is not a tar file, is cut off or damaged, or has data after its end.
+        ValueError: if the file is not a tar file, is cut off or damaged, or has data after the archive's end.
     """
     stop = file.seek(0, os.SEEK_END) if length is None else start + length
     file.seek(start)
@@ -47,8 +48,8 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
 def read_at(path: Path, offset: int, length: int) -> bytes:
     """Return a part of a file.
 
-    The file is opened each time, which costs microseconds, so there are no descriptors to share with forked workers or
-    to run out of.
+    The file is opened each time, which costs microseconds. So there are no open descriptors to share with forked
+    workers, and a process cannot run out of descriptors.
     """
     with path.open("rb", buffering=0) as file:
         file.seek(offset)

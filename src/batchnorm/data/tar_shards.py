@@ -29,7 +29,8 @@ MAX_NAME = 256  # bytes of a member's name that are kept for messages
 class TarSource:
     """Read the images of one split of tar shards: ``SPLIT-*.tar`` with ``key.jpg|jpeg|webp|png`` and ``key.cls``.
 
-    Class names are the lines of ``classes.txt`` beside the shards, or the labels themselves if there is none.
+    Class names are the lines of ``classes.txt`` in the folder of the shards, or the labels themselves if that file is
+    missing.
     """
 
     root: Path
@@ -38,7 +39,7 @@ class TarSource:
 
     @classmethod
     def open(cls, root: Path, split: str, shards: list[Path]) -> TarSource:
-        """Open the shards; the first time this scans them, later it reads ``SPLIT.index.npz`` beside them."""
+        """Open the shards. The first call scans them; later calls read ``SPLIT.index.npz`` in the same folder."""
         index = ShardIndex.load_or_scan(root / f"{split}.index.npz", shards)
         if not len(index.labels):
             raise ValueError(f"{root}/{split}-*.tar hold no images")
@@ -76,7 +77,7 @@ class TarSource:
 def classes_text(classes: Sequence[str]) -> bytes:
     """Return the content of ``classes.txt``: one name per line."""
     for name in classes:
-        if "\n" in name or "\r" in name:  # would shift all later names to other labels
+        if "\n" in name or "\r" in name:  # a line break would shift all later names to other labels
             raise ValueError(f"the class {name!r} has a line break in its name: rename its folder")
     return "".join(f"{name}\n" for name in classes).encode(errors="surrogateescape")
 
@@ -90,7 +91,7 @@ def read_classes(path: Path) -> tuple[str, ...]:
 
 
 class ShardImage(NamedTuple):
-    """Hold an image's position in its shard, and its label."""
+    """An image's name, its position in its shard, and its label."""
 
     name: str
     offset: int
@@ -100,9 +101,9 @@ class ShardImage(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Hold, for each shard, its name and state, and for each image its shard, position and label.
+    """The name and state of each shard, and the shard, name, position and label of each image.
 
-    Names are bytes in arrays: lists of str would be copied into every worker, page by page.
+    Names are bytes in arrays, because lists of str would be copied into every worker, page by page.
     """
 
     shards: NDArray[np.bytes_]
@@ -114,10 +115,10 @@ class ShardIndex:
 
     @classmethod
     def load_or_scan(cls, path: Path, shards: list[Path]) -> ShardIndex:
-        """Read the index from ``path``, or scan the shards if it is missing, damaged or older than they are.
+        """Read the index from ``path``, or scan the shards if the index is missing, damaged or out of date.
 
         Raises:
-            ValueError: if a shard is damaged, or the index lists one that is missing.
+            ValueError: if a shard is damaged, or if the index lists a shard that is missing.
         """
         names = np.array([os.fsencode(shard.name) for shard in shards])
         states = np.array([(s.stat().st_size, s.stat().st_mtime_ns) for s in shards], dtype=np.int64)
@@ -131,14 +132,14 @@ class ShardIndex:
                     " remove the index to do without it"
                 )
         index = cls._scan(names, states, shards)
-        # The disk may be full or read-only.
+        # The index is not essential, and the disk may be full or read-only.
         with contextlib.suppress(OSError):
             index._save(path)
         return index
 
     @classmethod
     def _load(cls, path: Path) -> ShardIndex | None:
-        """Return the index in a file, or None if it cannot be used; then it is made again from the shards."""
+        """Return the index stored in a file, or None if the file cannot be used."""
         # Damaged files raise almost anything: zipfile, zlib and numpy's header parser each have their own errors.
         with contextlib.suppress(Exception), zipfile.ZipFile(path) as file:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
@@ -175,7 +176,7 @@ class ShardIndex:
             shards=names,
             states=states,
             shard_of=np.array([number for number, _ in found], dtype=np.int32),
-            # Only the ends of the names: one long name would make every entry of the array as long.
+            # Keep only the ends of the names: one long name would make every entry of the array as long.
             members=np.array([os.fsencode(member.name)[-MAX_NAME:] for _, member in found], dtype=np.bytes_),
             spans=np.array([(m.offset, m.length) for _, m in found], dtype=np.int64).reshape(-1, 2),
             labels=np.array([member.label for _, member in found], dtype=np.int64),
@@ -191,7 +192,7 @@ def scan(shard: Path) -> Iterator[ShardImage]:
     """Yield the examples of a shard in stored order, from its headers and labels.
 
     Raises:
-        ValueError: if it is not a complete tar file, or an example lacks its image or its label.
+        ValueError: if the shard is not a complete tar file, or an example lacks its image or its label.
     """
     images: dict[str, ShardImage] = {}
     labels: dict[str, int] = {}

@@ -27,7 +27,7 @@ GOOGLENET = (
 
 
 class LayerCost(NamedTuple):
-    """Hold a layer's path, output shape and cost for one image."""
+    """A layer's path, type, output shape and cost for one image."""
 
     name: str
     kind: str
@@ -37,7 +37,7 @@ class LayerCost(NamedTuple):
 
 
 class Description(NamedTuple):
-    """Hold a network's layers in the order they run, for one image; ``print`` it for the table.
+    """A network's layers in the order they run, and their total cost, for one image. ``print`` shows them as a table.
 
     Beyond the paper: accounting.
     """
@@ -95,7 +95,7 @@ def _note(found: list[LayerCost], name: str, module: nn.Module, args: tuple[Tens
 
 
 def _depth(net: nn.Module) -> int:
-    """Count weight layers on the longest path: children run in sequence, but an Inception module's run in parallel."""
+    """Count weight layers on the longest path: children run in sequence, except the branches of an Inception module."""
     if isinstance(net, nn.Conv2d | nn.Linear):
         return 1
     depths = [_depth(child) for child in net.children()]
@@ -103,7 +103,7 @@ def _depth(net: nn.Module) -> int:
 
 
 class Claim(NamedTuple):
-    """Hold a statement of the paper and the number computed here."""
+    """A statement of the paper, and the number computed here."""
 
     statement: str
     computed: str
@@ -112,7 +112,7 @@ class Claim(NamedTuple):
 def claims(description: Description) -> tuple[Claim, ...]:
     """Compare the paper's statements about the appendix network with a description of it.
 
-    No reading of the table gives the 13.6 million parameters of Section 4.2; the computed number is printed.
+    No reading of the table in the appendix gives the 13.6 million parameters that Section 4.2 states.
 
     >>> from .bn_inception.network import inception
     >>> for claim in claims(describe(inception(stem="plain"))): print(claim.computed)
@@ -140,7 +140,8 @@ def googlenet() -> tuple[int, int, int]:
     >>> googlenet()
     (22, 6998552, 1582671872)
     """
-    convs = [(3, 64, 7, 112), (64, 64, 1, 56), (64, 192, 3, 56)]  # inputs, outputs, kernel, map
+    # Input channels, output channels, kernel size, and the height of the output.
+    convs = [(3, 64, 7, 112), (64, 64, 1, 56), (64, 192, 3, 56)]
     channels = 192
     for one, reduce3, three, reduce5, five, projection, size in GOOGLENET:
         convs += [(channels, n, 1, size) for n in (one, reduce3, reduce5, projection)]

@@ -22,7 +22,8 @@ def perceptron(
 ) -> nn.Sequential:
     """Build the multi-layer perceptron of Section 4.1, whose hidden layers compute z = g(BN(Wu)) or z = g(Wu + b).
 
-    The submodules are named linear1, bn1, sigmoid1, linear2, ..., output; the plain network has no bn.
+    The submodules are named linear1, bn1, sigmoid1, linear2, ..., output; without batch normalization, there is no bn1,
+    bn2, and so on.
 
     Args:
         batch_norm: normalize before each sigmoid. With the same seed, the weights W are the same with and without it.
@@ -30,7 +31,7 @@ def perceptron(
         widths: the number of activations of each hidden layer.
         classes: the number of outputs.
         std: the standard deviation of the Gaussian initial weights; the paper says "small". Biases start at 0.
-        seed: seed of the weights; None draws from torch's global generator.
+        seed: the seed of the initial weights; None draws them from torch's global generator.
 
     >>> [name for name, _ in perceptron(widths=(5,)).named_children()]
     ['linear1', 'bn1', 'sigmoid1', 'output']

@@ -30,7 +30,7 @@ class CheckpointError(ValueError):
 
 
 class Checkpoint(NamedTuple):
-    """Hold a checkpoint, and the reasons why newer ones were skipped."""
+    """A checkpoint, and the reasons why newer ones were skipped."""
 
     step: int
     model: dict[str, Tensor]
@@ -61,11 +61,11 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
     final, temporary = folder / f"step-{step:09d}", folder / f".writing-{step:09d}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    # safetensors rejects views and shared memory, so copy.
+    # safetensors rejects views and tensors that share memory, so copy every tensor.
     tensors = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in model.items()}
     pickled = io.BytesIO()
     torch.save(state, pickled)
-    # Serialize in memory: on a full disk both packages raise errors of their own, without the file's name.
+    # Serialize in memory: on a full disk, safetensors and torch raise errors of their own, without the file's name.
     contents = {"model.safetensors": safetensors.save(tensors), "state.pt": pickled.getvalue()}
     files = {
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -144,14 +144,14 @@ def weights_digest(folder: Path) -> str | None:
     """Return the SHA-256 of the newest checkpoint's weights, from its manifest; None if there is no checkpoint.
 
     Raises:
-        CheckpointError: if its manifest cannot be read.
+        CheckpointError: if the checkpoint's manifest cannot be read.
     """
     found = _newest_first(folder)
     return str(_manifest(found[0])[1]["model.safetensors"].get("sha256")) if found else None
 
 
 def _manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Return the step, and each file's size and SHA-256 by name."""
+    """Return the step, and the size and SHA-256 of each file by the file's name."""
     try:
         manifest = read_json(path / "manifest.json")
     except (OSError, ValueError) as error:

@@ -20,7 +20,7 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Ranks:
-    """Describe this process's rank among the processes that train together; a single process is rank 0 of 1.
+    """The rank of this process among the processes that train together; a single process is rank 0 of 1.
 
     >>> Ranks().any(True), Ranks().main
     (True, True)
@@ -59,7 +59,7 @@ class Ranks:
     def average_statistics_(self, net: nn.Module) -> None:
         """Replace each running average by its mean over the ranks.
 
-        DistributedDataParallel would keep only rank 0's averages. This takes one all-reduce, or none with a single
+        DistributedDataParallel would keep only rank 0's averages. Averaging takes one all-reduce, or none with a single
         rank, ``Sync`` or ``nn.SyncBatchNorm``.
         """
         if self.world_size == 1:
@@ -86,7 +86,7 @@ def find_device(name: str) -> torch.device:
     """Return the device for a command: "cpu", "cuda", or "auto" for a GPU if there is one.
 
     Raises:
-        ValueError: for another name, or for "cuda" if there is no GPU.
+        ValueError: if the name is unknown, or if it is "cuda" and there is no GPU.
 
     >>> find_device("gpu")
     Traceback (most recent call last):
@@ -109,7 +109,7 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
         device: "cpu", "cuda", or "auto" for a GPU if there is one. Each rank on a machine takes its own GPU.
 
     Raises:
-        ValueError: for "cuda", if this machine has no GPU or fewer GPUs than ranks.
+        ValueError: if the device is "cuda" and this machine has no GPU, or if it has fewer GPUs than ranks.
 
     >>> with ranks("cpu") as alone: print(alone.rank, alone.world_size)
     0 1

@@ -29,7 +29,7 @@ def evaluate(
 ) -> EnsembleReport:
     """Print the top-1 and top-5 error of finished runs, and of their averaged class probabilities.
 
-    The networks are folded and loaded one at a time. Under torchrun the images are divided among the ranks.
+    The networks are loaded and folded one at a time. Under torchrun, the images are divided among the ranks.
 
     Args:
         runs: folders written by batchnorm train; several are also averaged.

@@ -20,16 +20,17 @@ def population_network(
 ) -> nn.Module:
     """Return a copy of the network with population statistics in place of its running averages.
 
-    A network without batch normalization, or with frozen statistics, is only copied. Every rank must call this.
+    A network without batch normalization, or with frozen statistics, is only copied. Every rank must call this
+    function.
 
     Args:
         net: the trained network.
         batches: training data; the first ``count`` batches of ``epoch`` are used, augmented as in training.
         augment: the training augmentation, on the network's device.
-        epoch: an epoch that training has not seen, so its order and crops are new.
+        epoch: an epoch that training has not used, so that its order and crops are new.
         seed: seed of the augmentation.
         count: number of batches.
-        bf16: run under autocast, as in training.
+        bf16: run the network under autocast to bfloat16, as in training.
 
     Paper: Alg. 2, l. 7-10
     """
@@ -44,7 +45,7 @@ def population_network(
 def folded_network(net: nn.Module, size: int) -> nn.Module:
     """Fold the network's batch normalization into its weights and return the result on the same device.
 
-    Folding, and checking against the original, happen on the CPU: a GPU's reduced precision could hide a mistake.
+    The network is folded, and checked against the original, on the CPU: a GPU's reduced precision could hide a mistake.
 
     Args:
         net: a network with population statistics.
@@ -60,7 +61,7 @@ def folded_network(net: nn.Module, size: int) -> nn.Module:
 
 
 def example_images(size: int) -> Tensor:
-    """Return a batch for tracing a network; it is noise, so no activation is constant."""
+    """Return a batch of noise for tracing a network; with noise, no activation is constant."""
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
 
 

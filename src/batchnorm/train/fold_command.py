@@ -33,18 +33,21 @@ def fold(
 ) -> None:
     """Fold a network's batch normalization into its weights and write it as ONNX or torch.export.
 
-    The file is checked against the network. For a run it also holds, as JSON, the class names and the preprocessing:
-    classes, size, mean, std and crop. Cut out the center square and resize it. Its side is crop times the image's short
-    side, but at least size, or the whole short side if that is less than size. The input is (n, 3, size, size), RGB,
-    (x / 255 - mean) / std; the output is the class scores before softmax.
+    The file is checked against the network. For a run, it also holds the class names and the preprocessing as JSON:
+    classes, size, mean, std and crop. To preprocess an image, cut out its center square and resize the square to size x
+    size. The square's side is crop times the image's short side, but at least size, or the whole short side if that is
+    less than size. The input is (n, 3, size, size), RGB, (x / 255 - mean) / std; the output is the class scores before
+    softmax.
 
     Args:
         network: the folder of a finished run, or the function that builds the network, MODULE:FUNCTION or
             FILE.py:FUNCTION; the module may be in the current folder. The function takes no arguments and returns the
             network, or the network and an example batch.
         output: the file to write, NAME.onnx or NAME.pt2.
-        weights: a state dict to load, .safetensors or .pt (read with weights_only); not for a run, which has its own.
-        input: the shape of an example batch, such as 1 3 224 224; not for a run, or if the function returns a batch.
+        weights: a file with a state dict to load, .safetensors or .pt (read with weights_only); not for a run, which
+            has its own weights.
+        input: the shape of an example batch, such as 1 3 224 224; not needed for a run, or if the function returns a
+            batch.
         fixed_batch: write a network for the example's batch size only.
         trust: allow calling the function named in the run's recipe.json, for a network of your own.
     """
@@ -76,7 +79,8 @@ def fold(
             example = _example(net, input)
     if example is None:
         raise ValueError(f"{network} returned a network without an example batch: add its shape, --input 1 3 224 224")
-    # The user asked for folding, so a warning about training mode would be noise.
+    # The user asked for folding, so call eval(), which avoids the warning about training mode. Print other warnings on
+    # one line each, without the source line that Python would add.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         done = export(net.eval(), example, output, dynamic_batch=not fixed_batch, metadata=metadata)

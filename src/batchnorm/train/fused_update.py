@@ -1,7 +1,7 @@
 """SGD with momentum in one kernel, which reads bfloat16 gradients and writes bfloat16 copies of the weights.
 
-Torch's fused SGD needs gradients in the weights' type. Casting the gradients, updating the weights and casting the
-weights takes three passes, which move 32 bytes per weight. One pass moves 20.
+Torch's fused SGD needs gradients of the weights' dtype. To cast the gradients, update the weights and cast the weights
+takes three passes, which move 32 bytes per weight. This kernel's single pass moves 20.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ CHUNK = 2048  # elements that one program updates
 
 
 class Trained(NamedTuple):
-    """Hold a weight, its gradient, and the bfloat16 copy that the network uses (None if it uses the weight itself)."""
+    """A weight, its gradient, and the bfloat16 copy that the network uses (None if it uses the weight itself)."""
 
     weight: Tensor
     gradient: Tensor
     copy: Tensor | None
 
     def fits(self) -> bool:
-        """Return whether the kernel can update the weight: the tensors need one dense layout and matching types."""
+        """Return whether the kernel can update the weight, which needs equal dense layouts and matching dtypes."""
         kind = torch.float32 if self.copy is None else torch.bfloat16
         others = [self.gradient] if self.copy is None else [self.gradient, self.copy]
         same = all(t.dtype == kind and same_layout(t, self.weight) for t in others)
@@ -38,18 +38,18 @@ class Trained(NamedTuple):
 class FusedUpdate:
     """Take steps of SGD with momentum: v <- momentum v + g + decay w, then w <- w - rate v.
 
-    The state is that of ``torch.optim.SGD``. After capturing a step as a CUDA graph, synchronize before you replay it,
-    and keep this object for as long as you replay it.
+    The momentum buffers are stored in the optimizer's state, as ``torch.optim.SGD`` stores them. After capturing a step
+    as a CUDA graph, synchronize before you replay the graph, and keep this object for as long as you replay it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._spare: tuple[Tensor, Tensor] | None = None
-        self._captured: list[tuple[Tensor, Tensor]] = []  # replayed steps read them
+        self._captured: list[tuple[Tensor, Tensor]] = []  # kept in memory, because replayed graphs read these tensors
 
     def can_update(self, trained: Sequence[Tensor]) -> bool:
-        """Return whether this can replace a step of the optimizer on a GPU."""
+        """Return whether this kernel can replace a step of the optimizer on a GPU."""
         if type(self.optimizer) is not torch.optim.SGD or not HAS_TRITON or not dispatch.FAST or torch.version.hip:
             return False
         groups = self.optimizer.param_groups
@@ -88,8 +88,8 @@ class FusedUpdate:
         table = self._on_device(torch.tensor([*chain(*rows), *chain(*chunks)]), trained[0].weight.device)
         with torch.cuda.device_of(table):
             update[(len(chunks),)](table, table[7 * len(rows) :], groups[0]["momentum"], CHUNK, aligned)
-        # Autograd does not see the kernel's writes; new version counters tell it that graphs that saved these tensors
-        # are stale.
+        # Autograd does not see the kernel's writes. Increment the version counters, so that it detects that graphs that
+        # saved these tensors are stale.
         torch.autograd.graph.increment_version([t for w, _, copy in trained for t in (w, copy) if t is not None])
 
     def _on_device(self, table: Tensor, device: torch.device) -> Tensor:
@@ -110,7 +110,7 @@ class FusedUpdate:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of one shape have their elements in the same order in memory.
+    """Return whether two tensors of the same shape have their elements in the same order in memory.
 
     A dimension of size 1 can have any stride: the kernel of a 1x1 convolution is both contiguous and channels last.
     """

@@ -25,10 +25,10 @@ def locked(folder: Path) -> Iterator[None]:
     file system may not lock reliably.
 
     Args:
-        folder: the run's folder; it is created if missing, and then removed if it is still empty at the end.
+        folder: the run's folder. If it is missing, it is created, and removed again if it is still empty at the end.
 
     Raises:
-        ValueError: if another process has locked it.
+        ValueError: if another process has locked the folder.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp(), "run")
@@ -44,8 +44,8 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Remove the file before unlocking it, so that nobody else locks a file about to be removed. Windows cannot
-        # remove an open file; there it is removed after closing.
+        # Remove the file before unlocking it, so that no other process locks a file that is about to be removed.
+        # Windows cannot remove an open file, so there the file is removed after closing.
         with contextlib.suppress(OSError):
             path.unlink()
         file.close()

@@ -40,7 +40,7 @@ def train(recipe: Recipe, options: Options) -> Result:
     """Train a network with a recipe, resuming an interrupted run from its last checkpoint.
 
     On the CPU, with the same number of threads and ranks, a resumed run is bit-for-bit identical to an uninterrupted
-    one. Under ``torchrun`` the batch is divided among the ranks.
+    one. Under ``torchrun``, each batch is divided among the ranks.
 
     Args:
         recipe: what to train and how.
@@ -51,11 +51,12 @@ def train(recipe: Recipe, options: Options) -> Result:
 
     Raises:
         Stopped: after SIGTERM or Ctrl-C, once the state is saved.
-        ValueError: if the data, the folder or its checkpoints do not fit the recipe, or another process trains there.
+        ValueError: if the data, the folder or its checkpoints do not fit the recipe, or if another process trains in
+            the same folder.
 
     Paper: Sec. 4.2.2; Alg. 2 at the end
     """
-    # All batches have one shape, so it pays to let cuDNN benchmark its algorithms once.
+    # All batches have the same shape, so it pays to let cuDNN benchmark its algorithms once.
     tuned = torch.backends.cudnn.flags(enabled=True, benchmark=True)
     with (
         ranks(options.device) as here,
@@ -81,7 +82,7 @@ class _Training:
         self.net = recipe.network(len(self.batches.classes))
         resumed = any((self.folder / "checkpoints").glob("step-*"))
         started = start_from_(self.net, recipe.start, len(self.batches.classes)) if recipe.start and not resumed else ""
-        if recipe.factory:  # find out now, not after days of training, whether it can be folded
+        if recipe.factory:  # find out now, not after days of training, whether the network can be folded
             folded_network(self.net.eval(), recipe.size)
         self.net.train().to(here.device)
         # Claim the folder only after checking the data and the network: a mistyped --data or --size must not leave a
@@ -93,7 +94,7 @@ class _Training:
         if cuda:
             self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = make_optimizer(self.net, recipe, here.device)
-        # Autocast would convert the images anyway.
+        # Autocast would convert the images to bfloat16 anyway.
         dtype = torch.bfloat16 if self.bf16 else torch.float32
         self.augment = Augment(recipe.photometric, dtype=dtype).to(here.device)
         self.normalize = Normalize(dtype=dtype).to(here.device)
@@ -140,7 +141,7 @@ class _Training:
         )
 
     def finish(self) -> Result:
-        """Train to the end, then estimate population statistics and fold."""
+        """Train to the end, then estimate the population statistics and fold the network."""
         try:
             diverged = self._train()
             return self._conclude(diverged)
@@ -149,7 +150,7 @@ class _Training:
                 self.logger.close()
 
     def _train(self) -> bool:
-        """Run the loop; return whether it ended because the loss became NaN or infinite."""
+        """Run the training loop; return whether it ended early because the loss became NaN or infinite."""
         self._evaluate_if_due()
         while self.step < self.total_steps:
             epoch, start = divmod(self.step, len(self.batches))
@@ -170,7 +171,7 @@ class _Training:
         return False
 
     def _train_on(self, images: Tensor, labels: Tensor, k: int) -> None:
-        """Take one step. All randomness is a function of (seed, step), so there is no generator state to save."""
+        """Take one step. Random numbers depend only on the seed, step and rank, so no generator state is saved."""
         rate = self.recipe.rate_at(self.step, len(self.batches))
         torch.manual_seed(seed_at(self.recipe.seed, 1, self.step, self.ranks.rank))  # dropout
         generator = torch.Generator().manual_seed(seed_at(self.recipe.seed, 2, self.step))
@@ -182,7 +183,7 @@ class _Training:
             self._tell_time_left(self.logger)
 
     def _tell_time_left(self, logger: Logger) -> None:
-        """Print once how long the rest will take, not counting the slow first steps."""
+        """Print once an estimate of the time left, measured after the slow first steps."""
         taken, left = self.step - self.first, self.total_steps - self.step
         if taken not in TIMED or not left:
             return
@@ -240,7 +241,7 @@ class _Training:
 
     def _interruptible(self, batches: ImageBatches) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in batches.epoch(0):
-            # With several ranks the others would wait for this one, so the run stops after validation instead.
+            # With several ranks, the other ranks would wait for this one, so the run stops after validation instead.
             if self.stop.requested and self.ranks.world_size == 1 and self.step > self.evaluated:
                 self._save()
                 raise Stopped(f"stopped at step {self.step:,}, in validation; run the same command again to resume")
@@ -287,7 +288,7 @@ class _Training:
         return result
 
     def _inference_network(self) -> nn.Module | None:
-        """Save the final network and return it folded, or None if its outputs are infinite or NaN."""
+        """Save the final network and return the folded network, or None if its outputs are infinite or NaN."""
         epoch = -(-self.step // len(self.batches))
         count, seed = self.options.estimate_batches, self.recipe.seed
         final = population_network(

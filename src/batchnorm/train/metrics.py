@@ -1,4 +1,4 @@
-"""The metrics of a run: logged while it trains, read back, and summarized in ``result.json``."""
+"""The metrics of a run: log them during training, read them back, and summarize them in ``result.json``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Metrics:
         """Append a record; NaN and infinities become null."""
         line = memoryview((json.dumps({k: _finite(v) for k, v in record.items()}) + "\n").encode())
         with self._named():
-            while line:  # on a full disk, only part of it may be written
+            while line:  # on a full disk, only part of the line may be written
                 line = line[self._file.write(line) :]
 
     def position(self) -> int:
@@ -75,7 +75,7 @@ class Metrics:
 
 
 class Logger:
-    """Write a run's records to its folder and print them; a terminal shows a progress bar and only the validations.
+    """Write a run's records to its folder and print them; on a terminal, print only validations and a progress bar.
 
     Only rank 0 has a logger.
 
@@ -104,7 +104,7 @@ class Logger:
         self.display.update("training", step, self._text)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record to metrics.jsonl, and to TensorBoard if requested, and show it."""
+        """Write a record to metrics.jsonl, and to TensorBoard if requested, and print the record."""
         self.metrics.write({**record, "seconds": round(time.perf_counter() - self.started, 3)})
         self._text = "  ".join(_shown(key, value) for key, value in record.items())
         if self.display.bars is None or "val_top1" in record:
@@ -150,7 +150,7 @@ def curve(records: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
 
 
 def steps_to(points: Sequence[tuple[int, float]], accuracy: float) -> int | None:
-    """Return the first step whose validation accuracy is at least ``accuracy``; None if it is never reached.
+    """Return the first step whose validation accuracy is at least ``accuracy``; None if there is no such step.
 
     >>> steps_to([(100, 0.3), (200, 0.5), (300, 0.45)], 0.4), steps_to([(100, 0.3)], 0.4)
     (200, None)

@@ -1,4 +1,4 @@
-"""The options of a run besides its recipe: data, folder, device, how often to report."""
+"""The options of a run besides its recipe: data, folder, device and how often to report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .recipe import Recipe
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the options of a run that are not in its recipe: data, folder, device and how often to report.
+    """The options of a run that are not in its recipe: data, folder, device and how often to report.
 
     Beyond the paper: running it.
     """
@@ -28,8 +28,8 @@ class Options:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU and fp32 on the CPU"""
     compile: Literal["network", "nothing"] | None = None
-    """what torch.compile compiles; by default nothing, except the paper's network on several GPUs, where the step is
-    not captured"""
+    """what torch.compile compiles; by default nothing, or the network if it is the paper's and trains on several GPUs,
+    where its step is not captured as a CUDA graph"""
     graph: bool | None = None
     """capture the step as a CUDA graph; by default for the paper's network on a single GPU"""
     workers: int = WORKERS
@@ -37,7 +37,7 @@ class Options:
     cache: Literal["none", "device"] = "none"
     """device keeps the decoded images in device memory, if they fit"""
     decoded: Path | None = None
-    """with --cache device, a folder that keeps the decoded images for the next run on the same data"""
+    """with --cache device, a folder that stores the decoded images for the next run on the same data"""
     log_every: int = 100
     """steps between lines of metrics.jsonl; there is also a line before each validation"""
     evaluate_every: int = 0

@@ -1,4 +1,4 @@
-"""The user's own network: built, tried on a batch, then with batch normalization inserted, converted or removed."""
+"""Build the user's own network, try it on a batch, and insert, convert or remove batch normalization."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def own_network(factory: str, change: Change, *, classes: int, size: int, seed: 
     """Build the user's network, with initial weights that depend on the seed.
 
     Args:
-        factory: the name of the function that builds it; see :func:`~batchnorm.network_factory.make_network`.
-        change: "insert" batch normalization, "convert" it to this library's layers, "remove" it, or leave it "as-is".
+        factory: the name of the function that builds the network; see
+            :func:`~batchnorm.network_factory.make_network`.
+        change: "insert" batch normalization, "convert" it to this library's layers, "remove" it, or leave the network
+            "as-is".
         classes: number of classes in the data.
         size: height and width of the images.
         seed: seed of the initial weights.

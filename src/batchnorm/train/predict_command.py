@@ -31,12 +31,12 @@ def predict(
 ) -> None:
     """Print the most probable classes of images, predicted by a finished run's folded network.
 
-    Images are cropped and normalized as in the run's validation. Files that cannot be read are skipped and listed, and
-    the exit status is then 1.
+    Images are cropped and normalized as in the run's validation. Files that cannot be read are skipped and listed; if
+    there are any, the exit status is 1.
 
     Args:
         run: a folder written by batchnorm train.
-        images: image files, or folders, which are searched with their subfolders.
+        images: image files, or folders of images; subfolders are searched too.
         top: number of classes to print for each image.
         csv: file for the probabilities of all classes, one row per image.
         device: cpu, cuda, or auto.
@@ -46,7 +46,7 @@ def predict(
     Raises:
         FileNotFoundError: if the run or an image is not found.
         ValueError: if the run is unfinished.
-        JobsFailedError: if images cannot be read; raised after the others are printed and written.
+        JobsFailedError: if images cannot be read; raised after the predictions for the others are printed and written.
 
     Beyond the paper: using a trained network.
     """
@@ -59,7 +59,7 @@ def predict(
     files = [file for image in images for file in _files(image)]
     trained = load(run, device=where, trust=trust)
     readable, probabilities, unreadable = _predict(trained, files, batch_size)
-    # A stable sort keeps equally probable classes in order, as validation does.
+    # A stable sort puts the lower of two equally probable classes first, as validation does.
     values, order = probabilities.sort(dim=1, descending=True, stable=True)
     for file, row, classes in zip(readable, values.tolist(), order.tolist(), strict=True):
         best = zip(row[:top], classes[:top], strict=True)
@@ -73,7 +73,7 @@ def predict(
 
 
 def _predict(trained: TrainedRun, files: list[Path], batch_size: int) -> tuple[list[Path], Tensor, list[str]]:
-    """Return the readable files, their probabilities, and an error message for each other file."""
+    """Return the readable files, their probabilities, and an error message for each unreadable file."""
     readable, parts, unreadable = list[Path](), list[Tensor](), list[str]()
     for start in progress(range(0, len(files), batch_size), f"batches of {batch_size} images"):
         crops: list[Tensor] = []

@@ -22,12 +22,12 @@ PAPERS_FIELDS = (
     *("batch_norm", "activation", "dropout", "local_response", "per_activation", "stem", "projection", "width"),
     *("init", "init_scale", "eps", "averaging"),
 )
-"""The fields of a recipe that only the paper's network has."""
+"""The fields of a recipe that apply only to the paper's network."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Hold all settings that affect what a run learns; the defaults are the paper's Inception.
+    """All settings that affect what a run learns; the defaults are those of the paper's Inception.
 
     Comments mark what the paper does not say. The seven modifications of Section 4.2.1 are ``rate``, ``dropout``,
     ``weight_decay``, ``decay_epochs``, ``local_response``, ``shuffle`` and ``photometric``.
@@ -43,10 +43,11 @@ class Recipe:
     """name of the run"""
 
     factory: str = ""  # --network on the command line; here, network is a method
-    """train a network of your own: FILE.py:FUNCTION or MODULE:FUNCTION, called with classes= if it takes that, or
-    torchvision:NAME or timm:NAME"""
+    """train a network of your own: torchvision:NAME, timm:NAME, or a function, FILE.py:FUNCTION or MODULE:FUNCTION,
+    which is called with classes= if it has that argument"""
     normalize: Change = "as-is"
-    """first insert batch normalization into that network, convert it to this library's layers, or remove it"""
+    """before training, insert batch normalization into your network, convert its batch normalization to this library's
+    layers, or remove it"""
 
     start: str = ""  # --from on the command line; from is a keyword in Python
     """start with the weights of a finished run, or of a state dict in a .safetensors or .pt file; a last layer for a
@@ -60,7 +61,7 @@ class Recipe:
     """the nonlinearity"""
     dropout: float = 0.4
     """dropout probability before the classifier"""
-    local_response: bool = True  # not in the paper: its position and constants
+    local_response: bool = True  # not in the paper: where it is applied, and its constants
     """local response normalization"""
     per_activation: tuple[str, ...] = ()  # not in the paper: which layers are "the last hidden layers"
     """layers (rows of the paper's table) that are normalized per activation"""
@@ -69,13 +70,13 @@ class Recipe:
     projection: Literal[96, 128] = 96  # the paper's table contradicts itself
     """pool projection in 4c and 4d"""
     width: float = 1.0
-    """factor on every layer's number of filters"""
+    """factor by which every layer's number of filters is multiplied"""
     init: Literal["kaiming", "xavier"] = "kaiming"  # not in the paper
     """initialization of the weights"""
     init_scale: float = 1.0
-    """factor on the initial weights"""
-    eps: float = 1e-3  # not in the paper: TF-slim's
-    """added to the variance"""
+    """factor by which the initial weights are multiplied"""
+    eps: float = 1e-3  # not in the paper; this is TF-slim's value
+    """number added to the variance"""
     averaging: float = 0.1  # not in the paper
     """weight of each new batch in the running averages"""
     statistics: Literal["batch", "sync"] = "batch"  # not in the paper
@@ -87,9 +88,9 @@ class Recipe:
     """momentum of SGD"""
     weight_decay: float = 2e-4  # not in the paper: five times TF-slim's 4e-5; not applied to gamma and beta
     """weight of the L2 loss on all parameters but gamma and beta"""
-    decay: float = 0.96  # not in the paper: GoogLeNet's
-    """factor on the learning rate, applied every decay_epochs"""
-    decay_epochs: float = 8.0  # not in the paper: GoogLeNet's
+    decay: float = 0.96  # not in the paper; this is GoogLeNet's value
+    """factor by which the learning rate is multiplied every decay_epochs epochs"""
+    decay_epochs: float = 8.0  # not in the paper; this is GoogLeNet's value
     """epochs between decays of the learning rate"""
     batch_size: int = 32
     """examples per step, over all ranks"""
@@ -99,11 +100,11 @@ class Recipe:
     size: int = 224
     """height and width of the crops"""
     validate: float = 0.0
-    """fraction of the training images to hold out for validation, if the data has no validation set; the file names
-    decide which, so every seed holds out the same images"""
+    """fraction of the training images to hold out for validation, if the data has no validation set; the choice depends
+    only on the file names, so every seed holds out the same images"""
     shuffle: Literal["fixed", "epoch"] = "fixed"
     """fixed: one random order for all epochs; epoch: a new order each epoch"""
-    photometric: Literal["none", "reduced", "full"] = "full"  # not in the paper: their strengths
+    photometric: Literal["none", "reduced", "full"] = "full"  # not in the paper: the strengths of the distortions
     """colour distortions"""
 
     seed: int = 0
@@ -122,7 +123,7 @@ class Recipe:
         between(0, 1, dropout=self.dropout, averaging=self.averaging, momentum=self.momentum)
         between(0, 0.9, validate=self.validate)
         between(0, SEED_MAX, seed=self.seed)
-        if self.factory == "" and self.normalize not in (None, "as-is"):  # fields of overrides may be None
+        if self.factory == "" and self.normalize not in (None, "as-is"):  # the command line's Overrides may hold None
             raise ValueError(f"normalize={self.normalize} applies to a network of your own: add --network")
         if self.freeze_statistics and self.start == "":
             raise ValueError("freeze_statistics keeps the statistics of a trained network: add --from")
@@ -273,7 +274,7 @@ BN_X5 = replace(
     local_response=False,
     shuffle="epoch",
     photometric="reduced",
-    epochs=150.0,  # 6 million steps of 32 on ImageNet, as many as BN-x30 took
+    epochs=150.0,  # 6 million steps of 32 images on ImageNet, as many as BN-x30 took in the paper
 )
 # "Like BN-x5, but with the initial learning rate 0.045 (30 times that of Inception)."
 BN_X30 = replace(BN_X5, name="bn-x30", rate=30 * INCEPTION.rate)

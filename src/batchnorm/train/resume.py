@@ -23,7 +23,7 @@ def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) 
     ``epochs`` may differ, so that a finished run can be trained for longer.
 
     Raises:
-        ValueError: if the folder belongs to a run with other fields, which the message names, or other data.
+        ValueError: if the folder belongs to a run with another recipe or other data; the message names what differs.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp()); claim_folder(folder, Recipe()); claim_folder(folder, Recipe(epochs=3))
@@ -50,7 +50,7 @@ def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) 
 
 
 class RunState(NamedTuple):
-    """Hold a run's progress; its network and optimizer are saved separately."""
+    """A run's progress, apart from its network and optimizer."""
 
     step: int = 0
     evaluated: int = 0
@@ -62,9 +62,9 @@ class RunState(NamedTuple):
 
 
 def save_state(folder: Path, state: RunState, net: nn.Module, optimizer: torch.optim.Optimizer, here: Ranks) -> None:
-    """Write a checkpoint that :func:`resume_` reads. Every rank must call this; rank 0 writes."""
+    """Write a checkpoint that :func:`resume_` reads. Every rank must call this function; only rank 0 writes."""
     assert state.sums is not None
-    # The sums differ between ranks; everything else is the same on each.
+    # The sums differ between ranks; everything else is the same on every rank.
     sums = state.sums.new_zeros(here.world_size, 3)
     sums[here.rank] = state.sums
     here.sum_(sums)
@@ -101,7 +101,7 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
         for group, own in zip(optimizer.param_groups, mine, strict=True):
             group.update(own)  # keep the rate's tensor, which a captured graph reads; each step sets its value
         for parameter, values in optimizer.state.items():
-            # Weights are channels last on GPUs only, and fused kernels assume one layout.
+            # Weights are channels last only on GPUs, and fused kernels need momentum buffers in the weights' layout.
             values.update({key: torch.empty_like(parameter).copy_(value) for key, value in values.items()})
         evaluated = int(state["evaluated"])
         metrics, monitor = map(int, state["positions"])

@@ -21,7 +21,7 @@ from .recipe import Recipe
 
 
 class SavedRun(NamedTuple):
-    """Represent a run in a folder; :meth:`load` reads its network."""
+    """A run in a folder; :meth:`load` reads its network."""
 
     folder: Path
     recipe: Recipe
@@ -46,7 +46,7 @@ class SavedRun(NamedTuple):
 
         Raises:
             ValueError: if the run is unfinished or diverged, its files are damaged, its weights do not fit its recipe,
-                its classes are not the data's, or its network needs trust.
+                its classes are not the data's, or loading it needs ``trust``.
         """
         return folded_network(self.trained(classes)[0], self.recipe.size)
 
@@ -97,7 +97,7 @@ class SavedRun(NamedTuple):
         return saved
 
     def _check_recipe(self, trained: Mapping[str, Any]) -> None:
-        """Check settings that the weights do not show, such as the activation."""
+        """Check the settings that cannot be seen from the weights, such as the activation."""
         now = self.recipe.network_fields
         for name, value in trained.items():
             if now.get(name) != value:
@@ -118,11 +118,11 @@ def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
 
     Args:
         folder: the run's folder.
-        trust: allow calling the function that its recipe names, for a network of your own.
+        trust: allow calling the function that the run's recipe names, for a network of your own.
 
     Raises:
-        FileNotFoundError: if the folder is not a run's.
-        ValueError: if its recipe was written by another version.
+        FileNotFoundError: if the folder is not the folder of a run.
+        ValueError: if the recipe was written by another version of this library.
     """
     path = folder / "recipe.json"
     if not path.is_file():
@@ -137,10 +137,10 @@ def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
 def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) -> None:
     """Check that a run's classes match those of the data.
 
-    Shards without classes.txt have numbers for class names; then only the number of classes is compared.
+    In shards without classes.txt, the names of the classes are numbers; then only the number of classes is compared.
 
     Raises:
-        ValueError: if they differ.
+        ValueError: if the classes differ.
 
     >>> check_classes(Path("run"), ["cat", "dog"], ["0", "1"])
     >>> check_classes(Path("run"), ["cat", "dog"], ["cat", "eel"])
@@ -194,7 +194,7 @@ def open_runs(folders: Sequence[Path], *, trust: bool = False) -> dict[str, Save
     """Open runs whose predictions can be averaged, under unique names; see :func:`open_run` for ``trust``.
 
     Raises:
-        ValueError: if there are no runs, or they take images of different sizes.
+        ValueError: if there are no runs, if they take images of different sizes, or if a run is given twice.
     """
     if not folders:
         raise ValueError("give at least one run: a folder written by batchnorm train")
@@ -213,7 +213,7 @@ def open_runs(folders: Sequence[Path], *, trust: bool = False) -> dict[str, Save
 def open_for(
     runs: dict[str, SavedRun], data: Path, crops: Count, split: str, here: Ranks, batch_size: int, workers: int
 ) -> SquareBatches:
-    """Open the data at the runs' image size; if it has no ``val`` split, use the images that the runs held out.
+    """Open the data at the runs' image size; if the data has no ``val`` split, use the images that the runs held out.
 
     Raises:
         ValueError: if the runs held out different images.
@@ -237,7 +237,7 @@ def open_for(
 
 
 def loaders(runs: dict[str, SavedRun], batches: SquareBatches) -> dict[str, Callable[[], nn.Module]]:
-    """Return, by name, functions that load each run's network onto the batches' device."""
+    """Return, for each run's name, a function that loads its network (channels last if the batches are on a GPU)."""
     return {name: partial(_load, run, batches) for name, run in runs.items()}
 
 

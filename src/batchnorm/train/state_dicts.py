@@ -20,7 +20,7 @@ def read_state_dict(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file does not hold a state dict; the message names it.
+        ValueError: if the file does not hold a state dict; the message names the file.
     """
     try:
         if path.suffix == ".safetensors":
@@ -43,8 +43,8 @@ def read_state_dict(path: Path) -> dict[str, Any]:
 def start_from_(net: nn.Module, source: str, classes: int) -> str:
     """Load the weights of a finished run or of a state dict file into a network before training.
 
-    If the last layer is for a different number of classes, it keeps its initial weights. The function in the run's
-    recipe is not called.
+    If the last layer is for a different number of classes, it keeps its initial weights. The function that the run's
+    recipe names is not called.
 
     Args:
         net: the network.
@@ -61,7 +61,7 @@ def start_from_(net: nn.Module, source: str, classes: int) -> str:
     path = Path(source).expanduser()
     state = dict(open_run(path).final().model) if path.is_dir() else read_state_dict(path)
     consume_prefix_in_state_dict_if_present(state, "module.")  # from DistributedDataParallel
-    # The new run decides which layers are frozen; old checkpoints lack the counters.
+    # The new run decides which layers are frozen. Old checkpoints may lack num_batches_tracked.
     state = {name: value for name, value in state.items() if name.rpartition(".")[2] != "frozen"}
     optional = ("frozen", "num_batches_tracked")
     expected = {k: v for k, v in net.state_dict().items() if k in state or k.rpartition(".")[2] not in optional}

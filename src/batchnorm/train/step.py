@@ -56,8 +56,8 @@ def set_rate_(optimizer: torch.optim.Optimizer, rate: float) -> None:
 class Shadows:
     """Run a network with bfloat16 copies of its convolution kernels and matrices, cast all at once.
 
-    Autocast casts each weight when it is used, and each gradient in the backward pass: two launches per layer. The
-    separable stem stays in full precision, because its two kernels are composed in full precision.
+    Autocast instead casts each weight when it is used, and each gradient in the backward pass, which takes two launches
+    per layer. The separable stem stays in full precision, because its two kernels are composed in full precision.
 
     Args:
         net: the network.
@@ -78,14 +78,14 @@ class Shadows:
             copy.requires_grad_()
         self.trained = list(trained.values())
         self.used = [self.copies.get(name, p) for name, p in trained.items()]
-        # The weights of the first convolution, whose gradients come last.
+        # The indices of the first convolution's weights, whose gradients are computed last.
         shared = len(list(net.named_parameters(remove_duplicate=False))) > len(list(net.named_parameters()))
         split = len(separable) == 1 and not shared
         self.stem = {k for k, p in enumerate(self.trained) if split and id(p) in kept}
         self._updates: tuple[FusedUpdate, FusedUpdate] | None = None
 
     def _join(self, net: nn.Module, names: dict[int, str]) -> None:
-        """Store kernels that a module applies as one convolution next to each other in memory, so it need not copy."""
+        """Place kernels that a module applies as one convolution next to each other in memory, to save copying them."""
         for module in net.modules():
             kernels = module.joined_kernels() if isinstance(module, InceptionModule) else []
             joined = [names.get(id(kernel), "") for kernel in kernels]
@@ -99,13 +99,13 @@ class Shadows:
         return y
 
     def step(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Update the parameters with the gradients of their copies, and then the copies."""
+        """Update the parameters with the gradients of their copies, and then update the copies."""
         self._updates = self._updates or (FusedUpdate(optimizer), FusedUpdate(optimizer))
         fused = loss.is_cuda and self._updates[0].can_update(self.trained)
         aside = self.weight_gradients
         # loss.backward() would copy gradients that are views, as those of joined kernels are.
         if fused and self.stem and aside is not None and len(aside.stems) == 1:
-            # At the end only the stem's gradients are left to compute. Update the other weights at the same time.
+            # The stem's gradients are computed last. Meanwhile, update the other weights on a separate stream.
             late = sorted(self.stem)
             early = [k for k in range(len(self.used)) if k not in self.stem]
             *grads, gradient = torch.autograd.grad(loss, [*(self.used[k] for k in early), aside.stems[0]])
@@ -150,30 +150,31 @@ class Shadows:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the parameters to their bfloat16 copies again."""
+        """Write the current parameters to their bfloat16 copies."""
         if self.copies:
             torch._foreach_copy_(list(self.copies.values()), self.masters)
 
 
 class TrainStep:
-    """Train a network on one batch per call, and add the loss, correct predictions and examples to ``sums``.
+    """Train a network on one batch per call, and add to ``sums`` the loss, the correct predictions and the examples.
 
     The gradient is that of the mean loss over the examples of all ranks, even if ranks have different numbers of
     examples.
 
     Args:
         net: a network that returns class scores, on the rank's device.
-        optimizer: optimizer of its parameters.
-        augment: augmentation, on the same device.
+        optimizer: the optimizer of the network's parameters.
+        augment: the augmentation, on the same device.
         ranks: the processes that train together.
-        bf16: run forward and backward under autocast.
+        bf16: run the network under autocast to bfloat16.
         compile: what torch.compile compiles: the whole "network", or "nothing".
         cast_once: with ``bf16`` and in one process, cast all kernels and matrices together after each update instead
-            of one by one in each forward and backward pass. The numbers are the same; two launches replace hundreds.
+            of one by one in each forward and backward pass. The results are the same, with two launches instead of
+            hundreds.
         graph: capture the whole step as a CUDA graph. If the network is not compiled, its branches then run in
             parallel, and with ``cast_once`` the gradients of its convolution kernels are computed on another stream.
-        batch: examples in this rank's part of a full batch. A smaller batch at the end of an epoch runs without the
-            graph and without compilation.
+        batch: the number of examples in this rank's part of a full batch. A smaller batch at the end of an epoch runs
+            without the graph and, in a single process, without compilation.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class TrainStep:
             self._rate = rate
         draws = draws.to(images.device, non_blocking=True)
         if self.batch is not None and len(labels) != self.batch:
-            # DistributedDataParallel must not be bypassed.
+            # With several ranks, do not bypass DistributedDataParallel, which averages the gradients.
             self._compute(images, labels, draws, self.plain if self.ranks.world_size == 1 else self.model)
         else:
             (self._graph or self._compute)(images, labels, draws)
@@ -253,7 +254,7 @@ class TrainStep:
 
 
 class _Graph:
-    """Run a function on tensors of fixed shapes a few times, then capture it as a CUDA graph and replay that."""
+    """Run a function on tensors of fixed shapes a few times, then capture it as a CUDA graph and replay the graph."""
 
     def __init__(self, function: Any, warmup: int) -> None:
         self.function, self.left = function, warmup
@@ -278,5 +279,5 @@ class _Graph:
             # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
             with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.function(*self.inputs)
-            torch.cuda.synchronize()  # the fused update copies its tables while the step is captured
+            torch.cuda.synchronize()  # wait for the tables that the fused update copied during the capture
         self.graph.replay()

@@ -38,7 +38,7 @@ def _metavar(kind: Any) -> str:
 
 
 def _defaults(name: str) -> str:
-    """Describe a field's default: its most common value, then the recipes with other values."""
+    """Describe a field's default: its most common value, then each other value with the recipes that have it."""
     of_value: dict[str, list[str]] = {}
     for recipe in RECIPES.values():
         of_value.setdefault(_shown(getattr(recipe, name)), []).append(recipe.name)
@@ -69,7 +69,8 @@ def _field(name: str, kind: Any) -> tuple[str, Any, Any]:
 if TYPE_CHECKING:
     Overrides = Recipe
 else:
-    # Every field of a recipe, or None to keep the recipe's value. As a subclass it inherits the fields' descriptions.
+    # Every field of a recipe; None keeps the recipe's value. As a subclass of Recipe, the class inherits the fields'
+    # descriptions.
     Overrides = make_dataclass(
         "Overrides",
         [_field(name, kind) for name, kind in get_type_hints(Recipe).items()],
@@ -85,18 +86,18 @@ def train(
 ) -> None:
     """Train the paper's network, a variant of it, or your own network, on your own images.
 
-    For the paper's network: batchnorm train --recipe bn-x30 --data images. For your own, write a function that returns
-    it, def build(classes): ..., in mynet.py, and add --network mynet.py:build. --normalize insert adds batch
-    normalization to it; --normalize remove removes it.
+    For the paper's network, use batchnorm train --recipe bn-x30 --data images. For your own, write a function that
+    returns the network, def build(classes): ..., in mynet.py, and add --network mynet.py:build. --normalize insert adds
+    batch normalization to your network; --normalize remove removes it.
 
     After an interruption, run the same command again to resume from the last checkpoint. Under torchrun
-    (torchrun --nproc-per-node 8 -m batchnorm train ...) the batch is divided among the GPUs. The exit status is 0 if
-    the run finished, 1 if it diverged, 130 if it was stopped.
+    (torchrun --nproc-per-node 8 -m batchnorm train ...) each batch is divided among the GPUs. The exit status is 0 if
+    the run finished, 1 if it diverged, and 130 if it was stopped.
 
     Args:
         recipe: one of the paper's runs; with --network, the run whose rate, schedule and augmentation to use (default:
             bn-x5).
-        options: data, folder, device, how often to report.
+        options: data, folder, device and how often to report.
         overrides: fields of the recipe to change.
     """
     if recipe is None and not overrides.factory:
@@ -146,12 +147,12 @@ def describe(
     """Print the network's layers, parameters and multiply-adds next to those in the paper's appendix.
 
     Args:
-        network: the network; only inception.
-        recipe: one of the paper's runs, whose network is described.
+        network: the network to describe; inception is the only choice.
+        recipe: the run of the paper whose network to describe.
         classes: number of classes.
         size: height and width of the images.
         stem: the first convolution.
-        projection: pool projection in 4c and 4d, where the table contradicts itself.
+        projection: pool projection in 4c and 4d, where the paper's table contradicts itself.
     """
     between(1, 1_000_000, classes=classes)
     chosen = replace(RECIPES[recipe], size=size, stem=stem, projection=projection)

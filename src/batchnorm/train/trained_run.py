@@ -59,7 +59,7 @@ class Preprocessing:
 
         Raises:
             OSError: if a file cannot be read.
-            ValueError: if an image cannot be decoded or is none of these; the message names it.
+            ValueError: if an image cannot be decoded or has an unsupported type; the message names the image.
         """
         given = _as_list(images)
         out = torch.empty(len(given), self.size, self.size, 3, dtype=torch.uint8)
@@ -94,7 +94,7 @@ class Preprocessing:
 
 
 class Prediction(NamedTuple):
-    """Hold a network's predictions for images."""
+    """A network's predictions for a list of images."""
 
     probabilities: Tensor
     """float32 of shape (images, classes), on the CPU"""
@@ -109,7 +109,7 @@ class TrainedRun:
         net, classes = saved.trained()
         self.folder: Path = saved.folder
         self.recipe: Recipe = saved.recipe
-        """the settings it was trained with"""
+        """the settings that the network was trained with"""
         self.classes: tuple[str, ...] = classes
         """the names of the classes; a label is an index into them"""
         self.preprocessing = Preprocessing(saved.recipe.size)
@@ -141,7 +141,7 @@ class TrainedRun:
 
         Raises:
             OSError: if a file cannot be read.
-            ValueError: if an image cannot be decoded; the message names it.
+            ValueError: if an image cannot be decoded; the message names the image.
         """
         at_least(1, batch_size=batch_size)
         given = _as_list(images)
@@ -160,9 +160,9 @@ def load(run: str | os.PathLike[str], *, device: torch.device | str = "cpu", tru
     """Load a finished run of ``batchnorm train``: its network, classes, recipe, preprocessing and metrics.
 
     The weights are read from safetensors and the rest with ``weights_only=True``, so a file from elsewhere cannot run
-    code. Both are checked against the SHA-256 in their manifest. If you trained a network of your own, loading calls
-    the function that recipe.json names, so it needs ``trust=True``. Networks of the paper, torchvision and timm do not
-    need it.
+    code. Both are checked against the SHA-256 in their manifest. If the run trained a network of your own, loading
+    calls the function that recipe.json names, and therefore needs ``trust=True``. Networks of the paper, torchvision
+    and timm load without ``trust``.
 
         run = bn.load("runs/mine")
         run.predict(["cat.jpg", "dog.jpg"]).classes
@@ -173,9 +173,9 @@ def load(run: str | os.PathLike[str], *, device: torch.device | str = "cpu", tru
         trust: allow calling the function that recipe.json names. Only do this with runs from someone you trust.
 
     Raises:
-        FileNotFoundError: if it is not a run's folder.
+        FileNotFoundError: if ``run`` is not the folder of a run.
         ValueError: if the run is unfinished or diverged, its files are damaged, its weights do not fit its recipe or
-            classes, or it needs trust.
+            classes, or loading it needs ``trust``.
 
     Beyond the paper: using a trained network.
     """

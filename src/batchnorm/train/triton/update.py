@@ -12,7 +12,8 @@ def update(table, chunks, momentum, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
 
     ``table`` has a row for each tensor: the addresses of the weights, velocity, gradient, bfloat16 copy (0 if there is
     none) and learning rate, the number of elements, and the bits of the weight decay. If ALIGNED, all addresses are
-    multiples of 16, and all numbers of elements multiples of 8. ``chunks`` has each program's tensor and first element.
+    multiples of 16, and all numbers of elements are multiples of 8. ``chunks`` has two numbers for each program: the
+    row of its tensor, and its first element.
     """
     row = table + 7 * tl.load(chunks + 2 * tl.program_id(0))
     at = tl.load(chunks + 2 * tl.program_id(0) + 1)
