@@ -68,7 +68,7 @@ def algorithm2(
         batches: batches per pass.
         threads: CPU threads.
         device: cpu or cuda.
-        out: the result file; the published ones are in results/.
+        out: the result file; published result files are in results/.
     """
     at_least(1, rounds=rounds, batch=batch, size=size, batches=batches, threads=threads)
     find_device(device)

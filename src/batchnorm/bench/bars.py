@@ -27,13 +27,13 @@ class Bar(NamedTuple):
 
     @property
     def reached(self) -> bool | None:
-        """Whether the bar is reached; None if nothing was measured."""
+        """Whether the requirement is met; None if nothing was measured."""
         if self.measured is None:
             return None
         return self.measured >= self.wanted if self.at_least else self.measured <= self.wanted
 
     def line(self) -> str:
-        """Return the bar as a sentence."""
+        """Return the requirement, the measured number and the verdict as one line of text."""
         told = {None: "not measured", True: "reached", False: "MISSED"}[self.reached]
         number = "" if self.measured is None else f"{self.measured:.3f}, "
         way = "at least" if self.at_least else "at most"

@@ -18,7 +18,7 @@ from ..train.step import TrainStep, make_optimizer
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to run the network: from torch.nn's parts and compiled, or as ``batchnorm train`` runs it."""
+    """A variant of the network: built from torch.nn's parts and compiled, or as ``batchnorm train`` runs it."""
 
     name: str
     stock: bool = False
@@ -43,7 +43,7 @@ OURS = Contender("ours")
 
 
 def with_stock_parts_(net: nn.Module) -> None:
-    """Replace this library's normalizations (with their nonlinearities) and pools by ``torch.nn``'s, in place.
+    """Replace this library's normalization (with nonlinearity) and pooling layers by ``torch.nn``'s, in place.
 
     >>> from batchnorm import BatchNorm2d
     >>> net = nn.Sequential(BatchNorm2d(4, activation="relu")); with_stock_parts_(net)
@@ -73,7 +73,7 @@ def noise(batch: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class Timed:
-    """A contender ready to take steps on one batch of noise."""
+    """A contender that is ready to take steps on one batch of noise."""
 
     def __init__(self, contender: Contender, batch: int, size: int, device: torch.device) -> None:
         self.contender, self.batch = contender, batch
@@ -101,12 +101,12 @@ class Timed:
         return self._first_loss
 
     def take(self, steps: int) -> None:
-        """Take steps at rate 0, so that the weights do not change and all runs are the same."""
+        """Take steps at learning rate 0, so that the weights do not change and all steps do the same work."""
         for _ in range(steps):
             self.step(self.images, self.labels, self.draws, 0.0)
 
     def seconds(self, steps: int) -> float:
-        """Return the time of one step in seconds."""
+        """Return the mean time of one step, over ``steps`` steps, in seconds."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         self.take(steps)

@@ -1,9 +1,9 @@
-"""What limits the fused CUDA kernels? Hardware counters of single launches, read by Nsight Compute.
+"""What limits the fused CUDA kernels? Nsight Compute reads the hardware counters of single launches.
 
     batchnorm bench counters --out runs/bench/counters.json
 
-``ncu`` must be on the path and allowed to read counters. It runs this module as the program to profile, with cold
-caches, and repeats each launch as often as the counters need.
+Nsight Compute's command ``ncu`` must be on the path and allowed to read counters. It runs this module as the program to
+profile, with cold caches, and repeats each launch as often as the counters need.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class CountedPass(NamedTuple):
 
     @property
     def launches(self) -> int:
-        """The number of launches: two for streaming, one otherwise."""
+        """The number of launches: two on the streaming path, one on the others."""
         return 2 if self.path == "stream" else 1
 
 
 def counters(out: Path | None = None, least: float = 5.0) -> None:
-    """Print and write the counters of every pass over the layers of the short list.
+    """Print and write the hardware counters of every pass over the layers in the short list of ``bench kernels``.
 
     Args:
         out: the result file.
@@ -94,7 +94,7 @@ def matched(output: str) -> Iterator[dict[str, Any]]:
     told = [text.removeprefix(READY) for text in lines if text.startswith(READY)]
     passes = [CountedPass(**{**json.loads(text), "layer": tuple(json.loads(text)["layer"])}) for text in told]
     start = next((i for i, text in enumerate(lines) if text.startswith('"ID"')), len(lines))
-    # The first row holds units; kernels of torch itself are dropped.
+    # Drop the first row, which holds units, and the launches of torch's own kernels.
     table = list(csv.DictReader(text for text in lines[start:] if text.startswith('"')))[1:]
     table = [row for row in table if row["Kernel Name"].split("(")[0] in ("forward", "backward")]
     if len(table) != sum(one.launches for one in passes):
@@ -115,7 +115,7 @@ def _number(text: str | None) -> float | None:
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return a row as text, with bytes in units of one tensor."""
+    """Return a row as text, with the bytes moved as multiples of one tensor's size."""
     network, batch, channels, size = row["layer"]
     moved = ["?" if row[name] is None else f"{row[name] / row['bytes']:.2f}" for name in ("read", "written")]
     rest = " ".join(f"{name} {row[name]:g}" for name in list(METRICS.values())[3:] if row[name] is not None)

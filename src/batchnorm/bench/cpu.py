@@ -30,9 +30,9 @@ CONTIGUOUS, LAST = "contiguous", "channels_last"
 
 Level = Literal["functions", "layers"]
 
-# Upper limits of our time over torch's: BN + ReLU must beat two calls in both layouts, few channels in channels_last
-# must win clearly, and BN alone must never be much slower. With one channel both layouts are the same in memory, so the
-# limit of contiguous images applies.
+# Upper limits of our time divided by torch's. BN + ReLU must be faster than two calls of torch in both layouts. Inputs
+# with few channels in channels_last must be much faster, and BN alone must never be much slower. With one channel, both
+# layouts are the same in memory, so the limit of contiguous images applies.
 BARS = {"relu": 1.0, "none": 1.25, "few channels": 1 / 3}
 FEW = 8
 
@@ -41,7 +41,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table."""
+    """The shape, layout and dtype of an input to time."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Case:
     dtype: str = "float32"
 
     def bar(self, activation: str) -> float:
-        """Return the upper limit of the ratio.
+        """Return the upper limit of our time divided by torch's.
 
         >>> Case("", (8, 64)).bar("relu"), Case("", (8, 64, 7, 7), LAST).bar("none")
         (1.0, 1.25)
@@ -117,14 +117,14 @@ def cpu(
 ) -> list[CpuRow]:
     """Time batch normalization in training, forward and backward, with and without ReLU, against torch.
 
-    The contenders alternate within each round, so that other work on the machine affects all of them. With glibc,
-    the process keeps freed memory.
+    The contenders alternate within each round, so that other work on the machine affects all of them. With glibc, the
+    process keeps freed memory instead of returning it to the system.
 
     Args:
-        out: the result file; None writes no file. The published ones are in results/.
+        out: the result file; None writes no file. Published result files are in results/.
         threads: number of threads that torch uses.
         rounds: number of rounds, each of which times every contender.
-        seconds: how long each contender runs per round, at least one pass.
+        seconds: how long each contender runs per round; it takes at least one pass.
         levels: "layers" compares the layers with torch.nn's, which also count batches; "functions" compares
             ops.normalize_batch_ with F.batch_norm and F.relu.
     """
@@ -152,9 +152,9 @@ def cpu(
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory; return False if the C library is another one.
+    """Make glibc keep freed memory; return False if the C library is not glibc.
 
-    By default glibc returns memory to the system if enough of it is free at the end of the heap, which depends on
+    By default, glibc returns memory to the system if enough of it is free at the end of the heap, which depends on
     where small objects happen to be. The next pass then faults in every page again, which takes longer than the
     arithmetic.
     """
@@ -188,7 +188,7 @@ def measure(case: Case, activation: str, level: Level, rounds: int, seconds: flo
 
 
 def _time(step: Callable[[], None], loops: int) -> float:
-    step()  # warm the caches, which the other contender used last
+    step()  # warm the caches, which another contender used last
     start = perf_counter()
     for _ in range(loops):
         step()
@@ -258,7 +258,7 @@ class CpuBar(NamedTuple):
         return None if self.below is None else self.met == self.cases
 
     def line(self) -> str:
-        """Return the bar as a sentence."""
+        """Return the requirement, the worst case and the verdict as one line of text."""
         start = f"{self.level}: {self.what}: worst {self.worst:.3f} ({self.worst_case})"
         if self.below is None:
             return f"{start}, {self.met} of {self.cases} below 1"
@@ -267,7 +267,7 @@ class CpuBar(NamedTuple):
 
 
 def bars(rows: Iterable[dict[str, Any]]) -> list[CpuBar]:
-    """Check measured rows against the bars. The ratios to ReLU in place have no bar.
+    """Check measured rows against the bars. Ratios to torch's in-place ReLU are reported, but have no bar.
 
     >>> case = {"name": "images", "shape": (64, 512, 7, 7), "layout": "contiguous", "dtype": "float32"}
     >>> row = {"level": "layers", "activation": "relu", "case": case, "ratios": {"relu": 0.9, "relu in place": 1.1}}
@@ -294,7 +294,7 @@ def bars(rows: Iterable[dict[str, Any]]) -> list[CpuBar]:
 def _judged(level: str, what: str, below: float | None, rows: list[dict[str, Any]], form: str = "") -> CpuBar | None:
     if not rows:
         return None
-    # The first form is torch's out-of-place one.
+    # The first ratio is the one to torch's out-of-place calls.
     ratios = [row["ratios"][form] if form else next(iter(row["ratios"].values())) for row in rows]
     worst = max(range(len(rows)), key=ratios.__getitem__)
     case = rows[worst]["case"]

@@ -38,19 +38,20 @@ def crops(
 ) -> dict[str, Any]:
     """Measure crops per second of multi-crop evaluation against the forward pass of the same network.
 
-    "forward" is the folded appendix network on a batch already on the device. "crops" starts from decoded squares in
-    host memory: copy, crop, mirror, normalize, forward, average. "files" starts from JPEG files.
+    "forward" times the folded appendix network on a batch that is already on the device. "crops" starts from decoded
+    squares in host memory, and also copies, crops, mirrors and normalizes them and averages the results. "files" starts
+    from JPEG files.
 
     Args:
         crops: crops per image.
         size: height and width of a crop.
-        width: factor on the network's numbers of filters.
+        width: factor by which the network's numbers of filters are multiplied.
         images: number of generated images, of about 500 x 375 px.
         batch_size: crops per forward pass.
-        workers: processes that decode.
+        workers: number of processes that decode images.
         rounds: number of rounds, each of which times every contender.
         device: cpu, cuda, or auto.
-        out: the result file; the published ones are in results/.
+        out: the result file; published result files are in results/.
     """
     options = dict(locals())
     above(0, width=width)
@@ -89,7 +90,7 @@ def crops(
 
 
 def photographs(folder: Path, count: int) -> Path:
-    """Write JPEG files with the size and detail of photographs to an image folder and return it."""
+    """Write JPEG files with the size and detail of photographs to an image folder, and return the folder."""
     image_module, rng = require("PIL.Image", "train"), np.random.default_rng(0)
     (folder / "val" / "all").mkdir(parents=True)
     for k in range(count):

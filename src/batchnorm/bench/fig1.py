@@ -31,16 +31,17 @@ def fig1(
 ) -> None:
     """Time ``reproduce fig1`` against the same experiment in plain eager PyTorch, both as whole commands.
 
-    Both train with autograd and ``torch.optim.SGD``. Eager uses ``torch.nn``'s layer, trains one network after the
-    other on torch's default threads, evaluates 50 times and writes nothing. ``reproduce fig1`` uses this library's
-    layer with one thread per network, evaluates 71 times, monitors, and writes checkpoints, the figure and the report.
+    Both train with autograd and ``torch.optim.SGD``. The eager command uses ``torch.nn``'s layer, trains one network
+    after the other on torch's default number of threads, evaluates 50 times and writes no files. ``reproduce fig1``
+    uses this library's layer with one thread per network, evaluates 71 times, monitors the networks, and writes
+    checkpoints, the figure and the report.
 
     Args:
         steps: updates per network.
         rate: learning rate.
         std: standard deviation of the initial weights.
         rounds: number of rounds, each of which runs every contender once; a ratio divides the medians over rounds.
-        out: the result file; the published ones are in results/.
+        out: the result file; published result files are in results/.
     """
     above(0, rate=rate, std=std)
     at_least(1, steps=steps, rounds=rounds)
@@ -85,7 +86,7 @@ def _reproduce(steps: int, rate: float, std: float, processes: int, seed: int) -
         words = ["--steps", steps, "--rate", rate, "--std", std, "--seed", seed]
         _run("batchnorm", "reproduce", "fig1", *words, "--processes", processes, "--out", folder)
         summaries = [json.loads((Path(folder) / n / "summary.json").read_text()) for n in ("without-bn", "with-bn")]
-    # With running averages, as in eager.
+    # Return the accuracy with running averages, as the eager contender does.
     return [s["accuracy"]["running"] for s in summaries]
 
 
@@ -139,7 +140,7 @@ def train(net: nn.Sequential, data: MNIST, steps: int, rate: float) -> float:
 
 
 if __name__ == "__main__":
-    # Without and with batch normalization, one after the other, on torch's default threads.
+    # Train without and then with batch normalization, on torch's default number of threads.
     torch.manual_seed(int(sys.argv[4]))
     digits, steps, rate, std = mnist(), int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     print(json.dumps([train(build(batch_norm, std), digits, steps, rate) for batch_norm in (False, True)]))

@@ -2,8 +2,8 @@
 
     python -m batchnorm bench fine-tuning --data DIR --out runs/bench/fine-tuning.json
 
-It trains a small network on half of the classes, then fine-tunes it on a few images of each other class: once with the
-statistics of each batch, and once with the statistics of the first training, frozen.
+The command trains a small network on half of the classes, and fine-tunes it on a few images of each class of the other
+half: once with the statistics of each batch, and once with the frozen statistics of the first training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAMES = {False: "batch statistics", True: "frozen statistics"}
 
 
 def build(classes: int) -> nn.Module:
-    """Return the network: four convolutions with batch normalization."""
+    """Build a network of four convolutions with batch normalization."""
     layers: list[nn.Module] = []
     for inputs, outputs in ((3, 32), (32, 64), (64, 96), (96, 128)):
         layers += [nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
@@ -54,15 +54,15 @@ def fine_tuning(
     processes: int | None = None,
     out: Path = Path("runs/bench/fine-tuning.json"),
 ) -> list[dict[str, Any]]:
-    """Fine-tune a network with small batches, using each batch's statistics or frozen ones.
+    """Fine-tune a network with small batches, using the statistics of each batch or frozen statistics.
 
     Args:
         data: folder with train/CLASS/*.jpg and val/CLASS/*.jpg.
-        classes: number of classes to use: the first half for training, the others for fine-tuning.
+        classes: number of classes to use: the first half for training, the second half for fine-tuning.
         images: training images per class for fine-tuning.
         batches: batch sizes for fine-tuning.
         rates: learning rates for fine-tuning; each batch size and kind of statistics is scored at its best rate.
-        seeds: number of seeds per fine-tuning.
+        seeds: number of seeds for each batch size, kind of statistics and rate.
         size: height and width of the images.
         first_epochs: length of the first training, at batch 64.
         epochs: length of each fine-tuning.
@@ -131,7 +131,7 @@ def _train(job: tuple[Recipe, Options]) -> Result:
 
 
 def _means(results: list[Result]) -> dict[str, Any]:
-    """Return the accuracies with population statistics, and those with running averages."""
+    """Return the accuracies with population statistics, their mean and spread, and the mean with running averages."""
     ends, running = [r.top1 or 0.0 for r in results], [r.running_top1 or 0.0 for r in results]
     return {
         "mean": statistics.fmean(ends),
@@ -142,7 +142,7 @@ def _means(results: list[Result]) -> dict[str, Any]:
 
 
 def _divide(data: Path, classes: int, images: int, folder: Path) -> tuple[Path, Path]:
-    """Create two folders of links to images: half of the classes, and a few training images of each other class."""
+    """Create two folders of links to images: all of the first classes, and a few training images of the others."""
     source = open_source(data, "train")
     if not isinstance(source, FolderSource):
         raise ValueError(f"{data} has tar shards: this benchmark needs the folders train/CLASS and val/CLASS")

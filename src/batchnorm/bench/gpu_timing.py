@@ -1,4 +1,4 @@
-"""Time a call on a CUDA device as in a training step: with data that is not in the cache, and no host overhead."""
+"""Time calls on a CUDA device under the conditions of a training step: data not in the cache, and no host overhead."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def require_gpu() -> None:
 
 
 def buffers(size: int) -> int:
-    """Return how many sets of ``size`` bytes evict the first from a 60 MB cache, but at least 3 and at most 64."""
+    """Return how many sets of ``size`` bytes surely evict the first one from a 60 MB cache; at least 3, at most 64."""
     return max(3, min(64, -(-180_000_000 // size)))
 
 
 class Stopwatch:
-    """Replay captured calls at full clock speed, and take the median time."""
+    """Replay calls that are captured in a CUDA graph, at full clock speed, and take the median time."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
         self.load = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
 
     def seconds(self, call: Callable[[int], Any], sets: int) -> float:
-        """Return the seconds of one ``call(i)``, the mean over i in ``range(sets)``; the calls' results stay alive."""
+        """Return the time of ``call(i)`` in seconds, averaged over i in ``range(sets)``; all results stay in memory."""
         graph = torch.cuda.CUDAGraph()
         kept = []
         with torch.cuda.graph(graph, stream=self.stream):

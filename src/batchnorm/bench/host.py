@@ -1,8 +1,8 @@
 """How long does one eager layer keep the host busy, compared with ``torch.nn``'s modules?
 
-``batchnorm bench host`` calls layers on tensors so small that the GPU waits for the host. It times training (forward
-and backward pass, gradients cleared in between) and evaluation. These times matter if a network is bound by the host,
-as most are at small batch sizes. Our calls and torch's alternate; a ratio is the median over rounds.
+``batchnorm bench host`` calls layers on tensors so small that the GPU waits for the host. It times training calls
+(forward pass, backward pass and clearing the gradients) and evaluation calls. These times matter if a network is bound
+by the host, as most are at small batch sizes. Our calls and torch's alternate; a ratio is the median over rounds.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def steps(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[Step, S
 
 
 def microseconds(step: Step) -> float:
-    """Return the host time of one call."""
+    """Return the host time of one call, in microseconds."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(CALLS):
@@ -98,7 +98,7 @@ def host(rounds: int = 11, out: Path = Path("runs/bench/host.json")) -> list[dic
                 for step in (torchs, ours):
                     for _ in range(3):
                         step()
-                extension.wait()  # the first call started compiling it in the background
+                extension.wait()  # the first call started to compile the extension in the background
                 for step in (torchs, ours):
                     microseconds(step)
                 found = [(microseconds(torchs), microseconds(ours)) for _ in range(rounds)]

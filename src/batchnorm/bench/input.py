@@ -73,18 +73,19 @@ def input_rate(
     """Time decoding and cropping on one core, against a plain Pillow loader with the same crops.
 
     One core's rate is measured in processor time, so other work on the machine has little effect; the two loaders
-    alternate. The workers' rate is measured in elapsed time, including the transfer to this process in shared memory.
+    alternate. The workers' rate is measured in elapsed time, and includes the transfer to this process through shared
+    memory.
 
     Args:
         data: an image folder or tar shards; by default, generated pictures of 500x375 pixels, which are smoother than
             photographs and so faster to decode.
         split: the split of the data to use.
         size: height and width of the crops.
-        images: number of images, spread over the data.
+        images: number of images, evenly spaced in the data.
         rounds: number of times each loader is timed.
         workers: number of worker processes.
         gpu_rate: images per second that the GPU consumes.
-        out: the result file; the published ones are in results/.
+        out: the result file; published result files are in results/.
     """
     at_least(1, size=size, images=images, rounds=rounds, workers=workers)
     above(0, gpu_rate=gpu_rate)
@@ -133,8 +134,8 @@ def _plain(source: ImageSource, reader: BatchReader, request: Request) -> Tensor
 def _check(reader: BatchReader, request: Request) -> None:
     plain, ours = _plain(reader.source, reader, request), reader[request].images.permute(0, 3, 1, 2)
     difference = (plain.float() - ours.float()).abs().mean().item()
-    # Scaled decoding, and rounding by half a pixel, change pixels by a few grey levels; a wrong crop would change them
-    # by tens.
+    # Scaled decoding, and rounding the box to whole pixels, change pixels by a few grey levels; a wrong crop would
+    # change them by tens of grey levels.
     if difference > 10:
         raise RuntimeError(
             f"the loaders return different images ({difference:.1f} grey levels apart on average), so nothing was timed"

@@ -34,7 +34,7 @@ class LayerShape(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(N, C, H, W)."""
+        """The shape of the input, (N, C, H, W)."""
         return self.batch, self.channels, self.size, self.size
 
 
@@ -59,7 +59,7 @@ def all_layers() -> list[LayerShape]:
 
 
 def short_list() -> list[LayerShape]:
-    """Return one layer of each size class, for a first look."""
+    """Return a few layers of different sizes, for a quick measurement."""
     wanted = {
         "inception": {32: ((64, 112), (192, 56), (96, 28), (160, 14), (352, 7)), 256: ((64, 28), (128, 14), (320, 7))},
         "resnet50": {64: ((256, 56), (512, 28), (1024, 14), (2048, 7)), 256: ((256, 56), (512, 28), (64, 112))},
@@ -68,7 +68,7 @@ def short_list() -> list[LayerShape]:
 
 
 def hardware() -> dict[str, Any]:
-    """Describe the hardware and the method; two sessions must agree on them to share a result file."""
+    """Describe the hardware, the versions and the method, which must be the same in all sessions of a result file."""
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -92,7 +92,7 @@ def digest(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual:
     chosen = [rule(g, dtype.itemsize, backward, residual, processors) for rule in rules for backward in (False, True)]
     found = hashlib.sha256(repr(chosen).encode())
     for path in sorted((Path(ops.__file__).parent / "cuda").rglob("*")):
-        if path.suffix in (".py", ".cu") and path.name != "schedule.py":  # its choice counts, not its code
+        if path.suffix in (".py", ".cu") and path.name != "schedule.py":  # the kernels that it chooses are hashed above
             found.update(code_of(path).encode())
     return found.hexdigest()[:12]
 
@@ -141,6 +141,6 @@ def earlier_rows(path: Path, machine: dict[str, Any], processors: int) -> dict[K
 
 
 def names_of(channels_last: bool, dtype: torch.dtype, residual: bool) -> tuple[str, str, str]:
-    """Return the names of a row's layout, type and operation."""
+    """Return the names of a row's layout, dtype and operation."""
     layout, op = "NHWC" if channels_last else "NCHW", "BN+add+ReLU" if residual else "BN+ReLU"
     return layout, str(dtype).removeprefix("torch."), op

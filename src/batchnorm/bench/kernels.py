@@ -2,10 +2,10 @@
 
     batchnorm bench kernels --out runs/bench/kernels.json
 
-For every layer, BN+ReLU and BN+add+ReLU, and both layouts, time each contender's forward and backward pass inside a
-CUDA graph, with data that is not in the cache. If our kernels' results are wrong, they are not timed. Rows that the
-result file already has, for the same kernels on the same machine, are not measured again, so the work can span several
-sessions.
+The command times each contender's forward and backward pass inside a CUDA graph, with data that is not in the cache:
+for every layer, for BN+ReLU and BN+add+ReLU, and in both layouts. If the results of our kernels are wrong, our kernels
+are not timed. Rows that the result file already has, for the same kernels on the same machine, are not measured again,
+so the work can span several sessions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .kernel_rows import (
 from .kernels_report import bars, draw, line, write
 
 EPS = 1e-5
-# Largest ||ours - expected|| / ||expected|| that a check accepts: a few rounding errors of the type.
+# The largest ||ours - expected|| / ||expected|| that a check accepts: a few rounding errors of the dtype.
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 Normalize = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -79,7 +79,7 @@ def contenders(p: Parameters, autotune: bool) -> dict[str, Normalize]:
 
 
 class Sets:
-    """Sets of inputs, residuals and output gradients, enough that each has left the cache when it is used again."""
+    """Sets of inputs, residuals and output gradients, so many that a set has left the cache when it is used again."""
 
     def __init__(
         self, layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool, n: int | None = None
@@ -96,7 +96,7 @@ class Sets:
         self.residual = [draw().requires_grad_() if residual else None for _ in range(self.n)]
 
     def limit(self, bandwidth: float) -> tuple[float, float]:
-        """Return the shortest possible seconds of each pass, if it moves every input and output once."""
+        """Return the shortest possible times of both passes in seconds, if each moves its inputs and outputs once."""
         extra = self.residual[0] is not None
         return tuple((n + extra) * self.bytes / bandwidth for n in (2, 3))  # type: ignore[return-value]
 
@@ -105,7 +105,7 @@ def check(sets: Sets, p: Parameters, call: Normalize) -> dict[str, float]:
     """Return the relative errors of y and every gradient on the first set.
 
     The expected gradients take ReLU's mask from our output. Rounding decides the sign of values very near 0, and one
-    such sign outweighs all other errors of a float32 gradient. A sign that is really wrong shows up as an error of y.
+    different sign outweighs all other errors of a float32 gradient. A sign that is really wrong shows as an error of y.
     """
     x, r, dy = sets.x[0], sets.residual[0], sets.dy[0]
     wide = torch.float64 if x.numel() < 2**25 or x.dtype == torch.float32 else torch.float32
@@ -124,7 +124,7 @@ def check(sets: Sets, p: Parameters, call: Normalize) -> dict[str, float]:
 
 
 def time_passes(watch: Stopwatch, sets: Sets, p: Parameters, call: Normalize) -> tuple[float, float]:
-    """Return the seconds of a forward and a backward pass."""
+    """Return the times of a forward and a backward pass, in seconds."""
 
     def forward(i: int) -> Tensor:
         return call(sets.x[i], sets.residual[i])
@@ -154,11 +154,11 @@ def measure(
     calls = contenders(p, autotune)
     one = Sets(layer, channels_last, dtype, residual, 1)
     for name, call in calls.items():
-        if name != "eager":  # the others compile on their first call
+        if name != "eager":  # the other contenders compile on their first call
             call(one.x[0], one.residual[0]).backward(one.dy[0])
     torch.cuda.synchronize()
     del one
-    torch.cuda.empty_cache()  # for the other processes
+    torch.cuda.empty_cache()  # leave the memory to the other processes
     names = zip(("layout", "dtype", "op"), names_of(channels_last, dtype, residual), strict=True)
     row: dict[str, Any] = {**layer._asdict(), **dict(names)}
     with device_turn():
@@ -209,9 +209,9 @@ def kernels(
     """Time the fused CUDA kernels against eager torch, torch.compile and the limit set by memory bandwidth.
 
     Args:
-        out: the result file; a picture is written next to it. The published ones are in results/.
+        out: the result file; a picture is written next to it. Published result files are in results/.
         layers: one layer of each size class, or all of both networks.
-        dtypes: types of the activations.
+        dtypes: dtypes of the activations.
         autotune: also time torch.compile's max-autotune mode, and cuDNN in fp16.
         seconds: start no further layer after this many seconds.
         jobs: number of processes, which compile in parallel and measure one at a time; 0 uses only this process.

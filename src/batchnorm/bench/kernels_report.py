@@ -16,9 +16,10 @@ from ..pictures import picture_beside
 from ..results import write_atomically
 from .bars import Bar, geometric_mean
 
-CHIP = 26.4e6  # bytes that stay on chip between the passes: 132 multiprocessors with 200 KB of shared memory
-MOVED = 20e6  # bytes; below this, launch overhead dominates
-# Tensors moved in the (forward, backward) pass if every input is read once, and if inputs are read twice.
+CHIP = 26.4e6  # bytes that fit into the shared memory of 132 multiprocessors, 200 KB each
+MOVED = 20e6  # bytes; if a pass moves fewer, launch overhead dominates
+# The numbers of tensors that the (forward, backward) pass moves if it reads every input once, and if it reads inputs
+# twice.
 ONCE, TWICE = (2, 3), (3, 5)
 
 STYLES = {
@@ -43,11 +44,11 @@ class KernelBar(NamedTuple):
 
     @property
     def reached(self) -> bool | None:
-        """Whether the bar is reached; None if nothing was measured."""
+        """Whether the requirement is met; None if nothing was measured."""
         return self._bar.reached
 
     def line(self) -> str:
-        """Return the bar as a sentence."""
+        """Return the requirement, the measured number and the verdict as one line of text."""
         return self._bar.line()
 
     @property
@@ -86,9 +87,9 @@ def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Kernel
     def bar(what: str, wanted: float, values: Sequence[float], measured: float | None, at_least: bool) -> KernelBar:
         return KernelBar(layout, op, what, wanted, measured if values else None, at_least, len(values))
 
-    # The first mean has no bar with a residual, and the second has none in NHWC, because memory bandwidth rules them
-    # out; docs/kernels.md has the arithmetic. With a residual both contenders move one more tensor per pass. Eager's
-    # NHWC kernels move so few bytes that ours cannot move four times fewer.
+    # Memory bandwidth rules out two of these bars; docs/kernels.md has the arithmetic. The first bar does not apply
+    # with a residual, because both contenders then move one more tensor per pass. The second does not apply in NHWC,
+    # because eager's NHWC kernels move so few bytes that ours cannot move four times fewer.
     means = [
         bar("geometric mean of torch.compile over ours", 1.5, compiled, geometric_mean(compiled), True),
         bar("geometric mean of eager over ours", 4.0, eager, geometric_mean(eager), True),
@@ -108,7 +109,7 @@ def ratio(row: dict[str, Any], other: str) -> float:
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the geometric means and the worst layer, by layout, type and operation."""
+    """Return the geometric mean and the worst ratio for each layout, dtype and operation."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if "batchnorm" in row["us"]:
@@ -147,7 +148,7 @@ def write(report: dict[str, Any], path: Path) -> None:
 
 
 def draw(report: dict[str, Any], plt: Any) -> Any:
-    """Draw one panel per layout and operation; at 1, every tensor is moved once at copy bandwidth."""
+    """Draw one panel per layout and operation; a value of 1 means that every tensor is moved once at copy bandwidth."""
     types = [r["dtype"] for r in report["rows"]]
     dtype = "bfloat16" if "bfloat16" in types else types[0]
     panels = sorted({(r["layout"], r["op"]) for r in report["rows"] if r["dtype"] == dtype})
@@ -162,7 +163,7 @@ def draw(report: dict[str, Any], plt: Any) -> Any:
         axes.set(title=f"{op}, {layout}, {dtype}", xlabel="one tensor, MB", ylim=(0, 1.05))
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("share of the one-read limit, forward + backward")
-    figure.axes[-1].legend(loc="upper left", frameon=True)  # the last panel is channels_last, the only one with cuDNN
+    figure.axes[-1].legend(loc="upper left", frameon=True)  # in the last panel, which is NHWC: only NHWC has cuDNN
     figure.suptitle(f"{report['hardware']['device']}, torch {report['hardware']['torch']}")
     return figure
 

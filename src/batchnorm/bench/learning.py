@@ -2,9 +2,9 @@
 
     python -m batchnorm bench learning --data DIR --out runs/bench/learning.json
 
-For each seed, both forms start from the same weights and see the same crops in the same order. They train with SGD,
-Nesterov momentum and a one-cycle learning rate; on a GPU in bf16 autocast and channels_last. The forms agree if their
-mean accuracies differ by no more than the wider of their ranges over seeds.
+For each seed, the stock and the converted network start from the same weights and see the same crops in the same order.
+They train with SGD, Nesterov momentum and a one-cycle learning rate, and on a GPU with bf16 autocast and channels_last.
+The result is "the same" if their mean accuracies differ by no more than the wider of their ranges over seeds.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def learning(
         epochs: length of a run.
         rate: the highest learning rate of the cycle.
         device: cpu, cuda, or auto.
-        workers: processes per run that decode the images, which happens once.
+        workers: processes per run that decode the images, once at the start.
         jobs: number of runs in parallel, each in its own process; 0 runs them one after the other in this process.
         out: the result file; the published one is results/same-learning-h200.json.
     """

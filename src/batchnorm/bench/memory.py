@@ -1,14 +1,14 @@
 """How much memory does a training step of the appendix network take, compared with the same network from torch.nn?
 
-``batchnorm bench memory`` takes whole eager steps (forward, loss, backward, SGD with momentum; bf16 autocast,
+``batchnorm bench memory`` measures whole eager steps (forward, loss, backward, SGD with momentum; bf16 autocast,
 channels_last) of
 
-- stock: ``torch.nn``'s layers as the appendix draws them, with and without normalization;
-- ours: this library's network in training, without and with ``recompute()``.
+- stock: the appendix network from ``torch.nn``'s layers, with and without normalization;
+- ours: this library's network, without and with ``recompute()``.
 
-On a GPU the number is the peak of all memory that torch has allocated, including parameters and images. The peak of the
-tensors alone leaves out workspaces, such as cuDNN's. On a CPU, which is only for trying small sizes, the number is the
-peak of the memory that the step itself allocates.
+On a GPU, the peak counts all memory that torch has allocated, including parameters and images. The peak of the tensors
+alone leaves out workspaces, such as cuDNN's. On a CPU, which is only for trying small sizes, the peak counts only the
+memory that the step itself allocates.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BARS = {"ours": 0.6, "ours, recompute": 0.45}  # upper limits relative to stock'
 
 @dataclass(frozen=True)
 class StepForm:
-    """One way to take a step."""
+    """A variant of the network whose training step is measured."""
 
     name: str
     contender: Contender
@@ -69,7 +69,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The bytes of one form: at the peak, at the peak of tensors alone, and after the forward pass."""
+    """The bytes that one form allocates: at the peak, at the peak of tensors alone, and after the forward pass."""
 
     name: str
     peak: int
@@ -81,7 +81,7 @@ class PeakMemory:
 
 
 class EagerStep:
-    """A form ready to take steps on one batch of noise."""
+    """A form of the network that is ready to take steps on one batch of noise."""
 
     def __init__(self, form: StepForm, batch: int, size: int, device: torch.device) -> None:
         self.form, self.device = form, device
@@ -105,9 +105,9 @@ class EagerStep:
 
 
 def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
-    """Return the bytes allocated at the peak of a call and after it, with its result still alive.
+    """Return the bytes allocated at the peak of a call, and after the call while its result is still in memory.
 
-    On a GPU this counts everything that torch has allocated; on a CPU, only what the call allocates.
+    On a GPU, both numbers count everything that torch has allocated; on a CPU, only what the call allocates.
 
     >>> peak(lambda: torch.ones(1000).neg().neg(), torch.device("cpu"))  # three vectors, never more than two at once
     (8000, 4000)
@@ -137,16 +137,17 @@ def measure(form: StepForm, batch: int, size: int, device: torch.device) -> Peak
     """Build a form, warm it up and measure the memory of one forward pass and one step."""
     step = EagerStep(form, batch, size, device)
     loss = float(step())
-    step()  # allocates momentum buffers and workspaces
+    step()  # a second warm-up: the first step also allocated momentum buffers and workspaces
     _, after = peak(step.forward, device)
     highest, _ = peak(step, device)
     return PeakMemory(form.name, highest, peak_of_tensors(step, device) or highest, after, loss)
 
 
 def peak_of_tensors(call: Callable[[], Any], device: torch.device) -> int | None:
-    """Return the peak during a call, not counting workspaces; None on a CPU.
+    """Return the bytes allocated at the peak of a call, not counting workspaces; None on a CPU.
 
-    A workspace is a block that is freed before another block is allocated: an operation allocates it for itself.
+    A block counts as a workspace if it is freed before any other block is allocated: an operation allocated it for its
+    own use.
     """
     if device.type != "cuda":
         return None
@@ -184,7 +185,7 @@ def memory(
         batch: number of images; by default 256 on a GPU and 8 on a CPU.
         size: height and width of the images.
         out: the result file.
-        only: names of the forms to measure besides stock; an unknown name prints the list.
+        only: names of the forms to measure in addition to stock; an unknown name prints the list.
     """
     at_least(1, batch=batch)
     at_least(32, size=size)

@@ -25,7 +25,7 @@ def monitor(steps: int = 500, rounds: int = 15, out: Path = Path("runs/bench/mon
     Args:
         steps: updates per round; 500 make five records at the default every=100.
         rounds: number of rounds, each of which times every contender; the ratio is the median over rounds.
-        out: the result file; the published ones are in results/.
+        out: the result file; published result files are in results/.
     """
     at_least(1, steps=steps, rounds=rounds)
     check_writable(out)

@@ -29,7 +29,7 @@ Mode = Literal[
     "evaluation", "nchw", "float32", "fp16", "bf16-weights", "checkpoint", "accumulate", "ddp", "fsdp2",
 ]  # fmt: skip
 Row = dict[str, Any]
-TURN = "turn"  # yielded to ask for exclusive use of the machine, for timing
+TURN = "turn"  # yielded to ask for exclusive use of the machine while timing
 COMPILED_TOGETHER: tuple[Mode, ...] = ("compiled", "backend")  # timed against the same compiled stock network
 COMPILING: tuple[Mode, ...] = (*COMPILED_TOGETHER, "dynamic", "reduce-overhead", "max-autotune")
 # Relative tolerances. The first losses differ only by rounding in bfloat16; training amplifies that, and compiled
@@ -60,7 +60,7 @@ class Settings:
 
 
 class Measurement(NamedTuple):
-    """Rows of one batch size whose modes are timed against the same stock form."""
+    """A batch size, and the modes that are timed at this size against the same stock network."""
 
     batch: int
     modes: tuple[Mode, ...]
@@ -96,18 +96,19 @@ def convert_pair(name: str, settings: Settings) -> Pair:
     if settings.on_gpu and example.dim() == 4:
         net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         example = example.contiguous(memory_format=torch.channels_last)
-    clock = time.process_time if settings.on_gpu else time.perf_counter  # on a GPU, others may pause this process
+    # On a GPU, this process is paused while another one is timed.
+    clock = time.process_time if settings.on_gpu else time.perf_counter
     began = clock()
     converted = convert(net, example)
     seconds = clock() - began
-    extension.wait()  # it compiles in the background; until it is ready, steps are slower
+    extension.wait()  # the extension compiles in the background; until it is ready, steps are slower
     with torch.no_grad():
         output = network_call.tensors_in(copy.deepcopy(net)(example))[0]
     return Pair(net, converted, example, output.shape[1], seconds, str(converted.report).partition("\n")[0])
 
 
 class Step:
-    """Training steps on one batch: forward, loss, backward, SGD with momentum; for evaluation, only forward."""
+    """Training steps on one batch: forward, loss, backward, SGD with momentum; in evaluation, only forward and loss."""
 
     def __init__(self, net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> None:
         self.model, images = _as_used(net, mode, images)
@@ -150,7 +151,7 @@ def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
         case "compiled":
             return torch.compile(net), images
         case "backend":
-            # Pass the function, because its name is only registered if the package is installed.
+            # Pass the backend as a function, because its name is registered only if the package is installed.
             return torch.compile(net, backend=import_module("batchnorm.dynamo").compile_graph), images
         case "dynamic":
             return torch.compile(net, dynamic=True), images
@@ -203,16 +204,16 @@ class Prepared(NamedTuple):
     step: Callable[[], Tensor]
     losses: list[float]
     first_step_seconds: float
-    peak: int | None  # bytes on a GPU, not counting the memory of other forms
+    peak: int | None  # bytes on a GPU, not counting the memory of other forms; None on a CPU
 
 
 def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepared:
     """Take the first steps of a copy of a network, and measure their time and memory.
 
-    The first step of a compiled network starts without cached code. Its time is CPU time, because other processes may
-    compile at the same time.
+    The first step of a compiled network compiles with empty caches. It is measured in CPU time, because other processes
+    may compile at the same time.
     """
-    gc.collect()  # garbage freed later would be missing from the peak
+    gc.collect()  # garbage that is freed after the line below would make the peak too low
     before = torch.cuda.memory_allocated() - images.nbytes - labels.nbytes if images.is_cuda else 0
     step: Any = Step(copy.deepcopy(net), mode, images, labels)
     compiles = mode in COMPILING
@@ -293,7 +294,8 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: float) -> list[list[float]]:
     """Time the forms alternately; return the seconds per step of each form, round by round.
 
-    It stops as soon as the 95% interval of each form's speedup over the first is narrow, or when time is up.
+    Timing stops as soon as the 95% interval of each form's speedup over the first form is narrow, or when ``seconds``
+    have passed.
     """
 
     def synchronize() -> None:
@@ -368,7 +370,7 @@ def _measure(pair: Pair, modes: tuple[Mode, ...], examples: int, settings: Setti
             form = prepare(pair.stock if mode == "backend" else pair.converted, mode, images, labels)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # record it in the row and continue with the others
+        except Exception as error:  # record the error in the row and continue with the other modes
             rows.append({"mode": mode, "failed": _first_line(error)})
             continue
         if problem := loss_problem(stock.losses, form.losses, mode in COMPILING):
@@ -410,7 +412,7 @@ def results_of(job: NetworkJob, settings: Settings) -> Iterator[tuple[Measuremen
         torch.backends.cudnn.benchmark = True
     try:
         pair = convert_pair(job.network, settings)
-    except Exception as error:  # record it in the rows and continue with other networks
+    except Exception as error:  # record the error in the rows and continue with the other networks
         for unit in job.units:
             yield unit, failed(unit, _first_line(error))
         return

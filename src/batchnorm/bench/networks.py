@@ -2,11 +2,11 @@
 
     python -m batchnorm bench networks --out runs/bench/networks.json
 
-It times whole training steps of a stock network against ``bn.convert(net, example)``: eager, as one CUDA graph and
-under ``torch.compile``. It also times the stock network under ``torch.compile(backend="batchnorm")``. Steps run in bf16
-autocast and channels_last on a GPU, in float32 on a CPU. Both forms start from the same weights and alternate in one
-process. If their losses differ, they are not timed. Rows that the result file already has, for the same code on the
-same machine, are kept.
+The command times whole training steps of a stock network against ``bn.convert(net, example)``: eager, as one CUDA graph
+and under ``torch.compile``. It also times the stock network under ``torch.compile(backend="batchnorm")``. Steps run in
+bf16 autocast and channels_last on a GPU, and in float32 on a CPU. Both networks start from the same weights and
+alternate in one process. If their losses differ, they are not timed. Rows that the result file already has, for the
+same code on the same machine, are kept.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def digest(mode: Mode) -> str:
 
 
 def machine(settings: Settings) -> dict[str, Any]:
-    """Return what all rows of a file have in common: hardware, versions and settings."""
+    """Return the hardware, versions and settings that all rows of a result file must share."""
     env = environment()
     versions = {}
     for package in ("triton", "torchvision", "timm"):
@@ -152,7 +152,7 @@ def machine(settings: Settings) -> dict[str, Any]:
 
 
 def earlier_rows(path: Path, here: dict[str, Any]) -> Report:
-    """Return the rows of a result file that were measured with the same code; those that failed are tried again."""
+    """Return the rows of a result file that were measured with the same code, except those that failed."""
     if not path.exists():
         return {}
     report = read_json(path)
@@ -226,9 +226,9 @@ class _Worker:
 def in_turns(
     jobs: Sequence[NetworkJob], settings: Settings, processes: int, end: float
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Yield the rows of jobs that prepare in parallel and time one at a time, while the others are paused.
+    """Run each job in a process and yield its rows; one process at a time times its steps, while the others are paused.
 
-    If a job's process dies, a new one continues after the unit that killed it.
+    If a job's process dies, a new process continues after the unit that failed.
     """
     waiting, workers = list(jobs), list[_Worker]()
     timing: _Worker | None = None
@@ -304,18 +304,18 @@ def networks(
         networks: torchvision/NAME, timm/NAME, or MODULE:FUNCTION, which returns a classifier, or a classifier and an
             example batch.
         modes: eager, graph (the whole step as one CUDA graph), compiled (both under torch.compile) and backend (the
-            stock network under torch.compile with this library's backend). These four are the default on a GPU, eager
-            on a CPU. dynamic, reduce-overhead and max-autotune compile both networks with that option of
+            stock network under torch.compile with this library's backend). These four are the default on a GPU; eager
+            is the default on a CPU. dynamic, reduce-overhead and max-autotune compile both networks with that option of
             torch.compile. The other modes are eager: evaluation, nchw, float32, fp16 (with a GradScaler), bf16-weights,
-            checkpoint (the blocks of each stage), accumulate (two halves of a batch), ddp and fsdp2 (one process).
+            checkpoint (the blocks of each stage), accumulate (two halves of a batch), ddp and fsdp2 (in one process).
         batches: batch sizes, by default 256 and 32 on a GPU and 8 on a CPU; halved if memory runs out.
         size: height and width of the images, unless the function returns an example.
         device: cpu, cuda, or auto.
-        seconds_per_row: seconds to time a row, at most; timing ends sooner once the speedup is known to 1%.
+        seconds_per_row: the most seconds to time a row; timing ends sooner once the speedup is known to 1%.
         minutes: stop after this many minutes and keep the rows measured so far; run the same command again to continue.
-        jobs: on a GPU, number of processes, which build and compile in parallel and time one at a time.
+        jobs: on a GPU, number of processes; they build and compile networks in parallel, and are timed one at a time.
         cudnn_benchmark: let cuDNN try its algorithms and choose the fastest, which takes a long time.
-        out: the result file; a picture is written next to it. The published ones are in results/.
+        out: the result file; a picture is written next to it. Published result files are in results/.
     """
     end = time.monotonic() + 60 * minutes
     device = find_device(device).type

@@ -3,12 +3,12 @@
 ``batchnorm bench train`` times whole steps (forward, loss, backward, SGD with momentum; bf16 autocast, channels_last,
 replayed as one CUDA graph) of
 
-- stock: ``torch.nn``'s layers as the appendix draws them, torch.compile, fused SGD;
+- stock: the appendix network from ``torch.nn``'s layers, with torch.compile and fused SGD;
 - stock, composed stem: the same, with the stem's two convolutions composed into one;
 - ours: this library's network as ``batchnorm train`` runs it.
 
-Each contender has its own process, so that all compile in parallel; then they are timed alternately. Their losses on
-the same weights and images must agree. A ratio is the median of the ratios within rounds.
+Each contender has its own process, so that all contenders compile in parallel; then they are timed alternately. Their
+losses on the same weights and images must agree. A ratio is the median of the ratios within rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .contenders import OURS, STOCK, STOCK_COMPOSED, warmed_up
 from .gpu_timing import require_gpu
 
 QUESTION = "images per second of the appendix network's training step, ours over stock parts"
-IMAGES = {32: 10_500, 256: 18_500}  # images per second that ours must reach on one H200 at 224 px, by batch size
+IMAGES = {32: 10_500, 256: 18_500}  # the images per second that ours must reach on an H200 at 224 px, by batch size
 OVER_COMPOSED = 2.0  # speedup that ours must reach over stock, composed stem
 LOSS_TOLERANCE = 0.02  # relative, in bfloat16
 
@@ -45,7 +45,7 @@ class StepTime:
 
 
 def measure(ready: Mapping[str, Remote], batch: int, rounds: int) -> list[StepTime]:
-    """Time contenders alternately; the first is stock, the second stock with a composed stem."""
+    """Time contenders alternately; the first is stock, and the second is stock with a composed stem."""
     steps = max(5, 2000 // batch)
     table = [[contender.call("seconds", steps) for contender in ready.values()] for _ in range(rounds)]
     found = []

@@ -15,7 +15,7 @@ BINS = 15
 
 
 class Accuracy(NamedTuple):
-    """Hold the fraction of examples whose label is the first, or among the first five, of the predictions.
+    """The fractions of examples whose label is the first, or among the first five, of the predicted classes.
 
     Paper: Sec. 4.2, "validation accuracy @1"
     """
@@ -63,16 +63,16 @@ def count_correct(
 ) -> Tensor:
     """Count the examples that are correct at 1, those correct at 5, and all examples, in a float64 tensor.
 
-    Ranks can add their tensors up. The network runs in the mode it is in; put it into ``eval()`` first. Empty batches,
-    which a rank may get at the end of an epoch, are skipped. With fewer than five classes every example is correct at
+    The tensors of several ranks can be summed. The network's mode is not changed; call ``eval()`` first. Empty batches,
+    which a rank may get at the end of an epoch, are skipped. With fewer than five classes, every example is correct at
     5.
 
     Args:
         net: a network that returns class scores.
         batches: pairs of uint8 images and labels.
-        prepare: turns the images into the network's input.
+        prepare: a function that turns the images into the network's input.
         device: the device of the counts.
-        bf16: run under autocast.
+        bf16: run the network under autocast to bfloat16.
         loss: a float64 tensor of one element, to which the sum of the examples' cross-entropies is added.
 
     >>> scores = torch.tensor([[3.0, 1.0, 2.0], [3.0, 1.0, 2.0]])
@@ -95,7 +95,7 @@ def count_correct(
 
 
 class Score(NamedTuple):
-    """Hold the errors of class probabilities over all examples of all ranks.
+    """The errors of class probabilities over all examples of all ranks.
 
     Paper: Fig. 4 (top-1 and top-5 error)
     """
@@ -118,14 +118,14 @@ class Score(NamedTuple):
 def score(probabilities: Tensor, labels: Tensor, name: str = "the network") -> Score:
     """Score class probabilities, one row per example; in a distributed run, over the examples of all ranks.
 
-    The calibration error sorts examples by their confidence, the largest probability, into bins B_1 to B_15 of equal
-    width:
+    An example's confidence is its largest probability. For the calibration error, examples are sorted by confidence
+    into bins B_1 to B_15 of equal width:
 
         sum_b |B_b| / n * |accuracy(B_b) - confidence(B_b)|
 
     Args:
-        probabilities: (n, classes); n may be 0 on some ranks.
-        labels: (n,).
+        probabilities: a tensor of shape (n, classes); n may be 0 on some ranks.
+        labels: a tensor of shape (n,).
         name: the network's name in messages.
 
     Raises:
@@ -140,7 +140,7 @@ def score(probabilities: Tensor, labels: Tensor, name: str = "the network") -> S
     confidence = probabilities.amax(1).double() if len(labels) else probabilities.new_zeros(0, dtype=torch.float64)
     finite = probabilities.isfinite().all(1)
     own = probabilities.gather(1, labels[:, None])[:, 0].double()
-    # Clamp probabilities that underflowed to 0, or their loss would be infinite.
+    # Clamp probabilities that underflowed to 0, because their loss would be infinite.
     loss = -own.clamp_min(torch.finfo(torch.float32).tiny).log()
     totals = torch.stack([ranks < 1, ranks < 5, loss, ~finite, torch.ones_like(loss)]).sum(1)
     bins = torch.stack([torch.ones_like(confidence), ranks < 1, confidence], dim=1)

@@ -13,7 +13,7 @@ Count = Literal[1, 10, 144]
 
 
 class Square(NamedTuple):
-    """Hold a square of an image in whole pixels; right and bottom are exclusive."""
+    """A square in an image, in whole pixels; right and bottom are exclusive."""
 
     left: int
     top: int
@@ -23,16 +23,16 @@ class Square(NamedTuple):
 
 @dataclass(frozen=True)
 class Crops:
-    """Describe the crops of an image that a network sees; their class probabilities are averaged.
+    """The crops of an image that a network sees; the class probabilities of all crops are averaged.
 
-    The image is resized once for each of ``scales``, which becomes its short side; an image smaller than that is
-    enlarged, so any image has all crops. Each resized image gives squares whose side is its short side: one at the
+    The image is resized once for each of ``scales``, so that its short side equals the scale. Smaller images are
+    enlarged, so every image has all crops. Each resized image gives squares whose side is its short side: one at the
     centre, or three at the left, centre and right (top, centre and bottom of a tall image). Each square gives crops of
     ``size``: its centre; with ``corners`` also its corners; with ``whole`` also the square itself, resized. ``mirror``
     adds the mirror image of each crop.
 
-    Without scales there is one crop, the centre that validation during training uses
-    (:func:`batchnorm.data.crop_boxes.centre_box`), so that both give the same accuracy.
+    Without scales there is one crop, the centre square that validation during training uses
+    (:func:`batchnorm.data.crop_boxes.centre_box`), so evaluation gives the same accuracy as validation.
 
     Args:
         size: height and width of the crops, the network's input.
@@ -115,7 +115,7 @@ def resized(width: int, height: int, scale: int) -> tuple[int, int]:
 
 
 def square_boxes(width: int, height: int, squares: int) -> tuple[Square, ...]:
-    """Return the squares of a resized image: left, centre and right of a wide one, top to bottom of a tall one.
+    """Return the squares of a resized image: from left to right in a wide image, from top to bottom in a tall one.
 
     >>> square_boxes(341, 256, 3)[1]
     Square(left=42, top=0, right=298, bottom=256)

@@ -16,7 +16,7 @@ from .square_crops import SquareBatches
 
 
 class Member(NamedTuple):
-    """Hold a network's own score, and the score of the mean of all networks added so far.
+    """A network's own score, and the score of the mean of all networks added so far.
 
     Paper: Sec. 4.2.3
     """
@@ -27,7 +27,7 @@ class Member(NamedTuple):
 
 
 class EnsembleReport(NamedTuple):
-    """Hold the scores of networks and of their mean; ``print`` it for a table.
+    """The scores of networks and of their mean. ``print`` shows them as a table.
 
     Paper: Sec. 4.2.3; Fig. 4
     """
@@ -35,9 +35,9 @@ class EnsembleReport(NamedTuple):
     crops: int
     members: tuple[Member, ...]
     disagreement: float | None
-    """how often two networks' first choices differ, over images and pairs; None for one network"""
+    """how often two networks' first choices differ, over all images and pairs of networks; None for one network"""
     enlarged: int
-    """images smaller than the crop, which were enlarged"""
+    """number of images that were enlarged because they are smaller than the crop"""
     corrupt: tuple[CorruptFile, ...]
 
     @property
@@ -70,7 +70,7 @@ class Ensemble:
 
         p(y | image) = 1/K sum_k p_k(y | image)
 
-    It keeps one sum of probabilities and one count of first choices for each image and class.
+    The ensemble stores one sum of probabilities and one count of first choices for each image and class.
 
     >>> ensemble, labels = Ensemble(), torch.tensor([0, 1])
     >>> a = ensemble.add("a", torch.tensor([[0.8, 0.2], [0.6, 0.4]]), labels)
@@ -88,7 +88,7 @@ class Ensemble:
         self._labels: Tensor | None = None
 
     def add(self, name: str, probabilities: Tensor, labels: Tensor) -> Member:
-        """Add a network's probabilities for this rank's images; every rank must call this.
+        """Add a network's probabilities for this rank's images; every rank must call this method.
 
         Raises:
             ValueError: if a probability is NaN, or the images differ from those of earlier networks.
@@ -119,7 +119,7 @@ class Ensemble:
         return self._sum / len(self.members)
 
     def report(self, crops: int, last: Predictions) -> EnsembleReport:
-        """Return the report; every rank must call this.
+        """Return the report; every rank must call this method.
 
         Args:
             crops: the number of crops of each image that were averaged.
@@ -132,7 +132,8 @@ class Ensemble:
     def disagreement(self) -> float | None:
         """Return how often two networks' first choices differ, over all images and pairs; None for a single network.
 
-        If v_c of K networks choose class c for an image, it is the mean of 1 - sum_c v_c (v_c - 1) / (K (K - 1)).
+        If v_c of K networks choose class c for an image, the result is the mean over images of
+        1 - sum_c v_c (v_c - 1) / (K (K - 1)).
         """
         k = len(self.members)
         if k < 2 or self._votes is None:
@@ -148,15 +149,17 @@ def evaluate_networks(
 ) -> EnsembleReport:
     """Score networks and the mean of their class probabilities, with one network in memory at a time.
 
-    In a distributed run every rank calls this with its own part of the images and gets the scores over all images.
+    In a distributed run, every rank calls this function with its own part of the images and gets the scores over all
+    images.
 
     Args:
         networks: functions that build or load each network, by name.
-        batches: from :func:`batchnorm.evaluate.open_squares`; each network passes over them once.
+        batches: the images, from :func:`batchnorm.evaluate.open_squares`; each network sees them once.
         batch_size: crops per forward pass.
 
     Raises:
-        ValueError: if there are no networks, or if one does not fit the data or has diverged; the message names it.
+        ValueError: if there are no networks, or if a network does not fit the data or has diverged; the message names
+            the network.
 
     Paper: Sec. 4.2.3; Fig. 4
     """

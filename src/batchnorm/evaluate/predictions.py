@@ -63,7 +63,7 @@ class MeanProbabilities(nn.Module):
     def forward(self, squares: Squares) -> Tensor:
         """Return one row of probabilities for each image of the step."""
         device = self.normalize.shift.device
-        # Nothing here waits for the device, so the next step's squares are copied while it computes this step's.
+        # The host does not wait for the device here, so it can load the next step's squares while the device computes.
         levels = [self._level(pixels.to(device, non_blocking=True).movedim(-1, 1)) for pixels in squares.pixels]
         rows = squares.rows.to(device, non_blocking=True)
         return torch.stack(levels).mean(0)[rows].mean(1)
@@ -71,7 +71,7 @@ class MeanProbabilities(nn.Module):
     def _level(self, squares: Tensor) -> Tensor:
         """Return each square's mean probabilities over its crops."""
         views = cut_views(squares, self.crops).flatten(0, 1)
-        # Even parts: a small last one would leave the device idle.
+        # Use parts of equal size: a small last part would not keep the device busy.
         parts = max(1, round(len(views) / self.batch_size))
         probabilities = torch.cat([self.probabilities(part) for part in views.tensor_split(parts)])
         return probabilities.view(self.crops.per_square, -1, probabilities.shape[1]).mean(0)
@@ -84,7 +84,7 @@ class MeanProbabilities(nn.Module):
 
 
 class Predictions(NamedTuple):
-    """Hold the class probabilities that one network gives this rank's images.
+    """The class probabilities that one network gives this rank's images.
 
     Paper: Sec. 4.2.3
     """
@@ -95,7 +95,7 @@ class Predictions(NamedTuple):
     examples: Tensor
     """the index of each image in its split"""
     enlarged: int
-    """images smaller than the crop"""
+    """number of images that are smaller than the crop"""
     corrupt: tuple[CorruptFile, ...]
 
 
@@ -112,14 +112,14 @@ def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, na
         name: the network's name in messages.
 
     Raises:
-        ValueError: if the network does not take such images, or its number of classes is not that of the data.
+        ValueError: if the network does not take images of this size, or has another number of classes than the data.
 
     Paper: Sec. 4.2.3, "multicrop inference"
     """
     mean = MeanProbabilities(net, batches.crops, batch_size).to(batches.device)
     rows = batches.num_examples
     probabilities = torch.empty(rows, len(batches.classes), device=batches.device)
-    labels, examples = torch.empty(2, rows, dtype=torch.int64)  # on the host: a copy now would wait for the device
+    labels, examples = torch.empty(2, rows, dtype=torch.int64)  # on the host: copying them would wait for the device
     corrupt: list[CorruptFile] = []
     done = enlarged = 0
     with evaluating(net):
@@ -138,7 +138,7 @@ def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, na
 
 
 def check_fits(mean: MeanProbabilities, classes: int, name: str) -> None:
-    """Try the network on one black image, on every rank, so that all of them stop if it does not fit.
+    """Try the network on one black image, on every rank, so that all ranks stop if the network does not fit.
 
     Raises:
         ValueError: for the same reasons as :func:`predict`.

@@ -29,26 +29,27 @@ LONG = 3
 
 
 class Squares(NamedTuple):
-    """Hold the squares of one step's images.
+    """The squares of one step's images.
 
-    All squares of one scale have the same size, whatever their images' shapes, so they are one tensor.
+    All squares of one scale have the same size, whatever their images' shapes, so one tensor holds them.
     """
 
     pixels: list[Tensor]
     """uint8 of shape (squares, side, side, 3), one for each scale"""
     rows: Tensor
-    """(images, squares): the index of each image's squares in ``pixels``; a square image has one, used for all three"""
+    """the indices of each image's squares in ``pixels``, of shape (images, squares); a square image has only one
+    square, whose index is repeated"""
     labels: Tensor
     examples: Tensor
     """the index of each image in its split"""
     enlarged: int
-    """images smaller than the crop"""
+    """number of images that are smaller than the crop"""
     corrupt: list[CorruptFile]
 
 
 @dataclass(frozen=True)
 class SquareReader(Dataset[Squares]):
-    """Read and decode images, and cut them into squares; corrupt ones are left out and listed."""
+    """Read and decode images, and cut them into squares; corrupt images are left out and listed."""
 
     source: ImageSource
     crops: Crops
@@ -134,7 +135,7 @@ def open_squares(
     world_size: int = 1,
     device: torch.device | str = "cpu",
 ) -> SquareBatches:
-    """Open a split of an image folder or of tar shards for evaluation: every image exactly once over all ranks.
+    """Open a split of an image folder or of tar shards for evaluation; all ranks together see every image exactly once.
 
     Args:
         path: a folder with SPLIT/CLASS/*.jpg or with SPLIT-*.tar.
@@ -177,7 +178,7 @@ def decode(data: bytes) -> Tensor:
 def cut_squares(image: Tensor, crops: Crops) -> list[Tensor]:
     """Return the squares of an image for each scale, in tensors of shape (squares, side, side, 3).
 
-    The left, centre and right squares of a square image are the same: it is returned once.
+    The left, centre and right squares of a square image are the same, so only one of them is returned.
 
     >>> [tuple(squares.shape) for squares in cut_squares(torch.zeros(48, 64, 3, dtype=torch.uint8), Crops.of(10, 32))]
     [(1, 37, 37, 3)]

@@ -62,7 +62,7 @@ def report(options: Report) -> Path:
 
     Raises:
         FileNotFoundError: if a folder holds no run.
-        ValueError: if a file does not belong to a run; the message names it.
+        ValueError: if a file does not belong to a run; the message names the file.
     """
     check_writable(options.out)
     runs = read_runs(options.runs)
@@ -76,13 +76,13 @@ def report(options: Report) -> Path:
 def write_report(
     runs: Sequence[Run], path: Path, *, title: str | None = None, sections: Sequence[PageSection] | None = None
 ) -> Path:
-    """Write the page for these runs to ``path``; it is one file and loads nothing else.
+    """Write the page for these runs to ``path``. The page is a single file that loads no other files.
 
     Args:
         runs: the runs to compare.
         path: the file to write.
-        title: the page's title; by default it is made from the runs.
-        sections: headings, texts and tables about the runs; by default Section 4.1's claims.
+        title: the page's title; by default, a title made from the runs.
+        sections: headings, texts and tables about the runs; by default, Section 4.1's claims.
     """
     # A lone surrogate, from an undecodable file name or a JSON string, cannot be encoded in UTF-8.
     write_atomically(path, render(runs, title=title, sections=sections).encode(errors="replace"))
@@ -116,7 +116,7 @@ def _hash(text: str) -> str:
 
 
 def _inert(data: Any) -> str:
-    """Return JSON without anything that HTML parses as markup: a name may hold "</script>"."""
+    """Return JSON without characters that HTML parses as markup: a run's name may contain "</script>"."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"})
 

@@ -26,7 +26,7 @@ ACCURACIES = ("accuracy", "top1")
 
 @dataclass(frozen=True)
 class Run:
-    """Hold the contents of one run's folder."""
+    """The contents of one run's folder."""
 
     name: str
     config: dict[str, Any]
@@ -55,11 +55,11 @@ class Run:
         return [layer for layer in first if all(layer in p for p in others)]
 
     def typical(self, layer: str) -> int:
-        """Return the unit of a layer whose drift is the median."""
+        """Return the unit of a layer that has the median drift."""
         return typical_unit(self.percentiles, layer) if len(self.percentiles) > 1 else 0
 
     def steps_to(self, accuracy: float) -> int | None:
-        """Return the first step that reached this accuracy, or None."""
+        """Return the first step that reached this accuracy, or None if no step did."""
         return next((step for step, value in self.accuracy if value >= accuracy), None)
 
     def drift_curve(self, layer: str, of: Literal["z", "x"]) -> Curve:
@@ -91,7 +91,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
     Raises:
         FileNotFoundError: if a path holds no run.
-        ValueError: if there is no path, or if a file does not belong to a run; the message names it.
+        ValueError: if there is no path, or if a file does not belong to a run; the message names the file.
     """
     if not paths:
         raise ValueError("give at least one run folder")
@@ -102,12 +102,12 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             raise FileNotFoundError(f"{path}: no metrics.jsonl in it or below it; give the folder of a run")
         folders += [p for p in found if p not in folders]
     runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-    # The baseline first, as in the paper's figures.
+    # Put the baseline first, as in the paper's figures.
     return sorted(runs, key=lambda run: run.config.get("batch_norm") is not False) if len(paths) == 1 else runs
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Name runs after the last part of their path, or after a longer part if that is not unique."""
+    """Name runs after the last part of their path, or after a longer part if two runs have the same last part."""
     last = [_printable(f.resolve().name) for f in folders]
     if len(set(last)) == len(last):
         return last
@@ -205,7 +205,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if text.strip():
                 yield where, parse_json(text, where)
         except ValueError:
-            # An unterminated last line: the run was killed, or is still writing.
+            # The last line may be incomplete, because the run was killed or is still writing it.
             if number < len(lines):
                 raise
 

@@ -19,7 +19,7 @@ HALVED = "*"
 
 
 def alternatives(results: Path) -> str:
-    """Return a table of what the usual tools cannot do, with a test or a result file, and of what to use instead."""
+    """Return a table of what the usual tools cannot do, with a test or result file as evidence, and what to use."""
     steps, kernels = read(results, NETWORKS), read(results, "kernels-h200.json")
     resnet = next(
         (
@@ -79,7 +79,7 @@ def _over_compile(kernels: Result) -> float:
 
 
 def networks(results: Path) -> str:
-    """Return the speedups of real networks as Markdown; empty if they are not yet measured."""
+    """Return the speedups of real networks as Markdown; an empty string if they are not measured yet."""
     result = read(results, NETWORKS)
     if result is None:
         return ""
@@ -122,7 +122,7 @@ def _speedup(row: Result | None) -> str:
 
 
 def _footnotes(result: Result, measured: list[str]) -> str:
-    """Return which goals are missed, which modes are not measured, and which batches did not fit."""
+    """Return a text on which goals are missed, which modes are not measured, and whether batches were halved."""
     judged = [bar for bar in result["bars"] if bar["reached"] is not None]
     missed = [
         f"{bar['what']} {bar['measured']:.2f} (to be at {'least' if bar['at_least'] else 'most'} {bar['wanted']:g})"
@@ -142,7 +142,7 @@ def _footnotes(result: Result, measured: list[str]) -> str:
 
 
 def _other_uses(rows: list[Result], names: list[str]) -> list[str]:
-    """Return a line for each network and batch size that was timed in other modes."""
+    """Return a line for each network and batch size that was timed in modes that the table does not show."""
     found: dict[tuple[str, int], list[str]] = {}
     for row in rows:
         if row["mode"] not in MODES:
@@ -252,6 +252,6 @@ SPEED = [
 
 
 def speeds(results: Path) -> str:
-    """Return the table of all other benchmarks as Markdown; rows without a result file say "not yet run"."""
+    """Return the table of the benchmarks in SPEED as Markdown; rows without a result file say "not yet run"."""
     header = ["what", "command", "measured", "on"]
     return table([header, *([row.what, f"`batchnorm {row.command}`", *cells(row, results)] for row in SPEED)])

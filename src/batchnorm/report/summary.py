@@ -185,7 +185,7 @@ def _error(value: float | None) -> str:
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """Return the text of every page with markers, updated between them."""
+    """Return every page that has markers, with the text between its markers updated."""
     results = root / "results"
     contents = {
         "README.md": [alternatives(results), networks(results), speeds(results), paper(results), figures(results)]
@@ -219,13 +219,13 @@ def _fine_tuning(r: Result) -> str:
 
 
 def _beneath(text: str) -> str:
-    """Return a page as a section of another: without its title, its headings one level lower."""
+    """Return a page as a section of another page: without its title, and with its headings one level lower."""
     lines = [line for line in text.splitlines() if not line.startswith("# ")]
     return "\n".join(f"#{line}" if line.startswith("#") else line for line in lines).strip()
 
 
 def _between_markers(page: str, texts: list[str]) -> str:
-    """Return a page with the texts, in order, between its pairs of markers."""
+    """Return a page with these texts between its pairs of markers, in order."""
     before, *rest = page.split(MARKERS[0])
     return before + "".join(
         f"{MARKERS[0]}\n{text}\n{MARKERS[1]}{part.partition(MARKERS[1])[2]}"

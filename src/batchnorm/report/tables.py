@@ -11,7 +11,7 @@ Result = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """Hold one line: the claim or question, the command that answers it, and how to read its result file."""
+    """A row: the claim or question, the command that answers it, and a function that reads the result file."""
 
     what: str
     command: str
@@ -27,7 +27,7 @@ def read(results: Path, file: str) -> Result | None:
 
 
 def cells(row: Row, results: Path) -> list[str]:
-    """Return a row's measurement, linked to its result file, and the machine."""
+    """Return two cells: the row's measurement with a link to its result file, and the machine."""
     result = read(results, row.file)
     if result is None:
         return ["not yet run", ""]
@@ -43,7 +43,7 @@ def machine(result: Result) -> str:
 
 
 def table(rows: list[list[str]]) -> str:
-    """Return rows as a Markdown table; the first is the header.
+    """Return rows as a Markdown table; the first row is the header.
 
     >>> print(table([["a", "b"], ["1", "2"]]))
     | a | b |

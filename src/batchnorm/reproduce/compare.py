@@ -52,22 +52,22 @@ def compare(
     jobs: int = 1,
     minutes: float | None = None,
 ) -> None:
-    """Train your network without and with batch normalization at several rates, and compare best against best.
+    """Train your network without and with batch normalization at several rates, and compare both at their best rates.
 
-    If the network has batch normalization, it is compared with a copy without it; otherwise, with a copy into which
-    batch normalization is inserted.
+    A network with batch normalization is compared with a copy from which it is removed. A network without batch
+    normalization is compared with a copy into which it is inserted.
 
     Each run has its own folder below --out, by default runs/compare-NAME. At the end, report.html and compare.json are
     written there. After an interruption, run the same command again to resume; with more --rates or --seeds, only the
     missing runs are trained.
 
     Args:
-        options: data, folder, device, how often to report.
+        options: data, folder, device and how often to report.
         recipe: the run of the paper whose schedule and augmentation to use.
         overrides: fields of the recipe to change.
         rates: learning rates to try.
-        seeds: runs of each network at each rate.
-        jobs: runs to train in parallel.
+        seeds: number of runs of each network at each rate.
+        jobs: number of runs to train in parallel.
         minutes: save and stop after this many minutes.
 
     Paper: Fig. 2, for a network of your own
@@ -127,10 +127,10 @@ def compare(
 
 
 def _changes(recipe: Recipe, classes: int) -> dict[bool, Change]:
-    """Return the changes that give the network without and with batch normalization, and try both.
+    """Return the changes that give the network without and with batch normalization, after building and folding both.
 
     Raises:
-        ValueError: if one of the two cannot be built, trained or folded.
+        ValueError: if one of the two networks cannot be built, trained or folded.
     """
     has = any(isinstance(m, TorchBatchNorm) for m in recipe.network(classes).modules())
     changes: dict[bool, Change] = {False: "remove", True: "as-is"} if has else {False: "as-is", True: "insert"}
@@ -186,7 +186,7 @@ class SeedRuns:
 
     @cached_property
     def accuracies(self) -> list[float]:
-        """Each seed's final validation accuracy, of the folded network; 0 if the run diverged."""
+        """The final validation accuracy of each seed's folded network; 0 if the run diverged."""
         return [read_json(job.folder / "result.json")["top1"] or 0.0 for job in self.jobs]
 
     @property
@@ -263,12 +263,12 @@ def verdict(gap: float, low: float, high: float) -> str:
 
 
 def publish(networks: Mapping[tuple[bool, float], SeedRuns], out: Path, **told: Any) -> None:
-    """Compare best against best, write compare.json and report.html, and print the result.
+    """Compare the two networks at their best rates, write compare.json and report.html, and print the result.
 
     Args:
         networks: the runs, by whether they have batch normalization and by rate.
         out: folder for the files.
-        told: other entries of compare.json.
+        told: further entries of compare.json.
 
     Paper: Figs. 2, 3
     """

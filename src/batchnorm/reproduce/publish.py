@@ -33,7 +33,7 @@ class Experiment:
     processes: int | None = None
     """Number of processes; by default one per core."""
     out: Path = Path("runs")
-    """Folder for the JSON result and its picture; the published ones are in results/."""
+    """Folder for the JSON result and its picture; published results are in results/."""
 
     def __post_init__(self) -> None:
         given = vars(self)
@@ -66,11 +66,11 @@ def publish(
 ) -> dict[str, Any]:
     """Write ``name.json`` and ``name.png`` to ``options.out``, print the result and return the file's content.
 
-    The verdicts map statements that follow from the claim to whether they hold here.
+    ``verdicts`` maps each statement that follows from the claim to whether the statement holds here.
     """
     name, out = options.name, options.out
     given = {key: value for key, value in asdict(options).items() if key != "out"}
-    # map_on_cores gives each run one thread, whatever this process uses.
+    # map_on_cores gives each run one thread, however many threads this process uses.
     result = {"claim": claim, "options": given, "environment": {**environment(), "threads": 1}, **findings}
     result["verdicts"] = dict(verdicts)
     path = write_json(out / f"{name}.json", result)

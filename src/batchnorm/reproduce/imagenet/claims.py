@@ -15,9 +15,9 @@ from .result_files import Finished
 
 CONFIRMED, REFUTED, UNRESOLVED, NOT_RUN = "confirmed", "refuted", "not resolved", "not run yet"
 NOT_TESTED = "not tested"
-# It takes this many seeds of each network to confirm or refute a claim. With fewer it is "seen" or "not seen".
+# A claim is confirmed or refuted only with this many seeds of each network. With fewer, it is "seen" or "not seen".
 SEEDS = 3
-# If a normalized network diverges within this many steps, the arithmetic is suspect (see `trusted`).
+# If a normalized network diverges within this many steps, broken arithmetic is the likely cause (see `trusted`).
 EARLY = 100
 # A network overfits visibly if its training accuracy exceeds its validation accuracy by more than GAP, and its
 # validation loss ends at more than RISE times its lowest value.
@@ -28,7 +28,7 @@ TRAINS, ERRORS = 10, 4
 
 
 class Verdict(NamedTuple):
-    """Hold a claim, the paper's number for it, the verdict, and the measurements behind the verdict."""
+    """A claim, the paper's number for it, the verdict, and the measurements behind the verdict."""
 
     claim: str
     paper: str
@@ -43,7 +43,7 @@ def trusted(finished: Mapping[str, Finished]) -> tuple[dict[str, Finished], list
     """Return the runs that verdicts may use, and the names of the others.
 
     If a normalized network diverges within the first steps, broken arithmetic is the likely cause, and unnormalized
-    networks that fail in the same way say nothing about their learning rate. None of these runs count.
+    networks that fail in the same way say nothing about their learning rate. Verdicts use none of these runs.
     """
     early = [name for name, one in finished.items() if one.diverged and one.result["steps"] <= EARLY]
     if not any(finished[name].run.recipe.batch_norm for name in early):
@@ -118,7 +118,7 @@ def _a_fourteenth_of_the_steps(inception: Seeds, x5: Seeds) -> Verdict:
 def fewer_steps(
     name: str, claim: str, inception: Seeds, network: Seeds, enough: Callable[[float], bool], paper: str
 ) -> Verdict:
-    """Judge how many times fewer steps a network takes to reach Inception's best accuracy, in every pairing of seeds.
+    """Judge how many times fewer steps a network takes to reach Inception's best accuracy, for every pairing of seeds.
 
     Paper: Fig. 3
     """
@@ -160,7 +160,7 @@ def slower_start(inception: Seeds, x5: Seeds, x30: Seeds) -> Verdict:
 
 
 def ends_higher(x5: Seeds, x30: Seeds) -> Verdict:
-    """Judge whether BN-x30's best accuracy is higher than BN-x5's, in every pairing of seeds.
+    """Judge whether BN-x30's best accuracy is higher than BN-x5's, for every pairing of seeds.
 
     Paper: Sec. 4.2.2, "a higher final accuracy"
     """
@@ -222,9 +222,9 @@ def _how_they_went(network: Seeds) -> str:
 def wider_range(finished: Mapping[str, Finished]) -> Verdict:
     """Judge whether the network with batch normalization trains at rates at which the network without it does not.
 
-    If the plan trains BN-Baseline at five times Inception's rate, the claim holds if it trains there and Inception
-    fails. Otherwise both sweeps must end at the same rate, and it holds if the highest rate that trains is higher with
-    BN.
+    If the plan trains BN-Baseline at five times Inception's rate, the claim holds if BN-Baseline trains at that rate
+    and Inception fails. If the plan does not, both sweeps must end at the same rate, and the claim holds if the highest
+    rate that trains is higher with BN.
 
     Paper: Sec. 3.3
     """
@@ -259,10 +259,10 @@ def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
 
 
 def less_dropout(finished: Mapping[str, Finished]) -> Verdict:
-    """Judge whether, within noise, a normalized network is as accurate with less dropout, or none, as with the most.
+    """Judge whether a normalized network is, within noise, as accurate with less dropout as with the most dropout.
 
     The claim is tested only if there is overfitting for dropout to prevent: without dropout, the network with BN or the
-    one without it must overfit visibly in all its seeds.
+    network without BN must overfit visibly in all its seeds.
 
     Paper: Sec. 3.4
     """

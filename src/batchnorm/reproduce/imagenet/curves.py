@@ -13,7 +13,7 @@ from ...train.metrics import steps_to
 from .result_files import Finished
 
 Curve = list[tuple[int, float]]
-# A baseline that rises by less than this over its last quarter has leveled off.
+# A baseline has leveled off if its accuracy rises by less than this over its last quarter.
 LEVEL = 0.01
 # Student's t, two-sided 95%, by degrees of freedom.
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -35,7 +35,7 @@ class Seeds:
 
     @property
     def curve(self) -> Curve:
-        """The mean over seeds at the steps that all of them have."""
+        """The mean of the seeds' curves, at the steps that all of them have."""
         return mean_curve([run.points for run in self.runs])
 
     @property
@@ -50,7 +50,7 @@ class Seeds:
 
 
 def seeds_of(finished: Mapping[str, Finished], group: str, variant: str, **changed: Any) -> Seeds:
-    """Return the runs of a group that derive from a variant and whose recipes have these values."""
+    """Return the runs of a group that derive from a variant and whose recipes have the values in ``changed``."""
     return Seeds(
         tuple(
             one
@@ -73,7 +73,7 @@ def network_of(finished: Mapping[str, Finished], variant: str) -> Seeds:
 
 
 def unnormalized(finished: Mapping[str, Finished]) -> dict[str, Seeds]:
-    """Return Figure 2's networks without batch normalization by names that say what is changed in them."""
+    """Return Figure 2's networks without batch normalization, by names that tell what the plan changes in them."""
     networks: dict[str, list[Finished]] = {}
     for one in finished.values():
         recipe = one.run.recipe
@@ -85,7 +85,7 @@ def unnormalized(finished: Mapping[str, Finished]) -> dict[str, Seeds]:
 
 
 def tuned_baseline(finished: Mapping[str, Finished]) -> tuple[str, Seeds] | None:
-    """Return the unnormalized network of Figure 2 with the highest accuracy, and its name."""
+    """Return the name and the runs of the unnormalized network with ReLU in Figure 2 that has the highest accuracy."""
     networks = {
         k: seeds for k, seeds in unnormalized(finished).items() if seeds.runs[0].run.recipe.activation == "relu"
     }
@@ -105,7 +105,7 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     if not curves:
         return []
     tables = [dict(curve) for curve in curves]
-    # Rounded, so that a mean of equal numbers is the number itself and counts as reached.
+    # Round the mean, so that the mean of equal numbers is exactly that number and counts as reached.
     return [
         (step, round(statistics.fmean(table[step] for table in tables), 9))
         for step, _ in curves[0]
@@ -123,7 +123,7 @@ def best(curve: Curve) -> tuple[int, float] | None:
 
 
 def times_fewer(baseline: Curve, curve: Curve) -> float | None:
-    """Return how many times fewer steps a network takes to reach the baseline's best accuracy; None if it never does.
+    """Return how many times fewer steps a curve takes to reach the baseline's best accuracy; None if it never does.
 
     >>> times_fewer([(100, 0.3), (200, 0.5)], [(40, 0.5)])
     5.0
@@ -154,7 +154,7 @@ def at(curve: Curve, step: float) -> tuple[int, float] | None:
 
 
 def behind_until(curve: Curve, other: Curve) -> int | None:
-    """Return the last step before the other curve first catches up; None if the other does not start behind.
+    """Return the last step before the other curve first catches up; None if the other curve does not start behind.
 
     >>> behind_until([(1, 0.2), (2, 0.3), (3, 0.4)], [(1, 0.1), (2, 0.2), (3, 0.5)])
     2
@@ -167,7 +167,7 @@ def behind_until(curve: Curve, other: Curve) -> int | None:
 
 
 def noise(values: Sequence[float]) -> float | None:
-    """Return how far one more run can be from the mean of these by chance: half the 95% prediction interval.
+    """Return how far one more run can be from the mean of these values by chance: half the 95% prediction interval.
 
     This is t s sqrt(1 + 1/n), with s the standard deviation over the n values; None for fewer than two values.
 

@@ -42,7 +42,7 @@ from .training import Training
 FURTHER = ("paper-rates", "dropout")  # the library's plans besides the default one
 PAPERS_RATES = "the paper's rates"
 TITLE = "Figures 2 and 3: Inception and its batch-normalized variants"
-NAMED = 8  # unfinished runs that the command prints by name
+NAMED = 8  # the most unfinished runs that the command prints by name
 # Each network's color, line style and name in the paper.
 LINES = {
     "inception": ("#8b8a84", "--", "Inception"),
@@ -61,7 +61,8 @@ class Fig2(Session):
     """Train the networks of Section 4.2 according to a plan, and draw Figures 2 and 3 from the finished runs.
 
     You can spread the runs over several sessions and machines: each run writes its own result file, and the same
-    command resumes where it stopped. Without --data nothing is trained, and the figures are drawn from the files.
+    command resumes where it stopped. Without --data, nothing is trained, and the figures are drawn from the result
+    files.
 
     Paper: Sec. 4.2.1, 4.2.2; Figs. 2, 3
     """
@@ -84,7 +85,7 @@ class Fig2(Session):
 
 @dataclass(frozen=True)
 class Study:
-    """A plan, its finished runs, and those that do not count."""
+    """A plan, its finished runs that verdicts may use, and the names of the finished runs that they may not use."""
 
     plan: Plan
     finished: dict[str, Finished]
@@ -99,7 +100,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Studies:
-    """The runs of the plan and, if it is the library's, those of the further plans."""
+    """The study of the chosen plan; for a plan of the library, the studies of the library's other plans as well."""
 
     main: Study
     paper_rates: Study | None = None
@@ -116,7 +117,7 @@ class Studies:
 
     @property
     def shown(self) -> Study:
-        """The study in Figures 2 and 3: the one at the paper's rates until the main one has a baseline."""
+        """The study in Figures 2 and 3: the main study or, until it has a baseline, the one at the paper's rates."""
         if self.paper_rates is None or network_of(self.main.finished, "inception"):
             return self.main
         return self.paper_rates
@@ -128,7 +129,7 @@ class Studies:
 
     @property
     def missing(self) -> dict[str, str]:
-        """The runs that are not finished, and why."""
+        """The names of the runs that are not finished, with the reasons."""
         return {name: why for study in self.all for name, why in study.plan.missing(study.finished).items()}
 
 
@@ -304,7 +305,7 @@ def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
 
 
 def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
-    """Draw all steps, and beside them the first quarter, or less if a network ran for less."""
+    """Draw one panel of all steps, and one of the first quarter, or of fewer steps if a network ran for fewer."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
     for axis in axes:
         _curves(axis, finished)
@@ -339,7 +340,7 @@ def _curves(axis: Any, finished: Mapping[str, Finished]) -> None:
 
 
 def drawn(finished: Mapping[str, Finished]) -> dict[str, tuple[Seeds, str, Any]]:
-    """Return the networks of Figure 2, the paper's and the best unnormalized one, with color and line style."""
+    """Return the paper's networks and the best unnormalized network, with their colors and line styles in Figure 2."""
     found: dict[str, tuple[Seeds, str, Any]] = {
         name: (network_of(finished, variant), tint, style) for variant, (tint, style, name) in LINES.items()
     }

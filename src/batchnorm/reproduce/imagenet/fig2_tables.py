@@ -1,4 +1,4 @@
-"""Figure 3 and the tables beside it, as rows of text: rates, dropout, the seven modifications, failures, the runs."""
+"""Figure 3 and further tables as rows of text: rates, dropout, the seven modifications, failures and the runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .curves import (
 from .result_files import Finished
 
 Rows = list[list[str]]
-# The paper's Figure 3: steps to 72.2%, how many times fewer steps that is than Inception takes, and maximum accuracy.
+# The paper's Figure 3: steps to 72.2%, how many times fewer steps these are than Inception's, and maximum accuracy.
 PAPER = {
     "inception": ("31.0M", "1.0", "72.2%"),
     "bn-baseline": ("13.3M", "2.3", "72.7%"),
@@ -79,7 +79,7 @@ def markdown(parts: Sequence[Section]) -> str:
 
 
 def show_accuracy(one: Finished | None, key: str = "top1") -> str:
-    """Return a run's accuracy at the end, or why there is none."""
+    """Return a run's accuracy at the end, or the reason why it has none."""
     if one is None:
         return "not run yet"
     if one.diverged:
@@ -107,7 +107,7 @@ def show_name(name: str) -> str:
 
 
 def figure3(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate steps to the baseline's best accuracy, maximum accuracy and steps to it, beside the paper's.
+    """Tabulate steps to the baseline's best accuracy, maximum accuracy and steps to it, with the paper's numbers.
 
     Paper: Fig. 3
     """
@@ -241,7 +241,7 @@ def _rates_text(sweeps: Mapping[str, Seeds]) -> str:
 
 
 def dropout(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate training and validation accuracy by dropout with and without batch normalization."""
+    """Tabulate the training and validation accuracy for each dropout probability, with and without BN."""
     networks = [seeds_of(finished, "dropout", name) for name in ("inception", "bn-baseline")]
     rows = [
         ["dropout", *(f"{name}: {what}" for name in ("without BN", "with BN") for what in ("training", "validation"))]
@@ -273,7 +273,7 @@ def _repeated(finished: Mapping[str, Finished]) -> float | None:
 
 
 def ablation(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate BN-x5 without each modification; a difference within the noise of its seeds is not resolved."""
+    """Tabulate BN-x5 without each modification; a difference within the noise of BN-x5's seeds is not resolved."""
     seeds = unchanged_seeds_of(finished, "ablation", "bn-x5").final
     spread = noise(seeds)
     rows = [["modification", "BN-x5 without it", "the modification gives", ""]]

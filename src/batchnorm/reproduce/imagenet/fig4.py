@@ -26,9 +26,9 @@ KEPT = ("recipe", "weights", "crops", "environment")
 class Fig4(Session):
     """Train the six networks of Section 4.2.3, evaluate them with 1 and 144 crops, and write Figure 4 as a table.
 
-    You can spread the members over several sessions and machines: each writes a result file and its probabilities,
-    and the same command resumes where it stopped. Members that have not run are listed. Without --data nothing is
-    trained, and the table is made from the files.
+    You can spread the members over several sessions and machines: each member writes a result file and its class
+    probabilities, and the same command resumes where it stopped. Members that have not run are listed. Without --data,
+    nothing is trained, and the table is made from the members' files.
 
     Paper: Sec. 4.2.3; Fig. 4
     """
@@ -36,7 +36,7 @@ class Fig4(Session):
     out: Path = Path("runs/fig4")
     """Folder for the table, and the members' checkpoints."""
     runs: tuple[Path, ...] = ()
-    """Finished runs of batchnorm train to use as members, instead of training the plan's."""
+    """Finished runs of batchnorm train to use as members, instead of training the plan's members."""
 
 
 def fig4(options: Fig4) -> Path:
@@ -57,7 +57,7 @@ def fig4(options: Fig4) -> Path:
 
 
 def _known(options: Fig4, plan: Plan) -> list[str]:
-    """Return the names of the members: the plan's, or those of runs that were given with --runs."""
+    """Return the names of the members: those of the plan, or those of runs that were given with --runs."""
     there = {path.stem: read_result(path, ()) for path in sorted(options.result_files.glob("*.json"))}
     if not any("result" in content for content in there.values()):  # files of --runs have no training result
         return list(there)

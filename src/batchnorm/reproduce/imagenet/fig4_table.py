@@ -1,4 +1,4 @@
-"""Figure 4 as a table: the paper's rows, ours beside them, and whether each step lowers the error."""
+"""Figure 4 as a table: the paper's rows, the rows measured here, and whether each step lowers the error."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ PAPER = (
     ErrorRow("BN-Inception multicrop", "224", "144", "1", 0.2199, 0.0582),
     ErrorRow("BN-Inception ensemble", "224", "144", "6", 0.201, 0.049),
 )
-# On ImageNet's test images. The first two are in the paper's text. The paper mentions human raters without a number;
-# this one is from Russakovsky et al. (2014).
+# On ImageNet's test images. The first two rows are in the paper's text. The paper mentions human raters without a
+# number; the number here is from Russakovsky et al. (2014).
 CONTEXT = (
     ErrorRow("BN-Inception ensemble, test set", "224", "144", "6", None, 0.0482),
     ErrorRow("He et al. (2015), test set", "-", "-", "-", None, 0.0494),
@@ -100,7 +100,7 @@ class Figure4(NamedTuple):
 
 
 def figure4(members: Sequence[MemberFiles], size: int) -> Figure4:
-    """Combine the members' files, one at a time: single network, many crops, many networks.
+    """Score single networks with one crop and with many crops, and the ensemble of all members, from their files.
 
     Paper: Sec. 4.2.3; Fig. 4
     """
@@ -137,7 +137,7 @@ def figure4(members: Sequence[MemberFiles], size: int) -> Figure4:
 def _best_ensemble(members: Sequence[MemberFiles], error: str) -> Gain:
     """Compare the best of all ensembles with the best network.
 
-    Both are chosen on every second image and judged on the others, so that the choice does not bias the result.
+    Both are chosen on every second image and judged on the other images, so that the choice does not bias the result.
     """
     found = [member.predictions(max(CROPS)) for member in members]
     labels = found[0][1]
@@ -162,7 +162,8 @@ def _best_ensemble(members: Sequence[MemberFiles], error: str) -> Gain:
 def _combine(members: Sequence[MemberFiles], crops: int, wrong: dict[tuple[int, str], Tensor]) -> Ensemble:
     """Average the members' probabilities, and add each image's errors to ``wrong``.
 
-    The key ``crops`` has the fraction of members that are wrong, the key ``-crops`` whether the ensemble is.
+    Entries with the key ``crops`` hold the fraction of members that are wrong. Entries with the key ``-crops`` are 1 if
+    the ensemble is wrong.
     """
     ensemble = Ensemble()
     for member in members:
@@ -186,7 +187,7 @@ def _is_wrong(scores: Tensor, labels: Tensor, error: str) -> Tensor:
 def _best(members: Sequence[MemberFiles], ensemble: Ensemble, error: str) -> tuple[str, Tensor]:
     """Return the member with the lowest error, and which images it gets wrong.
 
-    It is chosen on the images it is judged on, so it may look better than it is.
+    The member is chosen on the same images that it is judged on, so it may look better than it is.
     """
     errors = [_errors(member.alone)[list(TOP).index(error)] for member in ensemble.members]
     best = members[errors.index(min(errors))]

@@ -30,7 +30,7 @@ class PlannedRun:
     name: str
     group: str
     variant: str
-    """the paper's recipe that it derives from"""
+    """the paper's recipe that the run derives from"""
     changed: dict[str, Any]
     """fields of the recipe that the plan sets for this run"""
     recipe: Recipe
@@ -68,7 +68,7 @@ class Plan:
 
 
 def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results: Path | None = None) -> Plan:
-    """Read a figure's plan, a TOML file; by default the one that comes with the library.
+    """Read a plan for a figure from a TOML file; by default, the figure's plan in the library.
 
     A run lasts ``horizon`` epochs, and its rate falls to the fraction ``end_rate`` of the initial one. Both can be set
     in the run, in its group, or in the table ``train`` for all runs.
@@ -124,7 +124,7 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results
 
 
 def _best_rates(sweep: Sequence[dict[str, Any]], results: Path | None) -> dict[str, float | None]:
-    """Return the best rate of each recipe that is swept; None unless all runs of its sweep are finished.
+    """Return the best rate of each recipe in the sweep, or None if some runs of the recipe are not finished.
 
     If rates have the same accuracy, the lower one is chosen. A run that diverged has accuracy 0.
     """
@@ -150,7 +150,7 @@ def _accuracy(file: Path) -> float:
 
 
 def _rate(group: dict[str, Any], run: dict[str, Any], best: dict[str, float | None]) -> tuple[float | None, str | None]:
-    """Return a run's rate if the plan or a sweep sets it, and the recipe of the sweep that it comes from."""
+    """Return a run's rate if the plan or a sweep sets it, and the recipe of the sweep that sets it."""
     sweep = group.get("base")
     if run.get("rate") == "best":
         sweep = run.get("best_of", run["recipe"])

@@ -1,4 +1,4 @@
-"""The files that runs write. Figures and tables are made from them, without data or GPU.
+"""The files that runs write. Figures and tables are made from these files alone, without images or a GPU.
 
 Every run writes a small result file, ``NAME.json``. A member of Figure 4's ensemble also writes its class
 probabilities, ``NAME.npz``. So each member is evaluated once, on the machine that has its checkpoint.
@@ -33,14 +33,14 @@ COLUMNS = ("step", "val_top1", "val_top5", "train_loss", "train_top1", "val_loss
 
 
 class Point(NamedTuple):
-    """One validation, and the means over the training batches since the previous one."""
+    """One validation, and the means over the training batches since the previous validation."""
 
     step: int
     val_top1: float
     val_top5: float
     train_loss: float | None
     train_top1: float | None
-    val_loss: float | None = None  # older files do not have it
+    val_loss: float | None = None  # not in older files
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Finished:
 
 
 class RunFiles(NamedTuple):
-    """A run's result file, and the folder that it is trained in."""
+    """A run's result file, and the folder that the run is trained in."""
 
     run: PlannedRun
     results: Path
@@ -84,7 +84,7 @@ class RunFiles(NamedTuple):
         return self.out / "runs" / self.run.name
 
     def read(self) -> Finished | None:
-        """Return the run's result; None if it is not finished."""
+        """Return the run's result; None if the run is not finished."""
         if not self.result.is_file():
             return None
         content = read_result(self.result, ("recipe", "evaluate_every", *KEYS))
@@ -137,7 +137,7 @@ class MemberFiles(NamedTuple):
         return self.results / f"{self.name}.npz"
 
     def missing(self) -> str | None:
-        """Return why the member is left out of the ensemble; None if it is not."""
+        """Return why the member is left out of the ensemble; None if it is part of the ensemble."""
         if not self.result.is_file():
             return "not yet run"
         if not self.read()["crops"]:
@@ -147,7 +147,7 @@ class MemberFiles(NamedTuple):
         return f"left out of the ensemble: {self.probabilities.name} is missing; with --data DIR it is made again"
 
     def finished(self) -> bool:
-        """Return whether nothing is left to do."""
+        """Return whether the member is evaluated, or diverged in training."""
         return self.missing() in (None, "diverged in training")
 
     def read(self) -> dict[str, Any]:
@@ -162,7 +162,8 @@ class MemberFiles(NamedTuple):
     def write_probabilities(self, found: Mapping[int, Predictions]) -> None:
         """Write the probabilities.
 
-        They stay float32: in float16, small probabilities would become equal, and the five highest would not be unique.
+        The file stores float32: in float16, small probabilities would become equal, and the five highest would not be
+        unique.
         """
         arrays = {f"crops{crops}": one.probabilities.cpu().numpy() for crops, one in found.items()}
         arrays["labels"] = found[CROPS[0]].labels.cpu().numpy()
@@ -192,7 +193,7 @@ def read_all(plan: Plan, results: Path, out: Path) -> dict[str, Finished]:
 
 
 def curve(records: Sequence[dict[str, Any]]) -> list[Point]:
-    """Return a run's validations, each with the means of the training records since the previous one.
+    """Return a run's validations, each with the means of the training records since the previous validation.
 
     >>> lines = [{"step": 1, "loss": 2.0, "train_top1": 0.2}, {"step": 2, "loss": 1.0, "train_top1": 0.4}]
     >>> curve([*lines, {"step": 2, "val_top1": 0.3, "val_top5": 0.6}])

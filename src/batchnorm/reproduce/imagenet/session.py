@@ -1,4 +1,4 @@
-"""One session of a plan's runs: its options, and its jobs, several at a time on one device."""
+"""A session that trains a plan's runs: its options, and running its jobs, several at a time, on one device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .sharing import checked_gpu
 
 @dataclass(frozen=True)
 class Session:
-    """Options of one session of a plan's runs."""
+    """The options of a session that trains a plan's runs."""
 
     data: Path | None = None
     """Folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar; without it, nothing is
@@ -114,9 +114,9 @@ class Session:
             publish: called after the jobs, even if some failed or were stopped.
 
         Raises:
-            OSError: if nothing can be written to the folders.
+            OSError: if a folder is not writable.
             ValueError: if the networks' convolutions are wrong at the share of the GPU that each job would get.
-            JobsFailedError: if a job failed; results of the others are kept.
+            JobsFailedError: if a job failed; the results of the other jobs are kept.
             KeyboardInterrupt: if the jobs were stopped.
         """
         for folder in (self.out, self.result_files) if waiting else (self.out,):
@@ -131,7 +131,7 @@ class Session:
             raise failure
         if not complete:
             raise KeyboardInterrupt
-        if self.data is not None:  # without data, another session may be training in this folder
+        if self.data is not None:  # a session without --data must not remove images that another session is using
             discard_decoded(self.out / "decoded")
         return published
 

@@ -27,7 +27,7 @@ FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 # At 33 percent (42 multiprocessors of an H200), cuDNN's bfloat16 convolutions return NaN; at these shares they are
 # correct.
 SHARES = (25, 50, 100)
-# Relative error of a convolution in bfloat16. Rounding alone gives less than 0.01.
+# The largest relative error that a bfloat16 convolution may have. Rounding alone gives less than 0.01.
 TOLERANCE = 0.05
 CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
@@ -35,8 +35,8 @@ CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_b
 def share_of(processes: int) -> int:
     """Return the percentage of the multiprocessors that each process gets, one of SHARES.
 
-    Each gets at least twice an equal share (or all), since a process does not keep its multiprocessors busy all the
-    time.
+    Each process gets at least twice an equal share, or all multiprocessors, since a process does not keep its
+    multiprocessors busy all the time.
 
     >>> [share_of(processes) for processes in (2, 4, 6, 8, 12)]
     [100, 50, 50, 25, 25]
@@ -75,7 +75,7 @@ def shared_gpu(processes: int) -> Iterator[bool]:
                 os.environ[name] = str(folder / name.lower())
                 Path(os.environ[name]).mkdir()
             started = subprocess.run([CONTROL, "-d"], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
-            if not started:  # not allowed here, or no such GPU
+            if not started:  # the service is not permitted, or does not support this GPU
                 for name in FOLDERS:
                     del os.environ[name]
         yield FOLDERS[0] in os.environ
@@ -92,10 +92,10 @@ def shared_gpu(processes: int) -> Iterator[bool]:
 def checked_gpu(
     processes: int, recipes: Iterable[Recipe], evaluate_batch: int, precision: Literal["auto", "bf16", "fp32"]
 ) -> Iterator[None]:
-    """Share a GPU as :func:`shared_gpu` does, after :func:`check_share`; warn if the service does not run.
+    """Share a GPU with :func:`shared_gpu`, and check it with :func:`check_share`; warn if the service does not run.
 
     Raises:
-        ValueError: for the same reasons as either function.
+        ValueError: for the same reasons as these two functions.
     """
     with shared_gpu(processes) as shared:
         if processes > 1 and not shared:
@@ -125,7 +125,7 @@ def check_share(recipes: Iterable[Recipe], evaluate_batch: int, device: str) -> 
 
 
 def wrong_convolution(recipe: Recipe, evaluate_batch: int, device: str) -> str | None:
-    """Return which convolution of a network is wrong in bfloat16, in training or in validation; None if none is."""
+    """Return which convolution of a network is wrong in bfloat16, in training or validation; None if all are right."""
     net = recipe.network(10).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     for batch, training in ((recipe.batch_size, True), (evaluate_batch, False)):
         images = torch.randn(batch, 3, recipe.size, recipe.size, device=device).to(memory_format=torch.channels_last)
@@ -136,12 +136,12 @@ def wrong_convolution(recipe: Recipe, evaluate_batch: int, device: str) -> str |
 
 
 def compare_convolutions(net: nn.Module, images: Tensor) -> str | None:
-    """Run a network under autocast to bfloat16, and compare each convolution with the same one in float32.
+    """Run a network under autocast to bfloat16, and compare each convolution with the same convolution in float32.
 
-    In training mode the convolutions of the backward pass are compared too.
+    In training mode, the convolutions of the backward pass are compared too.
 
     Returns:
-        A description of the first convolution whose error is more than rounding, or None.
+        A description of the first convolution whose error is larger than rounding explains, or None.
     """
     watch = _Compare()
     with torch.set_grad_enabled(net.training), watch:

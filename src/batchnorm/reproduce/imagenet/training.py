@@ -52,7 +52,7 @@ class Training:
         self.files.write(self.train(), self.data, self.session.commit)
 
     def train(self) -> Result:
-        """Train to the end; a run that has already reached it is only folded and scored again."""
+        """Train to the end; a run that has already reached its end is only folded and scored again."""
         torch.set_num_threads(self.session.threads)
         options = Options(
             self.session.images,
@@ -95,7 +95,7 @@ class TrainedMember(Training):
 
 @dataclass(frozen=True)
 class TakenMember:
-    """Evaluate a finished run."""
+    """Evaluate a finished run that was given with --runs."""
 
     saved: SavedRun
     member: MemberFiles
@@ -124,7 +124,7 @@ class TakenMember:
 
 
 def evaluate(saved: SavedRun, member: MemberFiles, session: Session, batch_size: int) -> dict[str, Any]:
-    """Evaluate a run's folded network with one crop and with 144, write the probabilities and return the scores."""
+    """Evaluate a run's folded network with 1 crop and with 144 crops, write the probabilities and return the scores."""
     runs, found, scores = {member.name: saved}, dict[int, Predictions](), dict[str, Any]()
     with ranks(session.device) as here:
         for crops in CROPS:

@@ -17,7 +17,7 @@ from .training import Setting, accuracies, held_out
 
 @dataclass(frozen=True)
 class Comparison(Experiment):
-    """Sweep the learning rate for both networks, then compare best against best and at an equal rate.
+    """Sweep the learning rate of both networks, then compare them at their best rates and at an equal rate.
 
     Paper: Sec. 4.1; Fig. 1 a
     """
@@ -25,7 +25,7 @@ class Comparison(Experiment):
     rates: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
     """Learning rates of the sweep."""
     sweep_steps: int = 5000
-    """Updates per run of the sweep, on 55,000 digits; the best rate is chosen on the other 5,000."""
+    """Updates per run of the sweep, on 55,000 training digits; the best rate is chosen on the other 5,000."""
     marks: tuple[int, ...] = (1000, 5000, 15_000, 50_000)
     """Step counts at which the test accuracies are compared; the last is the length of the runs."""
     equal_rate: float = 0.1

@@ -25,7 +25,7 @@ class Fig1:
     """Train Section 4.1's network with and without batch normalization, and draw Figure 1.
 
     The paper gives neither the learning rate nor the standard deviation of the initial weights; the defaults are this
-    project's.
+    project's choice.
 
     Paper: Sec. 4.1; Fig. 1
     """
@@ -45,7 +45,7 @@ class Fig1:
     resume: bool = False
     """Continue from the checkpoints in the folder."""
     processes: int = 2
-    """2 trains both networks in parallel, one core each; 1 trains one after the other."""
+    """2 trains both networks in parallel, on one core each; 1 trains them one after the other."""
 
     def __post_init__(self) -> None:
         between(1, 2, processes=self.processes)

@@ -24,20 +24,20 @@ class Jacobian(Experiment):
     """
 
     steps: int = 5000
-    """Updates per network; J is measured before and after."""
+    """Updates per network; J is measured before the first and after the last."""
     rate: float = 0.1
     """Learning rate."""
     std: float = 0.1
     """Standard deviation of the initial weights."""
     examples: int = 100
-    """Test digits at which J is taken."""
+    """Number of test digits at which J is computed."""
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     out: Path = Path("runs/jacobian")
 
 
 class HiddenLayer(NamedTuple):
-    """Hold a hidden layer y = gamma x_hat + beta with x_hat = (Wu + b - mu) / sd.
+    """A hidden layer y = gamma x_hat + beta with x_hat = (Wu + b - mu) / sd.
 
     mu and sd are population statistics. Without batch normalization, gamma = sd and beta = mu.
     """
@@ -142,7 +142,7 @@ def layer_jacobian(x_hat: Tensor, below: HiddenLayer, above: HiddenLayer) -> Ten
 
 
 def like_random(matrices: Tensor) -> Tensor:
-    """Return Gaussian matrices of the same sizes and Frobenius norms, as a baseline without structure."""
+    """Return Gaussian matrices with the same sizes and Frobenius norms, as a baseline without structure."""
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(matrices.shape, generator=generator, dtype=matrices.dtype)
     given: Tensor = torch.linalg.matrix_norm(matrices, keepdim=True)

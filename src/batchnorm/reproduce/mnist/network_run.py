@@ -120,7 +120,7 @@ def run(
 
 
 def check_config(folder: Path, setting: Setting, *, resume: bool) -> dict[str, Any]:
-    """Return the configuration of the run in the folder, or {} if it has no checkpoint.
+    """Return the configuration of the run in the folder, or {} if the run has no checkpoint.
 
     A resumed run may have a different number of steps.
     """
@@ -180,7 +180,8 @@ class _Watch:
 
     def __init__(self, setting: Setting, net: nn.Sequential, data: MNIST, metrics: Metrics, show: Show) -> None:
         self.setting, self.net, self.data, self.metrics, self.show = setting, net, data, metrics, show
-        # `with monitor:` would count the training passes and record some of them; this class chooses the steps itself.
+        # Do not enter the monitor with `with`, which would make it record training passes: this class chooses the
+        # steps.
         self.monitor = Monitor(net, percentiles=PERCENTILES, probe=data.test.images[:PROBE])
         steps = setting.steps
         self.accuracy_at = {0, *accuracy_steps(steps)}
@@ -203,7 +204,7 @@ class _Watch:
         if step in self.record_at:
             self.metrics.write(as_json(self.monitor.record(step)))
         if step in self.gradients_at:
-            # The examples of the next step.
+            # Use the examples of the next step.
             rows = order(self.setting, len(self.data.train.images), step, step + 1)[0]
             batch = (self.data.train.images[rows], self.data.train.labels[rows])
             change = self.monitor.record_gradient_change(step, _loss, batch, self.setting.rate)
@@ -238,7 +239,7 @@ def finish(net: nn.Sequential, setting: Setting, data: MNIST) -> dict[str, Any]:
     """
     accuracies = {"running": accuracy(net, data.test)}
     if setting.batch_norm:
-        # The mini-batches of one epoch, with training's batch size.
+        # Use the mini-batches of one epoch, of the same size as in training.
         rows = order(setting, len(data.train.images), 0, len(data.train.images) // setting.batch_size)
         estimate_(net, (data.train.images[row] for row in rows.unbind()))
         accuracies["population"] = accuracy(net, data.test)

@@ -23,7 +23,7 @@ STATISTICS = ("skewness", "excess kurtosis", "sparsity")
 
 @dataclass(frozen=True)
 class Placement(Experiment):
-    """Compare BN before and after the nonlinearity: accuracy, and the shapes of the distributions of u and Wu.
+    """Compare BN before and after the nonlinearity: accuracy, and the distributions of u and Wu.
 
     Paper: Sec. 3.2, "more Gaussian"; Sec. 5, the standardization layer
     """
@@ -113,13 +113,14 @@ def shapes(net: nn.Sequential, images: Tensor) -> dict[str, dict[str, float]]:
 def shape(v: Tensor) -> dict[str, float]:
     """Return three numbers that describe the distribution of values of shape (examples, units).
 
-    With c = v - E[v] over examples, skewness is |E[c^3] / s^3| and excess kurtosis E[c^4] / s^4 - 3, both averaged
-    over units. Sparsity is Hoyer's, (sqrt(K) - |v|_1 / |v|_2) / (sqrt(K) - 1), over an example's K units: 0 if all have
-    the same magnitude, 1 if only one is not zero, about 0.2 for a Gaussian.
+    Let c = v - E[v] and s^2 = E[c^2], over examples. Skewness is |E[c^3] / s^3| and excess kurtosis is
+    E[c^4] / s^4 - 3, both averaged over units. Sparsity is Hoyer's, (sqrt(K) - |v|_1 / |v|_2) / (sqrt(K) - 1), over an
+    example's K units: it is 0 if all units have the same magnitude, 1 if only one unit is not zero, and about 0.2 for a
+    Gaussian.
     """
     c = v - v.mean(0)
     s = c.square().mean(0).sqrt()
-    alive = s > 1e-9  # a ReLU that never fires has no shape
+    alive = s > 1e-9  # a constant unit, such as a ReLU that never fires, has no skewness or kurtosis
     standard = c[:, alive] / s[alive]
     root = v.shape[1] ** 0.5
     hoyer = (root - v.abs().sum(1) / v.norm(dim=1).clamp(min=1e-12)) / (root - 1)

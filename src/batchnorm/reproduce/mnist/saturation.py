@@ -18,7 +18,7 @@ from .training import Setting, digits, evenly, train_
 
 @dataclass(frozen=True)
 class Saturation(Experiment):
-    """Follow the fraction of saturated sigmoids in each layer over training, with and without BN.
+    """Measure the fraction of saturated sigmoids in each layer during training, with and without BN.
 
     Paper: Sec. 1, saturated regime; Abstract, "saturating nonlinearities"
     """
@@ -28,7 +28,7 @@ class Saturation(Experiment):
     rate: float = 0.1
     """Learning rate."""
     stds: tuple[float, ...] = (0.1, 1.0)
-    """Standard deviations of the initial weights: a small one and a careless one."""
+    """Standard deviations of the initial weights; the defaults are a small and a large one."""
     tail: float = 0.05
     """A sigmoid is saturated if its output is within this distance of 0 or 1."""
     points: int = 25

@@ -74,7 +74,7 @@ def section2(options: Section2) -> dict[str, Any]:
 
 
 def train_bias(data: Digits, steps: int, rate: float, seed: int, *, through: bool) -> dict[str, list[float]]:
-    """Train only the bias of x_hat = u + b - E[u + b], and return its norm and the loss before each step.
+    """Train only the bias b of x_hat = u + b - E[u + b], and return the norm of b and the loss before each step.
 
     u is a first layer's Wu over all the data; x_hat goes through fixed sigmoids and a fixed linear layer to the
     cross-entropy. If ``through`` is True, the gradient includes E's dependence on b.
@@ -117,7 +117,7 @@ class OutsideTheGradient(nn.Module):
 
 
 def build(variant: str, std: float, seed: int) -> nn.Sequential:
-    """Build Section 4.1's network with the given kind of normalization, and a bias b before each."""
+    """Build Section 4.1's network with the given kind of normalization, and a bias b before each normalization."""
     plain = perceptron(batch_norm=False, std=std, seed=seed)
     layers: list[nn.Module] = []
     for layer in plain:

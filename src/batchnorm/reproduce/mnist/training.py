@@ -19,7 +19,7 @@ from ...models import perceptron
 
 @dataclass(frozen=True)
 class Setting:
-    """Hold all settings of one training run of Section 4.1's network.
+    """All settings of one training run of Section 4.1's network.
 
     The paper gives neither the learning rate nor the standard deviation of the initial weights.
 
@@ -47,7 +47,7 @@ class Setting:
 def order(setting: Setting, examples: int, start: int, stop: int) -> Tensor:
     """Return the example indices of steps ``start`` to ``stop``, of shape (steps, m); each epoch is a new permutation.
 
-    They depend only on the seed and the step, so a resumed run sees the same batches as an uninterrupted one.
+    The indices depend only on the seed and the step, so a resumed run sees the same batches as an uninterrupted run.
 
     >>> a, b = (order(Setting(), 6000, *span) for span in ((0, 150), (90, 150)))
     >>> torch.equal(a[90:], b), len(a[:100].unique())
@@ -82,7 +82,7 @@ def train_(
     optimizer = optimizer or SGD(net.parameters(), lr=setting.rate)
     for mark in sorted({m for m in marks if start < m <= setting.steps}):
         for rows in order(setting, len(data.images), start, mark).unbind():
-            # Faster than images[rows].
+            # index_select is faster than images[rows].
             images, labels = data.images.index_select(0, rows), data.labels.index_select(0, rows)
             loss = F.cross_entropy(net(images), labels)
             optimizer.zero_grad()
@@ -93,7 +93,7 @@ def train_(
 
 
 def evenly(steps: int, count: int) -> list[int]:
-    """Return ``count`` evenly spaced steps; the last is ``steps``.
+    """Return ``count`` evenly spaced steps, of which the last is ``steps``.
 
     >>> evenly(100, 4)
     [25, 50, 75, 100]
@@ -105,7 +105,7 @@ def evenly(steps: int, count: int) -> list[int]:
 def accuracy(net: nn.Module, digits: Digits) -> float:
     """Return the fraction of correct predictions in evaluation mode, and restore the network's mode."""
     with evaluating(net):
-        # Small parts, so that their activations stay in the cache.
+        # Evaluate small parts, so that their activations stay in the cache.
         predictions = torch.cat([net(part).argmax(1) for part in digits.images.split(2000)])
     return float((predictions == digits.labels).double().mean())
 
