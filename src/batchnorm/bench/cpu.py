@@ -1,4 +1,4 @@
-"""For which shapes is the CPU path faster than torch's, and by how much? ``batchnorm bench cpu``."""
+"""For which shapes is the CPU path faster than torch's, and by how much? ``batchnorm bench cpu`` measures it."""
 
 from __future__ import annotations
 
@@ -124,9 +124,9 @@ def cpu(
         out: the result file; None writes no file. Published result files are in results/.
         threads: number of threads that torch uses.
         rounds: number of rounds, each of which times every contender.
-        seconds: how long each contender runs per round; it takes at least one pass.
-        levels: "layers" compares the layers with torch.nn's, which also count batches; "functions" compares
-            ops.normalize_batch_ with F.batch_norm and F.relu.
+        seconds: how long each contender runs per round; at least one pass is timed.
+        levels: "layers" compares this library's layers with torch.nn's; "functions" compares ops.normalize_batch_ with
+            F.batch_norm and F.relu, which do not count batches.
     """
     at_least(1, threads=threads, rounds=rounds)
     at_least(0, seconds=seconds)

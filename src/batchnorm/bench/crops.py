@@ -1,4 +1,4 @@
-"""Does multi-crop evaluation keep the device busy? Crops per second, compared with the forward pass alone."""
+"""Does multi-crop evaluation keep the device busy? Compare its crops per second with the forward pass alone."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _network(size: int, width: float, device: str) -> nn.Module:
 def _contenders(
     net: nn.Module, batches: SquareBatches, decoded: list[Squares], batch_size: int
 ) -> dict[str, Callable[[], int]]:
-    """Return functions that do the work and return the number of crops."""
+    """Return the functions to time; each returns the number of crops that it processed."""
     mean = MeanProbabilities(net, batches.crops, batch_size).to(batches.device)
     x = torch.randn(batch_size, 3, batches.crops.size, batches.crops.size, device=batches.device)
     x = x.contiguous(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""How fast are images decoded and cropped, compared with a plain Pillow loader, and how many cores feed a GPU?"""
+"""How fast are images decoded and cropped, compared with a plain Pillow loader? How many cores does a GPU need?"""
 
 from __future__ import annotations
 

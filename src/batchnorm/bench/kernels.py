@@ -210,7 +210,7 @@ def kernels(
 
     Args:
         out: the result file; a picture is written next to it. Published result files are in results/.
-        layers: one layer of each size class, or all of both networks.
+        layers: "short" for a few layers of different sizes, "all" for every layer of both networks.
         dtypes: dtypes of the activations.
         autotune: also time torch.compile's max-autotune mode, and cuDNN in fp16.
         seconds: start no further layer after this many seconds.

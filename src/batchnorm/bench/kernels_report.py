@@ -163,7 +163,7 @@ def draw(report: dict[str, Any], plt: Any) -> Any:
         axes.set(title=f"{op}, {layout}, {dtype}", xlabel="one tensor, MB", ylim=(0, 1.05))
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("share of the one-read limit, forward + backward")
-    figure.axes[-1].legend(loc="upper left", frameon=True)  # in the last panel, which is NHWC: only NHWC has cuDNN
+    figure.axes[-1].legend(loc="upper left", frameon=True)  # the last panel is NHWC, the only layout timed with cuDNN
     figure.suptitle(f"{report['hardware']['device']}, torch {report['hardware']['torch']}")
     return figure
 

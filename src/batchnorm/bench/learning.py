@@ -62,7 +62,7 @@ class LearningRun:
 
 
 def train(form: str, seed: int, recipe: LearningRecipe) -> LearningRun:
-    """Train one form of the network with one seed."""
+    """Train the stock or the converted network with one seed."""
     device, cuda = torch.device(recipe.device), recipe.device == "cuda"
     images, held_out = _open(recipe, "train", seed), _open(recipe, "val", seed)
     torch.manual_seed(seed)

@@ -137,7 +137,7 @@ def measure(form: StepForm, batch: int, size: int, device: torch.device) -> Peak
     """Build a form, warm it up and measure the memory of one forward pass and one step."""
     step = EagerStep(form, batch, size, device)
     loss = float(step())
-    step()  # a second warm-up: the first step also allocated momentum buffers and workspaces
+    step()  # warm up again, now with the momentum buffers and workspaces that the first step allocated
     _, after = peak(step.forward, device)
     highest, _ = peak(step, device)
     return PeakMemory(form.name, highest, peak_of_tensors(step, device) or highest, after, loss)

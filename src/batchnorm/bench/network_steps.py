@@ -275,7 +275,7 @@ def loss_problem(stock: Sequence[float], ours: Sequence[float], compiled: bool =
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median and its 95% interval from order statistics, which is valid for any distribution.
+    """Return the median and its 95% interval, which comes from order statistics and is valid for any distribution.
 
     The k-th smallest and k-th largest of n values bound the median with probability 1 - 2 P(Binomial(n, 1/2) < k).
     For fewer than six values the interval is the whole range, which covers less than 95%.

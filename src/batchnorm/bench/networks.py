@@ -226,7 +226,7 @@ class _Worker:
 def in_turns(
     jobs: Sequence[NetworkJob], settings: Settings, processes: int, end: float
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Run each job in a process and yield its rows; one process at a time times its steps, while the others are paused.
+    """Run each job in its own process and yield its rows; while one process is timed, the others are paused.
 
     If a job's process dies, a new process continues after the unit that failed.
     """

@@ -83,7 +83,7 @@ class Augment(Normalize):
         y = A x + T m + t
 
     where A, T and t depend only on the random draws. :class:`Distortions` computes them on the host, so :meth:`forward`
-    launches ten kernels and never synchronizes: it can be captured in a CUDA graph.
+    launches ten kernels and never synchronizes, and can be captured in a CUDA graph.
 
     Args:
         photometric: the strength of the distortions, ``"full"``, ``"reduced"`` or ``"none"``.

@@ -31,7 +31,7 @@ class Box(NamedTuple):
 
 
 def random_box(draws: Sequence[float], width: int, height: int, area: tuple[float, float] = CROP_AREA) -> Box:
-    """Return a random rectangle of random area and aspect ratio, like Inception's training crops.
+    """Return a rectangle of random area, aspect ratio and position, like Inception's training crops.
 
     Args:
         draws: :data:`DRAWS` numbers in [0, 1), four for each attempt at a rectangle that fits into the image.

@@ -63,7 +63,7 @@ class DeviceCache:
         return cls(images, labels, row_of, sizes, corrupt)
 
     def batch(self, request: Request, crop: Crop, size: int) -> tuple[Tensor, Tensor]:
-        """Return the crops of a request as (n, size, size, 3), and the labels."""
+        """Return the crops of a request, of shape (n, size, size, 3), and their labels; corrupt images are left out."""
         side = self.images.shape[1]
         boxes = [
             choose(w, h).scaled(side / w, side / h)

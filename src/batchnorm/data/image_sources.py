@@ -50,7 +50,7 @@ class FolderSource:
     root: Path
     classes: tuple[str, ...]
     labels: NDArray[np.int64]
-    # Bytes in one array, not a list of str: reference counting in forked workers would copy every page of a list.
+    # One array of bytes avoids copies: reference counting in forked workers would copy every page of a list of str.
     paths: NDArray[np.bytes_]
 
     @classmethod
@@ -95,10 +95,10 @@ class PartSource:
 
     @classmethod
     def open(cls, root: Path, split: str, share: float, *, held_out: bool) -> PartSource:
-        """Open the part that is held out, a share of every class but at least one image of it, or else the rest.
+        """Open the images that are held out, or the rest.
 
-        A hash of the file names decides which images are held out, so the choice depends neither on the seed nor on
-        the machine.
+        A share of every class is held out, but at least one image. A hash of the file names decides which images are
+        held out, so the choice depends neither on the seed nor on the machine.
         """
         whole = open_source(root, split)
         names = [whole.name(k).removeprefix(str(root)) for k in range(len(whole.labels))]

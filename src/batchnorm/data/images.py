@@ -158,7 +158,7 @@ def open_images(
         world_size: the number of processes.
         workers: the number of processes that decode ahead; 0 decodes in this process.
         cache: ``"device"`` decodes all images once and keeps them on the device; see
-            :class:`batchnorm.data.device_cache.DeviceCache` for the differences to ``"none"``.
+            :class:`batchnorm.data.device_cache.DeviceCache` for the differences from ``"none"``.
         decoded: with ``cache="device"``, a folder to save the decoded images in for later runs.
         device: the device that batches are copied to.
         max_corrupt: how many files may be unreadable; by default 10 plus a thousandth of all examples.

@@ -180,7 +180,7 @@ def _obey_only_the_parent(worker: int) -> None:
 def _exit_with_the_parent(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
-    os._exit(0)  # as torch's own handler does
+    os._exit(0)  # torch's own handler does the same
 
 
 def _copy_ahead(answers: Iterator[Decoded], device: torch.device) -> Iterator[Decoded]:

@@ -1,4 +1,4 @@
-"""Figure 1 and the claims of Section 4.1: a picture laid out as in the paper, and tables that compare with it."""
+"""Figure 1 and the claims of Section 4.1: a picture laid out as in the paper, and tables that compare runs with it."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Report:
     """Compare runs on one self-contained page of HTML."""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN...", help_behavior_hint="(one or more)")]
-    """folders of runs, or folders that hold them"""
+    """folders of runs, or folders that contain such folders"""
     out: Path = Path("report.html")
     """the page to write"""
 

@@ -84,7 +84,7 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read every run in the given folders and below them.
+    """Read every run in the given folders and their subfolders.
 
     Args:
         paths: folders that hold a ``metrics.jsonl``, or folders with such folders in them.

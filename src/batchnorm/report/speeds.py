@@ -108,7 +108,7 @@ def networks(results: Path) -> str:
 
 
 def _short(name: str, names: list[str]) -> str:
-    """Return a network's name, with its library only if two libraries have it."""
+    """Return a network's name, with its library only if two libraries have a network of that name."""
     library, _, short = name.rpartition("/")
     return f"{short} ({library})" if sum(n.endswith(f"/{short}") for n in names) > 1 else short
 

@@ -119,7 +119,7 @@ FIGURES = [
 
 
 def paper(results: Path) -> str:
-    """Return the table of the paper's parts as Markdown; rows without a result file say "not yet run"."""
+    """Return the table of the paper's figures and claims as Markdown; rows without a result file say "not yet run"."""
     header = ["part of the paper", "command", "the paper says", "measured here", "on"]
     rows = [[row.what, f"`batchnorm {row.command}`", row.paper, *cells(row, results)] for row in FIGURES]
     return table([header, *rows])
@@ -199,7 +199,7 @@ def pages(root: Path) -> dict[Path, str]:
 
 
 def _fine_tuning(r: Result) -> str:
-    """Tabulate accuracies by batch size, kind of statistics and rate, with the best rate of each row in bold."""
+    """Tabulate accuracies by batch size, kind of statistics and rate; the one at each row's best rate is bold."""
     options, best = r["options"], {(row["batch"], row["statistics"]): row["rate"] for row in r["rows"]}
     rows = [["batch", "statistics", *(f"rate {rate:g}" for rate in options["rates"])]]
     for batch, kind in best:

@@ -11,7 +11,7 @@ Result = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """A row: the claim or question, the command that answers it, and a function that reads the result file."""
+    """A row: the claim or question, the command that answers it, and a function that describes its result file."""
 
     what: str
     command: str

@@ -1,1 +1,1 @@
-"""The paper's figures, tables and claims: one file and one command each."""
+"""The paper's figures, tables and claims, each with its own command."""

@@ -57,9 +57,9 @@ def compare(
     A network with batch normalization is compared with a copy from which it is removed. A network without batch
     normalization is compared with a copy into which it is inserted.
 
-    Each run has its own folder below --out, by default runs/compare-NAME. At the end, report.html and compare.json are
-    written there. After an interruption, run the same command again to resume; with more --rates or --seeds, only the
-    missing runs are trained.
+    Each run has its own folder in --out, by default runs/compare-NAME. At the end, report.html and compare.json are
+    written to --out. After an interruption, run the same command again to resume; with more --rates or --seeds, only
+    the missing runs are trained.
 
     Args:
         options: data, folder, device and how often to report.

@@ -32,7 +32,7 @@ def evaluate(
     The networks are loaded and folded one at a time. Under torchrun, the images are divided among the ranks.
 
     Args:
-        runs: folders written by batchnorm train; several are also averaged.
+        runs: folders written by batchnorm train; the class probabilities of several runs are also averaged.
         data: folder with val/CLASS/*.jpg or with val-*.tar.
         crops: crops per image: 1 (centre), 10, or 144 (4 scales x 3 squares x 6 crops x 2 mirrors).
         split: the split of the data to score.

@@ -31,7 +31,7 @@ def fold(
     fixed_batch: bool = False,
     trust: bool = False,
 ) -> None:
-    """Fold a network's batch normalization into its weights and write it as ONNX or torch.export.
+    """Fold a network's batch normalization into its weights and write the folded network as ONNX or torch.export.
 
     The file is checked against the network. For a run, it also holds the class names and the preprocessing as JSON:
     classes, size, mean, std and crop. To preprocess an image, cut out its center square and resize the square to size x

@@ -28,7 +28,7 @@ class Trained(NamedTuple):
     copy: Tensor | None
 
     def fits(self) -> bool:
-        """Return whether the kernel can update the weight, which needs equal dense layouts and matching dtypes."""
+        """Return whether the kernel can update the weight: all tensors need one dense layout and matching dtypes."""
         kind = torch.float32 if self.copy is None else torch.bfloat16
         others = [self.gradient] if self.copy is None else [self.gradient, self.copy]
         same = all(t.dtype == kind and same_layout(t, self.weight) for t in others)
@@ -88,8 +88,8 @@ class FusedUpdate:
         table = self._on_device(torch.tensor([*chain(*rows), *chain(*chunks)]), trained[0].weight.device)
         with torch.cuda.device_of(table):
             update[(len(chunks),)](table, table[7 * len(rows) :], groups[0]["momentum"], CHUNK, aligned)
-        # Autograd does not see the kernel's writes. Increment the version counters, so that it detects that graphs that
-        # saved these tensors are stale.
+        # Autograd does not see the kernel's writes. Increment the version counters, so that autograd rejects graphs
+        # that saved these tensors before the update.
         torch.autograd.graph.increment_version([t for w, _, copy in trained for t in (w, copy) if t is not None])
 
     def _on_device(self, table: Tensor, device: torch.device) -> Tensor:

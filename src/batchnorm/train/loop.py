@@ -47,7 +47,8 @@ def train(recipe: Recipe, options: Options) -> Result:
         options: data, device, and how often to report.
 
     Returns:
-        The result, also written to ``result.json``; the metrics are in ``metrics.jsonl``, the network in ``final/``.
+        The result, which is also in ``result.json``; the metrics are in ``metrics.jsonl``, the network is in
+        ``final/``.
 
     Raises:
         Stopped: after SIGTERM or Ctrl-C, once the state is saved.

@@ -67,7 +67,7 @@ class Metrics:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Add the file's name to an OSError: errors from writing to an open file lack it."""
+        """Add the file's name to an OSError: errors from writing to an open file lack the name."""
         try:
             yield
         except OSError as error:
@@ -104,7 +104,7 @@ class Logger:
         self.display.update("training", step, self._text)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record to metrics.jsonl, and to TensorBoard if requested, and print the record."""
+        """Write a record to metrics.jsonl, and to TensorBoard if requested, and show the record."""
         self.metrics.write({**record, "seconds": round(time.perf_counter() - self.started, 3)})
         self._text = "  ".join(_shown(key, value) for key, value in record.items())
         if self.display.bars is None or "val_top1" in record:
@@ -162,7 +162,7 @@ def steps_to(points: Sequence[tuple[int, float]], accuracy: float) -> int | None
 
 @dataclass
 class Result:
-    """Summarize a run, as in its ``result.json``.
+    """The summary of a run, as written to its ``result.json``.
 
     Paper: Fig. 3 (steps to an accuracy, maximum accuracy, steps to it)
     """

@@ -20,7 +20,7 @@ class Options:
 
     data: Path
     """folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar shards; with --validate
-    0.1 the training part is enough"""
+    0.1, the training images are enough"""
     out: Path | None = None
     """folder of the run, by default runs/NAME; if it holds an unfinished run of the same recipe, that run is resumed"""
     device: str = "auto"

@@ -156,7 +156,7 @@ class Shadows:
 
 
 class TrainStep:
-    """Train a network on one batch per call, and add to ``sums`` the loss, the correct predictions and the examples.
+    """Train a network on one batch per call, and add to ``sums`` the loss and the counts of correct and all examples.
 
     The gradient is that of the mean loss over the examples of all ranks, even if ranks have different numbers of
     examples.
@@ -248,7 +248,7 @@ class TrainStep:
         """Return the factor that turns the mean over ranks of their mean losses into the mean over all examples."""
         if self.ranks.world_size == 1:
             return 1.0
-        # float64, so that a share such as 1/3 is not rounded to float32.
+        # Use float64, so that a share such as 1/3 is not rounded to float32.
         total = self.ranks.sum_(torch.full((), len(labels), dtype=torch.float64, device=labels.device))
         return len(labels) * self.ranks.world_size / total
 
@@ -260,7 +260,7 @@ class _Graph:
         self.function, self.left = function, warmup
         self.inputs: tuple[Tensor, ...] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.stream = torch.cuda.Stream(priority=-1)  # higher priority than weight gradients, which nothing waits for
+        self.stream = torch.cuda.Stream(priority=-1)  # above that of weight gradients, which are needed last
 
     def __call__(self, *inputs: Tensor) -> None:
         if self.inputs is None:

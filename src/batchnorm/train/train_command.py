@@ -54,7 +54,7 @@ def _shown(value: object) -> str:
 
 
 def _field(name: str, kind: Any) -> tuple[str, Any, Any]:
-    if name == "freeze_statistics":  # no recipe sets it, so it can be a flag
+    if name == "freeze_statistics":  # no recipe sets this field, so it can be a flag
         return name, kind, False
     if name == "factory":
         shown = arg(name="network", metavar="FILE.py:FUNCTION", help_behavior_hint="(default: the paper's)")
@@ -144,7 +144,7 @@ def describe(
     stem: Literal["separable", "plain"] = "separable",
     projection: Literal[96, 128] = 96,
 ) -> None:
-    """Print the network's layers, parameters and multiply-adds next to those in the paper's appendix.
+    """Print the network's layers, parameters and multiply-adds, and what the paper says about its size.
 
     Args:
         network: the network to describe; inception is the only choice.

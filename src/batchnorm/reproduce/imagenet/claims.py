@@ -250,7 +250,7 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
 
 
 def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
-    """Return the lowest and the highest rate at which a network reaches half of its best accuracy at any rate."""
+    """Return the lowest and the highest rate at which a network reaches half of the accuracy at its best rate."""
     if not runs:
         return None
     ends = {run.run.recipe.rate: run.result["top1"] or 0.0 for run in runs}
@@ -328,7 +328,7 @@ def _top(curve: Curve) -> float:
 
 
 def _listed(pairs: Sequence[float | None]) -> str:
-    """Return the ratios of all pairings of seeds, or the lowest and the highest of many."""
+    """Return the ratios of all pairings of seeds; if there are many, only the lowest and the highest."""
     if len(pairs) <= 4:
         return ", ".join(map(_times, pairs))
     ordered = sorted(pairs, key=lambda times: times or 0.0)

@@ -51,7 +51,7 @@ LINES = {
     "bn-x30": ("#d9622b", "-", "BN-x30"),
     "bn-x5-sigmoid": ("#8a4fb0", "-.", "BN-x5-Sigmoid"),
 }
-# The color and line style of the best unnormalized network, if it is not Inception, and of the others.
+# The color and line style of the best unnormalized network, if it is not Inception, and of other unnormalized networks.
 TUNED = ("#1c1b18", (0, (4, 1, 1, 1)))
 OTHERS = (("#c2428a", "-"), ("#b58a00", "-"), ("#2a6fc9", "-"), ("#14835b", ":"))
 

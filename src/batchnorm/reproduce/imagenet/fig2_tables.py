@@ -166,7 +166,7 @@ def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
 
 
 def on_the_way(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate steps to fractions of the baseline's best accuracy, and how many times fewer than the baseline takes."""
+    """Tabulate steps to fractions of the baseline's best accuracy, and how many times fewer they are than its steps."""
     inception = network_of(finished, "inception").curve
     top = best(inception)
     networks = {name: curve for name in PAPER if (curve := network_of(finished, name).curve)}

@@ -100,7 +100,7 @@ def _taken(options: Fig4, plan: Plan) -> Sequence[Training | TakenMember]:
     jobs = []
     for known, saved in open_runs(options.runs).items():
         saved.check(source.classes)
-        name = known.strip("/").replace("/", "-")  # a path, if folders of the same name were given
+        name = known.strip("/").replace("/", "-")  # `known` is a path if two folders have the same name
         files = MemberFiles(name, options.result_files)
         jobs.append(TakenMember(saved, files, options, data, plan.evaluate_batch, options.out / "runs" / name))
     return jobs

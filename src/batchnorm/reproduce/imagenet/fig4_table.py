@@ -49,7 +49,7 @@ TOP = {"top-1": 1, "top-5": 5}
 
 
 class Gain(NamedTuple):
-    """How much one step of Figure 4 lowers an error, over the same images, with its standard error."""
+    """An error before and after one step of Figure 4, on the same images, and the standard error of the difference."""
 
     name: str
     error: str

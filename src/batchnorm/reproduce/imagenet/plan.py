@@ -51,12 +51,12 @@ class Plan:
     evaluate_batch: int
 
     def missing(self, finished: Container[str]) -> dict[str, str]:
-        """Return the runs that are not finished, and why."""
+        """Return the names of the runs that are not finished, with the reasons."""
         unrun = {run.name: "not run yet" for run in self.runs if run.name not in finished}
         return unrun | {name: f"waits for {what}" for name, what in self.waiting.items()}
 
     def chosen(self, groups: Sequence[str], names: Sequence[str]) -> list[PlannedRun]:
-        """Return the runs that are in these groups and have these names; an empty sequence allows all."""
+        """Return the runs that are in these groups and have these names; empty sequences allow all groups or names."""
         early = [name for name in names if name in self.waiting]
         if early:
             raise ValueError(f"{early[0]} cannot run yet: it waits for {self.waiting[early[0]]}")

@@ -111,7 +111,7 @@ class Session:
             waiting: the jobs.
             recipes: the jobs' recipes; images are decoded once for all of them.
             evaluate_batch: images per validation batch.
-            publish: called after the jobs, even if some failed or were stopped.
+            publish: a function that is called after the jobs, even if some failed or were stopped.
 
         Raises:
             OSError: if a folder is not writable.

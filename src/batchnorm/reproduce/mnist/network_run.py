@@ -60,7 +60,7 @@ class NetworkRun:
         """Create the folder, and check that it does not hold a run with other options."""
         self.folder.mkdir(parents=True, exist_ok=True)
         check_config(self.folder, self.setting, resume=self.resume)
-        (self.folder / "summary.json").unlink(missing_ok=True)  # an old one would mark this run as finished
+        (self.folder / "summary.json").unlink(missing_ok=True)  # an old summary would mark this run as finished
 
     def finished(self) -> bool:
         """Return whether the run has reached its last step."""

@@ -1,4 +1,4 @@
-"""Section 3.3: batch normalization does not depend on the scale of a layer's weights, and limits their growth."""
+"""Section 3.3: a normalized layer's output does not depend on the scale of its weights, and their growth is limited."""
 
 from __future__ import annotations
 
