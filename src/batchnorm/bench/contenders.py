@@ -65,7 +65,7 @@ def with_stock_parts_(net: nn.Module) -> None:
 
 
 def noise(batch: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a batch of random images, in channels_last, and their labels."""
+    """Return a batch of random images in channels_last, and random labels."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(batch, 3, size, size, generator=generator, device=device)
     labels = torch.randint(0, 1000, (batch,), generator=generator, device=device)

@@ -104,7 +104,7 @@ def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Kernel
 
 
 def ratio(row: dict[str, Any], other: str) -> float:
-    """Return how many times as long ``other`` takes, forward plus backward."""
+    """Return how many times as long ``other`` takes as our kernels, forward plus backward."""
     return float(sum(row["us"][other]) / sum(row["us"]["batchnorm"]))
 
 

@@ -277,7 +277,7 @@ def in_turns(
 
 
 def here(jobs: Sequence[NetworkJob], settings: Settings, end: float) -> Iterator[tuple[str, list[Row]]]:
-    """Yield the rows of jobs measured in this process, one after the other."""
+    """Measure the jobs in this process, one after the other, and yield their rows."""
     for job in jobs:
         for found in results_of(job, settings):
             if isinstance(found, tuple):

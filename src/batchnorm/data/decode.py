@@ -92,8 +92,8 @@ def _load(data: bytes, choose: Choose, size: int) -> tuple[Image, Box, tuple[int
     scale = next((s for s in JPEG_SCALES if s <= room), 1)
     drafted = image.draft(None, (width // scale, height // scale)) if scale > 1 else None
     if drafted is not None:
-        # Do not scale by the ratio of the two sizes: the last pixels of the smaller image cover fewer of the
-        # original's.
+        # Do not scale by the ratio of the two sizes: the last pixels of the smaller image cover fewer pixels of the
+        # original image.
         _, (_, _, right, bottom) = drafted
         box = box.scaled(right / width, bottom / height)
     return to_rgb(image), box, (width, height)

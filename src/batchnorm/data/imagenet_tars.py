@@ -49,7 +49,7 @@ class OfficialTar:
 
 
 def open_official(folder: Path) -> dict[str, OfficialTar]:
-    """Open the splits of ImageNet in a folder of its official tar files; the validation images may be missing.
+    """Open the splits of ImageNet from a folder with its official tar files; the validation images may be missing.
 
     Raises:
         FileNotFoundError: if the file with the validation images' classes is missing.

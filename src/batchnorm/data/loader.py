@@ -154,7 +154,7 @@ class Prefetcher:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block Ctrl-C and SIGTERM while workers start, which inherit the block and then ignore the signals themselves."""
+    """Block Ctrl-C and SIGTERM while workers start: they inherit the block until they ignore the signals themselves."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

@@ -237,7 +237,7 @@ def _change(table: Any) -> Change:
 
 
 def _check_shapes(records: Sequence[Record], folder: Path) -> None:
-    """Check that a layer has the same percentiles and units at every step."""
+    """Check that a layer has the same numbers of percentiles and units at every step."""
     shapes: dict[str, torch.Size] = {}
     for record in records:
         for layer, (z, _) in record.percentiles.items():

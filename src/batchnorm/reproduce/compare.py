@@ -237,7 +237,7 @@ def difference(before: Sequence[float], after: Sequence[float], images: int) -> 
 
 
 def _half_width(groups: Sequence[Sequence[float]], images: int) -> float:
-    """Combine Welch's t interval over seeds with the normal interval of a proportion of independent images."""
+    """Return half the width of the 95% interval, from Welch's t over seeds and the number of validation images."""
     means = [statistics.fmean(values) for values in groups]
     of_images = 1.96 * math.sqrt(sum(p * (1 - p) for p in means) / images)
     parts = [(statistics.variance(values) / len(values), len(values) - 1) for values in groups]

@@ -28,8 +28,8 @@ class Options:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU and fp32 on the CPU"""
     compile: Literal["network", "nothing"] | None = None
-    """what torch.compile compiles; by default nothing, or the network if it is the paper's and trains on several GPUs,
-    where its step is not captured as a CUDA graph"""
+    """what torch.compile compiles; the default is nothing, except for the paper's network on several GPUs, which is
+    compiled because its step is not captured as a CUDA graph"""
     graph: bool | None = None
     """capture the step as a CUDA graph; by default for the paper's network on a single GPU"""
     workers: int = WORKERS

@@ -59,7 +59,7 @@ def predict(
     files = [file for image in images for file in _files(image)]
     trained = load(run, device=where, trust=trust)
     readable, probabilities, unreadable = _predict(trained, files, batch_size)
-    # A stable sort puts the lower of two equally probable classes first, as validation does.
+    # A stable sort puts the class with the lower index first if two classes are equally probable, as validation does.
     values, order = probabilities.sort(dim=1, descending=True, stable=True)
     for file, row, classes in zip(readable, values.tolist(), order.tolist(), strict=True):
         best = zip(row[:top], classes[:top], strict=True)

@@ -1,4 +1,4 @@
-"""Weights from elsewhere: read a state dict, compare it with a network, start training from it."""
+"""Weights of other runs or files: read a state dict, compare it with a network, and start training from it."""
 
 from __future__ import annotations
 

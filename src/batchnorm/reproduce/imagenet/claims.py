@@ -1,4 +1,4 @@
-"""The paper's claims about training on ImageNet, and whether these runs confirm them."""
+"""The paper's claims about training on ImageNet, and whether the finished runs of a plan confirm them."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def how_it_went(run: Finished) -> str:
 
 
 def _how_they_went(network: Seeds) -> str:
-    """Return how the runs went; text that they have in common appears once."""
+    """Return how the runs of a network went; text that all of them have in common appears once."""
     went = [how_it_went(run) for run in network.runs]
     if len(went) > 1 and len({text.split(" (")[0] for text in went}) == 1 and went[0].endswith(")"):
         return f"{went[0].split(' (')[0]} ({', '.join(text.split(' (')[1][:-1] for text in went)})"

@@ -142,7 +142,7 @@ def layer_jacobian(x_hat: Tensor, below: HiddenLayer, above: HiddenLayer) -> Ten
 
 
 def like_random(matrices: Tensor) -> Tensor:
-    """Return Gaussian matrices with the same sizes and Frobenius norms, as a baseline without structure."""
+    """Return Gaussian matrices of the same sizes and Frobenius norms as ``matrices``: a baseline without structure."""
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(matrices.shape, generator=generator, dtype=matrices.dtype)
     given: Tensor = torch.linalg.matrix_norm(matrices, keepdim=True)
