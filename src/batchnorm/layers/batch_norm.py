@@ -193,8 +193,7 @@ class BatchNorm(TorchBatchNorm):
         return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), (proxy,), given)
 
     def _check_ranks(self) -> None:
-        """Check once, before the first all-reduce, that all ranks have the same layer; with different layers, it would
-        hang."""
+        """Check once, before the first all-reduce, that all ranks have the same layer; different layers would hang."""
         if isinstance(self.statistics, Sync) and not self._ranks_checked:
             if collectives.world_size(self.statistics.group) > 1:
                 collectives.check_same_features(self.features, path_of(self), self.statistics.group)

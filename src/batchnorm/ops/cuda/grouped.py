@@ -82,8 +82,7 @@ def forward(
 
 
 def _is_large(x: Tensor, channels: Sequence[int]) -> bool:
-    """Return whether it is faster to launch layers one by one: each fits on chip, or nearly, but all together do
-    not."""
+    """Return whether it is faster to launch layers one by one: each (nearly) fits on chip, but all together do not."""
     return x.is_cuda and x.numel() // x.shape[1] * sum(channels) * x.element_size() > ONE_BY_ONE
 
 

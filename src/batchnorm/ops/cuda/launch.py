@@ -246,8 +246,7 @@ def _as_float(v: Tensor | None) -> Tensor | None:
 
 
 def _rows_of(dy: Tensor, g: Geometry, strides: tuple[int, ...], align: int) -> tuple[Tensor, int]:
-    """Return the gradient, copied unless the kernels can read its layout, and the stride of the gradient's rows or
-    examples.
+    """Return the gradient, copied unless the kernels can read its layout, and the stride of its rows or examples.
 
     If the layer's output was concatenated with other tensors, the gradient is a slice of channels, which needs no copy.
     """

@@ -34,8 +34,7 @@ def geometry_of(x: Tensor) -> Geometry | None:
 
 
 def _collapse(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Return the stride after flattening these dimensions into one; None if that is impossible, 0 for a single
-    value."""
+    """Return the stride after flattening these dimensions into one; None if impossible, 0 for a single value."""
     expected = step = 0
     for size, s in zip(reversed(shape), reversed(stride), strict=True):
         if size == 1:

@@ -88,8 +88,7 @@ def make(
 
 @cache
 def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Residence | None:
-    """Choose the launch parameters; return None if other kernels are faster or this kernel does not support the
-    tensor."""
+    """Choose the launch parameters; return None if other kernels are faster or the tensor is not supported."""
     v = WIDTH // itemsize
     if weaves(g, itemsize, backward, residual):
         find = _of_woven

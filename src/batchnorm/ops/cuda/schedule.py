@@ -55,8 +55,7 @@ class Tiling(NamedTuple):
 
     @property
     def words(self) -> int:
-        """The number of int32 counters: one for tickets, one for finished slices, and one (for a tree, 33) per
-        slice."""
+        """The number of int32 counters: one for tickets, one for finished slices, one per slice (33 for a tree)."""
         return 2 if self.alone else 2 + self.slices * (33 if self.tree else 1)
 
     def second(self, units: int) -> Tiling:

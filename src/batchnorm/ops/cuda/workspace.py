@@ -66,7 +66,7 @@ class Workspace:
         """Return ``n`` words for a launch that is being captured."""
         arena, used = self.arenas.get(device.index, (None, 0))
         if arena is None or used + n > arena.numel():
-            return torch.zeros(n, dtype=torch.int32, device=device)  # the capture records this call too, so every replay zeroes the words
+            return torch.zeros(n, dtype=torch.int32, device=device)  # captured too: each replay zeroes them
         self.arenas[device.index] = (arena, used + n)
         return arena[used : used + n]
 

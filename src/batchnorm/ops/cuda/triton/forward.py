@@ -129,8 +129,7 @@ def settle(
     channel, shape,
     EACH: tl.constexpr, CUMULATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Merge all parts of a slice, store the slice's statistics, release the waiting programs and update the
-    averages."""
+    """Merge a slice's parts, store the slice's statistics, release the waiting programs and update the averages."""
     C = shape[0]
     count = shape[1] * EACH
     base, low, m2 = merge(partial, 0, parts, share, channel, shape, EACH)
