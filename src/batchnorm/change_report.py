@@ -64,7 +64,7 @@ class VerbReport:
 
     @property
     def summary(self) -> str:
-        """One line that says how many sites were changed, and why others were not."""
+        """One line that says how many sites were changed, and why the others were not."""
         noun, action, done = WORDS.get(self.verb, ("site", "done", "done"))
         words = Counter(site.action.partition(" ")[0] for site in self.sites)
         count, maps = words.pop(action, 0), words.pop("fixed", 0)

@@ -214,5 +214,5 @@ else:
 
     def lock_file(file: IO[Any]) -> None:
         """Lock an open file, or raise OSError if another process has locked it."""
-        # Not flock, because forked workers would share the lock and hold it for seconds after this process is killed.
+        # Do not use flock: forked workers would share the lock and hold it for seconds after this process is killed.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

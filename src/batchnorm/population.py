@@ -95,7 +95,8 @@ def estimate_(
     Raises:
         ValueError: if there are no layers or no batches; if ``batches`` is a bare tensor; if a batch has only one value
             per feature (with ``upstream="population"`` and rule "paper", only if all batches do); or if a moment is not
-        finite. TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
+            finite.
+        TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
     >>> report = estimate_(net, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [6.0]])])

@@ -256,7 +256,7 @@ _held = False
 def device_turn() -> Iterator[None]:
     """Keep other workers off the device inside the block; outside of workers, do nothing."""
     global _held
-    if _lock is None or _held:  # _held: a backward pass runs in another thread of the same process
+    if _lock is None or _held:  # a backward pass runs in another thread while this process holds the lock
         yield
         return
     with _lock:

@@ -129,7 +129,7 @@ def check_writable(path: Path | None) -> None:
     """Before the work starts, check that the result file, if any, can be written; create its folder if it is missing.
 
     Raises:
-        OSError: if not; the message names the file, or the part of its path that cannot be used.
+        OSError: if the file cannot be written; the message names the file, or the part of its path that cannot be used.
 
     >>> check_writable(Path("."))
     Traceback (most recent call last):

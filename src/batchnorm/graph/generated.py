@@ -134,7 +134,7 @@ class _Signature:
 
 
 def scope_of(names: Iterable[tuple[str, tuple[Any, ...]]]) -> dict[str, Any]:
-    """Return a namespace of the objects that names and :func:`by_name`'s references describe."""
+    """Return a namespace, given pairs of a name and a reference from :func:`by_name`."""
     return {name: _import(*held[1:]) if held[0] == "import" else held[1] for name, held in names}
 
 

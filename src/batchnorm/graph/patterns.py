@@ -347,7 +347,7 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 
 
 def _switches_a_mode(node: fx.Node) -> bool:
-    """Return whether a node may switch gradients, autocast or a transform: such functions start with an underscore."""
+    """Return whether a node may switch gradients, autocast or a transform: its function's name starts with "_"."""
     return node.op == "call_function" and getattr(node.target, "__name__", "_").startswith("_")
 
 

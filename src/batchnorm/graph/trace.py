@@ -100,7 +100,7 @@ class _Resurface(TorchDispatchMode):
 
 
 class _Recorder(TorchFunctionMode):
-    """Record calls. While ``_inside`` is not 0, calls are not recorded: they are part of a call that is."""
+    """Record calls. While ``_inside`` is not 0, calls are not recorded, because they are part of a recorded call."""
 
     def __init__(self, net: nn.Module, refuse: Callable[[Any], None]) -> None:
         super().__init__()

@@ -100,7 +100,7 @@ def export(
         )
     folded, report = fold_with_report(net, example, tolerance)
     warn_of_left(report)
-    # Copied, because torch.export saves the whole storage of its example, which may be a view of a data set.
+    # Copy the example, because it may be a view of a data set, and torch.export saves the whole storage of its example.
     example = network_call.to_device(example, network_call.device_of(folded), copy=True)
     if dynamic_batch and _batch_size(example) == 1:
         example = _repeated(example)  # exporters treat a dimension of 1 as fixed

@@ -54,9 +54,9 @@ def fold(
 ) -> nn.Module:
     """Return the inference network: y = scale * x + shift replaces each BN(x) and is folded into adjacent weights.
 
-    A layer is folded into the Linear, convolution or transposed convolution that produces its input. If there is none,
-    the layer is folded into those that consume its output, if that is exact. If this is not possible either, the layer
-    becomes a fixed affine map, together with the activation after it. The data flow of a real forward pass on
+    A layer is folded into the Linear, convolution or transposed convolution that produces its input. If that is not
+    possible, the layer is folded into the layers of these kinds that consume its output. If that is not exact, the
+    layer becomes a fixed affine map, together with the activation after it. The data flow of a real forward pass on
     ``example``, not the order in which modules were defined, decides which modules are adjacent. Weights are folded in
     float64, and the outputs for ``example`` are compared with the original's. ``net`` is not changed.
 

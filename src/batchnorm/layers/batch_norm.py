@@ -95,7 +95,7 @@ class BatchNorm(TorchBatchNorm):
         """The running average of the mean; None if the layer keeps no running averages.
 
         Raises:
-            RuntimeError: if the code that reads it is a tool of torch that would drop this layer's activation,
+            RuntimeError: if the code that reads the average is a tool of torch that would drop this layer's activation,
                 ``statistics`` option or freezing.
         """
         if not torch.compiler.is_compiling():
@@ -193,7 +193,7 @@ class BatchNorm(TorchBatchNorm):
         return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), (proxy,), given)
 
     def _check_ranks(self) -> None:
-        """Check once, before the first all-reduce, that all ranks have the same layer; different layers would hang."""
+        """Check once, before the first all-reduce, that all ranks have the same layer; if not, they would hang."""
         if isinstance(self.statistics, Sync) and not self._ranks_checked:
             if collectives.world_size(self.statistics.group) > 1:
                 collectives.check_same_features(self.features, path_of(self), self.statistics.group)

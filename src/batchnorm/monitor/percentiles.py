@@ -131,7 +131,8 @@ class Monitor:
                 self._seen = {}
                 # Attach the hooks for this pass only: hooks that check a counter would slow down all other steps.
                 self._taps.enter_context(self._reading(self._seen))
-                # Remove this hook only before the next pass, because torch iterates over the hooks while it runs.
+                # Remove this hook only before the next pass, because torch iterates over the hooks while this hook
+                # runs.
                 self._end.callback(net.register_forward_hook(self._after, always_call=True).remove)
         self.step += 1
 

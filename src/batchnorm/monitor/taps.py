@@ -41,9 +41,9 @@ def _fuses(module: nn.Module) -> bool:
 class Taps:
     """While attached, call ``seen(name, z, x)`` at each call of the chosen layers.
 
-    For a nonlinearity, z is its input. For a batch normalization, z is its output before the fused nonlinearity, which
-    is computed a second time. If z is the output of a batch normalization, x is the input of that layer; if not, x is
-    z. A layer's second call in one pass is reported as ``name#2``.
+    For a nonlinearity, z is its input. For a batch normalization, z is its output before the fused nonlinearity; the
+    layer runs a second time to compute this output. If z is the output of a batch normalization, x is the input of that
+    layer; if not, x is z. A layer's second call in one pass is reported as ``name#2``.
     """
 
     def __init__(self, net: nn.Module, names: Iterable[str], seen: Seen) -> None:

@@ -123,7 +123,7 @@ def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
 
 def from_module(module: nn.Module) -> Activation | None:
     """Return the activation that a ``torch.nn`` module computes, or None if it cannot be fused."""
-    # Exact types: a subclass may compute something else.
+    # Compare exact types, because a subclass may compute something else.
     if type(module) is nn.Hardtanh and (module.min_val, module.max_val) == (0, 6):
         return Activation("relu6")
     name = _BY_MODULE.get(type(module))

@@ -143,7 +143,7 @@ def _norm(place: Place, per_activation: bool) -> BatchNorm:
 def _set_identity(
     net: nn.Module, norms: dict[Place, BatchNorm], batches: Iterable[Any], forward: network_call.Forward | None
 ) -> None:
-    """Set gamma = sqrt(Var[x] + eps) and beta = E[x], and the running statistics to those of x without its bias.
+    """Set gamma = sqrt(Var[x] + eps), beta = E[x], and the running statistics to the statistics of x without the bias.
 
     Paper: Sec. 3, "could recover the original activations"
     """
@@ -180,7 +180,7 @@ def _set_from(place: Place, norm: BatchNorm, accumulator: MomentAccumulator) -> 
         norm.running_mean.copy_(moments.mean - bias.reshape(-1, *[1] * (moments.mean.dim() - 1)))
         norm.running_var.copy_(moments.var + moments.mean_spread)
         norm.bias.copy_(moments.mean)
-        # Use the rounded variance, because evaluation divides by its root: gamma then cancels it exactly.
+        # Compute gamma from the rounded variance, because evaluation divides by the root of that variance.
         norm.weight.copy_(torch.sqrt(norm.running_var.double() + norm.eps))
 
 

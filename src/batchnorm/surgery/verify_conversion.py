@@ -47,7 +47,7 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
     name, error = _worst(now, was)
     if error <= EXACT:
         return
-    # A network may amplify rounding. Measure it: change the weights by more than rounding does.
+    # A network may amplify rounding. To measure how much, change the weights by more than rounding does.
     noise = _worst(_gradients(old, example, forward, training, change=TINY), was)[1]
     if error > AMPLIFICATION * noise:
         raise ValueError(f"the gradient of '{name}' differs by {error:.2e} (relative)")
@@ -63,7 +63,7 @@ def _gradients(net: nn.Module, example: Any, forward: Forward | None, training: 
     with isolated(net, twin), torch.enable_grad():
         found = [t for t in network_call.tensors_in(network_call.call(twin, batch, forward)) if t.requires_grad]
         torch.manual_seed(0)
-        # Not randn_like, whose numbers depend on the strides.
+        # Do not use randn_like, because its numbers depend on the strides.
         weighted = [(t * torch.randn(t.shape, dtype=t.dtype, device=t.device)).sum() for t in found]
         torch.stack(weighted).sum().backward()
     return {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}

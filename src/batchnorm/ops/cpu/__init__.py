@@ -2,7 +2,7 @@
 
 A forward pass has to read x twice and write y, so memory bandwidth limits its speed. Torch is slower than this limit
 for three reasons. Its statistics of contiguous images use a scalar loop, and its channels_last loops are vectorized
-over the channels only, which is slow if there are few. A separate ReLU allocates memory in both passes. On small
+over the channels only, which is slow with few channels. A separate ReLU allocates memory in both passes. On small
 batches, calling operators from Python takes most of the time. So there are three implementations:
 
 autograd.py       layers in training: one call of kernel.c for dense float32, if compiler.py finds a C compiler; one

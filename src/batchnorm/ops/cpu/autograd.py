@@ -157,7 +157,7 @@ def train_(call: Call) -> Tensor | None:
     if activate is not None:
         # Apply the activation before checking the statistics, while y is in the cache and torch's threads are awake.
         y = activate(y)
-    # This is 0, or NaN if a variance is infinite: the channel's invstd is then 0, and inf * 0 is NaN.
+    # `finite` is 0, or NaN if a variance is infinite: the channel's invstd is then 0, and inf * 0 is NaN.
     finite = var.dot(invstd).item() * 0.0
     # The product of the two norms bounds the norm of mean / std. Compute the exact norm only if the bound is too large.
     if not (mu.dot(mu).item() * invstd.dot(invstd).item() + finite <= LIMIT or _norm2(mu * invstd) + finite <= LIMIT):
@@ -260,7 +260,7 @@ def _fits(v: Tensor | None) -> bool:
 
 def _has_memory(t: Tensor) -> bool:
     """Return whether a tensor's memory holds its values."""
-    # It does not for batched gradients (is_grads_batched=True in torch.autograd.grad), zero tensors and lazy negations.
+    # False for batched gradients (is_grads_batched=True in torch.autograd.grad), zero tensors and lazy negations.
     return not (_is_batched(t) or t._is_zerotensor() or t.is_neg())
 
 

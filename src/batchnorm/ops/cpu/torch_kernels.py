@@ -102,7 +102,7 @@ def flatten(t: Tensor, x: Tensor) -> Tensor:
 
     With four or more dimensions, the kernels tell contiguous from channels_last gradients by their strides. The stride
     of a dimension of size 1 is meaningless, so the kernels may mistake one layout for the other. Rows (M, C) and planes
-    (N, C, L) have only one layout each, to which autograd converts gradients.
+    (N, C, L) each have only one layout, and autograd converts gradients to that layout.
     """
     if x.dim() < 4 or 1 not in x.shape:
         return t

@@ -57,7 +57,7 @@ def _load(path: Path) -> Any:
 def start(configure: Callable[[Any], None]) -> None:
     """Load the extension if it is in the cache; if not, build it in the background.
 
-    Only the first call does anything. ``configure`` is called with the module before its first use.
+    Only the first call has an effect. ``configure`` is called with the module before its first use.
     """
     global _thread, unavailable
     if not _started.acquire(blocking=False):

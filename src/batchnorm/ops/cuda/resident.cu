@@ -1,6 +1,6 @@
 // Batch normalization in one launch that keeps the values it has read on chip. All programs (thread blocks) run at the
-// same time, one or two per multiprocessor. They synchronize once for each slice of channels, between the statistics
-// and the rest.
+// same time, one or two per multiprocessor. They synchronize once for each slice of channels, after the slice's sums
+// and before its outputs.
 //
 // A program processes one part of the rows of one slice of channels, then continues with another slice. Each thread
 // copies its own 16-byte vectors into shared memory, so no thread waits for another thread's vectors. Vectors that do

@@ -12,9 +12,9 @@ MEANING = "resident, once: one launch that reads x once if it fits on chip; stre
 # Up to this many parts, every program merges the sums of all parts itself; with more parts, the last program to arrive
 # merges the sums for all programs.
 MERGED_BY_ALL = 64
-# How many launches with barriers may run at the same time, none of which has to wait for free multiprocessors; 0
-# disables such launches. The default allows for a network that trains on two streams. How much of a GPU other processes
-# leave free is unknown.
+# How many launches with barriers may run at the same time without waiting for free multiprocessors; 0 disables such
+# launches. The default allows for a network that trains on two streams. How much of a GPU other processes leave free is
+# unknown.
 AT_ONCE = int(os.environ.get("BATCHNORM_LAUNCHES_AT_ONCE", "2"))
 # Allowed numbers of tiles in registers; a kernel is compiled for each.
 HELD = (1, 2, 4, 7, 8, 12, 16)
