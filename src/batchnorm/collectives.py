@@ -23,7 +23,8 @@ def rank() -> int:
 
 
 def gather_moments(local: Moments, group: distributed.ProcessGroup | None = None) -> Moments:
-    """Stack the moments of every rank along a new first dimension: one all-reduce forward, one backward.
+    """Stack the moments of all ranks along a new first dimension; each pass, forward and backward, takes one
+    all-reduce.
 
     A rank without samples takes part with count 0. Gradients flow back across ranks, so each rank gets the derivative
     of the sum of all losses.
@@ -74,7 +75,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
         ctx.group = group
-        # All-reduce, not all-gather: every backend and version has it, and adding zeros is exact.
+        # Use all-reduce instead of all-gather, because every backend and version supports it, and adding zeros is
+        # exact.
         rows = flat.new_zeros(world_size(group), flat.numel())
         rows[distributed.get_rank(group)] = flat
         distributed.all_reduce(rows, group=group)

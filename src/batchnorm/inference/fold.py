@@ -205,7 +205,7 @@ def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> 
 def _substitutes(
     net: nn.Module, graph: Graph, plan: FoldPlan, fused: dict[nn.Module, nn.Module]
 ) -> dict[nn.Module, nn.Module]:
-    """Return the replacement of each batch normalization and of each activation fused into one."""
+    """Return the replacements of the batch normalizations and of the activations that are fused into them."""
     new: dict[nn.Module, nn.Module] = {}
     for layer in plan.gone:
         activation = _activation_of(layer)

@@ -180,7 +180,7 @@ def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall,
 def _sinks(
     plan: FoldPlan, layer: TorchBatchNorm, value: Value, moves: list[TracedCall]
 ) -> Iterator[tuple[TracedCall, list[TracedCall]]]:
-    """Yield the affine calls that consume a layer's output, and the moves in between; refuse if other calls do."""
+    """Yield the affine calls that consume a layer's output, and the moving calls in between; refuse other calls."""
     if value.escapes:
         raise Refusal("its output leaves the network")
     for reader in value.consumers:
