@@ -23,8 +23,7 @@ def rank() -> int:
 
 
 def gather_moments(local: Moments, group: distributed.ProcessGroup | None = None) -> Moments:
-    """Stack the moments of all ranks along a new first dimension; each pass, forward and backward, takes one
-    all-reduce.
+    """Stack the moments of all ranks along a new first dimension, with one all-reduce forward and one backward.
 
     A rank without samples takes part with count 0. Gradients flow back across ranks, so each rank gets the derivative
     of the sum of all losses.

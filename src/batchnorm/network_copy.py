@@ -88,7 +88,7 @@ def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], 
 def restored(net: nn.Module) -> Iterator[None]:
     """On exit, restore modes, momentum and buffers; buffers are the same objects with their old contents."""
     modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
-    # Cloned, because torch's kernels update running statistics without increasing the version counter.
+    # Clone the buffers, because torch's kernels update running statistics without increasing the version counter.
     buffers = [(m, key, b, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]
     try:
         yield

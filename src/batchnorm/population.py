@@ -69,18 +69,18 @@ def estimate_(
     upstream: Upstream = "batch",
     forward: network_call.Forward | None = None,
 ) -> Population:
-    """Replace the running statistics of a network by population statistics over mini-batches, in place.
+    """Replace the running statistics of a network with population statistics over mini-batches, in place.
 
     Rule "paper": E[x] = E_B[mu_B] and Var[x] = m/(m-1) E_B[sigma_B^2]; for batches of unequal m, means are weighted
     by m and Var[x] = sum(m sigma_B^2) / sum(m - 1). In convolutional layers m counts locations too.
     Rule "pooled": the mean and variance of all samples together.
 
     Only batch normalization runs in training mode; dropout, for example, is off. Frozen layers (frozen by ``freeze_``,
-    or in evaluation mode inside a network in training mode) keep their statistics and normalize by them. Calls of
-    ``F.batch_norm`` outside a layer are not estimated; the report lists them. Nothing else in the network changes, and
-    nothing changes at all if an exception is raised. Call ``estimate_`` once after averaging weights (EMA, SWA),
-    because a network with averaged weights has different statistics. In a distributed run, every rank calls
-    ``estimate_`` on its own batches, and every rank gets the statistics of all batches.
+    or in evaluation mode inside a network in training mode) keep their statistics and normalize by them. The statistics
+    of ``F.batch_norm`` calls outside a layer are not estimated; the report lists these calls. Nothing else in the
+    network changes, and nothing changes at all if an exception is raised. Call ``estimate_`` once after averaging
+    weights (EMA, SWA), because a network with averaged weights has different statistics. In a distributed run, every
+    rank calls ``estimate_`` on its own batches, and every rank gets the statistics of all batches.
 
     Args:
         net: any network with batch normalization layers of this library or of ``torch.nn``.

@@ -45,7 +45,7 @@ def holders(net: nn.Module) -> dict[nn.Module, list[Holder]]:
 
 
 def _modules_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
-    """Yield the modules reachable from a Python object, without looking inside them."""
+    """Yield the modules that are reachable from a Python object, without entering these modules."""
     waiting = [value]
     while waiting:
         value = waiting.pop()

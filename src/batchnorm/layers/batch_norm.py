@@ -332,7 +332,7 @@ class BatchNorm(TorchBatchNorm):
         if frozen is not None:
             before, self._frozen = self._frozen, int(frozen)
             for bit, parameter in ((WEIGHT, self.weight), (BIAS, self.bias)):
-                # A parameter that freeze_ froze here but not in the checkpoint trains again.
+                # A parameter that is frozen here but not in the checkpoint becomes trainable again.
                 if parameter is not None and (before | self._frozen) & bit:
                     parameter.requires_grad_(not self._frozen & bit)
 

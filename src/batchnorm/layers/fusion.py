@@ -28,7 +28,7 @@ class Fused(nn.Module):
 
     def __init__(self, activation: nn.Module, layers: list[nn.Module]) -> None:
         super().__init__()
-        # Bypass nn.Module's registration: these are not children and must not appear in the state dict.
+        # Bypass nn.Module's registration: these modules are not children and must not appear in the state dict.
         self.__dict__.update(activation=activation, layers=layers)
 
     def forward(self, input: Tensor) -> Tensor:

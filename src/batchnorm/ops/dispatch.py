@@ -49,7 +49,8 @@ def batch_norm(
     """Normalize a mini-batch by its own statistics; return the output and the statistics.
 
     y = g(gamma * (x - mu_B) / sqrt(sigma_B^2 + eps) + beta + residual), with mu_B and sigma_B^2 taken over the batch
-    and every dimension that is not a feature. Nothing is changed in place. The moments are differentiable too.
+    and every dimension that is not a feature dimension. Nothing is changed in place. The moments are differentiable
+    too.
 
     Args:
         x: the input, of shape (N, C), (N, C, L), (N, C, H, W), ...: batch, features, locations.
@@ -64,7 +65,7 @@ def batch_norm(
         mask: bool, of shape (N, *locations): False leaves a position out of the statistics and makes its output 0.
 
     Raises:
-        TypeError: if ``x`` is complex or an integer.
+        TypeError: if ``x`` has a complex or integer dtype.
         ValueError: if the shapes do not match.
 
     >>> y, moments = batch_norm(torch.tensor([[1.0], [3.0]]), eps=0.0)

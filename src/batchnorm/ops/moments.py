@@ -62,7 +62,7 @@ def batch_moments(
             m *= x.shape[d]
         count = torch.full((), m, dtype=x.dtype, device=x.device)
     else:
-        # `where`, not a product: masked positions may hold inf or NaN.
+        # Use `where` instead of a product, because masked positions may hold inf or NaN.
         x = torch.where(mask, x, 0)
         count = mask.sum(dtype=x.dtype)
     total = count.clamp(min=1)

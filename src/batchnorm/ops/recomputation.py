@@ -222,7 +222,7 @@ def _count(step: int) -> None:
 
 
 def _address(t: Tensor) -> int:
-    # Sparse tensors have no storage, and no batch normalization returns one.
+    # Sparse tensors have no storage, and no batch normalization returns a sparse tensor.
     return t.untyped_storage()._cdata if t.layout is torch.strided else -1
 
 

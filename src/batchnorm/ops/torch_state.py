@@ -34,7 +34,7 @@ def is_observed(x: Tensor) -> bool:
 
 def is_plain(x: Tensor) -> bool:
     """Return whether this is an ordinary forward pass on the CPU: no compiler, transform or tracer."""
-    # One expression with module-level aliases, because layers run this on every call.
+    # This is one expression with module-level aliases for speed, because layers run it on every call.
     return (
         not torch.compiler.is_compiling()
         and (type(x) is Tensor or type(x) is nn.Parameter)

@@ -48,8 +48,8 @@ def convert(
     """Return the network with this library's layers in place of ``torch.nn``'s, fused with sums and activations.
 
     ``BatchNorm1d/2d/3d``, ``SyncBatchNorm`` and timm's ``BatchNormAct2d`` are replaced; parameters, statistics, hooks,
-    sharing, modes, devices and types stay. Other layers (a subclass, a patched forward, a parametrization) are not
-    converted, and the report says why. The report also lists calls of ``F.batch_norm``.
+    sharing, modes, devices and dtypes stay the same. Other layers (a subclass, a patched forward, a parametrization)
+    are not converted, and the report says why. The report also lists calls of ``F.batch_norm``.
 
     An activation, and a sum with a tensor of the same shape, are fused into the call of the layer before them, whether
     they are modules, functions, methods or operators, in place or not. Each module whose forward contains such a

@@ -136,7 +136,7 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
 
 
 def activation_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
-    """Yield each nonlinearity that an affine layer feeds, for a batch normalization after it."""
+    """Yield each nonlinearity that an affine layer feeds; batch normalization can be inserted after it."""
     graph = graphs[-1]
     fed: dict[TracedCall, bool] = {}
     for call in graph.calls:

@@ -37,8 +37,8 @@ def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward
             inputs.
 
     Raises:
-        ValueError: if the outputs differ, or if ``torch.nn`` has no equivalent for a layer (Ghost, Renorm, statistics per
-            activation, frozen statistics, ``on_single``, a residual or a mask in the call); the message says why.
+        ValueError: if the outputs differ, or if ``torch.nn`` has no equivalent for a layer (Ghost, Renorm, statistics
+            per activation, frozen statistics, ``on_single``, a residual or a mask in the call).
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
     >>> import torch, batchnorm as bn

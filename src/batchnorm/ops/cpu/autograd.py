@@ -34,7 +34,7 @@ from .torch_kernels import flatten, stored_like, unflatten
 
 _f32 = torch.float32
 
-# With fewer values than this, one thread finishes before a second one has started.
+# With fewer values than this, one thread finishes before a second thread has started.
 PARALLEL = 1 << 14
 LARGE = 1 << 18  # the number of values in a large batch
 LIMIT = torch_kernels.CONDITION**2  # largest squared norm of mean / std
@@ -108,7 +108,7 @@ def train_(call: Call) -> Tensor | None:
     ):
         return None
     mean, var, num_batches, _ = running
-    # Nearly every call has the same form as the last one with the same running averages.
+    # Nearly every call has the same form as the last call with the same running averages.
     memory = _memories.get(id(mean))
     key = (
         x.shape, x.stride(), x.dtype, None if gamma is None else gamma.shape, None if beta is None else beta.shape,
@@ -249,7 +249,7 @@ def _can_be_added(residual: Tensor, x: Tensor) -> bool:
 
 
 def _fits(v: Tensor | None) -> bool:
-    # One expression, because layers run this twice per call.
+    # This is one expression for speed, because layers run it twice per call.
     return v is None or (
         v.is_contiguous()
         and v.is_cpu

@@ -34,9 +34,9 @@ def moments_of(
 ):  # fmt: skip
     """Return low and M2, the sum of squared deviations, of this part, whose mean is near + low.
 
-    Sums are shifted by ``near``, because E[x^2] - E[x]^2 would lose all precision if the mean is large. Each of n
-    values is at most sqrt(n) standard deviations from their mean. So the error of M2 is at most n rounding errors,
-    whether ``near`` is one of the values or the mean of a few.
+    Sums are shifted by ``near``, because E[x^2] - E[x]^2 loses all precision if the mean is large. Each of n values is
+    at most sqrt(n) standard deviations from their mean. So the error of M2 is at most n rounding errors, whether
+    ``near`` is one of the values or the mean of a few.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
