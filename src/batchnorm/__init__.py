@@ -7,9 +7,9 @@
     bn.estimate_(net, batches)               # exact population statistics in place of running averages
     bn.export(net.eval(), example, "net.onnx")  # the inference network, without batch normalization
 
-A verb such as ``convert`` returns a new network and leaves its argument alone; a trailing underscore, as in
-``estimate_``, means that the network is changed in place. The result's ``report`` says what was done and what was left
-alone. An example is a batch that the network takes.
+Functions such as ``convert`` return a new network and do not change their argument; a trailing underscore, as in
+``estimate_``, means that the network is changed in place. The ``report`` attribute of a returned network says what was
+changed and what was not. ``example`` is a batch that the network accepts.
 
 To change a network:
 
@@ -17,22 +17,22 @@ To change a network:
 - ``revert(net)``: go back to ``torch.nn``'s layers, to share the network with code that needs them.
 - ``insert(net, example)``: put batch normalization into a network that has none.
 
-To train it:
+To train a network:
 
-- ``BatchNorm1d``, ``BatchNorm2d``, ``BatchNorm3d``: drop-ins for ``torch.nn``'s, for networks that you write. They take
-  ``activation="relu"``, and their calls take ``residual=`` and ``mask=``.
+- ``BatchNorm1d``, ``BatchNorm2d``, ``BatchNorm3d``: drop-in replacements for the layers of ``torch.nn``, for networks
+  that you write. Their constructors take ``activation="relu"``, and their calls take ``residual=`` and ``mask=``.
 - ``Sync()``, ``Ghost(32)``, ``Renorm()``: pass one as ``statistics=``. ``Sync`` is for several GPUs, ``Ghost`` for
   large batches that should behave like small ones, ``Renorm`` for small batches.
 - ``freeze_(net)``, ``unfreeze_(net)``: keep statistics, gamma and beta as they are, to fine-tune with small batches.
-- ``param_groups(net, weight_decay)``: give the optimizer no weight decay on gamma and beta.
+- ``param_groups(net, weight_decay)``: parameter groups for an optimizer, without weight decay on gamma and beta.
 - ``recompute()``: save memory; run the forward pass inside ``with bn.recompute():``.
 - ``Monitor(net)``: record the percentiles of any layer's inputs while training.
 
-To ship it:
+To ship a network:
 
 - ``estimate_(net, batches)``: set the population statistics after training, or after averaging weights.
 - ``fold(net, example)``: get the network without batch normalization.
-- ``export(net, example, path)``: write it as ONNX or ``torch.export``.
+- ``export(net, example, path)``: fold the network and write it as ONNX or ``torch.export``.
 - ``load(run)``: open a run of ``batchnorm train``: its network, classes and ``predict``.
 
 Modules: ``ops`` (the transform as functions; ``ops.explain`` says which kernel runs and why), ``models`` (the paper's
@@ -80,7 +80,7 @@ __all__ = [
 ]
 
 
-# Imported on first use, because training imports many modules that the layers and verbs do not need.
+# Imported on first use, because training imports many modules that layers and functions such as convert do not need.
 _LAZY = {"load": "batchnorm.train.trained_run"}
 
 

@@ -14,7 +14,7 @@ try:
     from tyro.conf import OmitArgPrefixes, Positional, arg
 
     TYRO: Any = tyro
-except ImportError:  # argparse reads the same annotations below
+except ImportError:  # use argparse, with the same annotations
     TYRO = None
 
     class OmitArgPrefixes:  # type: ignore[no-redef]
@@ -27,7 +27,7 @@ except ImportError:  # argparse reads the same annotations below
             return Annotated[kind, cls]
 
     class arg:  # type: ignore[no-redef]
-        """Set an argument's name, its name in the help, and its aliases."""
+        """Set an argument's name, its placeholder in the help, and its aliases."""
 
         def __init__(
             self, name: str | None = None, metavar: str | None = None, aliases: Sequence[str] = (), **_: str

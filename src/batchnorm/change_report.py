@@ -1,4 +1,4 @@
-"""Reports on what ``convert``, ``fold`` and the other verbs did at each site in a network, and why."""
+"""Reports on what ``convert``, ``fold``, ``revert`` and ``insert`` did at each module of a network, and why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from math import ceil, isfinite
 
 from torch import nn
 
-# For each verb: the noun for its sites, the first word of its action, and the summary's word for that action.
+# For each function: the noun for the modules it changes, the first word of its action, and the summary's word for that
+# action.
 WORDS = {
     "fold": ("batch norm", "folded", "folded"),
     "convert": ("batch norm", "converted", "converted"),
@@ -22,7 +23,7 @@ NO_TRAINING = "the network does not run in training mode on this example, so onl
 
 @dataclass(frozen=True)
 class Site:
-    """Hold one site in a network: its path, what was done there and the reason."""
+    """One place in a network: its path, what was done there and the reason."""
 
     path: str
     action: str
@@ -34,7 +35,7 @@ class Site:
 
 @dataclass(frozen=True)
 class VerbReport:
-    """Hold the sites a verb looked at, in the order in which the network calls them; print it or query it."""
+    """What a function such as ``convert`` did at each site, in the order of the network's calls. ``print`` shows it."""
 
     verb: str
     sites: tuple[Site, ...]
@@ -42,7 +43,7 @@ class VerbReport:
     """max |new - old| / max |old| over the outputs for the example, if outputs were compared."""
     notes: tuple[str, ...] = field(default=())
     fusion: str = ""
-    """A phrase that says how many layers are fused with the sums and activations after them."""
+    """How many layers are fused with the sums and activations after them, in words."""
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
@@ -63,7 +64,7 @@ class VerbReport:
 
     @property
     def summary(self) -> str:
-        """How much was done and what is left, in one line."""
+        """One line that says how many sites were changed, and why the others were not."""
         noun, action, done = WORDS.get(self.verb, ("site", "done", "done"))
         words = Counter(site.action.partition(" ")[0] for site in self.sites)
         count, maps = words.pop(action, 0), words.pop("fixed", 0)
@@ -86,7 +87,7 @@ class VerbReport:
         """Return the summary and the sites that need an explanation."""
         _, action, _ = WORDS.get(self.verb, ("", "done", ""))
         listed, rest = list(self.sites), 0
-        if self.verb != "insert":  # insert chose its sites itself, so it lists them all
+        if self.verb != "insert":  # insert itself chose the sites, so list them all
             listed = [site for site in self.sites if site.reason or not site.action.startswith(action)]
             listed.sort(key=lambda site: site.action.startswith((action, "fixed")))
             listed, rest = listed[:LISTED], len(listed[LISTED:])
@@ -118,14 +119,14 @@ class LayerStatistics:
     def m(self) -> float:
         """The paper's m: the mean number of values per feature in a mini-batch, locations included.
 
-        It counts one forward pass, even if gradients are accumulated over several.
+        A mini-batch is the input of one forward pass, even if gradients are accumulated over several passes.
         """
         return self.count / self.batches
 
 
 @dataclass(frozen=True)
 class Population:
-    """Hold the results of :func:`batchnorm.estimate_`, layer by layer; print it or query it."""
+    """The results of :func:`batchnorm.estimate_`, layer by layer. ``print`` shows them as a table."""
 
     layers: tuple[LayerStatistics, ...]
     left_alone: tuple[Site, ...]
@@ -133,8 +134,8 @@ class Population:
     def more_batches(self, tolerance: float = 0.05) -> int:
         """Return how many more batches would bring every standard error down to ``tolerance``; 0 if none are needed.
 
-        The error falls with the square root of the number of batches. A single batch gives no estimate of the error,
-        so the answer is then 1.
+        The error falls with the square root of the number of batches. A single batch gives no estimate of the error, so
+        the result is then 1.
         """
         more = 0
         for layer in self.layers:
@@ -154,7 +155,7 @@ class Population:
 
 
 def attach(net: nn.Module, report: VerbReport) -> nn.Module:
-    """Give a returned network its report as ``net.report``, unless the user's class uses that name itself."""
+    """Set ``net.report`` to the report, unless the network's class uses that name itself."""
     if isinstance(getattr(net, "report", report), VerbReport):
         net.__dict__["report"] = report
     return net

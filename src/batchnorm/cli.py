@@ -22,7 +22,7 @@ from .optional_packages import MissingExtraError, check_installed
 
 
 class Command(NamedTuple):
-    """Describe a subcommand: the function that runs it, what it does, and an example's options."""
+    """Describe a subcommand: the function that runs it, what the command does, and example options."""
 
     function: str  # module:function; the module is imported only when the command runs
     does: str
@@ -188,8 +188,8 @@ COMMANDS = {
         "--crops 144 --images 64",
     ),
 }
-# The optional packages that a command always needs. The command's function checks for a GPU, and for packages that only
-# some options need.
+# The optional packages that each command always needs. The command's function checks for a GPU, and for packages that
+# only some options need.
 NEEDS: dict[str, tuple[str, ...]] = {
     "train": ("PIL", "safetensors"),
     "compare": ("PIL", "safetensors"),
@@ -217,8 +217,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has closed our output, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at exit
+    except BrokenPipeError:  # the program that reads our output, such as `head`, has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
         return 1
     return status
 
@@ -246,7 +246,7 @@ def _run(words: list[str]) -> int:
     except BrokenPipeError:
         raise
     except (MissingExtraError, OSError, ValueError) as error:
-        # Errors that a user can fix get one sentence; all others keep their traceback.
+        # Errors that a user can fix are printed as one sentence; all other errors keep their traceback.
         print(f"batchnorm {command}: {sentence(error)}", file=sys.stderr)
         return 2
     except JobsFailedError as error:
@@ -269,7 +269,7 @@ def _call(function: Callable[..., object], command: str, words: list[str]) -> No
 def _print_users_part(error: UserCodeError) -> None:
     """Print the cause's traceback without the frames of this library and of Python's import machinery."""
     cause = error.__cause__
-    if cause is None:  # it came from another process, which put the traceback into a note
+    if cause is None:  # the error came from another process, which put the traceback into a note
         print(*getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return
     package = str(Path(__file__).parent)

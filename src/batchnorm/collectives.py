@@ -1,4 +1,4 @@
-"""Merge statistics across ranks: the only module below ``train`` that calls torch.distributed."""
+"""Merge statistics across ranks; apart from ``train``, only this module calls torch.distributed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rank() -> int:
 
 
 def gather_moments(local: Moments, group: distributed.ProcessGroup | None = None) -> Moments:
-    """Stack the moments of every rank along a new first dimension: one all-reduce forward, one backward.
+    """Stack the moments of all ranks along a new first dimension, with one all-reduce forward and one backward.
 
     A rank without samples takes part with count 0. Gradients flow back across ranks, so each rank gets the derivative
     of the sum of all losses.
@@ -40,7 +40,7 @@ def merge_across_ranks(local: Moments, group: distributed.ProcessGroup | None = 
 
 
 def add_across_ranks(values: Tensor) -> Tensor:
-    """Return the sum of every rank's tensor; the tensor itself without torch.distributed."""
+    """Return the sum of the ranks' tensors; the tensor itself without torch.distributed."""
     if world_size() == 1:
         return values
     total = values.clone()
@@ -49,7 +49,7 @@ def add_across_ranks(values: Tensor) -> Tensor:
 
 
 def gather_objects(value: Any, group: distributed.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's value, in the order of ranks; ``[value]`` without torch.distributed."""
+    """Return the values of all ranks, in rank order; ``[value]`` without torch.distributed."""
     if world_size(group) == 1:
         return [value]
     rows: list[Any] = [None] * world_size(group)
@@ -58,7 +58,7 @@ def gather_objects(value: Any, group: distributed.ProcessGroup | None = None) ->
 
 
 def check_same_features(features: tuple[int, ...], name: str, group: distributed.ProcessGroup | None = None) -> None:
-    """Raise the same error on every rank if the ranks' layers differ, instead of hanging or mixing them up."""
+    """Raise the same error on every rank if the ranks' layers differ; merging would hang or mix the layers up."""
     rows = gather_objects((features, name), group)
     if any(row != rows[0] for row in rows):
         seen = "; ".join(f"rank {rank}: {layer} with {shape}" for rank, (shape, layer) in enumerate(rows))
@@ -74,7 +74,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
         ctx.group = group
-        # All-reduce, not all-gather: every backend and version has it, and adding zeros is exact.
+        # Use all-reduce instead of all-gather, because every backend and version supports it, and adding zeros is
+        # exact.
         rows = flat.new_zeros(world_size(group), flat.numel())
         rows[distributed.get_rank(group)] = flat
         distributed.all_reduce(rows, group=group)

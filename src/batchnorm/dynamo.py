@@ -1,8 +1,8 @@
 """``torch.compile(net, backend="batchnorm")``: fused batch normalization for networks of plain ``torch.nn`` layers.
 
 Dynamo's graph calls ``F.batch_norm``. Each such call in training mode, together with the sum and the activation after
-it, is replaced by a call to this library, and Inductor compiles the result. In evaluation mode batch normalization is
-elementwise, and Inductor fuses it by itself.
+it, is replaced with a call to this library, and Inductor compiles the changed graph. In evaluation mode, batch
+normalization is elementwise, and Inductor fuses it without help.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .graph.patterns import Match, Matcher
 
 log = logging.getLogger(__name__)
 
-# The order of each function's arguments, by their names in F.batch_norm.
+# Each function's arguments in order, by the names that F.batch_norm gives them.
 PARAMETERS: dict[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
@@ -51,11 +51,13 @@ def compile_graph(
 
     Args:
         module: the graph; it is changed in place.
-        inputs: example inputs, as Dynamo passes them.
+        inputs: the example inputs that Dynamo passes.
         mode: as for ``torch.compile``: "reduce-overhead", "max-autotune", ...
         options: Inductor's options, as for ``torch.compile``.
-        inner: the backend that compiles the result, or its name; only Inductor takes ``mode`` and ``options``.
-        everywhere: also fuse calls that the fused kernels do not support, such as calls on a CPU; they gain no speed.
+        inner: the backend that compiles the changed graph, or the backend's name; only Inductor takes ``mode`` and
+            ``options``.
+        everywhere: also fuse calls that the fused kernels do not support, such as calls on a CPU; these do not become
+            faster.
     """
     with _compiling():
         fuse_(module, everywhere=everywhere)
@@ -74,13 +76,14 @@ def _reset() -> None:
     reset_cudagraph_trees()
 
 
-compile_graph.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it, to free CUDA graphs
+compile_graph.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls this to free CUDA graphs
 
 
 def fuse_(module: fx.GraphModule, *, everywhere: bool = False) -> int:
-    """Fuse the batch normalizations in a Dynamo graph, in place, and return their number.
+    """Fuse the batch normalizations in a Dynamo graph, in place, and return how many were fused.
 
-    ``TORCH_LOGS=batchnorm.dynamo`` logs how much was fused; ``torch._dynamo.utils.counters["batchnorm"]`` counts it.
+    With ``TORCH_LOGS=batchnorm.dynamo`` the number is logged; ``torch._dynamo.utils.counters["batchnorm"]`` has the
+    totals.
     """
     for node in list(module.graph.nodes):
         if node.target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -129,7 +132,7 @@ def move_averages_(averages: list[Tensor], moments: list[Tensor], momentum: floa
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Return a batch_norm call's arguments by their names in ``F.batch_norm``; for other nodes the defaults."""
+    """Return a batch_norm call's arguments by their names in ``F.batch_norm``; for other nodes, return the defaults."""
     if node.op != "call_function" or node.target not in PARAMETERS:
         return DEFAULTS
     return {**DEFAULTS, **dict(zip(PARAMETERS[node.target], node.args, strict=False)), **node.kwargs}
@@ -141,7 +144,7 @@ def _fusable(graph: fx.Graph, calls: list[fx.Node], everywhere: bool) -> dict[fx
         log.info("batch normalization inside a torch.func transform is left alone")
         return {}
     norms = dict.fromkeys(node for node in calls if _is_plain(node, everywhere))
-    # The averages are updated at the end of the graph, so nothing else in it may use them.
+    # The averages are updated at the end of the graph, so no other node may use them.
     while others := [node for node in norms if any(user not in norms for a in _averages(node) for user in a.users)]:
         for node in others:
             del norms[node]
@@ -155,11 +158,11 @@ def _is_plain(node: fx.Node, everywhere: bool) -> bool:
         return False
     if not node.args or len(_averages(node)) == 1:
         return False  # torch.nn makes no such calls
-    # If the input is permuted, torch.nn's output is contiguous, and code after it may rely on that.
+    # If the input is permuted, torch.nn's output is contiguous, and later code may rely on that layout.
     if not _is_known_equal(x.stride(), y.stride()) or x.dtype is not y.dtype:
         return False
     if statically_known_true(x.numel() <= x.shape[1]):
-        return False  # empty, or a single value per channel
+        return False  # the batch is empty, or has a single value per channel
     return everywhere or ops.explain(x, _value(given["weight"]), _value(given["bias"])).path == "cuda"
 
 
@@ -177,7 +180,7 @@ def _fits(norm: fx.Node, residual: fx.Node) -> bool:
 
 
 def _is_known_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Compare sizes without adding guards on symbolic ones."""
+    """Return whether sizes are known to be equal, without adding guards on symbolic sizes."""
     return len(a) == len(b) and all(statically_known_true(p == q) for p, q in zip(a, b, strict=True))
 
 
@@ -197,7 +200,8 @@ def _replace(graph: fx.Graph, matches: list[Match]) -> None:
         y.meta = dict(match.end.meta)
         results.meta = {key: value for key, value in y.meta.items() if key != "example_value"}
         match.replace_by(y)
-        # A layer that is called twice updates its averages twice: each round holds an average at most once.
+        # A layer that is called twice updates its averages twice, so each round of updates contains an average at most
+        # once.
         turn = next((turn for turn in rounds if not turn.keys() & {*averages}), None)
         if turn is None:
             rounds.append(turn := {})
@@ -211,7 +215,7 @@ def _replace(graph: fx.Graph, matches: list[Match]) -> None:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Make ``torch.compiler.is_compiling()`` true while AOTAutograd runs the graph, as torch 2.13 does itself."""
+    """Make ``torch.compiler.is_compiling()`` true while AOTAutograd runs the graph; torch 2.13 does so itself."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-LARGEST = {int: 2**63 - 1, float: 3.4e38}  # torch's largest integer and float32
+LARGEST = {int: 2**63 - 1, float: 3.4e38}  # the largest int64 and about the largest float32
 SEED_MAX = 2**32 - 1
 
 
 class JobsFailedError(RuntimeError):
-    """Report which of several jobs failed; the message has the ends of their logs."""
+    """Report which of several jobs failed; the message includes the ends of their logs."""
 
 
 def sentence(error: Exception) -> str:
@@ -26,12 +26,12 @@ def sentence(error: Exception) -> str:
 
 
 def at_least(least: float, /, **options: object) -> None:
-    """Check that options are numbers of at least ``least``; a tuple must not be empty or hold a number twice.
+    """Check that options are numbers of at least ``least``; a tuple must not be empty or contain duplicates.
 
-    None means that an option was not given.
+    An option that is None was not given and is not checked.
 
     Raises:
-        ValueError: naming the first option that fails.
+        ValueError: if a check fails; the message names the first such option.
 
     >>> at_least(1, steps=10, marks=(1, 2), processes=None)
     >>> at_least(1, log_every=0)
@@ -72,7 +72,7 @@ def _check(fits: Callable[[float], bool], what: str, options: dict[str, object])
         if not values:
             raise ValueError(f"{name} is empty: give at least one number")
         for value in values:
-            # A recipe or a plan comes from a file, which may hold anything.
+            # Recipes and plans come from files, so a value may have any type.
             most = LARGEST.get(type(value))
             if most is None or not fits(value):
                 raise ValueError(f"{name}={value!r}: must be {what}")

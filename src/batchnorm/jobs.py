@@ -1,4 +1,4 @@
-"""Run resumable jobs side by side, each in its own process; on a signal all save their state and stop."""
+"""Run resumable jobs side by side, each in its own process; on a signal, all jobs save their state and stop."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FAILED, STOPPED = 1, 2
 
 
 class Stopped(Exception):
-    """Raised by a run that was asked to stop and has saved its state."""
+    """Raised by a job that was asked to stop, after it has saved its state."""
 
 
 class StopSignal:
-    """Remember that SIGTERM or Ctrl-C arrived, so that the job can finish its step and save first."""
+    """Remember that SIGTERM or Ctrl-C arrived, so that the job can finish its step and save its state first."""
 
     requested = False
 
@@ -44,7 +44,7 @@ class StopSignal:
 def stop_signal() -> Iterator[StopSignal]:
     """Catch SIGTERM and Ctrl-C inside the block, and restore the handlers after it.
 
-    Only the main thread can catch signals; in other threads this does nothing.
+    Only the main thread can catch signals; in other threads the block runs without handlers.
 
     >>> with stop_signal() as stop:
     ...     os.kill(os.getpid(), signal.SIGTERM)
@@ -88,12 +88,13 @@ class Job(Protocol):
 
 
 def run_side_by_side(waiting: Sequence[Job], *, jobs: int, minutes: float | None = None) -> bool:
-    """Run the jobs in order, ``jobs`` of them at a time; return whether all are finished.
+    """Start the jobs in order and run up to ``jobs`` of them at a time; return whether all are finished.
 
-    On Ctrl-C, SIGTERM or the time limit every job saves its state and stops; the same call resumes them.
+    On Ctrl-C, on SIGTERM or after ``minutes``, every job saves its state and stops; the same call resumes the jobs.
 
     Raises:
-        JobsFailedError: once all jobs have ended, with the names of those that failed and the ends of their logs.
+        JobsFailedError: after all jobs have ended, if some failed; the message has their names and the ends of their
+            logs.
     """
     deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     left, running, failed = deque(waiting), dict[ChildProcess, _Running](), dict[str, str]()
@@ -111,7 +112,7 @@ def run_side_by_side(waiting: Sequence[Job], *, jobs: int, minutes: float | None
                     process.signal("SIGTERM")  # only once: the job saves its state on the first signal
             for process in [process for process in running if not process.alive]:
                 one = running.pop(process)
-                finished = one.job.finished()  # true even if a signal interrupted its exit
+                finished = one.job.finished()  # true even if a signal interrupted the job's exit
                 unfinished = unfinished or not finished
                 if not finished and process.exit_status != STOPPED and not stopping:
                     failed[one.job.name] = _end_of_log(one.job, process.exit_status)
@@ -184,7 +185,7 @@ def _do(job: Job) -> None:
 
 @contextmanager
 def _own(folder: Path) -> Iterator[int]:
-    """Open the job's log; the lock on it keeps a second process out of the folder."""
+    """Open and lock the job's log, so that no other process can use the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("a") as log:
         try:
@@ -213,5 +214,5 @@ else:
 
     def lock_file(file: IO[Any]) -> None:
         """Lock an open file, or raise OSError if another process has locked it."""
-        # Not flock: forked workers would share the lock, and hold it for seconds after this process is killed.
+        # Do not use flock: forked workers would share the lock and hold it for seconds after this process is killed.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -22,16 +22,16 @@ LEAVES = (
     *(str, bytes, int, float, complex, type(None)),
     *(type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.fx.Graph),
 )
-"""Types that :func:`walk` does not look into: values, and code."""
+"""Types whose parts :func:`walk` does not visit: plain values, modules and code."""
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and keyword arguments for calling a network on a batch.
 
-    A tensor is passed as it is. Only the first item of a tuple or list is passed. A dict becomes keyword arguments.
+    A tensor is passed unchanged. Of a tuple or list, only the first item is passed. A dict becomes keyword arguments.
 
     Raises:
-        TypeError: for anything else; use ``forward=`` then.
+        TypeError: for a batch of another type; such a batch needs ``forward=``.
 
     >>> arguments((torch.zeros(2), "labels"))
     ((tensor([0., 0.]),), {})
@@ -52,7 +52,7 @@ def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
     """Run the network on a batch.
 
     Raises:
-        TypeError: if the network's ``forward`` cannot take the batch; use ``forward=`` then.
+        TypeError: if the network's ``forward`` cannot take the batch; pass ``forward=`` to say how to call the network.
     """
     if forward is not None:
         return forward(net, batch)
@@ -76,7 +76,7 @@ def _misfit(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> st
         inspect.signature(net.forward).bind(*args, **kwargs)
     except TypeError as error:
         return str(error)
-    except ValueError:  # no signature
+    except ValueError:  # forward has no signature
         return None
     return None
 
@@ -90,17 +90,17 @@ def eagerly() -> AbstractContextManager[Any]:
 
 
 def device_of(net: nn.Module) -> torch.device:
-    """Return the device of the network's first parameter or buffer; the CPU if it has none."""
+    """Return the device of the network's first parameter or buffer; the CPU if there are none."""
     for tensor in (*net.parameters(), *net.buffers()):
         return tensor.device
     return torch.device("cpu")
 
 
 def to_device(batch: Any, device: torch.device, *, copy: bool = False, dtype: torch.dtype | None = None) -> Any:
-    """Return the batch with its tensors on a device, floating point ones cast to ``dtype``.
+    """Return the batch with its tensors on ``device``; floating-point tensors are cast to ``dtype``.
 
-    With ``copy``, tensors that are on the device already are copied, to protect the caller's tensors from in-place
-    code.
+    With ``copy``, tensors that are already on the device are copied too, so that in-place operations cannot change the
+    caller's tensors.
     """
 
     def move(t: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def to_device(batch: Any, device: torch.device, *, copy: bool = False, dtype: to
 
 
 def _with_tensors(holder: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of an object with ``fn`` applied to each tensor in it; the object itself if it cannot be copied."""
+    """Return a copy of an object with ``fn`` applied to its tensors; the object itself if it cannot be copied."""
     try:
         memo: dict[int, Any] = {id(t): fn(t) for t in tensors_in(holder)}
         return deepcopy(holder, memo) if memo else holder
@@ -119,7 +119,7 @@ def _with_tensors(holder: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 
 
 def map_tensors(tree: Any, fn: Callable[[Tensor], Any], other: Callable[[Any], Any] | None = None) -> Any:
-    """Apply ``fn`` to each tensor in nested tuples, lists and dicts, and ``other`` to everything else in them."""
+    """Apply ``fn`` to each tensor in nested tuples, lists and dicts, and ``other`` to each other leaf."""
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -144,9 +144,9 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield each object in some trees with its path, such as ``output[0].features``.
+    """Yield every object in the given trees with its path, such as ``output[0].features``.
 
-    An object that occurs more than once is yielded each time, but its parts only once.
+    An object that occurs more than once is yielded each time, but its parts are yielded only once.
     """
     entered: dict[int, Any] = {}  # keeps the objects alive, so that no id() is used twice
     waiting = list(roots)[::-1]
@@ -155,7 +155,7 @@ def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         yield path, item
         if not isinstance(item, LEAVES) and id(item) not in entered:
             entered[id(item)] = item
-            with suppress(Exception):  # such as a dead weakref proxy or a closed file
+            with suppress(Exception):  # the item may be a dead weakref proxy or a closed file
                 waiting.extend((path + label, part) for label, part in reversed(parts(item)))
 
 
@@ -168,7 +168,7 @@ def parts(item: Any) -> list[tuple[str, Any]]:
         inside = [(f"[{key!r}]", item[key]) for key in item]
     elif isinstance(item, tuple | list | deque | Set):
         inside = [(f"[{i}]", part) for i, part in enumerate(item)]
-    known = {id(part) for _, part in inside}  # model outputs of transformers repeat their items as attributes
+    known = {id(part) for _, part in inside}  # outputs of the package transformers repeat their items as attributes
     return inside + [(f".{name}", part) for name, part in _attributes(item) if id(part) not in known]
 
 
@@ -178,6 +178,6 @@ def _attributes(item: Any) -> list[tuple[str, Any]]:
     for kind in type(item).__mro__:
         for name, slot in vars(kind).items():
             if isinstance(slot, MemberDescriptorType) and name != "__dict__":
-                with suppress(AttributeError):  # a slot that was never set
+                with suppress(AttributeError):  # the slot was never set
                     attributes.append((name, slot.__get__(item)))
     return attributes

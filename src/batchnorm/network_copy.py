@@ -23,11 +23,11 @@ INTERNAL = frozenset(vars(nn.Module()))
 
 
 def private_copy(net: nn.Module) -> nn.Module:
-    """Return a deep copy, so that running or changing it does not affect the user's network.
+    """Return a deep copy of the user's network; running or changing the copy does not affect the original.
 
     Raises:
-        TypeError: if the network is a wrapper (compiled, parallel) around the one to work on.
-        ValueError: if it cannot be copied, or has lazy layers that never ran.
+        TypeError: if the network is a wrapper (compiled or parallel) around the user's network.
+        ValueError: if the network cannot be copied, or has lazy layers that never ran.
     """
     for wrapper, inner in (
         ("OptimizedModule", "_orig_mod"),
@@ -47,14 +47,14 @@ def private_copy(net: nn.Module) -> nn.Module:
 
 
 def _uncopied(net: nn.Module) -> Memo:
-    """Return a memo for copy.deepcopy with entries for the objects that it cannot or should not copy."""
+    """Return a memo for copy.deepcopy with entries for the objects that deepcopy cannot or should not copy."""
     memo: Memo = {}
     for module in net.modules():
         for value in vars(module).values():
             # Old-style weight_norm and spectral_norm keep computed weights as attributes.
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
-            # A process group does not belong to the network; the copy uses the same one.
+            # A process group does not belong to the network, so the copy uses the same group.
             group = getattr(value, "group", value)
             if type(group).__name__.startswith("ProcessGroup"):
                 memo[id(group)] = group
@@ -66,7 +66,7 @@ def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], 
 
     Each replacement is made by a function of the copy's memo: ``copy.deepcopy(part, memo)`` inside it returns parts
     that share parameters with the rest of the copy. The replacements are in the memo before the network is copied, so
-    every reference follows: children, and also modules in plain lists and dicts and in bound methods.
+    every reference to a replaced module is updated: in children, in plain lists and dicts, and in bound methods.
 
     >>> relu = nn.ReLU(); net = nn.Sequential(relu, nn.Tanh(), relu)
     >>> copy_with(net, {relu: lambda memo: nn.Sigmoid()})
@@ -86,9 +86,9 @@ def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], 
 
 @contextmanager
 def restored(net: nn.Module) -> Iterator[None]:
-    """Restore modes, momentum and buffers on exit: the same buffer objects with their old contents."""
+    """On exit, restore modes, momentum and buffers; buffers are the same objects with their old contents."""
     modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
-    # Cloned, because torch's kernels update running statistics without increasing the version counter.
+    # Clone the buffers, because torch's kernels update running statistics without increasing the version counter.
     buffers = [(m, key, b, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]
     try:
         yield
@@ -109,14 +109,14 @@ class SharedWithOriginalError(ValueError):
 
 @contextmanager
 def isolated(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]:
-    """Run a copy without gradients, with fixed random numbers, and raise if it uses parts of the original.
+    """Run a copy of a network without gradients and with fixed random numbers; raise if it uses parts of the original.
 
     ``copy.deepcopy`` does not copy functions. In a copy, a lambda that refers to ``self`` still refers to the original,
     so running the copy would update the original's statistics and ignore replaced modules.
 
     Yields:
-        A function that raises if its argument is a module or a tensor of the original. It is called with each module
-        that runs; callers that know which tensors are read should call it with those too.
+        A function that raises if its argument is a module or a tensor of the original. A hook calls it with each module
+        that runs; callers that know which tensors are read should call it with those tensors too.
 
     Raises:
         SharedWithOriginalError: if a part of the original was used, even if the user's code caught the first error.
@@ -159,7 +159,7 @@ def _fixed_random_numbers(net: nn.Module) -> Iterator[None]:
 
 
 def _held(net: nn.Module) -> dict[int, tuple[str, Any]]:
-    """Describe a network's modules and tensors by ``id``, including those in plain lists and objects."""
+    """Return descriptions of a network's modules and tensors by ``id``, including those in plain lists and objects."""
     found: dict[int, tuple[str, Any]] = {}
     waiting: list[tuple[str, nn.Module]] = [("", net)]
     while waiting:
@@ -200,7 +200,7 @@ def outputs(
 
 
 def relative_error(new: Any, old: Any) -> float:
-    """Return max |new - old| / max |old|, the largest over all tensors; inf if their number or shapes differ.
+    """Return the largest max |new - old| / max |old| of all pairs of tensors; inf if their number or shapes differ.
 
     Raises:
         ValueError: if there is nothing to compare.
@@ -229,7 +229,7 @@ def require_numbers(olds: list[Tensor]) -> None:
 
 
 def relative(new: Tensor, old: Tensor) -> float:
-    """Return max |new - old| / max |old| of two tensors; inf if only one of them has a NaN or infinity somewhere."""
+    """Return max |new - old| / max |old| of two tensors; inf if only one has a NaN or infinity at some position."""
     if old.numel() == 0:
         return 0.0
     new, old = _dense(new), _dense(old)
@@ -238,7 +238,7 @@ def relative(new: Tensor, old: Tensor) -> float:
     scale = float(old.abs()[old.isfinite()].max()) if old.isfinite().any() else 0.0
     worst = float(difference.max())
     if isnan(worst):
-        return inf  # one has a NaN where the other has none
+        return inf  # only one of them has a NaN at some position
     return worst / scale if scale > 0 else worst
 
 

@@ -15,26 +15,27 @@ from typing import Any
 
 from torch import nn
 
-# The names torchvision and timm are reserved. "bench networks" puts a slash after them instead of a colon.
+# The names torchvision and timm are reserved. In "bench networks", a slash follows them instead of a colon.
 _LIBRARY = re.compile(r"(torchvision|timm)[:/]([\w.-]+)")
-# Without init_weights=True these warn, and initialize slowly.
+# Without init_weights=True, these networks print a warning and initialize slowly.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")
 
 
 class UserCodeError(ValueError):
-    """Report an exception in the user's code, which is the ``__cause__``."""
+    """Report an exception that the user's code raised; that exception is the ``__cause__``."""
 
 
 def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]:
-    """Build a network by name; return it with the example batch, if its function returns one too.
+    """Build a network by name; return the network and the example batch that the function returns, or None.
 
     Args:
         name: MODULE:FUNCTION or FILE.py:FUNCTION, from the current folder or any importable module, or
             torchvision:NAME or timm:NAME, without pretrained weights.
-        classes: passed on as ``classes=`` if the function has such an argument; None leaves it out.
+        classes: the number of classes, passed as ``classes=`` if the function has such an argument, and to libraries as
+            ``num_classes=``; None passes nothing.
 
     Raises:
-        ValueError: if there is no function of this name, or it does not return a network.
+        ValueError: if there is no function of this name, or the function does not return a network.
         UserCodeError: if the function raises an exception.
 
     >>> make_network("torch.nn:Identity")
@@ -99,7 +100,7 @@ def _from_library(library: str, name: str, classes: int | None) -> nn.Module:
         return import_module("torchvision.models").get_model(name, weights=None, **options)  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         raise ValueError(f"{name} needs {error.name}, which is not installed; run: pip install {library}") from error
-    except Exception as error:  # an unknown name, or a library for another torch; each raises its own errors
+    except Exception as error:  # an unknown name, or a library for another torch version; the errors vary
         raise ValueError(f"cannot make {library}'s {name}: {str(error).partition(chr(10))[0]}") from error
 
 
@@ -107,7 +108,8 @@ def _import_file(path: Path) -> Any:
     path = path.resolve()
     if not path.is_file():
         raise ImportError(f"{path} is not a file; a relative path starts at the current folder")
-    # One name for each path, so that files of the same name in different folders do not replace each other.
+    # Each path gets a different module name, so that files of the same name in different folders do not replace each
+    # other.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = spec_from_file_location(name, path)
     assert spec is not None

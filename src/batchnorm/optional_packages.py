@@ -12,11 +12,11 @@ EXTRAS = {
     "report": ("matplotlib",),
     "export": ("onnx", "onnxscript", "onnxruntime", "safetensors"),
 }
-PACKAGES = {"PIL": "pillow"}  # packages that are not named like their module
+PACKAGES = {"PIL": "pillow"}  # packages whose name differs from the module's
 
 
 class MissingExtraError(ImportError):
-    """Report missing packages that an optional part of the library needs."""
+    """Report that packages for an optional part of the library are missing."""
 
 
 def require(module: str, extra: str) -> ModuleType:
@@ -37,7 +37,7 @@ def require(module: str, extra: str) -> ModuleType:
 
 
 def check_installed(*modules: str) -> None:
-    """Check that optional packages are installed, without importing them, before long work starts.
+    """Check that optional packages are installed, without importing them; commands call this before long work.
 
     >>> check_installed("math")
     """

@@ -24,7 +24,7 @@ def picture(draw: Callable[[Any], Any], path: Path) -> None:
     }  # fmt: skip
     with plt.rc_context(style):
         figure = draw(plt)
-        # No date in the file: the same result gives the same bytes.
+        # Write no date, so that the same results give the same file.
         content, no_date = io.BytesIO(), {"Date": None} if path.suffix == ".svg" else None
         figure.savefig(content, format=path.suffix[1:], dpi=200, metadata=no_date)
         plt.close(figure)
@@ -32,7 +32,7 @@ def picture(draw: Callable[[Any], Any], path: Path) -> None:
 
 
 def picture_beside(path: Path, draw: Callable[[dict[str, Any], Any], Any]) -> None:
-    """Draw the picture beside a result file, or print which package is missing.
+    """Draw a picture of a result file and save it next to the file, or print which package is missing.
 
     Args:
         path: the result file.

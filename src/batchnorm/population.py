@@ -5,8 +5,8 @@
             E[x]   <-  E_B[mu_B]
             Var[x] <-  m/(m-1) E_B[sigma_B^2]
 
-:func:`population_statistics` is the formula. :func:`estimate_` runs the network over the mini-batches and applies it to
-each of the K layers.
+:func:`population_statistics` computes this formula. :func:`estimate_` runs the network on the mini-batches and applies
+the formula to each of the K layers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def population_statistics(over_batches: AveragedMoments, rule: Rule) -> tuple[Te
     """
     m = over_batches.count / over_batches.batches
     E_x, E_var = over_batches.mean, over_batches.var
-    # Rule "pooled" is the variance of all samples together: within the mini-batches plus between them.
+    # Rule "pooled" computes the variance of all samples together: the variance within mini-batches plus that between
+    # them.
     Var_x = m / (m - 1) * E_var if rule == "paper" else E_var + over_batches.mean_spread
     return E_x, Var_x
 
@@ -68,33 +69,34 @@ def estimate_(
     upstream: Upstream = "batch",
     forward: network_call.Forward | None = None,
 ) -> Population:
-    """Replace the running statistics of a network by population statistics over mini-batches, in place.
+    """Replace the running statistics of a network with population statistics over mini-batches, in place.
 
     Rule "paper": E[x] = E_B[mu_B] and Var[x] = m/(m-1) E_B[sigma_B^2]; for batches of unequal m, means are weighted
     by m and Var[x] = sum(m sigma_B^2) / sum(m - 1). In convolutional layers m counts locations too.
     Rule "pooled": the mean and variance of all samples together.
 
     Only batch normalization runs in training mode; dropout, for example, is off. Frozen layers (frozen by ``freeze_``,
-    or in evaluation mode inside a network in training mode) keep their statistics and normalize by them. Calls of
-    ``F.batch_norm`` outside a layer are not estimated; the report lists them. Nothing else in the network changes, and
-    nothing changes at all if an exception is raised. Call it once after averaging weights (EMA, SWA): averaged weights
-    have different statistics from the networks they come from. In a distributed run every rank calls it on its own
-    batches, and every rank gets the statistics of all batches.
+    or in evaluation mode inside a network in training mode) keep their statistics and normalize by them. The statistics
+    of ``F.batch_norm`` calls outside a layer are not estimated; the report lists these calls. Nothing else in the
+    network changes, and nothing changes at all if an exception is raised. Call ``estimate_`` once after averaging
+    weights (EMA, SWA), because a network with averaged weights has different statistics. In a distributed run, every
+    rank calls ``estimate_`` on its own batches, and every rank gets the statistics of all batches.
 
     Args:
-        net: any network with batch normalization of this library or of ``torch.nn``.
-        batches: training mini-batches, moved to the network's device; see :mod:`batchnorm.network_call` for their form.
+        net: any network with batch normalization layers of this library or of ``torch.nn``.
+        batches: training mini-batches; they are moved to the network's device. A batch is a tensor, a tuple or list
+            whose first item is the input, or a dict of keyword arguments.
         rule: "paper" or "pooled".
         upstream: how layers before the one being estimated normalize: by the "batch", as in training, in one pass; or
-            by the "population" statistics just found, in one pass for each depth of the network. Together with rule
-            "pooled", the latter does not depend on how the data is split into batches.
-        forward: how to call the network, if the rule for batches does not fit.
+            by the "population" statistics just found, in one pass for each depth of the network. With "population" and
+            rule "pooled", the result does not depend on how the data is split into batches.
+        forward: a function of the network and a batch that calls the network, for batches of any other form.
 
     Raises:
         ValueError: if there are no layers or no batches; if ``batches`` is a bare tensor; if a batch has only one value
-            per feature (with ``upstream="population"`` and rule "paper", only if every batch has); or if a moment is
-            not finite.
-        TypeError: if the network cannot take the batches as they are; use ``forward=`` then.
+            per feature (with ``upstream="population"`` and rule "paper", only if all batches do); or if a moment is not
+            finite.
+        TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
     >>> report = estimate_(net, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [6.0]])])
@@ -128,7 +130,7 @@ def estimate_(
                 averages = observer.averages()
                 if averages is not None:
                     found[observer.layer] = averages
-                    _write(observer.layer, averages, rule)  # the next pass normalizes by these; undone on exit
+                    _write(observer.layer, averages, rule)  # for the next pass; `restored` undoes it on exit
     left_alone += functional.sites
     if not layers:
         why = "; ".join(map(str, left_alone)) or "it has no batch normalization layers"
@@ -164,7 +166,7 @@ def _layers_to_estimate(net: nn.Module) -> tuple[Layers, list[Site]]:
 def _by_depth(
     net: nn.Module, layers: Layers, batches: Iterable[Any], forward: network_call.Forward | None
 ) -> list[Layers]:
-    """Group the layers into passes: a layer comes after all layers that its inputs depend on."""
+    """Group the layers into passes, so that each layer is in a later pass than the layers that its inputs depend on."""
     if iter(batches) is batches:
         raise ValueError(
             "upstream='population' reads the batches several times; give a list or a DataLoader, not an iterator"
@@ -173,7 +175,7 @@ def _by_depth(
     if first is None:
         return []
     graph = trace(net, first, forward)
-    reaching: dict[TracedCall, set[nn.Module]] = {}  # the layers on paths from the input to a call, with its own
+    reaching: dict[TracedCall, set[nn.Module]] = {}  # the layers on paths from the input to a call, and its own
     above: dict[nn.Module, set[nn.Module]] = {}  # the layers on paths from the input to any call of a layer
     for call in graph.calls:
         found = reaching[call] = set().union(*(reaching.get(v.producer, ()) for v in call.inputs if v.producer))
@@ -182,13 +184,13 @@ def _by_depth(
             found.add(call.module)
     shared = {m for m in above if len(graph.calls_of(m)) > 1}
     for m in shared:
-        m.training = True  # until its statistics are known, it has to normalize its later calls by the mini-batch
-    depends = {m: set(found) for m, found in above.items()}  # also through other calls of shared layers
+        m.training = True  # until its statistics are known, later calls normalize by the mini-batch
+    depends = {m: set(found) for m, found in above.items()}  # `above`, plus paths through other calls of shared layers
     for middle in above:
         for found in depends.values():
             if middle in found:
                 found |= depends[middle]
-    # A layer does not wait for a shared layer that depends on it: the shared layer comes after it.
+    # A layer does not wait for a shared layer that depends on it, because the shared layer has to come later.
     sorter = TopologicalSorter(
         {m: {n for n in above[m] - {m} if n not in shared or m not in depends[n]} for m in above}
     )
@@ -209,7 +211,7 @@ def _run(
     functional: _FunctionalCalls,
     label: str,
 ) -> None:
-    """Run the network on all batches while the observers watch their layers."""
+    """Run the network on all batches while the observers record the moments of their layers."""
     device = network_call.device_of(net)
     handles = [handle for observer in observers for handle in observer.register()]
     try:
@@ -225,8 +227,9 @@ def _run(
 class _Observer:
     """Accumulate the moments of each call of a layer.
 
-    A layer of a ``KNOWN`` class in training mode computes them itself: with momentum 1 and fresh buffers, its buffers
-    hold exactly these moments after the call. For other layers, and if ``direct``, they are computed here.
+    A layer of a ``KNOWN`` class in training mode computes the moments itself: with momentum 1 and fresh buffers, its
+    buffers hold exactly these moments after the call. For other layers, and if ``direct`` is true, the observer
+    computes the moments.
     """
 
     def __init__(self, layer: TorchBatchNorm, path: str, rule: Rule, *, direct: bool) -> None:
@@ -243,7 +246,7 @@ class _Observer:
         """Register hooks on the layer, and yield their handles."""
         yield self.layer.register_forward_pre_hook(self._before, with_kwargs=True)
         if not self.direct:
-            # A fresh counter, in which the layer counts the calls that had usable statistics.
+            # Use a fresh counter, in which the layer counts the calls that had usable statistics.
             self.layer._buffers["num_batches_tracked"] = torch.zeros_like(self.layer.num_batches_tracked)  # type: ignore[arg-type]
             self.layer.momentum = 1.0
             yield self.layer.register_forward_hook(self._after)
@@ -270,7 +273,7 @@ class _Observer:
     def _after(self, layer: nn.Module, args: Any, out: Any) -> None:
         mu, var = self.layer.running_mean, self.layer.running_var
         assert mu is not None and var is not None  # noqa: PT018
-        if isinstance(self._m, Tensor) or self._m > 0:  # the layer does not count an empty batch
+        if isinstance(self._m, Tensor) or self._m > 0:  # the layer does not count empty batches
             self._calls += 1
             self._moments.add(self._m, mu, var)
 
@@ -305,7 +308,8 @@ class _Observer:
 class _FunctionalCalls(TorchFunctionMode):
     """While active, list the calls of ``F.batch_norm`` outside batch normalization layers.
 
-    They cannot be estimated: only the caller knows whether such a call should use the batch's statistics.
+    Their statistics cannot be estimated, because only the caller knows whether such a call should use the batch's
+    statistics.
     """
 
     def __init__(self, net: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Start and stop child processes: for a call, for an object, or as a pool that maps a function over jobs."""
+"""Start and stop child processes that run one call, hold an object, or form a pool that maps a function over jobs."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class ChildProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """The exit status; -n if signal n killed the process, None while it runs."""
+        """The exit status; -n if signal n killed the process, and None while the process runs."""
         return self._process.exitcode
 
     def signal(self, name: str) -> None:
-        """Send a signal, for example SIGTERM or SIGSTOP, if the process is running and the system has the signal."""
+        """Send a signal such as SIGTERM or SIGSTOP, if the process is running and the system supports the signal."""
         if hasattr(signal, name) and self.alive and self._process.pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, getattr(signal, name))
@@ -52,7 +52,7 @@ class ChildProcess:
 class Remote(ChildProcess):
     """Build an object with ``make(*args)`` in a new process, and call its methods there.
 
-    Building does not block; :meth:`result` waits for it. Call :meth:`close` at the end.
+    The constructor does not wait for the object; :meth:`result` does. Call :meth:`close` at the end.
     """
 
     def __init__(self, make: Work, *args: Any) -> None:
@@ -60,7 +60,8 @@ class Remote(ChildProcess):
         super().__init__(_serve, theirs, make, args)
         theirs.close()
         self._busy = True
-        # Otherwise Python would wait forever at exit for a process that was not closed. In a child, atexit is too late.
+        # Close the process at exit, because Python waits for child processes and would wait forever. In a child
+        # process, atexit functions run too late for that.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -69,7 +70,7 @@ class Remote(ChildProcess):
         return self.result()
 
     def start(self, method: str, *args: Any) -> None:
-        """Start a call; :meth:`result` waits for it."""
+        """Start to call a method; :meth:`result` waits for the result."""
         self.pipe.send((method, args))
         self._busy = True
 
@@ -78,7 +79,7 @@ class Remote(ChildProcess):
 
         Raises:
             RuntimeError: if the process died.
-            Exception: the one that the call raised, with the other process's traceback as a note.
+            Exception: if the call raised one; the other process's traceback is added as a note.
         """
         try:
             error, result = self.pipe.recv()
@@ -91,7 +92,7 @@ class Remote(ChildProcess):
         return result
 
     def close(self, patience: float = 10.0) -> None:
-        """End the process; unless it is busy, first give it some seconds to exit by itself."""
+        """End the process; unless it is busy, first give it ``patience`` seconds to exit by itself."""
         self._at_exit.cancel()
         self.pipe.close()
         self._process.join(0 if self._busy else patience)
@@ -99,7 +100,7 @@ class Remote(ChildProcess):
 
 
 def _serve(pipe: Connection, make: Work, args: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the parent then closes this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent closes this process
     try:
         call, given = make, args
         made: Any = None
@@ -150,9 +151,9 @@ def workers(processes: int, *, threads: int | None = None, device_turns: bool = 
     ``run`` starts no further job once ``seconds`` have passed.
 
     Args:
-        processes: how many; 0 runs the jobs in this process, one after the other.
+        processes: how many processes to start; 0 runs the jobs in this process, one after the other.
         threads: the number of torch threads in each process.
-        device_turns: let :func:`device_turn` exclude the other workers.
+        device_turns: whether :func:`device_turn` keeps the other workers off the device.
     """
     if not processes:
         yield _one_by_one
@@ -211,7 +212,8 @@ class _Caller:
     """Call functions in a worker process."""
 
     def __init__(self, lock: AbstractContextManager[Any] | None, threads: int | None) -> None:
-        # Let each worker compile in its own process: a pool of compilers in each would be too many processes.
+        # Let each worker compile in its own process, because a pool of compilers for each worker would be too many
+        # processes.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         if threads is not None:
             torch.set_num_threads(threads)
@@ -223,7 +225,7 @@ class _Caller:
 
 
 def map_on_cores(work: Callable[[Given], Result], jobs: Sequence[Given], processes: int | None = None) -> list[Result]:
-    """Return ``[work(job) for job in jobs]``, computed by several processes of one thread each.
+    """Return ``[work(job) for job in jobs]``, computed by several processes with one thread each.
 
     By default there is one process per core; with ``processes=1`` the jobs run in this process.
     """
@@ -252,9 +254,9 @@ _held = False
 
 @contextmanager
 def device_turn() -> Iterator[None]:
-    """Keep other workers off the device inside the block; outside of workers this does nothing."""
+    """Keep other workers off the device inside the block; outside of workers, do nothing."""
     global _held
-    if _lock is None or _held:  # held already: a backward pass runs in another thread of the same process
+    if _lock is None or _held:  # a backward pass runs in another thread while this process holds the lock
         yield
         return
     with _lock:
@@ -266,7 +268,7 @@ def device_turn() -> Iterator[None]:
 
 
 def _share_device(lock: AbstractContextManager[Any]) -> None:
-    """Set the lock for :func:`device_turn`, and make torch.compile hold it while it times kernels."""
+    """Set the lock for :func:`device_turn`, and make torch.compile hold the lock while it times kernels."""
     global _lock
     _lock = lock
     from torch._inductor.runtime.benchmarking import benchmarker

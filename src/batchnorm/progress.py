@@ -14,7 +14,7 @@ LINE_EVERY = 30.0
 
 
 def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-    """Yield the items; after a few seconds, start to show progress on stderr.
+    """Yield the items, and show progress on stderr if the loop takes more than a few seconds.
 
     >>> list(progress([1, 2], "counting"))
     [1, 2]
@@ -59,12 +59,12 @@ class Display:
             self.bars.stop()
 
     def add(self, name: str, total: int | None = None, unit: str = "") -> None:
-        """Add a task that ends at ``total``; lines print the unit before the number."""
+        """Add a task that ends at ``total``; lines of text show ``unit`` before the number."""
         task = None if self.bars is None else self.bars.add_task(name, total=total)
         self._shown[name] = _Shown(task, total, f"{unit} " if unit else "")
 
     def update(self, name: str, done: int, text: str = "") -> None:
-        """Set a task's progress to ``done``, and the text to show with it."""
+        """Set a task's progress to ``done``, and the text that is shown next to it."""
         shown = self._shown[name]
         shown.done, shown.text = done, f", {text}" if text else ""
         if self.bars is not None:

@@ -1,4 +1,4 @@
-"""Result files: measurements with the hardware, versions and commit they come from; atomic writing of files."""
+"""Result files: measurements with the hardware, versions and commit that they come from, written atomically."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 import numpy
 import torch
 
-# Far deeper than this library's files, but shallow enough to print a value without exhausting the stack.
+# This library's files are much less deep, and printing a value of this depth does not exhaust the stack.
 MAX_DEPTH = 100
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:
-    """Describe the machine and the software that a measurement ran on.
+    """Describe the machine and the software of a measurement.
 
     Args:
         commit: the commit to record; by default, the one that git reports.
@@ -62,7 +62,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ValueError: naming the file, if it holds anything else.
+        ValueError: if the file does not contain a JSON object; the message names the file.
     """
     return parse_json(path.read_bytes(), str(path))
 
@@ -95,7 +95,7 @@ def _depth(value: object) -> int:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write to a temporary file beside ``path``, flush it to the disk, then rename it over ``path``."""
+    """Write to a temporary file next to ``path``, flush it to disk, then rename it to ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -108,16 +108,16 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         if not isinstance(error, OSError) or error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # name the file, not the temporary one
+        raise OSError(error.errno, error.strerror, str(path)) from error  # name the result, not the temporary file
     # A rename is durable only after the folder is synced.
     sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
+    """Wait until the contents of a file or folder are on the disk."""
     windows = os.name == "nt"
     if windows and path.is_dir():
-        return  # Windows cannot open folders, and journals renames itself
+        return  # Windows cannot open folders; it journals renames itself
     handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -126,10 +126,10 @@ def sync(path: Path) -> None:
 
 
 def check_writable(path: Path | None) -> None:
-    """Check that a result file, if any, can be written before the work starts; create its folder if missing.
+    """Before the work starts, check that the result file, if any, can be written; create its folder if it is missing.
 
     Raises:
-        OSError: naming the file, or the part of its path that cannot be used.
+        OSError: if the file cannot be written; the message names the file, or the part of its path that cannot be used.
 
     >>> check_writable(Path("."))
     Traceback (most recent call last):
@@ -158,7 +158,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of the source tree, with "-dirty" if files differ from it; None outside a repository.
+    """Return the commit of the source tree, with "-dirty" if files were changed since; None outside a repository.
 
     In a copy without its repository, set ``BATCHNORM_COMMIT``.
     """

@@ -28,13 +28,13 @@ from .network_copy import (
 Make = Callable[[nn.Module, Any], nn.Module]
 
 AMPLIFICATION = 20.0
-"""The largest accepted ratio of the error to the change in the results that rounding the original's weights causes."""
+"""The largest accepted ratio of the error to the change that rounding the original's weights makes to its results."""
 TRIALS = 3
-"""How many times to measure that change, at most; once is usually enough."""
+"""The most times that this change is measured; once is usually enough."""
 EXACT = 1e-6
 """The relative error accepted in float64 without measuring how much the network amplifies rounding."""
 TINY = 1e-12
-"""The relative change of weights that models rounding in float64 if both networks have the same weights."""
+"""The relative change of the weights that stands for rounding in float64 if both networks have the same weights."""
 
 
 class DifferenceError(ValueError):
@@ -54,25 +54,26 @@ def verify(
     make: Make | None = None,
     tolerance: float | None = None,
 ) -> float:
-    """Return the relative error of a changed network on an example: of outputs, and of tensors stored on modules.
+    """Return the relative error of a changed network on an example, in outputs and in tensors stored on modules.
 
     If the error is larger than rounding explains in a shallow network, the networks are compared again in float64. In
-    float64, the only difference left is the rounding of the new network's weights, or none if ``make`` can build it
-    with float64 weights. To measure how much of that rounding reaches the output, the weights of the original are
-    changed by the same amount. A network that does not run in float64 is compared in its own precision.
+    float64, only the rounding of the new network's weights is left, and not even that if ``make`` can build the network
+    with float64 weights. To measure how much this rounding can change the output, the weights of the original are
+    changed by as much as rounding would change them. A network that does not run in float64 is compared in its own
+    precision.
 
     Args:
         old, new, example: the original, the changed network and a batch.
-        forward: how to call the networks, if the rule for batches does not fit.
-        what: what to call the new network in errors.
-        advice: what to do about a difference.
-        training: the mode to compare in.
+        forward: a function of a network and a batch that calls the network; see :func:`batchnorm.network_call.call`.
+        what: the name of the new network in error messages.
+        advice: a sentence for the error message that says what to do about a difference.
+        training: whether to compare in training mode.
         same_weights: whether the new network has the original's weights, so that no rounding remains in float64.
-        make: makes the new network from an original and an example.
+        make: a function that makes the new network from an original and an example.
         tolerance: the largest relative error to accept; by default, the error that rounding can cause.
 
     Raises:
-        ValueError: if the networks differ by more than that, or if there is nothing to compare.
+        ValueError: if the error is larger than ``tolerance``, or if there is nothing to compare.
     """
     run = _CopyRunner(example, forward, training)
     was = run(old)
@@ -121,7 +122,7 @@ class _CopyRunner:
     def __call__(
         self, net: nn.Module, *, double: bool = False, seed: int | None = None, change: float | None = None
     ) -> _Seen:
-        """Run a copy, in float64 if ``double``; with a seed, change its weights at random by rounding or ``change``."""
+        """Run a copy, in float64 if ``double``; with a seed, change its weights at random, by ``change`` if given."""
         twin = private_copy(net).train(self.training)
         steps = {name: change or _step(t) for name, t in _floating(twin)}
         if double:
@@ -148,12 +149,12 @@ def _is_rounding(
     except SharedWithOriginalError:
         raise
     except Exception:
-        # The code may check dtypes, the device may lack float64, or memory may run out.
+        # The network's code may check dtypes, the device may lack float64, or memory may run out.
         was, now = run(old), run(new)
         double, change = False, None
     errors = _errors(now, was)
     if max(_errors(run(old, double=double), was).values()) > limit:
-        return False  # results vary from run to run, which would be mistaken for rounding
+        return False  # results vary from run to run, and the variation would be mistaken for rounding
     noise = dict.fromkeys(errors, 0.0)
     for seed in range(TRIALS):
         changed = _errors(run(old, double=double, seed=seed, change=change), was)
@@ -164,7 +165,7 @@ def _is_rounding(
 
 
 def _made_in_double(old: nn.Module, new: nn.Module, example: Any, make: Make) -> nn.Module | None:
-    """Make the new network again in float64; None if that fails or gives weights that differ by more than rounding."""
+    """Make the new network again in float64; return None if that fails or its weights differ by more than rounding."""
     try:
         twin = private_copy(old)
         _to_double_(twin)
@@ -205,7 +206,7 @@ def _errors(new: _Seen, old: _Seen) -> dict[str, float]:
     """Return the relative errors by path.
 
     Raises:
-        DifferenceError: if the outputs are not of the same structure, types and shapes.
+        DifferenceError: if the outputs differ in structure, types or shapes.
     """
     found = {path: _error(path, a, b) for path, a, b in _pairs(new.output, old.output)}
     for path, t in old.kept.items():
@@ -226,7 +227,7 @@ def _error(path: str, new: Tensor, old: Tensor) -> float:
 
 
 def _pairs(new: Any, old: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the corresponding tensors and numbers in two outputs, with their path."""
+    """Yield the corresponding tensors and numbers in two outputs, with their paths."""
     entered = set()
     waiting = [("the output", new, old)]
     while waiting:
@@ -248,7 +249,7 @@ def _pairs(new: Any, old: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def _kind(item: Any) -> str:
-    # Compare by name: each forward pass may create the class anew.
+    # Compare types by name, because each forward pass may create a new class.
     return f"{type(item).__module__}.{type(item).__qualname__}".removeprefix("builtins.")
 
 
@@ -266,7 +267,7 @@ def _sort_key(item: Any) -> tuple[str, str, float]:
 
 
 def _as_tensor(item: Any) -> Tensor | None:
-    """Return a tensor, an array or a number as a tensor."""
+    """Return a tensor, an array or a number as a tensor; None for anything else."""
     if isinstance(item, Tensor):
         return item
     if isinstance(item, np.ndarray | np.generic) and item.dtype.kind in "fiubc":
@@ -277,7 +278,7 @@ def _as_tensor(item: Any) -> Tensor | None:
 
 
 def _numbers(output: Any) -> list[Tensor]:
-    # Leave out integers, which are lengths and counts more often than results.
+    # Ignore integers: they are usually lengths and counts, not results.
     found = (_as_tensor(item) for _, item in network_call.walk([("", output)]) if not isinstance(item, int))
     return [t for t in found if t is not None]
 
@@ -287,7 +288,7 @@ def _attributes(net: nn.Module) -> dict[str, Any]:
     roots = [
         (f"{path}.{name}" if path else name, item)
         for path, module in net.named_modules()
-        if not type(module).__module__.startswith("torch.")  # weight_norm keeps computed weights on torch.nn's modules
+        if not type(module).__module__.startswith("torch.")  # weight_norm stores weights on torch.nn's modules
         for name, item in plain_attributes(module)
     ]
     found = ((path, item) for path, item in network_call.walk(roots) if isinstance(item, Tensor | np.ndarray))
@@ -295,7 +296,7 @@ def _attributes(net: nn.Module) -> dict[str, Any]:
 
 
 def _changed(after: dict[str, Any], before: dict[int, tuple[Any, Any]]) -> dict[str, Tensor]:
-    """Return the tensors that a forward pass made or wrote to."""
+    """Return the tensors that a forward pass created or changed."""
     found = {}
     for path, item in after.items():
         now, was = _as_tensor(item), _as_tensor(before.get(id(item), (item, None))[1])

@@ -12,28 +12,28 @@ from torch import Tensor, nn
 
 @dataclass(eq=False)
 class Value:
-    """Represent the contents of one tensor between two writes."""
+    """The contents of one tensor between two writes to it."""
 
     shape: tuple[int, ...]
     producer: TracedCall | None = None
     consumers: list[TracedCall] = field(default_factory=list)
     handed_on: list[TracedCall] = field(default_factory=list)
-    """The calls that returned it unchanged, as Dropout does in evaluation; they are not consumers."""
+    """The calls that returned the tensor unchanged, as Dropout does in evaluation; they are not consumers."""
     escapes: bool = False
-    """Whether anything other than a call can see it: it is an output, a hook sees it, or something keeps the tensor."""
+    """Whether anything other than a call can read the value: as an output, in a hook, or through a stored reference."""
 
     @property
     def sole_consumer(self) -> TracedCall | None:
-        """The call that reads it, if there is exactly one and nothing else can see it."""
+        """The call that reads the value, if there is exactly one such call and nothing else can read it."""
         return self.consumers[0] if len(self.consumers) == 1 and not self.escapes else None
 
 
 @dataclass(eq=False)
 class TracedCall:
-    """Represent one call of a module or function; a module called twice has two of these.
+    """One call of a module or function; a module that is called twice has two of these.
 
     ``path`` names the module or, for a function, the module whose code calls it. ``target`` is the function, or the
-    module in the copy of the network that ran. In ``args`` and ``kwargs``, tensors are replaced by their Values.
+    module in the copy of the network that ran. In ``args`` and ``kwargs``, each tensor is replaced with its Value.
     """
 
     name: str
@@ -44,20 +44,20 @@ class TracedCall:
     module: nn.Module | None = None
     """The module of the user's network; None for a function."""
     caller: str | None = None
-    """The path of the module whose forward made the call; None if no module made it."""
+    """The path of the module whose forward made the call; None if code outside of modules made it."""
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     writes: bool = False
-    """Whether it wrote into one of its inputs."""
+    """Whether the call wrote into one of its inputs."""
     passes: bool = False
-    """Whether it returned its input unchanged, as Identity does, or Dropout in evaluation."""
+    """Whether the call returned its input unchanged, as Identity does, or Dropout in evaluation."""
 
     def argument(self, position: int, name: str) -> Any:
         """Return an argument passed by position or by name; None if it was not passed."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name)
 
     def replay(self, x: Tensor) -> Any:
-        """Repeat the call with ``x`` in place of its only tensor."""
+        """Repeat the call with ``x`` instead of its only input tensor."""
         (value,) = self.inputs
 
         def put(tree: Any) -> Any:
@@ -90,7 +90,7 @@ class Graph:
         return self._by_module.get(module, [])
 
     def has_extra_inputs(self, module: nn.Module) -> bool:
-        """Return whether a module is called with more than one tensor, as BN with a residual or a mask is."""
+        """Return whether a module is called with more than one tensor, for example BN with a residual or a mask."""
         return any(len(call.inputs) > 1 for call in self.calls_of(module))
 
     def functions(self, *names: str) -> list[TracedCall]:

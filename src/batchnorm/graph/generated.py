@@ -1,7 +1,7 @@
 """Generate subclasses of a module's class whose forward runs a traced graph.
 
-Only the class changes: attributes, state-dict keys, hooks and copying stay the same. Before each call, the new forward
-checks everything that the graph depends on, and calls the original forward if a condition does not hold.
+Only the class changes; attributes, state-dict keys, hooks and copying stay the same. In each call, the new forward
+first checks everything that the graph depends on, and calls the original forward if anything has changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LARGEST = 64  # a list or dict with more entries is not compared before every ca
 
 @dataclass(frozen=True)
 class Variant:
-    """Hold one traced path through a forward: the conditions under which it applies, and its code.
+    """One traced path through a forward: the conditions under which it applies, and its code.
 
     ``scope`` maps the names that the code uses to ("import", module, name) or ("value", value).
     """
@@ -78,7 +78,7 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
     lines += [f"    return _original.forward({given.passed})", ""]
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        """Pickle and copy like the original class, but store the data from which to generate this class again."""
+        """Pickle and copy like the original class, but also store the data that can generate this class again."""
         reduced = kind.__reduce_ex__(self, protocol)
         if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and reduced[1][0] is made:  # type: ignore[attr-defined]
             return (_new, (kind, _Pickled(variants, _digest(kind, variants)), *reduced[1][1:]), *reduced[2:])
@@ -118,7 +118,7 @@ class _Name(str):
 
 
 class _Signature:
-    """Write a forward's parameters as source code: how they are declared, and how they are passed on."""
+    """A forward's parameters as source code: how they are declared, and how they are passed on."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         (first, *parameters) = signature(forward).parameters.values()
@@ -134,7 +134,7 @@ class _Signature:
 
 
 def scope_of(names: Iterable[tuple[str, tuple[Any, ...]]]) -> dict[str, Any]:
-    """Return a namespace from the pairs that :func:`by_name` made."""
+    """Return a namespace, given pairs of a name and a reference from :func:`by_name`."""
     return {name: _import(*held[1:]) if held[0] == "import" else held[1] for name, held in names}
 
 
@@ -146,7 +146,7 @@ def _compiled(source: str, scope: dict[str, Any], kind: type) -> dict[str, Any]:
 
 
 class _Pickled:
-    """Hold variants and a digest of the code that they were traced from; drop variants that cannot be pickled."""
+    """Variants and a digest of the code that they were traced from; variants that cannot be pickled are dropped."""
 
     def __init__(self, variants: tuple[Variant, ...], written: str) -> None:
         self.variants, self.written = variants, written
@@ -163,7 +163,7 @@ class _Pickled:
 
 
 def _new(kind: type[nn.Module], pickled: _Pickled, *args: Any) -> nn.Module:
-    # If the code has changed, or something that it uses is missing, fall back to the original forward.
+    # If the code has changed, or an object that it uses is missing, the module runs its original forward.
     with suppress(ImportError, AttributeError):
         if pickled.variants and pickled.written == _digest(kind, pickled.variants):
             kind = generated_class(kind, pickled.variants)
@@ -184,7 +184,7 @@ def _text_of(code: CodeType) -> str:
 
 
 def by_name(kind: str, thing: Any) -> tuple[Any, ...]:
-    """Return a reference by which to pickle an object: ("import", module, name) if possible, else (kind, thing)."""
+    """Return a reference to an object for pickling: ("import", module, name) if possible, else (kind, thing)."""
     if isinstance(thing, ModuleType):
         return "import", thing.__name__, ""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
@@ -209,7 +209,7 @@ class Unwatchable(Exception):
 
 
 def pattern_of(value: Any) -> Any:
-    """Return the pattern of an argument: each tensor is replaced by its type, everything else is kept as a value.
+    """Return the pattern of an argument: ``Tensor`` for each tensor, and the value of everything else.
 
     >>> pattern_of([torch.zeros(1), None]) == (list, Tensor, ("value", None))
     True

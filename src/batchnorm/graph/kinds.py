@@ -1,4 +1,4 @@
-"""Classify modules and calls: affine, nonlinear, moving elements, passing on an affine layer's output."""
+"""Classify modules and calls: which are affine, are nonlinear, move elements, or pass on an affine layer's output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Affine = nn.Linear | Convolution | Transposed
 IN_PLACE = frozenset(
     getattr(operator, name) for name in dir(operator) if name[:1] == "i" and hasattr(operator, name[1:])
 )
-# Names as plain_name() returns them, so that F.leaky_relu and nn.LeakyReLU have the same name.
+# These are names as plain_name() returns them, so that F.leaky_relu and nn.LeakyReLU have the same name.
 NONLINEAR = frozenset(
     """relu relu6 leakyrelu prelu rrelu elu selu celu gelu silu mish sigmoid tanh hardtanh hardsigmoid hardswish
     softplus softsign logsigmoid threshold tanhshrink softshrink hardshrink clamp clampmin clip sin""".split()  # noqa: SIM905
@@ -47,13 +47,13 @@ def plain_name(name: str) -> str:
 
 
 def base_type(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class, ignoring the subclass that ``torch.nn.utils.parametrize`` generates."""
+    """Return the module's class, or the original class if ``torch.nn.utils.parametrize`` generated a subclass."""
     kind: type[nn.Module] = type(module)
     return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
 
 
 def keeps_torch_forward(module: nn.Module) -> bool:
-    """Return whether the module runs ``torch.nn``'s forward, neither overridden nor patched."""
+    """Return whether the module runs ``torch.nn``'s forward, which is neither overridden nor patched."""
     if "forward" in vars(module) or "_conv_forward" in vars(module):
         return False
     kind = base_type(module)
@@ -62,7 +62,7 @@ def keeps_torch_forward(module: nn.Module) -> bool:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Return whether a call of the module is recorded as one step, without looking inside."""
+    """Return whether a call of the module is recorded as one step, without the calls inside it."""
     if isinstance(module, TorchBatchNorm | torch.jit.ScriptModule):
         return True
     children = [name for name, _ in module.named_children() if name != "parametrizations"]
@@ -75,7 +75,7 @@ def is_affine(module: nn.Module | None) -> bool:
 
 
 def is_in_place(module: nn.Module) -> bool:
-    """Return whether a ``torch.nn`` module writes into its input and returns it."""
+    """Return whether a ``torch.nn`` module writes into its input and returns that tensor."""
     return bool(getattr(module, "inplace", False))
 
 
@@ -101,13 +101,13 @@ _unwatched = False
 
 
 def is_watched() -> bool:
-    """Return whether global hooks are set, which see the calls of all modules."""
+    """Return whether there are global hooks, which see the calls of all modules."""
     return not _unwatched and _has_any_global_hook()
 
 
 @contextmanager
 def despite_global_hooks() -> Iterator[None]:
-    """Run rewritten forwards even if global hooks are set, for callers whose hooks expect that."""
+    """Run rewritten forwards even if there are global hooks, for callers whose hooks allow this."""
     global _unwatched
     before, _unwatched = _unwatched, True
     try:

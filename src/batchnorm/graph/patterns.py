@@ -1,6 +1,6 @@
 """Find BN -> activation and BN -> sum -> activation in a torch.fx graph.
 
-``convert`` uses it on graphs that call modules, the ``torch.compile`` backend on graphs that call functions.
+``convert`` searches graphs that call modules; the ``torch.compile`` backend searches graphs that call functions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FUNCTIONS: dict[Any, str] = {
 METHODS = {spelling: name for name in NAMES for spelling in (name, f"{name}_") if hasattr(Tensor, spelling)}
 SUMS = {operator.add: False, operator.iadd: True, torch.add: False, Tensor.add: False, Tensor.add_: True}
 SUM_METHODS = {"add": False, "__add__": False, "__radd__": False, "add_": True, "__iadd__": True}
-# Functions that return a new tensor.
+# Functions that always return a new tensor.
 NEW = {operator.add, operator.sub, operator.mul, operator.truediv, torch.add, torch.sub, torch.mul, torch.div}
 NEW |= {torch.conv1d, torch.conv2d, torch.conv3d, torch.batch_norm, F.batch_norm, F.linear}
 
@@ -45,19 +45,19 @@ class Fusion(NamedTuple):
 
 
 class Match(NamedTuple):
-    """Hold the nodes of one pattern; ``passed`` are the identities between them."""
+    """The nodes of one pattern; ``passed`` are the identities between them."""
 
     norm: fx.Node
     sum: fx.Node | None
     summand: int
-    """Which summand comes from the batch normalization; the other is the residual."""
+    """The position of the summand that comes from the batch normalization; the other summand is the residual."""
     activation: fx.Node | None
     kind: Activation
     passed: tuple[fx.Node, ...] = ()
 
     @property
     def residual(self) -> Any:
-        """The other summand; None without a sum."""
+        """The summand that does not come from the batch normalization; None if there is no sum."""
         return None if self.sum is None else self.sum.args[1 - self.summand]
 
     @property
@@ -72,7 +72,7 @@ class Match(NamedTuple):
         return [node for node in nodes if node.op == "call_module"]
 
     def replace_by(self, new: fx.Node) -> None:
-        """Replace the pattern by a node, which may be the batch normalization's own."""
+        """Replace the pattern with a node, which may be the batch normalization's own node."""
         self.end.replace_all_uses_with(new)
         gone = {node for node in (self.norm, self.sum, self.activation, *self.passed) if node not in (None, new)}
         while gone:
@@ -86,7 +86,7 @@ def normalize_and_add(
 ) -> Tensor:
     """Return g(BN(x) + residual), fused unless the sum would change the dtype, shape or strides.
 
-    ``first`` says whether BN(x) was the first summand, ``in_place`` whether the sum was written into the first summand.
+    ``first`` is whether BN(x) is the first summand, ``in_place`` whether the sum is written into the first summand.
     """
     if residual.dtype is x.dtype and residual.shape == x.shape and residual.stride() == x.stride():
         return norm(x, residual, activation=activation)
@@ -97,7 +97,7 @@ def normalize_and_add(
 
 
 def fuse_modules_(graph: fx.Graph, matches: list[Match]) -> list[Fusion]:
-    """Replace each pattern by one call of its batch normalization module, in place, and return what was fused."""
+    """Replace each pattern with one call of its batch normalization module, in place, and return what was fused."""
     for match in matches:
         kind: str | Activation = match.kind if match.kind.name == "leaky_relu" else match.kind.name
         new = match.norm
@@ -120,8 +120,8 @@ class Matcher:
         graph: the graph.
         is_norm: whether a node is a batch normalization that supports fusion; its first argument is x.
         fits: whether a residual can be fused into a batch normalization. By default the fused call decides.
-        depth: how many opened children, that is, children that were traced into, enclose a batch normalization; of two
-            summands, the shallower one is fused.
+        depth: how many opened children (children that were traced into) enclose a batch normalization. If both summands
+            are batch normalizations, the one with the smaller depth is fused.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Matcher:
         self._order = {node: i for i, node in enumerate(graph.nodes)}
 
     def matches(self) -> list[Match]:
-        """Return the patterns; each batch normalization is in at most one."""
+        """Return the patterns; each batch normalization is in at most one pattern."""
         found: dict[fx.Node, Match] = {}
         for node in self.graph.nodes:
             if writes_its_sum(node) is not None:
@@ -171,8 +171,8 @@ class Matcher:
             norm, passed = self._lead_back(node.args[mine])
             if norm is not None:
                 candidates.append((self._depth(norm), -self._order[norm], norm, passed, mine))
-        # Prefer the shallowest BN, so that no module is opened unnecessarily; among equally shallow ones, prefer the
-        # last, so that no BN moves past other calls.
+        # Prefer the BN with the smallest depth, so that no module is opened unnecessarily. If the depths are equal,
+        # prefer the last BN, so that no BN moves past other calls.
         for _, _, norm, passed, mine in sorted(candidates, key=lambda c: c[:2]):
             residual = node.args[1 - mine]
             assert isinstance(residual, fx.Node)
@@ -200,7 +200,7 @@ class Matcher:
         return self._modules[str(node.target)] if node is not None and node.op == "call_module" else None
 
     def _handed_on(self, node: fx.Node) -> fx.Node | None:
-        """Return the value that a node passes on unchanged, as an identity or a sum with the number 0 does, or None."""
+        """Return the value that a node (an identity, or a sum with the number 0) passes on unchanged, or None."""
         first, *others = node.args or (None,)
         if isinstance(first, fx.Node) and not others and not node.kwargs and is_plain_identity(self._module(node)):
             return first
@@ -210,7 +210,7 @@ class Matcher:
         return values[0] if is_sum and len(node.args) == 2 and len(values) == len(zeros) == 1 else None
 
     def _follow(self, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-        """Follow a node's value through identities; return the last of them, and all of them."""
+        """Follow a node's value through identities; return the last node and all identities."""
         passed = []
         while (user := _only_user(node)) is not None and self._handed_on(user) is node:
             passed.append(user)
@@ -218,7 +218,7 @@ class Matcher:
         return node, tuple(passed)
 
     def _lead_back(self, node: Any) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
-        """Follow a summand back through identities to its batch normalization, if nothing else uses its output."""
+        """Follow a summand back through identities to a batch normalization whose output nothing else uses, if any."""
         passed: list[fx.Node] = []
         while isinstance(node, fx.Node) and [_uses_of(user, node) for user in node.users] == [1]:
             if self._is_norm(node):
@@ -242,7 +242,7 @@ class Matcher:
         if name is None:
             return None
         rest = {**dict(zip(_PARAMETERS.get(name, ("inplace",)), node.args[1:], strict=False)), **node.kwargs}
-        if name == "hardtanh":  # nn.ReLU6 calls it
+        if name == "hardtanh":  # nn.ReLU6 calls F.hardtanh
             name = "relu6" if (rest.pop("min_val", -1), rest.pop("max_val", 1)) == (0, 6) else ""
         slope = rest.pop("negative_slope", 0.01)
         rest.pop("inplace", None)
@@ -251,7 +251,7 @@ class Matcher:
         return Activation(name, float(slope)) if name == "leaky_relu" else Activation(name)
 
     def _is_fresh(self, node: fx.Node) -> bool:
-        """Return whether a node creates a new tensor, or passes on one that nothing else uses."""
+        """Return whether a node creates a new tensor, or passes on a new tensor that nothing else uses."""
         same = self._same_tensor(node)
         if same is not None:
             return _only_user(same) is node and self._is_fresh(same)
@@ -269,18 +269,18 @@ class Matcher:
         return same if isinstance(same, fx.Node) else None
 
     def _is_apart(self, written: Any, x: Any) -> bool:
-        """Return whether a written tensor was created after x, so that they share no memory."""
+        """Return whether a written tensor was created after ``x``, so that the two share no memory."""
         root = self._root(written)
         return self._is_new(root) and self._order[root] > self._order[x]
 
     def _root(self, node: fx.Node) -> fx.Node:
-        """Return the node that created the tensor which a node returns."""
+        """Return the node that created the tensor that ``node`` returns."""
         while (same := self._same_tensor(node)) is not None:
             node = same
         return node
 
     def origins(self, match: Match) -> Iterator[fx.Node]:
-        """Yield the nodes that a match relies on: BN, and those that created the tensors which sums write into."""
+        """Yield the nodes that a match relies on: BN, and the nodes that created the tensors that sums write into."""
         yield match.norm
         if match.sum is not None:
             for node in (*_between(match.norm, match.sum), match.sum):
@@ -288,7 +288,7 @@ class Matcher:
                     yield self._root(node)
 
     def _moves_past_a_write(self, norm: fx.Node, end: fx.Node, passed: tuple[fx.Node, ...]) -> bool:
-        """Return whether BN cannot move to the sum: a call in between may write what BN reads, or call the same BN."""
+        """Return whether BN cannot move to the sum: a call in between may write to BN's input, or call the same BN."""
         layer = self._module(norm)
         for node in _between(norm, end):
             module = self._module(node)
@@ -327,7 +327,7 @@ _PARAMETERS = {
 
 
 def writes_its_sum(node: fx.Node) -> bool | None:
-    """Return whether a sum of two values is written into the first; None if the node is not such a sum."""
+    """Return whether a sum of two values is written into the first value; None if the node is not such a sum."""
     table = _sums(node.op)
     if node.target not in table or len(node.args) != 2 or node.kwargs or node.args[0] is node.args[1]:
         return None
@@ -347,7 +347,7 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 
 
 def _switches_a_mode(node: fx.Node) -> bool:
-    """Return whether a node may switch gradients, autocast or a transform: a function with a leading underscore."""
+    """Return whether a node may switch gradients, autocast or a transform: its function's name starts with "_"."""
     return node.op == "call_function" and getattr(node.target, "__name__", "_").startswith("_")
 
 
@@ -362,7 +362,7 @@ def _only_user(node: Any) -> fx.Node | None:
 
 
 def _uses_of(user: fx.Node, node: Any) -> int:
-    """Return how often a node is an argument of another, including nested arguments."""
+    """Return how often ``node`` is an argument of ``user``, including nested arguments."""
     seen: list[fx.Node] = []
 
     def see(argument: fx.Node) -> fx.Node:
@@ -380,7 +380,7 @@ def _makes_a_new_tensor(module: nn.Module) -> bool:
 
 
 def may_write_its_input(module: nn.Module) -> bool:
-    """Return whether a module may write to its input; False only if it is known not to."""
+    """Return whether a module may write to its input; False only for modules that are known not to."""
     if isinstance(module, nn.Sequential) and runs_in_order(module):
         for child in module:
             if may_write_its_input(child) or _makes_a_new_tensor(child):

@@ -1,4 +1,4 @@
-"""Find what refers to each module of a network, and which modules are known to call their children in order."""
+"""Find what refers to each module of a network, and which modules call their children in order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ OPAQUE = (Tensor, type, ModuleType, str, bytes, int, float, complex)
 
 
 class Holder(NamedTuple):
-    """Name a module that refers to another: as its child ``key``, or by an attribute, closure or list (key None)."""
+    """A module that refers to another module: as its child ``key``, or by an attribute, closure or list (key None)."""
 
     module: nn.Module
     key: str | None
 
 
 def holders(net: nn.Module) -> dict[nn.Module, list[Holder]]:
-    """Return, for each module, the modules that refer to it: as parents, or through other objects that they keep.
+    """Return, for each module, the modules that refer to it: parents, and modules with a reference in an attribute.
 
     >>> net = nn.Sequential(nn.ReLU(), nn.Tanh())
     >>> net.favourites = [net[1]]
@@ -45,7 +45,7 @@ def holders(net: nn.Module) -> dict[nn.Module, list[Holder]]:
 
 
 def _modules_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
-    """Yield the modules reachable from a Python object, without looking inside them."""
+    """Yield the modules that are reachable from a Python object, without entering these modules."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -80,7 +80,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def runs_in_order(module: nn.Module) -> bool:
-    """Return whether the module is a Sequential that runs torch's own forward: each child on the previous one's output.
+    """Return whether the module is a Sequential with torch's own forward, which runs its children in order.
 
     >>> runs_in_order(nn.Sequential()), runs_in_order(nn.ModuleList())
     (True, False)
@@ -97,7 +97,7 @@ def runs_its_graph(module: nn.Module) -> bool:
 
 
 def next_in_order(holder: Holder) -> nn.Module | None:
-    """Return the module that a Sequential calls next after a child, skipping identities; None if that is unknown."""
+    """Return the module that a Sequential calls after a child, skipping identities; None if this is unknown."""
     if holder.key is None or not runs_in_order(holder.module):
         return None
     keys = list(holder.module._modules)

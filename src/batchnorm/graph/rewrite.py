@@ -1,4 +1,4 @@
-"""Rewrite a module's forward so that BN, a sum and an activation are a single call; generated.py makes the class."""
+"""Rewrite a module's forward so that BN, a sum and an activation become a single call; generated.py makes the class."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IsNorm = Callable[[nn.Module], bool]
 
 
 class Rewritten(NamedTuple):
-    """Hold the result of rewriting a module's forward in each mode: what was fused, or why nothing was."""
+    """The result of rewriting a module's forward, by mode (training or not): what was fused, or why nothing was."""
 
     fusions: dict[bool, tuple[Fusion, ...]]
     reasons: dict[bool, str]
@@ -36,8 +36,8 @@ def rewrite_(net: nn.Module, calls: dict[bool, dict[str, Any]], is_norm: IsNorm)
     Args:
         net: the network; call :func:`restore_` first if it has rewritten modules.
         calls: for each mode (training or not), the result of :func:`arguments_in`.
-        is_norm: whether a module is a batch normalization that accepts ``residual=`` and ``activation=`` now. It is
-            called again before every forward, so it must be an importable function.
+        is_norm: whether a module is a batch normalization that currently accepts ``residual=`` and ``activation=``.
+            Rewritten modules call this function before every forward, so it must be importable.
     """
     found: dict[str, dict[bool, Variant]] = {}
     done: dict[str, Rewritten] = {}
@@ -75,7 +75,7 @@ def restore_wrong_(net: nn.Module, check: Callable[[], Any]) -> dict[str, str]:
     """Restore, in place, the rewritten modules that make ``check`` fail; return the reasons by path.
 
     Raises:
-        Exception: whatever ``check`` raises if it fails even without rewritten modules.
+        Exception: the exception that ``check`` raises, if it fails even without rewritten modules.
     """
     kinds = {path: type(module) for path, module in net.named_modules() if is_rewritten(module)}
     wrong: dict[str, str] = {}
@@ -106,7 +106,7 @@ def restore_wrong_(net: nn.Module, check: Callable[[], Any]) -> dict[str, str]:
 def arguments_in(
     net: nn.Module, example: Any, forward: network_call.Forward | None, *, training: bool
 ) -> dict[str, dict[str, Any] | str]:
-    """Run a copy of a network; return the patterns of each module's arguments, or the reason why there are none."""
+    """Run a copy of a network; return the patterns of each module's arguments, or why the module has no patterns."""
     twin = private_copy(net).train(training)
     found: dict[str, dict[str, Any] | str] = {}
 
@@ -166,7 +166,7 @@ class _Worker:
             matches = matcher.matches()
             if matcher.ends_in_norm() and not has_hooks(module):
                 self.ending.add(path)
-            # Open (trace into) only children whose batch normalization is fused with code outside of them.
+            # Open (trace into) only children whose batch normalization is fused with code outside of the child.
             needed = {p for match in matches for p in _crossed(module, matcher, traced, match)}
             needed = {f"{path}.{p}".lstrip(".") for p in needed}
             if needed == {f"{path}.{p}".lstrip(".") for p in traced.opened}:

@@ -1,9 +1,9 @@
-"""Trace the forward of one module with torch.fx, its children as leaves, and record what the code depended on.
+"""Trace the forward of one module with torch.fx, with its children as leaves, and record what the code depended on.
 
-torch.fx runs the code once and keeps the path that it took. So everything that may have decided the path is recorded:
-the attributes that were read, the arguments that were not tensors, the children of containers. Anything that torch.fx
-would silently drop is refused: a gradient mode or autocast around a call, random numbers, assignments to attributes,
-tensors that are not computed from the arguments.
+torch.fx runs the code once and records the path that it took. So everything that may have decided the path is recorded
+too: the attributes that were read, the arguments that were not tensors, the children of containers. Anything that
+torch.fx would silently drop is refused: a gradient mode or autocast around a call, random numbers, assignments to
+attributes, tensors that are not computed from the arguments.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ QUESTIONS = frozenset({"__get__", "size", "dim", "numel", "is_floating_point", "
 
 
 class Untraceable(BaseException):
-    """Raised if a forward cannot be traced. Not an Exception, so that the traced code cannot catch it."""
+    """Raised if a forward cannot be traced. This is not an Exception, so that traced code does not catch it."""
 
 
 class Traced(NamedTuple):
-    """Hold a graph and what the traced code depended on."""
+    """A graph and what the traced code depended on."""
 
     graph: fx.Graph
     reads: list[tuple[str, str]]
-    """Pairs of a module's path and an attribute that was read from it; for containers, ``_modules``."""
+    """Pairs of a module's path and the name of an attribute that was read from it; for containers, ``_modules``."""
     opened: list[str]
-    """The paths of children that are not leaves: their code is part of the graph."""
+    """The paths of children that are not leaves, because their code is part of the graph."""
     stacks: dict[str, tuple[str, ...]]
     """For each node, the opened children whose code created it."""
 
@@ -53,7 +53,7 @@ class Traced(NamedTuple):
 class Spies:
     """Change the classes of a network's modules to record which attributes the user's code reads.
 
-    The network must be a copy made for tracing: its modules keep the changed classes.
+    The network must be a copy made for tracing, because its modules keep the changed classes.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -63,7 +63,7 @@ class Spies:
         for module in net.modules():
             kind = type(module)
             if isinstance(module, torch.jit.ScriptModule | fx.GraphModule):
-                continue  # their code does not branch on attributes
+                continue  # such code does not branch on attributes
             problem = problem_with(kind)
             if problem:
                 self.problems[module] = problem
@@ -138,7 +138,7 @@ def trace_forward(
 
 
 def _entry(forward: Callable[..., Any], arguments: dict[str, Any]) -> FunctionType:
-    """Return a function that takes each tensor of the arguments as a parameter and calls the forward."""
+    """Return a function that takes each tensor in the arguments as a separate parameter and calls the forward."""
     names: list[str] = []
     scope: dict[str, Any] = {"call": _call, "forward": forward}
 
@@ -249,7 +249,7 @@ class _Tracer(fx.Tracer):
 
 
 class _Typed:
-    """Make isinstance checks in the user's code see a Tensor, or refuse if the type is unknown."""
+    """Make isinstance checks in the user's code see a Tensor; raise Untraceable if the type is unknown."""
 
     node: fx.Node
     tracer: Any
@@ -295,7 +295,7 @@ for _function in IN_PLACE - {operator.iconcat}:
 
 
 class _Outsiders(TorchFunctionMode):
-    """Refuse torch calls that do not involve the arguments: they would run only once, during tracing."""
+    """Refuse torch calls that do not involve the arguments, because such calls would run only once, during tracing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -342,7 +342,7 @@ def _refuse_contexts() -> None:
 
 
 def _modes() -> tuple[Any, ...]:
-    """Return the modes that code may switch around a call and that a graph does not record."""
+    """Return the modes that code may switch around a call; a graph does not record them."""
     autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
     saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, saving

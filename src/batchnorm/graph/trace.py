@@ -1,8 +1,8 @@
 """Record the data flow of a real forward pass.
 
 Hooks record module calls, and a torch-function mode records functions and operators, so the user's Python runs
-unchanged. Tensors are tracked by identity: a call that writes in place gives the tensor, and each view of it, a new
-Value.
+unchanged. Tensors are tracked by identity. After a call that writes in place, the tensor and each of its views have a
+new Value.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def trace(
 
     Args:
         net: any network.
-        example: a batch, see :mod:`batchnorm.network_call`; it is copied, so in-place code cannot change it.
-        forward: how to call the network, if the default does not fit.
+        example: a batch, see :mod:`batchnorm.network_call`; the batch is copied, so in-place code cannot change it.
+        forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
+            inputs.
         training: the mode to run in; None means the network's current mode.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -72,7 +73,7 @@ def trace_modes(net: nn.Module, example: Any, forward: network_call.Forward | No
     except SharedWithOriginalError:
         raise
     except Exception:
-        # Training may fail on this example: one value per feature, SyncBatchNorm without a GPU, missing targets.
+        # Training mode may fail on this example: one value per feature, SyncBatchNorm without a GPU, missing targets.
         return [evaluation]
 
 
@@ -92,21 +93,21 @@ def _held(net: nn.Module) -> list[Tensor]:
 
 
 class _Resurface(TorchDispatchMode):
-    """Repeat calls made by C++ code (scripted functions) from Python, so that the torch-function mode sees them."""
+    """Repeat calls that C++ code (scripted functions) makes from Python, so that the torch-function mode sees them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchFunctionMode):
-    """Record calls; while ``_inside`` is not 0, calls are part of one that is already being recorded."""
+    """Record calls. While ``_inside`` is not 0, calls are not recorded, because they are part of a recorded call."""
 
     def __init__(self, net: nn.Module, refuse: Callable[[Any], None]) -> None:
         super().__init__()
         self._refuse = refuse
         self.calls: list[TracedCall] = []
         self.values: dict[int, Value] = {}
-        # Keeping the tensors alive makes each id() unique.
+        # These references keep the tensors alive, so that each id() is unique.
         self._aliases: dict[int, dict[int, Tensor]] = defaultdict(dict)
         self._names = {m: name for name, m in net.named_modules()}
         self._hooked = {m for m in net.modules() if has_hooks(m)}
@@ -128,26 +129,26 @@ class _Recorder(TorchFunctionMode):
         return out
 
     def mark_escaped(self, out: Any) -> None:
-        """Mark the values that are in the network's output, or that something still refers to after the run.
+        """Mark the values that are in the network's output, or whose tensors are still referred to after the run.
 
-        If a tensor outlives this recorder's reference, something keeps it: a module, a global list, a closure.
+        If a tensor outlives this recorder's reference, a module, a global list or a closure has another reference.
         """
         shown = {id(t) for t in network_call.tensors_in(out)}
         kept = [(weakref.ref(t), self.values[id(t)]) for aliases in self._aliases.values() for t in aliases.values()]
         computed = [(ref, value) for ref, value in kept if value.producer is not None]
         self._aliases.clear()
         if any(t is not None and id(t) not in shown for t in (ref() for ref, _ in computed)):
-            gc.collect()  # tensors that only dead reference cycles hold do not escape
+            gc.collect()  # tensors in dead reference cycles do not escape
         for ref, value in kept:
             t = ref()
             if t is not None and (value.producer is not None or id(t) in shown):
                 value.escapes = True
 
     def watch(self, net: nn.Module) -> None:
-        """Register hooks on every module; the network must be a copy, since the hooks stay."""
+        """Register hooks on every module; the network must be a copy, because the hooks are never removed."""
         for module in net.modules():
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # does not support hooks; the functions that it calls are recorded instead
+                continue  # it does not support hooks; the functions that it calls are recorded instead
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave, with_kwargs=True)
 
@@ -225,7 +226,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _without_tensors(item: Any) -> Any:
-    """Return an argument to record; None for an object with tensors, because it would keep them alive."""
+    """Return an argument for the record; None for an object with tensors, because the object would keep them alive."""
     return None if network_call.tensors_in(item) else item
 
 

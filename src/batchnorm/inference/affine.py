@@ -1,4 +1,4 @@
-"""BN(x) at inference is a fixed affine map: compute it, fold it into adjacent weights, or keep it as a module."""
+"""BN(x) at inference is a fixed affine map: compute the map, fold it into adjacent weights, or keep it as a module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Map(NamedTuple):
     shift: Tensor
 
     def then(self, other: Map) -> Map:
-        """Return the map that applies this one and then the other."""
+        """Return the map that applies this map and then ``other``."""
         return Map(other.scale * self.scale, other.scale * self.shift + other.shift)
 
     def select(self, index: Tensor) -> Map:
@@ -55,7 +55,7 @@ def map_of(layer: TorchBatchNorm) -> Map:
 
 
 def weights_of(affine: Affine) -> Weights:
-    """Return W and b of an affine layer; b is 0 if it has none."""
+    """Return W and b of an affine layer; b is 0 if the layer has no bias."""
     outputs = affine.out_features if isinstance(affine, nn.Linear) else affine.out_channels
     bias = torch.zeros(outputs, dtype=torch.float64) if affine.bias is None else _wide(affine.bias)
     return Weights(_wide(affine.weight), bias)
@@ -75,7 +75,8 @@ def fold_after(affine: Affine, weights: Weights, after: Map) -> Weights:
 def fold_before(affine: Affine, weights: Weights, before: Map) -> Weights:
     """Return the weights of W(scale * u + shift) + b.
 
-    A shift is exact only if no kernel reaches into zero padding, and is not supported by transposed convolutions.
+    With a shift, the result is exact only if no kernel reaches into zero padding. For transposed convolutions the shift
+    is ignored, so it must be 0.
     """
     scale, shift = before
     if isinstance(affine, Transposed):
@@ -102,11 +103,11 @@ def _over_kernel(v: Tensor, weight: Tensor) -> Tensor:
 class FixedAffine(nn.Module):
     """Apply a fixed scale and shift per feature and a nonlinearity: y = g(scale * x + shift + residual).
 
-    It replaces a batch normalization that no weights could absorb, and has no statistics and nothing to train.
+    This module replaces a batch normalization that no weights could absorb. It has no statistics and no parameters.
 
     Args:
-        scale: one value per feature, in the shape of the feature dimensions. None if weights absorbed it.
-        shift: likewise.
+        scale: one value per feature, in the shape of the feature dimensions; None if weights absorbed the map.
+        shift: like ``scale``.
         activation: g.
 
     >>> FixedAffine(torch.tensor([2.0]), torch.tensor([-1.0]), Activation("relu"))(torch.tensor([[0.0], [3.0]]))
@@ -129,7 +130,8 @@ class FixedAffine(nn.Module):
         if self.scale is not None and self.shift is not None:
             shape = self.scale.shape + (1,) * (input.dim() - 1 - self.scale.dim())
             scale, shift = self.scale.view(shape), self.shift.view(shape)
-            # addcmul is one kernel launch on CUDA; on the CPU two passes over cached data are twice as fast.
+            # On CUDA, addcmul takes one kernel launch. On the CPU, two passes over cached data are twice as fast as
+            # addcmul.
             y = torch.addcmul(shift, y, scale) if y.is_cuda else (y * scale).add_(shift)
         if residual is not None:
             y = y + residual

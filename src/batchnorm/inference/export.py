@@ -1,4 +1,4 @@
-"""Write the inference network to a file, and check the file in the runtime that will run it."""
+"""Write the inference network to a file, and check the file's outputs in the runtime for its format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..optional_packages import MissingExtraError, require
 from ..verify import rounding
 from .fold import fold_with_report, warn_of_left
 
-# A protobuf file is limited to 2 GiB; larger networks keep their weights in a file beside it.
+# A protobuf file is limited to 2 GiB; the weights of larger networks go into a second file.
 LARGEST_FILE = 1_900_000_000
 
 
@@ -32,7 +32,7 @@ class Exported:
 
     path: Path
     relative_error: float
-    """max |file - network| / max |network| over the outputs, the largest over the batch sizes that were run."""
+    """max |file - network| / max |network| of the outputs: the largest value for the batch sizes that were run."""
     batch_sizes: tuple[int, ...]
     fold: VerbReport
     sizes: tuple[int, int, int]
@@ -56,20 +56,20 @@ def export(
     tolerance: float | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Exported:
-    """Fold a network, write it as ONNX or as a ``torch.export`` program, run the file and compare.
+    """Fold a network, write it as ONNX or as a ``torch.export`` program, run the file and compare the outputs.
 
     Only the folded network is exported. In training mode, an exporter would silently write a network whose output
-    depends on the other examples of the batch. The file appears at ``path`` only if its outputs agree. ``net`` is not
-    changed.
+    depends on the other examples of the batch. The file is written to ``path`` only if its outputs agree with the
+    network's. ``net`` is not changed.
 
     Args:
-        net: any network; its evaluation mode is written, with a warning if it is in training mode.
+        net: any network; it is written in evaluation mode, with a warning if it is in training mode.
         example: a batch; a dict is passed as keyword arguments.
         path: ends in ``.onnx`` (needs the extra "export") or ``.pt2``.
         dynamic_batch: let the first dimension of each input vary; the file is then run on two batch sizes.
         tolerance: the largest relative error to accept; by default, the error that rounding can cause in the network's
             precision.
-        metadata: strings to keep in the file, such as class names: ONNX's metadata properties, or the extra files of
+        metadata: strings to store in the file, such as class names: ONNX's metadata properties, or the extra files of
             ``torch.export.load``.
 
     Warns:
@@ -77,7 +77,7 @@ def export(
 
     Raises:
         FileNotFoundError: if the folder does not exist.
-        ValueError: for any other file extension, if the exporter cannot express the network, or if outputs differ.
+        ValueError: if ``path`` has another extension, if the exporter cannot express the network, or if outputs differ.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()).eval()
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +100,7 @@ def export(
         )
     folded, report = fold_with_report(net, example, tolerance)
     warn_of_left(report)
-    # Copied, because torch.export saves the whole storage of its example, which may be a view of a data set.
+    # Copy the example, because it may be a view of a data set, and torch.export saves the whole storage of its example.
     example = network_call.to_device(example, network_call.device_of(folded), copy=True)
     if dynamic_batch and _batch_size(example) == 1:
         example = _repeated(example)  # exporters treat a dimension of 1 as fixed
@@ -138,7 +138,7 @@ Runner = Callable[[Path, Any], Any]
 @contextmanager
 def _without_import_warnings() -> Iterator[None]:
     """Keep torch.onnx from warning about every optional package that is missing."""
-    # A filter, not a level: torch sets levels itself while the exporter is imported.
+    # Use a filter, because torch itself sets the logger's level while the exporter is imported.
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
 
     def matters(record: logging.LogRecord) -> bool:
@@ -197,7 +197,7 @@ def _run_onnx(path: Path, batch: Any) -> Any:
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> Any:
-    """Return which dimensions of each input vary: the first, if any."""
+    """Return the dimensions of each input that vary: the first if ``dynamic``, else None."""
     if not dynamic:
         return None
     batch = torch.export.Dim("batch")

@@ -54,31 +54,32 @@ def fold(
 ) -> nn.Module:
     """Return the inference network: y = scale * x + shift replaces each BN(x) and is folded into adjacent weights.
 
-    A layer is folded into the Linear, convolution or transposed convolution that produces its input; otherwise into
-    those that consume its output, if that is exact; otherwise it becomes a fixed affine map, together with the
-    activation after it. The data flow of a real forward pass on ``example`` decides which modules those are, not the
-    order in which modules were defined. Weights are folded in float64, and the outputs for ``example`` are compared
-    with the original's. ``net`` is not changed.
+    A layer is folded into the Linear, convolution or transposed convolution that produces its input. If that is not
+    possible, the layer is folded into the layers of these kinds that consume its output. If that is not exact, the
+    layer becomes a fixed affine map, together with the activation after it. The data flow of a real forward pass on
+    ``example``, not the order in which modules were defined, decides which modules are adjacent. Weights are folded in
+    float64, and the outputs for ``example`` are compared with the original's. ``net`` is not changed.
 
     If a module's forward does the normalization itself (a batch normalization subclass with its own forward, a call of
     ``F.batch_norm``), ``torch.fx`` traces that forward only, and the batch normalization becomes a child of the module.
-    All other Python stays as it is.
+    All other Python code stays the same.
 
     Args:
-        net: any network; its evaluation mode is folded, whichever mode it is in.
-        example: a batch that takes the path through the network that inference takes.
+        net: any network, in either mode; it is folded in evaluation mode.
+        example: a batch for which the network's code takes the same branches as at inference.
         tolerance: the largest relative error to accept; by default, the error that rounding can cause in the network's
             precision.
         traced: True traces the whole network and returns a ``torch.fx.GraphModule``, in which each call of a module
             that is called twice is folded separately; False traces nothing; None traces only the forwards described
             above.
-        forward: how to call the network, if the rule for batches does not fit.
+        forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
+            inputs.
 
     Returns:
-        The network, in evaluation mode, with a ``report`` of what became of each layer and why.
+        The network, in evaluation mode, with a ``report`` that says what each layer became and why.
 
     Warns:
-        UserWarning: if a batch normalization is left.
+        UserWarning: if a batch normalization was not folded.
 
     Raises:
         ValueError: if the outputs differ by more than the tolerance, or with ``traced=True`` if torch.fx cannot trace
@@ -97,7 +98,7 @@ def fold(
 
 
 def warn_of_left(report: VerbReport) -> None:
-    """Warn, at the line that called the caller, if the report lists a batch normalization that was not folded."""
+    """Warn if the report lists a batch normalization that was not folded; the warning points at the user's call."""
     if report.paths("kept"):
         warnings.warn(report.summary, stacklevel=3)
 
@@ -110,7 +111,7 @@ def fold_with_report(
     forward: network_call.Forward | None = None,
 ) -> tuple[nn.Module, VerbReport]:
     """Fold a network as :func:`fold` does, and return the report instead of warning."""
-    # Trace the network itself, not ``source``: this detects copies that still use the network's own modules.
+    # Trace the network itself, not ``source``, to detect copies that still use the network's own modules.
     paths = modules_that_normalize(net, trace(net, example, forward, training=False))
     source = _copy(net)
     if traced:
@@ -130,7 +131,7 @@ def fold_with_report(
 
 
 def _copy(net: nn.Module) -> nn.Module:
-    """Return a copy in evaluation mode whose modules have their original forwards, not those of ``convert``."""
+    """Return a copy in evaluation mode whose modules have their original forwards, without ``convert``'s rewriting."""
     source = private_copy(net).eval()
     restore_(source)
     return source
@@ -204,7 +205,7 @@ def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> 
 def _substitutes(
     net: nn.Module, graph: Graph, plan: FoldPlan, fused: dict[nn.Module, nn.Module]
 ) -> dict[nn.Module, nn.Module]:
-    """Return the replacement of each batch normalization and of each activation fused into one."""
+    """Return the replacements of the batch normalizations and of the activations that are fused into them."""
     new: dict[nn.Module, nn.Module] = {}
     for layer in plan.gone:
         activation = _activation_of(layer)
@@ -232,7 +233,7 @@ def _makers(net: nn.Module, plan: FoldPlan, substitutes: dict[nn.Module, nn.Modu
     """Return, for each module that changes, a function that makes its replacement."""
     makers: Makers = {module: partial(_folded_affine, module, plan) for module in {**plan.before, **plan.after}}
     for container in (m for m in net.modules() if isinstance(m, Normalized)):
-        # Unwrap the affine layer that insert() wrapped if nothing else is left in the container.
+        # If only the affine layer is left in a container made by insert(), replace the container with that layer.
         empty = container.norm in plan.gone and _activation_of(container.norm).name == "identity"
         if empty and container.affine in makers and not has_hooks(container):
             makers[container] = lambda memo, affine=container.affine: memo[id(affine)]  # type: ignore[misc]
@@ -249,7 +250,8 @@ def _folded_affine(module: nn.Module, plan: FoldPlan, memo: Memo) -> nn.Module:
         weights = fold_after(affine, weights, plan.after[module])
     trained, like = affine.weight.requires_grad, affine.weight.detach()
     if parametrize.is_parametrized(affine):
-        # remove_parametrizations would delete the property from a class that the user's module shares.
+        # Do not call remove_parametrizations: it would delete the property from the class, which the user's module
+        # shares.
         affine.__class__ = base_type(affine)  # type: ignore[assignment]
         del affine._modules["parametrizations"]
     affine.weight = nn.Parameter(weights.weight.to(like), requires_grad=trained)
@@ -264,10 +266,10 @@ def _sites(
     kept: dict[nn.Module, str],
     forwards: TracedForwards,
 ) -> Iterator[Site]:
-    """Yield what became of each layer, in the order of the modules."""
+    """Yield a report entry for each layer, in the order of the modules."""
     names = {module: name for name, module in net.named_modules()}
     for module, name in names.items():
-        # Report the path of the user's layer, whose forward was traced, not that of the batch normalization inside it.
+        # Report the path of the user's layer, whose forward was traced, instead of the batch normalization inside it.
         parent = name.rpartition(".")[0]
         path = parent if parent in forwards.layers and isinstance(module, TorchBatchNorm) else name
         if module in kept and isinstance(module, TorchBatchNorm | torch.jit.ScriptModule):
@@ -281,10 +283,10 @@ def _sites(
 
 
 def _functions_left(graph: Graph, kept: dict[nn.Module, str], forwards: TracedForwards) -> Iterator[Site]:
-    """Yield the functional batch normalizations that the folded network calls."""
+    """Yield a report entry for each functional batch normalization that the folded network calls."""
     scripted = any(is_scripted_norm(module) for module in kept)
     for call in functional_norms(graph):
         if scripted and isinstance(call.target, torch._ops.OpOverload):
-            continue  # inside a scripted module, which the report lists anyway
+            continue  # it is inside a scripted module, which has its own entry
         why = forwards.refused.get(call.path, "a functional batch_norm is not a module that can be replaced")
         yield Site(call.path, "kept", BY_MINI_BATCH if call.argument(5, "training") else why)

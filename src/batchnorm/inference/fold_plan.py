@@ -38,7 +38,7 @@ class FoldPlan:
 
 
 def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> FoldPlan:
-    """Fold each layer into the producer of its input, else into the consumers of its output, else keep its map."""
+    """Plan to fold each layer into the producer of its input, else into the consumers of its output, if possible."""
     plan = FoldPlan()
     order = {call.module: i for i, call in reversed(list(enumerate(graph.calls)))}
     for layer in sorted(layers, key=lambda m: order.get(m, -1)):
@@ -56,7 +56,7 @@ def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> FoldPlan:
 
 
 def reason_to_keep(module: nn.Module, graph: Graph) -> str:
-    """Return why a batch normalization cannot become a fixed affine map; "" if it can, or if the module is not one."""
+    """Return why a batch normalization cannot become a fixed affine map; "" if it can, and for other modules."""
     if is_scripted_norm(module):
         return "it is scripted; fold the network before torch.jit"
     if not isinstance(module, TorchBatchNorm):
@@ -82,7 +82,7 @@ def is_scripted_norm(module: nn.Module) -> bool:
 
 
 def functional_norms(graph: Graph) -> list[TracedCall]:
-    """Return the functional calls that normalize data (not weights), one for each set of parameters of a module."""
+    """Return the functional calls that normalize data (not weights), one for each module and set of parameters."""
     calls = [call for call in graph.functions(*FUNCTIONS) if graph.follows_input(call.inputs[0])]
     return list({(call.path, *call.inputs[1:]): call for call in calls}.values())
 
@@ -94,7 +94,7 @@ def modules_that_normalize(net: nn.Module, graph: Graph) -> list[str]:
 
 
 def has_nonlinear_part(graph: Graph, layer: TorchBatchNorm) -> bool:
-    """Return whether a layer of this library does more in its calls than scale and shift."""
+    """Return whether the layer is one of this library's and does more in a call than scale and shift."""
     return isinstance(layer, BatchNorm) and (layer.activation.name != "identity" or graph.has_extra_inputs(layer))
 
 
@@ -180,7 +180,7 @@ def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall,
 def _sinks(
     plan: FoldPlan, layer: TorchBatchNorm, value: Value, moves: list[TracedCall]
 ) -> Iterator[tuple[TracedCall, list[TracedCall]]]:
-    """Walk down from a layer's output to the affine calls that consume it; refuse if anything else does."""
+    """Yield the affine calls that consume a layer's output, and the moving calls in between; refuse other calls."""
     if value.escapes:
         raise Refusal("its output leaves the network")
     for reader in value.consumers:
@@ -212,7 +212,7 @@ def _check_free(graph: Graph, module: nn.Module) -> None:
 
 
 def _check_borders(module: nn.Module, before: Map) -> None:
-    """Refuse a nonzero shift if the kernel reaches into zero padding, to which the shift was not applied."""
+    """Refuse a nonzero shift if the kernel reaches into zero padding, because the layer did not shift the zeros."""
     if not bool(before.shift.any()):
         return
     name = type(module).__name__
@@ -225,8 +225,8 @@ def _check_borders(module: nn.Module, before: Map) -> None:
             raise Refusal(f"the {name} after it pads with zeros, which the layer would have shifted")
 
 
-# Calls that only move elements may lie between a batch normalization and the affine layer next to it. Replaying them on
-# tensors of feature indices shows where each feature goes, however the calls reshape it.
+# Between a batch normalization and the adjacent affine layer there may be calls that only move elements. Replaying
+# these calls on tensors of feature indices shows where each feature goes.
 
 
 def _match_up(source: TracedCall, moves: list[TracedCall], call: TracedCall, layer: TorchBatchNorm) -> Tensor:
@@ -290,7 +290,7 @@ def _feature_dims(module: nn.Module, rank: int) -> list[int]:
 
 
 def _feature_shape(layer: nn.Module) -> tuple[int, ...]:
-    """Return the shape of one set of a layer's statistics."""
+    """Return the shape of the layer's running mean: (C,), or for example (C, H, W)."""
     assert isinstance(layer, TorchBatchNorm)
     assert layer.running_mean is not None
     return tuple(layer.running_mean.shape)

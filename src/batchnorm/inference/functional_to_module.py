@@ -1,7 +1,8 @@
 """Turn functional batch normalization into modules, so that it can be folded.
 
-torch.fx traces code that normalizes by itself (a call of ``F.batch_norm``, a batch normalization subclass with its own
-forward). In the graph, modules replace the calls of ``batch_norm``, ``conv`` and ``linear`` whose parameters are fixed.
+torch.fx traces code that does its own normalization (a call of ``F.batch_norm``, a batch normalization subclass with
+its own forward). In the graph, modules replace the calls of ``batch_norm``, ``conv`` and ``linear`` whose parameters
+are fixed.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ Arguments = dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 
 class AnyBatchNorm(TorchBatchNorm):
-    """Replace a functional batch normalization of input with any number of dimensions."""
+    """Stand in for a functional batch normalization; the input may have any number of dimensions."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass
 
 
 class TracedForwards(NamedTuple):
-    """Hold the paths of modules that run a traced forward now, and the reasons why others do not."""
+    """The paths of modules that now run a traced forward, and the reasons why other modules do not."""
 
     layers: set[str]
-    """Batch normalizations that had their own forward, and are plain modules now."""
+    """Batch normalizations that had their own forward and are now plain modules."""
     modules: list[str]
     refused: dict[str, str]
 
@@ -62,7 +63,7 @@ NOTHING_TRACED = TracedForwards(set(), [], {})
 
 
 def as_graph_module(net: nn.Module) -> fx.GraphModule:
-    """Trace a whole network in evaluation mode and turn its functional calls into modules, a separate one for each."""
+    """Trace a whole network in evaluation mode and turn each of its functional calls into a separate module."""
     try:
         if "forward" in vars(net):
             raise ValueError("its forward is patched")
@@ -86,10 +87,10 @@ def as_graph_module(net: nn.Module) -> fx.GraphModule:
 def trace_forwards_(
     net: nn.Module, owners: list[str], example: Any, forward: network_call.Forward | None
 ) -> TracedForwards:
-    """Trace, in place, the forward of each module that calls batch_norm itself; all other code stays as it is.
+    """Trace, in place, the forward of each module that calls batch_norm itself; all other code stays the same.
 
-    The batch normalization becomes a child of the module. A module whose forward cannot be traced is traced as part of
-    its parent's, and so on up to the network.
+    The batch normalization becomes a child of the module. If a forward cannot be traced, the forward of the module's
+    parent is traced, with the module's code included, and so on up to the network.
     """
     traced = TracedForwards(set(), [], {})
     modules = dict(net.named_modules())
@@ -104,7 +105,7 @@ def trace_forwards_(
                 traced.layers.add(at) if is_layer else traced.modules.append(at)
                 traced.refused.pop(path, None)
                 break
-            except Exception as error:  # the user's code gets torch.fx's proxies and may raise anything
+            except Exception as error:  # the user's code runs on torch.fx's proxies, so it may raise any exception
                 reason = str(error).strip().partition("\n")[0] or type(error).__name__
                 traced.refused.setdefault(path, f"torch.fx cannot trace it: {reason}")
             if not at:
@@ -115,7 +116,7 @@ def trace_forwards_(
 
 
 def _observe(net: nn.Module, owners: list[str], example: Any, forward: network_call.Forward | None) -> Arguments:
-    """Run the network and return the arguments of each owner and of the modules that contain it."""
+    """Run the network and return the arguments with which each owner, and each module that contains one, is called."""
     calls: Arguments = defaultdict(list)
     twin = private_copy(net)
     around = {"", *owners}
@@ -159,7 +160,7 @@ def _keeps_its_forward(module: nn.Module) -> bool:
 
 @contextmanager
 def _unchecked_shapes(net: nn.Module) -> Iterator[None]:
-    """Disable the layers' checks of their input's shape, whose branches torch.fx cannot follow."""
+    """Disable the layers' checks of their input's shape, because torch.fx cannot trace the branches in these checks."""
     checks = ("_check_input_dim", "_check_non_zero_input_channels")
     layers = [m for m in net.modules() if isinstance(m, TorchBatchNorm)]
     before = [(vars(m), check, vars(m).get(check)) for m in layers for check in checks]
@@ -204,7 +205,7 @@ def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any])
 
 
 def _fixed_arguments(module: nn.Module, calls: list[Any]) -> dict[str, Any]:
-    """Return the arguments without tensors; they become constants in the graph, so all calls must agree on them."""
+    """Return the arguments without tensors. They become constants in the graph, so they must be equal in all calls."""
     parameters = signature(type(module).forward).parameters
     single = {k for k, p in parameters.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
     found: list[dict[str, Any]] = []
@@ -223,7 +224,7 @@ def _attributes_read(graph: fx.Graph) -> set[str]:
 
 
 def _drop_layers(module: nn.Module, graph: fx.Graph, inside: set[nn.Module]) -> None:
-    """Remove the batch normalizations whose code is now in the module's forward, unless it still refers to them."""
+    """Remove the batch normalizations whose code is now in the module's forward, unless the forward still uses them."""
     targets = [f"{node.target}." for node in graph.nodes if node.op in ("call_module", "get_attr")]
     for path, child in list(module.named_modules()):
         unused = not any(target.startswith(f"{path}.") for target in targets)
@@ -233,7 +234,7 @@ def _drop_layers(module: nn.Module, graph: fx.Graph, inside: set[nn.Module]) -> 
 
 
 def _adopt(module: nn.Module, graph: fx.Graph, before: set[str]) -> None:
-    """Give the module a generated class whose forward is the graph; a batch normalization becomes a plain module."""
+    """Change the module's class to one whose forward is the graph; a batch normalization becomes a plain module."""
     norm = isinstance(module, TorchBatchNorm)
     after = _attributes_read(graph)
     for name in [*module._parameters, *module._buffers]:
@@ -282,7 +283,7 @@ def _equivalent_modules(root: nn.Module, graph: fx.Graph) -> dict[fx.Node, nn.Mo
 
 
 def _call_modules(root: nn.Module, graph: fx.Graph, found: dict[fx.Node, nn.Module]) -> None:
-    """Replace functional calls by calls of modules, which are added to ``root``."""
+    """Replace functional calls with calls of modules, which are added to ``root``."""
     for node, module in found.items():
         source = node.args[0] if node.args else node.kwargs["input"]
         name = _add(root, f"functional_{node.name}", module)
@@ -341,7 +342,7 @@ def _affine(root: nn.Module, node: fx.Node, given: dict[str, Any]) -> nn.Module 
 
 
 def _fetch(root: nn.Module, node: Any) -> Tensor | None:
-    """Return a copy of the parameter or buffer that a node reads; None if it is computed."""
+    """Return a copy of the parameter or buffer that a node reads; None if the node's value is computed."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
     value: Any = root

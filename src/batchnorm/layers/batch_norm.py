@@ -87,16 +87,16 @@ class BatchNorm(TorchBatchNorm):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The shape of one set of statistics: (C,), or (C, H, W) per activation."""
+        """The shape of the running mean: (C,), or for example (C, H, W) per activation."""
         return self.num_features if isinstance(self.num_features, tuple) else (self.num_features,)
 
     @property
     def running_mean(self) -> Tensor | None:  # type: ignore[override]
-        """The running average of the mean; None if the layer keeps none.
+        """The running average of the mean; None if the layer keeps no running averages.
 
         Raises:
-            RuntimeError: if it is read by one of torch's own tools that would drop this layer's activation, statistics
-                policy or freezing.
+            RuntimeError: if the code that reads the average is a tool of torch that would drop this layer's activation,
+                ``statistics`` option or freezing.
         """
         if not torch.compiler.is_compiling():
             tool = tool_at(sys._getframe(1))
@@ -129,7 +129,7 @@ class BatchNorm(TorchBatchNorm):
             input: a tensor of shape (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W).
             residual: added before the activation; same shape as the input.
             mask: bool, of shape (N, *locations): False leaves a position out of the statistics and makes its output 0.
-            activation: g for this call, instead of the layer's own.
+            activation: g for this call, instead of the layer's own activation.
         """
         g = self.activation if activation is None else as_activation(activation)
         if mask is None and type(input) is Tensor:
@@ -167,13 +167,13 @@ class BatchNorm(TorchBatchNorm):
         return ops.batch_norm_(input, self.weight, self.bias, running, self._factor, self.eps, **options)[0]
 
     def _fast(self, input: Tensor, residual: Tensor | None, activation: Activation) -> Tensor | None:
-        """Return the output by the fast path for ordinary calls; None if the fast path does not apply."""
+        """Return the output of the fast path for ordinary calls; None if the fast path does not apply."""
         if self.statistics is not None or input.dim() not in self._input_dims:
             return None
         # Read the dictionaries directly: six calls of nn.Module.__getattr__, which is Python code, would be slow.
         p, b = self._parameters, self._buffers
         try:
-            weight, bias = p["weight"], p["bias"]  # missing under torch.nn.utils.parametrize
+            weight, bias = p["weight"], p["bias"]  # torch.nn.utils.parametrize removes them
             mean, var = b["running_mean"], b["running_var"]
             batches, skipped = b["num_batches_tracked"], b["num_batches_skipped"]
         except KeyError:
@@ -188,19 +188,19 @@ class BatchNorm(TorchBatchNorm):
         return train_(Call(input, weight, bias, self.eps, activation, residual, None, running, self.momentum))
 
     def _as_leaf(self, proxy: Any, extra: dict[str, Any]) -> Any:
-        """Return one torch.fx node for the layer: torch.fx treats only torch.nn's own modules as leaves."""
+        """Return one torch.fx node for the layer; torch.fx itself treats only torch.nn's own modules as leaves."""
         given = {k: v for k, v in extra.items() if v is not None}
         return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), (proxy,), given)
 
     def _check_ranks(self) -> None:
-        """Check once, before the first all-reduce, that all ranks have the same layer; they would hang otherwise."""
+        """Check once, before the first all-reduce, that all ranks have the same layer; if not, they would hang."""
         if isinstance(self.statistics, Sync) and not self._ranks_checked:
             if collectives.world_size(self.statistics.group) > 1:
                 collectives.check_same_features(self.features, path_of(self), self.statistics.group)
             self._ranks_checked = True
 
     def _running(self) -> ops.Running | None:
-        """Return the running averages to update; None if this call should not update any."""
+        """Return the running averages that this call updates; None if it updates none."""
         mean, var = self.running_mean, self.running_var
         if not (self.training and self.track_running_stats) or mean is None or var is None:
             return None
@@ -246,7 +246,7 @@ class BatchNorm(TorchBatchNorm):
             )
 
     def _falls_back_on_running(self, input: Tensor, mask: Tensor | None) -> bool:
-        """Apply the ``on_single`` policy to a batch with one value per feature, whose variance is meaningless."""
+        """Return whether to normalize by running statistics, because the batch has one value per feature; or raise."""
         if isinstance(self.statistics, Sync):
             return False  # other ranks may have more values
         m = input.shape[0] * prod(input.shape[1 + len(self.features) :])
@@ -267,7 +267,7 @@ class BatchNorm(TorchBatchNorm):
     def reset_running_stats(self) -> None:
         """Reset the running averages and both counters, unless the statistics are frozen.
 
-        ``torch.optim.swa_utils.update_bn`` resets every layer, and would leave a frozen one without statistics.
+        ``torch.optim.swa_utils.update_bn`` resets every layer, and would leave a frozen layer without statistics.
         """
         if self.__dict__.get("_frozen", 0) & STATISTICS:
             return
@@ -276,13 +276,13 @@ class BatchNorm(TorchBatchNorm):
             self.num_batches_skipped.zero_()  # type: ignore[union-attr]
 
     def extra_repr(self) -> str:
-        """Append the options that are not at their defaults to ``torch.nn``'s line."""
+        """Return ``torch.nn``'s line, followed by the options that are not at their defaults."""
         return ", ".join([super().extra_repr(), *self._extras()])  # type: ignore[no-untyped-call]
 
     def _extras(self, *, for_inference: bool = False) -> list[str]:
         """List options that ``torch.nn`` does not have and that are not at their defaults.
 
-        With ``for_inference``, list only those that matter at inference.
+        With ``for_inference``, list only the options that matter at inference.
         """
         found = []
         if self.activation.name != "identity":
@@ -305,7 +305,7 @@ class BatchNorm(TorchBatchNorm):
         for key, old in kept.items():
             new = self._buffers[key]
             if new is not None and new.dtype.itemsize < 4:
-                # Convert the old tensor: the new one is already rounded.
+                # Convert the old tensor, because the new tensor is already rounded.
                 wide = torch.empty_like(new, dtype=torch.float32) if old.is_meta else old.to(new.device, torch.float32)
                 self._buffers[key] = wide
         return self
@@ -322,17 +322,17 @@ class BatchNorm(TorchBatchNorm):
             destination[prefix + "frozen"] = torch.tensor(self._frozen, dtype=torch.uint8)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # A checkpoint without this entry leaves a frozen layer frozen.
+        # If the checkpoint has no such entry, a frozen layer stays frozen.
         frozen = state_dict.pop(prefix + "frozen", None)
         mean = self._buffers.get("running_mean")
         if mean is not None:
             forget(mean)  # torch.utils.swap_tensors does not accept tensors with weak references
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._keep_statistics_wide()  # load_state_dict(assign=True) may bring half-precision tensors
+        self._keep_statistics_wide()  # load_state_dict(assign=True) may assign half-precision tensors
         if frozen is not None:
             before, self._frozen = self._frozen, int(frozen)
             for bit, parameter in ((WEIGHT, self.weight), (BIAS, self.bias)):
-                # A parameter that freeze_ froze here but not in the checkpoint trains again.
+                # A parameter that is frozen here but not in the checkpoint becomes trainable again.
                 if parameter is not None and (before | self._frozen) & bit:
                     parameter.requires_grad_(not self._frozen & bit)
 
@@ -355,8 +355,9 @@ class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
         device: the device of the parameters.
         dtype: the dtype of the parameters; running statistics are kept in at least float32.
         bias: learn beta, if ``affine``.
-        activation: g: relu, relu6, leaky_relu, sigmoid, tanh, silu, hardswish, or the ``torch.nn`` module for one.
-        statistics: a source of training statistics other than the batch: ``Sync()``, ``Ghost(size)`` or ``Renorm()``.
+        activation: g: relu, relu6, leaky_relu, sigmoid, tanh, silu or hardswish, by name or as a ``torch.nn`` module.
+        statistics: how to compute training statistics, if not over the batch: ``Sync()``, ``Ghost(size)`` or
+            ``Renorm()``.
         on_single: what to do with a training batch that has one value per feature: "error", or "running" to normalize
             it by the running statistics.
 
@@ -373,8 +374,9 @@ class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
 class BatchNorm2d(BatchNorm, nn.BatchNorm2d):
     """Normalize (N, C, H, W) input; a drop-in replacement for ``torch.nn.BatchNorm2d``.
 
-    The arguments are those of :class:`BatchNorm1d`. With ``num_features=C`` each feature map has one gamma and beta,
-    and statistics over batch and locations; with ``num_features=(C, H, W)`` each activation has its own.
+    The arguments are those of :class:`BatchNorm1d`. With ``num_features=C``, each feature map has one gamma and beta,
+    and statistics over batch and locations. With ``num_features=(C, H, W)``, each activation has its own gamma, beta
+    and statistics.
 
     >>> block = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), BatchNorm2d(8, activation="relu"))
     >>> bool((block(torch.randn(4, 3, 9, 9)) >= 0).all())

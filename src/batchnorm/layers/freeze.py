@@ -20,7 +20,7 @@ def freeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> 
 
     Raises:
         ValueError: if the network has ``torch.nn`` layers (convert them first), no batch normalization, or layers
-            without running statistics. The network is unchanged then.
+            without running statistics. The network is then unchanged.
 
     >>> layer = BatchNorm(3); freeze_(layer); layer.train().frozen_statistics
     True
@@ -36,14 +36,14 @@ def freeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> 
             layer._frozen |= STATISTICS
         if affine:
             for bit, parameter in ((WEIGHT, layer.weight), (BIAS, layer.bias)):
-                # Skip parameters that were not training: unfreeze_ must not make them train.
+                # Skip parameters that were not being trained, because unfreeze_ must not make them trainable.
                 if parameter is not None and parameter.requires_grad:
                     parameter.requires_grad_(False)
                     layer._frozen |= bit
 
 
 def unfreeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> None:
-    """Undo :func:`freeze_`, in place; parameters that were not training before it still do not train.
+    """Undo :func:`freeze_`, in place; parameters that had ``requires_grad=False`` before ``freeze_`` keep it.
 
     Args:
         net: any network with layers of this library.

@@ -1,4 +1,4 @@
-"""Find activation modules that a batch normalization can apply itself."""
+"""Find activation modules that can be fused into the batch normalization before them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .norm_act import NormAct
 
 
 class Fused(nn.Module):
-    """Take the place of an activation module that a batch normalization now applies itself.
+    """A placeholder for an activation module that is now fused into a batch normalization.
 
-    It keeps that module and the layers that apply it, so that ``revert`` can restore them.
+    The placeholder refers to the module and to the layers that apply it, so that ``revert`` can restore them.
 
     >>> Fused(nn.ReLU(), [])
     Fused(was ReLU())
@@ -28,7 +28,7 @@ class Fused(nn.Module):
 
     def __init__(self, activation: nn.Module, layers: list[nn.Module]) -> None:
         super().__init__()
-        # Bypass nn.Module's registration: these are not children and must not appear in the state dict.
+        # Bypass nn.Module's registration: these modules are not children and must not appear in the state dict.
         self.__dict__.update(activation=activation, layers=layers)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -36,12 +36,12 @@ class Fused(nn.Module):
         return input
 
     def extra_repr(self) -> str:
-        """Show the module that was here."""
+        """Return a description of the fused module."""
         return f"was {self.activation}"
 
 
 def takes_activation(layer: nn.Module) -> bool:
-    """Return whether a layer can be called with ``residual=`` and ``activation=``: no hooks, no activation of its own.
+    """Return whether a layer can be called with ``residual=`` and ``activation=``: it has no hooks and no activation.
 
     >>> from batchnorm import BatchNorm1d
     >>> takes_activation(BatchNorm1d(2)), takes_activation(BatchNorm1d(2, activation="relu"))
@@ -58,12 +58,12 @@ def takes_activation(layer: nn.Module) -> bool:
 def activations_after(
     net: nn.Module, graphs: list[Graph], layers: Iterable[nn.Module]
 ) -> tuple[dict[nn.Module, nn.Module], dict[nn.Module, str]]:
-    """Return the activation module that each layer can absorb, and for the other layers the reason why not.
+    """Return the activation module that can be fused into each layer, and for the other layers the reason why not.
 
-    In every traced forward pass, the activation must be the only consumer of each of the layer's outputs. Neither may
-    be used anywhere else: a Sequential must call one after the other, or the network must be a torch.fx graph, and
-    nothing else in the network may refer to them. A forward that the user wrote is not enough, because it may take a
-    path that the example did not take.
+    In every traced forward pass, the activation must be the only consumer of each of the layer's outputs. The layer and
+    the activation must not be used anywhere else: a Sequential must call one after the other, or the network must be a
+    torch.fx graph, and nothing else in the network may refer to them. A forward that the user wrote is not enough,
+    because it may take a path that the example did not take.
 
     >>> from batchnorm.graph import trace
     >>> import torch
@@ -123,7 +123,7 @@ def _only_activation(layer: nn.Module, calls: list[TracedCall]) -> tuple[nn.Modu
 
 
 def _other_code(net: nn.Module, calls: list[TracedCall]) -> str:
-    """Name the code that calls the layer but may skip its activation; "" if the two always run one after the other."""
+    """Describe code that calls the layer but may skip its activation; "" if the two always run one after the other."""
     for call in calls:
         consumer = call.outputs[0].sole_consumer
         for caller in (call.caller, consumer.caller if consumer is not None else None):
@@ -137,7 +137,7 @@ def _other_code(net: nn.Module, calls: list[TracedCall]) -> str:
 
 
 def _other_use(net: nn.Module, layer: nn.Module, activation: nn.Module, held: dict[nn.Module, list[Holder]]) -> str:
-    """Name a module that may use the layer without its activation; "" if Sequentials or a torch.fx graph use both."""
+    """Describe a module that may use the layer without its activation; "" if only Sequentials or a graph use both."""
     for holder in held[layer]:
         if next_in_order(holder) is not activation and not _is_in_graph(net, holder):
             return f"{type(holder.module).__name__} also refers to it, and may use it without its activation"
@@ -151,7 +151,7 @@ def _other_input(
     takers: list[nn.Module],
     held: dict[nn.Module, list[Holder]],
 ) -> str:
-    """Name a possible use of the activation on anything but these layers' outputs; "" if there is none."""
+    """Describe a use of the activation on a tensor that is not an output of these layers; "" if there is none."""
     for call in (call for graph in graphs for call in graph.calls_of(activation)):
         producer = call.inputs[0].producer
         if producer is None or producer.module not in takers:

@@ -31,7 +31,7 @@ class NormAct(BatchNorm2d):
         *,
         activation: str | Activation | None = None,
     ) -> Tensor:
-        """Return act(drop(g(BN(input) + residual))); g is ``activation``, by default the identity."""
+        """Return act(drop(g(BN(input) + residual))), where g is ``activation``, by default the identity."""
         if _is_symbolic(input):
             return self._made_from.forward(self, input)  # type: ignore[no-any-return]
         fused = from_module(self.act) if is_plain_identity(self.drop) and is_quiet(self.act) else None

@@ -1,4 +1,4 @@
-"""The container that ``insert`` adds: a module together with the batch normalization of its output."""
+"""The container that ``insert`` creates: a module and the batch normalization of the module's output."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from torch import Tensor, nn
 
 
 class Normalized(nn.Module):
-    """Replace a module by BN(module(...)).
+    """Compute BN(module(...)); the container replaces the module.
 
     The module's state-dict entries move one level down: ``conv1.weight`` becomes ``conv1.affine.weight``, and the
     layer's entries are ``conv1.norm.*``. Public attributes that the container does not have are looked up on the
-    module, so that code which reads ``self.conv1.out_channels`` keeps working.
+    module, so that code that reads ``self.conv1.out_channels`` keeps working.
 
     Args:
         affine: the module: a Linear or a convolution, or an activation if BN goes after it.
         norm: the batch normalization.
-        features_last: whether the features are the last dimension, as in Linear, and all others are the mini-batch.
+        features_last: whether the last dimension holds the features, as in Linear, and all other dimensions the
+            mini-batch.
 
     >>> layer = Normalized(nn.Linear(3, 5, bias=False), nn.BatchNorm1d(5), features_last=True)
     >>> layer.out_features
@@ -44,7 +45,7 @@ class Normalized(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Not for special methods: copying or pickling the container must not use those of the module.
+            # Do not look up special methods: copying or pickling the container must not use the module's methods.
             if name.startswith("_") or name in ("affine", "norm"):
                 raise
             return getattr(self.affine, name)

@@ -11,11 +11,12 @@ NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def param_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups for an optimizer: gamma and beta without weight decay, all others with it.
+    """Return two parameter groups for an optimizer: gamma and beta without weight decay, all other parameters with it.
 
     Decay on W before a batch normalization only changes the step size, since BN((aW)u) = BN(Wu). Decay on gamma and
-    beta changes the function. They are recognized by their layer (batch, instance, layer or group normalization), not
-    by their shape. Parameters with ``requires_grad=False`` are left out, and a shared parameter appears once.
+    beta changes the function. Gamma and beta are recognized by their layer (batch, instance, layer, group or RMS
+    normalization), not by their shape. Parameters with ``requires_grad=False`` are left out, and a shared parameter
+    appears once.
 
     Args:
         net: any network.
@@ -25,7 +26,7 @@ def param_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     >>> [(len(group["params"]), group["weight_decay"]) for group in param_groups(net, 1e-4)]
     [(1, 0.0001), (2, 0.0)]
 
-    Beyond the paper: Sec. 4.2.1 reduces the L2 weight regularization, and says nothing about gamma and beta.
+    Beyond the paper: Sec. 4.2.1 reduces the L2 weight regularization, but does not mention gamma and beta.
     """
     norms = [module for module in net.modules() if isinstance(module, NORMALIZATIONS)]
     spared = {id(p) for norm in norms for p in norm.parameters()}

@@ -1,4 +1,4 @@
-"""Values for ``statistics=``: sources of a layer's training statistics other than the current mini-batch."""
+"""Values for ``statistics=``: ways to compute a layer's training statistics other than over the mini-batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Statistics(Protocol):
     def batch_norm(
         self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any
     ) -> tuple[Tensor, Moments]:
-        """Return the output, and the moments with which to update the running averages."""
+        """Return the output, and the moments that update the running averages."""
         ...
 
 
@@ -31,7 +31,7 @@ class Sync:
     """Compute exact statistics over the samples of all ranks, even if ranks have different numbers of samples.
 
     The ranks' counts, means and variances are merged with one all-reduce in the forward pass and one in the backward
-    pass. It works on CPU (gloo) and CUDA (nccl), also under DistributedDataParallel. In a single process it is
+    pass. ``Sync`` works on CPU (gloo) and CUDA (nccl), also under DistributedDataParallel. In a single process, it is
     Algorithm 1.
 
     Args:
@@ -41,7 +41,7 @@ class Sync:
     >>> bn.BatchNorm2d(8, statistics=bn.Sync()).statistics
     Sync(group=None)
 
-    Beyond the paper: its mini-batch, spread over machines.
+    Beyond the paper: a mini-batch that is distributed over several machines.
     """
 
     group: distributed.ProcessGroup | None = None
@@ -54,7 +54,7 @@ class Sync:
             return ops.batch_norm(x, gamma, beta, eps, **options)
         features = Features(x, options.pop("feature_dims"))
         call = features.call(x, gamma, beta, eps, **options)
-        # float64, because the difference of two large means must stay precise.
+        # Use float64, because the difference of two large means must stay precise.
         local, centred = batch_moments(call.x, call.reduced_dims, call.mask, mean_dtype=torch.float64)
         merged = collectives.merge_across_ranks(
             Moments(local.count.double(), local.mean.flatten(), local.var.double().flatten()), self.group
@@ -80,7 +80,7 @@ class Ghost:
     >>> layer(torch.randn(256, 4)).shape
     torch.Size([256, 4])
 
-    Beyond the paper: keeps the noise of small mini-batches (Sec. 3.4) in large ones.
+    Beyond the paper: large mini-batches with the noise of small ones (Sec. 3.4).
     """
 
     size: int
@@ -92,7 +92,7 @@ class Ghost:
     def batch_norm(
         self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any
     ) -> tuple[Tensor, Moments]:
-        """Normalize each group by itself."""
+        """Normalize each group by its own statistics."""
         groups = max(1, -(-x.shape[0] // self.size))
         pieces = (_split(v, groups) for v in (x, options.pop("residual"), options.pop("mask")))
         outputs, moments = [], []
@@ -105,11 +105,12 @@ class Ghost:
 
 @dataclass(frozen=True)
 class Renorm:
-    """Correct the batch's statistics towards the running ones, within bounds (Ioffe, 2017).
+    """Correct the batch's statistics towards the running statistics, within bounds (Ioffe, 2017).
 
     x_hat = (x - mu_B) / sigma_B * r + d with r = sigma_B / sigma clipped to [1/r_max, r_max] and d = (mu_B - mu) /
-    sigma clipped to [-d_max, d_max]; no gradient flows through r and d. ``Renorm(1, 0)`` is Algorithm 1. The 2017
-    paper starts with it and then widens the bounds. To do so, assign a new value to ``layer.statistics``.
+    sigma clipped to [-d_max, d_max]; no gradient flows through r and d. ``Renorm(1, 0)`` is Algorithm 1. The 2017 paper
+    starts training with these bounds and then widens them. To change the bounds, assign a new ``Renorm`` to
+    ``layer.statistics``.
 
     Args:
         r_max: bound on the correction of the scale, at least 1.
@@ -119,7 +120,7 @@ class Renorm:
     >>> bn.BatchNorm1d(4, statistics=bn.Renorm())(torch.randn(8, 4)).shape
     torch.Size([8, 4])
 
-    Beyond the paper: its author's answer to small or dependent mini-batches.
+    Beyond the paper: a later method by its first author for small or dependent mini-batches.
     """
 
     r_max: float = 3.0
@@ -132,7 +133,7 @@ class Renorm:
     def batch_norm(
         self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any
     ) -> tuple[Tensor, Moments]:
-        """Normalize by the batch's statistics, corrected by the running ones."""
+        """Normalize by the batch's statistics, corrected towards the running statistics."""
         if running is None:
             raise ValueError("Renorm needs running statistics; create the layer with track_running_stats=True")
         if (self.r_max, self.d_max) != (1, 0) and not torch.compiler.is_compiling() and is_recomputation():

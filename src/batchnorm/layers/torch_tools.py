@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 
 class Tool(NamedTuple):
-    """Name a torch tool and what to use instead."""
+    """A tool of torch, and what to use instead."""
 
     name: str
     instead: str
-    for_inference: bool  # whether its result is only for evaluation mode
+    for_inference: bool  # whether the tool's result is for evaluation mode only
 
 
 _FOLD = "use batchnorm.fold(net, example)"
-# Keyed by the module and name of the function in which the tool reads a layer's running mean, as all of them do.
+# Each tool reads a layer's running mean. The key is the module and name of the function that does so.
 TOOLS = {
     ("torch.nn.modules.batchnorm", "convert_sync_batchnorm"): Tool(
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "set layer.statistics = batchnorm.Sync()", False

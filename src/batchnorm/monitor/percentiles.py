@@ -19,24 +19,25 @@ from .taps import Taps, nonlinearities, probing
 class Monitor:
     """Record percentiles of a network's nonlinearity inputs while it trains, without altering the training.
 
-    As a context manager it counts the forward passes in training mode, from 0, and records one in ``every``. Call
-    :meth:`record` instead in loops that do not call the network.
+    As a context manager, the monitor counts the forward passes in training mode, from 0, and records one of every
+    ``every`` passes. In loops that do not call the network, call :meth:`record` instead.
 
     Args:
-        net: any network. Nonlinearities are found as modules, or fused into this library's batch normalization.
-        layers: names of the layers to watch: a nonlinearity (its input is recorded) or a batch normalization (its
-            output, before a fused nonlinearity, is). None watches every nonlinearity.
+        net: any network. Nonlinearities are found if they are modules or fused into this library's batch normalization.
+        layers: names of the layers to watch: nonlinearities (their input is recorded) or batch normalizations (their
+            output before a fused nonlinearity is recorded). None watches every nonlinearity.
         percentiles: the percentiles to record, in ascending order.
-        every: steps between records. Each time ``points`` records are reached, every second one is dropped and
-            ``every`` doubles, so memory is bounded on a run of any length.
-        points: how many records are kept in memory.
-        probe: a batch to run at each record instead of reading the training batch. It is normalized by its own
-            statistics as in training, without dropout, and changes no running averages or random numbers.
-        unit_dim: the dimension of a layer's units; a mapping gives it by name for layers where it is not 1.
-        sinks: where else to write the records, e.g. :class:`batchnorm.monitor.JSONLines`. They are closed on exit.
+        every: steps between records. Each time there are ``points`` records, every second record is dropped and
+            ``every`` doubles, so memory is bounded for a run of any length.
+        points: the largest number of records in memory.
+        probe: a batch to run for each record, instead of recording the training batch. The probe is normalized by its
+            own statistics as in training, without dropout, and changes no running averages or random numbers.
+        unit_dim: the dimension of the layers' units; or a mapping from layer names to dimensions, in which missing
+            layers have dimension 1.
+        sinks: objects that also write the records, e.g. :class:`batchnorm.monitor.JSONLines`. They are closed on exit.
 
     Raises:
-        ValueError: if a layer is not in the network, or none is found.
+        ValueError: if a layer is not in the network, or the network has no nonlinearity modules.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 1))
     >>> with Monitor(net, every=2) as monitor:
@@ -94,7 +95,7 @@ class Monitor:
             sink.close()
 
     def record(self, step: int, batch: Any = None) -> Record:
-        """Run ``batch``, or the probe, as in training but without side effects; keep and return the record."""
+        """Run ``batch``, or the probe, as in training but without side effects; store and return the record."""
         batch = self.probe if batch is None else batch
         if batch is None:
             raise ValueError("nothing to run: give record() a batch, or make the Monitor with probe=")
@@ -108,9 +109,10 @@ class Monitor:
         return self._keep(Record(step, seen))
 
     def record_gradient_change(self, step: int, loss: Callable[[Any, Any], Tensor], batch: Any, rate: float) -> Record:
-        """Keep and return how the layers' gradients change when only the layers below take their step.
+        """Store and return how each layer's gradient changes when only the layers below it take their step.
 
-        Takes the arguments of :func:`batchnorm.monitor.gradient_change`; costs a forward and backward pass per layer.
+        The arguments are those of :func:`batchnorm.monitor.gradient_change`, which runs a forward and backward pass per
+        layer.
         """
         busy, self._busy = self._busy, True
         try:
@@ -127,9 +129,10 @@ class Monitor:
                 self.record(self.step)
             else:
                 self._seen = {}
-                # Attached for this pass only: hooks that check a counter would slow down every other step.
+                # Attach the hooks for this pass only: hooks that check a counter would slow down all other steps.
                 self._taps.enter_context(self._reading(self._seen))
-                # Removed only before the next pass: torch iterates over the hooks while this one runs.
+                # Remove this hook only before the next pass, because torch iterates over the hooks while this hook
+                # runs.
                 self._end.callback(net.register_forward_hook(self._after, always_call=True).remove)
         self.step += 1
 
@@ -138,7 +141,7 @@ class Monitor:
             return
         self._taps.close()
         seen, self._seen = self._seen, None
-        if seen and output is not None:  # None after an exception: the pass is incomplete
+        if seen and output is not None:  # the output is None after an exception
             self._keep(Record(self.step - 1, seen))
 
     def _reading(self, seen: dict[str, Percentiles]) -> Taps:

@@ -14,8 +14,8 @@ from torch import Tensor
 class Percentiles(NamedTuple):
     """Hold the percentiles of one nonlinearity's inputs, each of shape (percentiles, units).
 
-    ``z`` is the nonlinearity's input; ``x`` is its value before batch normalization, x = Wu, and is ``z`` itself if
-    nothing was normalized.
+    ``z`` is the nonlinearity's input; ``x`` is the input before batch normalization, x = Wu, and is ``z`` itself if
+    there is no normalization.
 
     Paper: Fig. 1 b, c
     """
@@ -58,18 +58,18 @@ def percentiles_of(
             [1.5000]])
     """
     values = values.detach()
-    if values.dim() < 2:  # one unit, as after a squeeze
+    if values.dim() < 2:  # a single unit, for example after a squeeze
         values = values.reshape(-1, 1)
     table = values.movedim(unit_dim, 0).flatten(1)
     if table.numel() == 0:
         return torch.full((len(percentiles), len(table)), torch.nan)
-    # Evenly spaced, not random: a monitor must not touch the random numbers of the training it watches.
+    # Choose values at even spacing, not at random: a monitor must not change the random numbers of the training.
     table = table[:: -(-len(table) // units), :: -(-table.shape[1] // samples)].float().contiguous()
     position = [q / 100 * (table.shape[1] - 1) for q in percentiles]
     below, above = [floor(p) for p in position], [ceil(p) for p in position]
     part = [p - b for p, b in zip(position, below, strict=True)]
     if table.device.type == "cpu":
-        ordered = np.sort(table.numpy(), axis=1)  # twenty times faster than torch.sort here
+        ordered = np.sort(table.numpy(), axis=1)  # on the CPU, twenty times faster than torch.sort
         low = ordered[:, below]
         found = low + (ordered[:, above] - low) * np.asarray(part, dtype=np.float32)
         return torch.from_numpy(np.ascontiguousarray(found.T))

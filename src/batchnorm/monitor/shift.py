@@ -24,7 +24,7 @@ def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") ->
     Args:
         records: a monitor's records, in order.
         layer: the layer's name in the records.
-        of: "z" for the nonlinearity's inputs, "x" for their values before normalization, x = Wu.
+        of: "z" for the nonlinearity's inputs, "x" for the values before normalization, x = Wu.
 
     >>> from batchnorm.monitor import Percentiles
     >>> def record(step, shift):
@@ -65,14 +65,14 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
     """Measure how much each layer's gradient changes when only the layers below it take their gradient step.
 
     The gradient g = dl/dW_k at (W_1, ..., W_K) is compared with g', its value on the same batch at (W_1 - rate dl/dW_1,
-    ..., W_{k-1} - rate dl/dW_{k-1}, W_k, ..., W_K). A layer is a module with parameters together with the normalization
-    that follows it; layers are in the order of registration. The first one has no layers below it and is left out. The
-    network is not changed.
+    ..., W_{k-1} - rate dl/dW_{k-1}, W_k, ..., W_K). A layer is a module with parameters, together with the
+    normalization that follows it; layers are in the order of registration. The first layer has no layers below it and
+    is left out. The network is not changed.
 
     Args:
         net: any network, in its current mode.
         loss: takes the network's output and the batch, and returns a scalar.
-        batch: see :mod:`batchnorm.network_call` for its form.
+        batch: a tensor, a tuple or list whose first item is the network's input, or a dict of keyword arguments.
         rate: the size of the step.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
@@ -86,7 +86,7 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
 
     def gradients(values: Mapping[str, Tensor], of: Sequence[str]) -> dict[str, Tensor]:
         leaves = {name: v.detach().requires_grad_(name in of) for name, v in values.items()}
-        # Copies receive the updates of running averages; each evaluation draws the same random numbers.
+        # Running averages are updated in copies of the buffers, and each evaluation draws the same random numbers.
         buffers = {name: b.clone() for name, b in net.named_buffers()}
         devices = {p.device.index for p in parameters.values() if p.device.type == "cuda"}
         with torch.enable_grad(), torch.random.fork_rng([d for d in devices if d is not None]):

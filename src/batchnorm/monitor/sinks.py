@@ -1,4 +1,4 @@
-"""Where a monitor's records go: memory, JSON lines, TensorBoard."""
+"""Destinations for a monitor's records: memory, JSON lines, TensorBoard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sink(Protocol):
 
 
 class Memory:
-    """Keep at most ``points`` records of a run of any length: when full, every second one is dropped.
+    """Keep at most ``points`` records of a run of any length: when the memory is full, every second record is dropped.
 
     Args:
         points: the largest number of records, at least 2.
@@ -46,24 +46,24 @@ class Memory:
         self.records: list[Record] = []
 
     def write(self, record: Record) -> None:
-        """Keep one record; if the memory is full, first drop every second one."""
+        """Store one record; if the memory is full, first drop every second record."""
         if len(self.records) == self.points:
             self.records = self.records[::2]
             self.thinned += 1
         self.records.append(record)
 
     def close(self) -> None:
-        """Do nothing: the records stay."""
+        """Do nothing: the records stay in memory."""
 
 
 class JSONLines:
     """Append one line of JSON per record: ``{"step": 100, "percentiles": {"sigmoid1": {"z": [...], "x": [...]}}}``.
 
-    ``x`` is left out if it is ``z``. Numbers have five significant digits. A run that is resumed or restarted in the
-    same file replaces the records from its first step on.
+    ``x`` is left out if it is ``z``. Numbers have five significant digits. A run that is resumed or restarted with the
+    same file replaces the file's records from the new run's first step on.
 
     Args:
-        path: the file; its folder is made if needed.
+        path: the file; its folder is created if needed.
 
     >>> import tempfile, pathlib
     >>> path = pathlib.Path(tempfile.mkdtemp(), "metrics.jsonl")
@@ -90,7 +90,7 @@ class JSONLines:
         self._file.flush()
 
     def _cut(self, step: int) -> None:
-        """Remove an earlier run's lines from this step on."""
+        """Remove the lines of an earlier run from ``step`` on."""
         self._file.seek(0)
         lines = self._file.readlines()
         kept = [line for line in lines if json.loads(line)["step"] < step]
@@ -114,12 +114,12 @@ class TensorBoard:
 
     Args:
         folder: the folder for the event files.
-        percentiles: those that the monitor records, to name the scalars.
+        percentiles: the percentiles that the monitor records; they appear in the scalars' names.
 
     Raises:
         MissingExtraError: if tensorboard is not installed.
 
-    Beyond the paper: watching a run.
+    Beyond the paper: watching a run in TensorBoard.
     """
 
     def __init__(self, folder: str | Path, percentiles: Sequence[float] = (15, 50, 85)) -> None:

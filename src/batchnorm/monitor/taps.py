@@ -16,7 +16,7 @@ from ..ops import Activation
 
 Seen = Callable[[str, Tensor, Tensor], None]
 
-# The elementwise nonlinearities of torch.nn; their subclasses count too.
+# The elementwise nonlinearities of torch.nn; subclasses of these count too.
 NONLINEARITIES = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid,
     nn.Mish, nn.PReLU, nn.ReLU, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh,
@@ -25,7 +25,7 @@ NONLINEARITIES = (
 
 
 def nonlinearities(net: nn.Module) -> list[str]:
-    """Return the layers at which a nonlinearity's input can be read: nonlinearities, and BN with one fused in.
+    """Return the layers at which a nonlinearity's input can be read: nonlinearities, and BN fused with a nonlinearity.
 
     If all nonlinearities of a network are functional, the batch normalizations before them are returned.
     """
@@ -41,9 +41,9 @@ def _fuses(module: nn.Module) -> bool:
 class Taps:
     """While attached, call ``seen(name, z, x)`` at each call of the chosen layers.
 
-    A nonlinearity's z is its input; a batch normalization's z is its output without its fused nonlinearity, computed a
-    second time. If z is the output of a batch normalization, x is the input of that layer; otherwise x is z. A layer's
-    second call in one pass is reported as ``name#2``.
+    For a nonlinearity, z is its input. For a batch normalization, z is its output before the fused nonlinearity; the
+    layer runs a second time to compute this output. If z is the output of a batch normalization, x is the input of that
+    layer; if not, x is z. A layer's second call in one pass is reported as ``name#2``.
     """
 
     def __init__(self, net: nn.Module, names: Iterable[str], seen: Seen) -> None:
@@ -103,12 +103,12 @@ def _without_activation(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def borrowed_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Give normalization layers copies of their buffers inside the block; updates to them are discarded."""
+    """Inside the block, give normalization layers copies of their buffers; updates to the copies are discarded."""
     layers = [m for m in modules if isinstance(m, TorchNorm)]
     kept = [dict(m._buffers) for m in layers]
     try:
         for layer in layers:
-            # Replace the tensors, not their values: autograd may need the old ones for a later backward pass.
+            # Replace the tensors, not their values, because autograd may need the old values for a later backward pass.
             layer._buffers.update({k: None if b is None else b.clone() for k, b in layer._buffers.items()})
         yield
     finally:
@@ -120,8 +120,8 @@ def borrowed_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
 def probing(net: nn.Module) -> Iterator[None]:
     """Run the network inside the block as in training, with the batch's own statistics, but without side effects.
 
-    Only batch normalizations stay in training mode (dropout does not); running averages, random numbers and modes are
-    restored at the end.
+    Only batch normalizations stay in training mode; dropout, for example, does not. Running averages, random numbers
+    and modes are restored at the end.
     """
     modules = list(net.modules())
     modes = [m.training for m in modules]

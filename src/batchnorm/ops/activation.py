@@ -31,7 +31,7 @@ _KINDS = {
     "hardswish": _Kind(F.hardswish, nn.Hardswish),
 }
 NAMES = tuple(_KINDS)
-# Their derivative takes only two values, so one bit per element is enough to store it.
+# The derivative of these activations takes only two values, so one bit per element is enough to store it.
 TWO_SLOPES = ("relu", "leaky_relu", "relu6")
 
 
@@ -40,7 +40,7 @@ class Activation(NamedTuple):
 
     Attributes:
         name: one of :data:`batchnorm.ops.activation.NAMES`.
-        slope: leaky_relu's slope below zero; the others ignore it.
+        slope: leaky_relu's slope below zero; other activations ignore it.
 
     >>> Activation("leaky_relu", 0.2)(torch.tensor([-1.0, 1.0]))
     tensor([-0.2000,  1.0000])
@@ -81,7 +81,7 @@ class Activation(NamedTuple):
 
 
 IDENTITY = Activation()
-# Created once, because every call that names its activation looks it up.
+# Created once, because every call that gives its activation by name looks up one of these.
 _NAMED = {name: Activation(name) for name in NAMES}
 
 
@@ -123,7 +123,7 @@ def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
 
 def from_module(module: nn.Module) -> Activation | None:
     """Return the activation that a ``torch.nn`` module computes, or None if it cannot be fused."""
-    # Exact types: a subclass may compute something else.
+    # Compare exact types, because a subclass may compute something else.
     if type(module) is nn.Hardtanh and (module.min_val, module.max_val) == (0, 6):
         return Activation("relu6")
     name = _BY_MODULE.get(type(module))

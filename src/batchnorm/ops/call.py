@@ -1,4 +1,4 @@
-"""The arguments of one batch normalization, in the form that every implementation, or path, takes."""
+"""The arguments of one batch normalization, in the form that every path (implementation) takes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Call(NamedTuple):
 
 
 class Path(Protocol):
-    """Implement batch normalization in one way; ``composite``, ``cpu`` and ``cuda.autograd`` are such modules."""
+    """One implementation of batch normalization; the modules ``composite``, ``cpu`` and ``cuda.autograd`` are paths."""
 
     def refusal(self, call: Call, /) -> str | None:
         """Return why the path does not support a call; None if it does."""
 
     def describe(self, call: Call, /) -> str | None:
-        """Return how the path computes a call."""
+        """Return how the path computes a call; None if there is nothing to add to the reason for the choice."""
 
     def run(self, call: Call, /) -> tuple[Tensor, Moments]:
         """Return the output and the batch's statistics; update the running averages if the call has any."""
@@ -60,7 +60,7 @@ class Features:
             )
         self.shape, self.dims = x.shape, feature_dims
         self.features = x.shape[1 : 1 + feature_dims]
-        # With statistics per activation of a channels_last input, flattening in memory order needs no copy.
+        # If each activation of a channels_last input has its own statistics, flattening in memory order needs no copy.
         self.nhwc = 1 < feature_dims == x.dim() - 1 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
     def call(
@@ -110,7 +110,7 @@ class Features:
         return (x.movedim(1, self.dims) if self.nhwc else x).flatten(1, self.dims)
 
     def flat_vector(self, p: Tensor) -> Tensor:
-        """Flatten a tensor that has the features' shape, in the same order."""
+        """Flatten a tensor that has the features' shape, in the same order as :meth:`flat`."""
         if self.dims == 1:
             return p
         return (p.movedim(0, -1) if self.nhwc else p).flatten()
@@ -124,7 +124,7 @@ class Features:
         return y.reshape(self.shape)
 
     def restore_moments(self, moments: Moments) -> Moments:
-        """Give moments the features' shape."""
+        """Reshape the moments to the features' shape."""
         if self.dims == 1:
             return moments
         return Moments(moments.count, self._restore_vector(moments.mean), self._restore_vector(moments.var))

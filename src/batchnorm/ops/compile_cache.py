@@ -1,8 +1,9 @@
-"""Compile C and C++ sources with the machine's own compiler, load the result, and keep compiled files.
+"""Compile C and C++ sources with the machine's own compiler, load the result, and cache compiled files.
 
-Each source is compiled once per machine and kept in the user's cache folder. A cached library is loaded only if it
-belongs to the user, nobody else can write to it, and its contents match the digest in its name. Nothing is compiled on
-systems other than Linux, without a compiler, or with BATCHNORM_COMPILE=0 in the environment.
+Each source is compiled once per machine, and the library is stored in the user's cache folder. A cached library is
+loaded only if it belongs to the user, nobody else can write to it, and its contents match the digest in its name.
+Nothing is compiled on systems other than Linux, if there is no compiler, or if BATCHNORM_COMPILE=0 is set in the
+environment.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Source(NamedTuple):
     """Describe a source file, how to compile it and how to load the library."""
 
     path: Path
-    language: str  # its name in error messages
+    language: str  # the language's name in error messages
     variable: str  # the environment variable with the compiler's command
     compiler: str  # the command if that variable is not set
     flags: tuple[str, ...]
@@ -42,10 +43,11 @@ class Source(NamedTuple):
 def built(source: Source) -> tuple[Any, str | None]:
     """Compile the library unless it is cached, and load it.
 
-    Returns the library and, if it could not be cached, the reason; it then serves this process only.
+    Returns the library and None. If the library could not be cached, only this process can use it, and the reason is
+    returned instead of None.
 
     Raises:
-        Unavailable: if it cannot be compiled or loaded.
+        Unavailable: if the source cannot be compiled or the library cannot be loaded.
     """
     command = _command(source)
     try:
@@ -57,7 +59,7 @@ def built(source: Source) -> tuple[Any, str | None]:
                     found = _cached(source, folder, command) or _compile(source, folder, command)
             return found, None
         except (OSError, AttributeError, ImportError) as error:
-            # The cache folder is missing, not writable, does not allow loading, or is not private.
+            # The cache folder cannot be created or written to, is not private, or libraries cannot be loaded from it.
             with tempfile.TemporaryDirectory() as temporary:
                 return _compile(source, Path(temporary), command), str(error)
     except (OSError, AttributeError, ImportError, subprocess.SubprocessError) as error:
@@ -68,10 +70,10 @@ def built(source: Source) -> tuple[Any, str | None]:
 
 
 def cached(source: Source) -> Any:
-    """Load the library if it is in the cache; return None if it is not.
+    """Load the library if it is in the cache, or return None.
 
     Raises:
-        Unavailable: if it cannot be compiled on this machine, or an earlier attempt failed.
+        Unavailable: if the source cannot be compiled on this machine, or an earlier attempt to compile it failed.
     """
     command = _command(source)
     try:
@@ -85,9 +87,9 @@ def cached(source: Source) -> Any:
 
 
 def kept(name: str, depends: object, make: Callable[[], bytes]) -> bytes:
-    """Return a compiled file's bytes from the cache folder; if they are not there, make them and try to cache them.
+    """Return a compiled file's contents from the cache folder; if there are none, call ``make`` and cache its result.
 
-    ``depends`` describes everything that the bytes depend on.
+    ``depends`` describes everything that the contents depend on.
     """
     key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
     try:
@@ -107,12 +109,12 @@ def kept(name: str, depends: object, make: Callable[[], bytes]) -> bytes:
         out = Path(temporary) / "made"
         out.write_bytes(made)
         out.chmod(0o600)  # regardless of the umask
-        out.replace(folder / _named(name, key, made, "bin"))  # atomic: other processes may make it at the same time
+        out.replace(folder / _named(name, key, made, "bin"))  # atomic: another process may write it too
     return made
 
 
 def remember_failure(source: Source, error: Unavailable) -> None:
-    """Record that the source does not compile or load, so that :func:`cached` can say so without trying again."""
+    """Record that the source does not compile or load, so that :func:`cached` can report it without trying again."""
     if isinstance(error.__cause__, subprocess.CalledProcessError | ImportError):  # other errors may not recur
         with suppress(OSError):
             failure = _folder(create=True) / f"{source.path.stem}-{_key(source, _command(source))}.failed"
@@ -175,7 +177,7 @@ def _named(name: str, key: str, contents: bytes, suffix: str = "so") -> str:
 
 
 def _cached(source: Source, folder: Path, command: list[str]) -> Any:
-    """Load the cached library if there is one; remove damaged or foreign files, so that it is compiled again."""
+    """Load the cached library if there is one; remove damaged or unsafe files, so that it is compiled again."""
     key = _key(source, command)
     for path in sorted(folder.glob(f"{source.path.stem}-{key}-*.so")):
         try:
@@ -190,7 +192,7 @@ def _cached(source: Source, folder: Path, command: list[str]) -> Any:
 
 
 def _compile(source: Source, folder: Path, command: list[str]) -> Any:
-    """Compile the source, and keep the library in the folder if it loads."""
+    """Compile the source, and store the library in the folder if it loads."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         out = Path(temporary) / "library.so"
         _run([*command, *source.flags, "-o", str(out), str(source.path), *source.libraries])
@@ -198,7 +200,7 @@ def _compile(source: Source, folder: Path, command: list[str]) -> Any:
         loaded = source.load(out)
         with out.open("rb") as file:
             os.fsync(file.fileno())
-        # Atomic: other processes may compile it at the same time.
+        # Atomic: other processes may compile the same source at the same time.
         out.replace(folder / _named(source.path.stem, _key(source, command), out.read_bytes()))
         return loaded
 
@@ -208,7 +210,7 @@ _running: set[subprocess.Popen[str]] = set()
 
 def _run(command: list[str]) -> None:
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    # In a new session: a compiler starts other processes, which must be killed with it.
+    # In a new session, because a compiler starts other processes, which must be killed with it.
     with subprocess.Popen(command, **pipes, text=True, errors="replace", start_new_session=True) as process:
         _running.add(process)
         try:

@@ -1,6 +1,6 @@
-"""Algorithm 1 in plain torch operations: works with every transform, layout and device; the other paths are faster.
+"""Algorithm 1 in plain torch operations: slower than the other paths, but for every transform, layout and device.
 
-Autograd, forward mode, ``torch.func`` and ``torch.compile`` can all differentiate it.
+Autograd, forward mode, ``torch.func`` and ``torch.compile`` can all differentiate these operations.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
 def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dx, dgamma, dbeta and dz by Section 3's gradients, computed by differentiable operations.
 
-    dx = gamma / sigma * (dz - mean(dz) - x_hat mean(dz x_hat)). If the residual was not kept, ``passes`` says where the
-    activation's derivative is 1.
+    dx = gamma / sigma * (dz - mean(dz) - x_hat mean(dz x_hat)). ``passes`` is True where the activation's derivative is
+    1; it is given if the residual was not saved.
 
     Paper: Sec. 3, gradients
     """

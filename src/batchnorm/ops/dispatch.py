@@ -49,21 +49,23 @@ def batch_norm(
     """Normalize a mini-batch by its own statistics; return the output and the statistics.
 
     y = g(gamma * (x - mu_B) / sqrt(sigma_B^2 + eps) + beta + residual), with mu_B and sigma_B^2 taken over the batch
-    and every dimension that is not a feature. Nothing is changed in place. The moments are differentiable too.
+    and every dimension that is not a feature dimension. Nothing is changed in place. The moments are differentiable
+    too.
 
     Args:
         x: the input, of shape (N, C), (N, C, L), (N, C, H, W), ...: batch, features, locations.
         gamma: scale, of the features' shape; None means 1.
         beta: shift, of the features' shape; None means 0.
         eps: added to the variance.
-        feature_dims: how many dimensions after the first are features, each with its own statistics. 1 is the
-            convolutional form (statistics over batch and locations); ``x.dim() - 1`` is per activation.
-        activation: the nonlinearity g, by name: see :data:`batchnorm.ops.activation.NAMES`.
+        feature_dims: how many dimensions after the first are feature dimensions; each feature has its own statistics. 1
+            is the convolutional form (statistics over batch and locations); ``x.dim() - 1`` gives statistics per
+            activation.
+        activation: the nonlinearity g: an :class:`Activation`, or a name in :data:`batchnorm.ops.activation.NAMES`.
         residual: added before the nonlinearity; same shape as x.
         mask: bool, of shape (N, *locations): False leaves a position out of the statistics and makes its output 0.
 
     Raises:
-        TypeError: if ``x`` is complex or an integer.
+        TypeError: if ``x`` has a complex or integer dtype.
         ValueError: if the shapes do not match.
 
     >>> y, moments = batch_norm(torch.tensor([[1.0], [3.0]]), eps=0.0)
@@ -135,7 +137,7 @@ def normalize_batch_(
 ) -> Tensor:
     """Normalize like :func:`batch_norm_` but return only the output, as ``torch.nn.functional.batch_norm`` does.
 
-    This is faster for small batches. The other arguments are those of :func:`batch_norm`.
+    It is faster than :func:`batch_norm_` for small batches. The other arguments are those of :func:`batch_norm`.
 
     Args:
         running: the averages, updated in place.
@@ -158,7 +160,8 @@ def normalize_batch_(
 def train_(call: Call) -> Tensor | None:
     """Run a training call on its device's fast path.
 
-    Returns None, without updating anything, if the fast path does not apply. The arguments need not be checked before.
+    Returns None, without updating anything, if the fast path does not apply. The caller need not check the arguments
+    first.
     """
     if not FAST:
         return None
@@ -204,7 +207,7 @@ def normalize(
     features.check("var", var)
     path = choose(call).path
     if path == "cuda" and torch.compiler.is_compiling():
-        path = "composite"  # the compiler fuses this single pass with its neighbours
+        path = "composite"  # the compiler fuses this single pass with the operations around it
     return features.restore(PATHS[path].normalize(call, features.flat_vector(mean), features.flat_vector(var)))
 
 

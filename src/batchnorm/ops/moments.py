@@ -24,7 +24,7 @@ class Moments(NamedTuple):
     Paper: Alg. 1, l. 1-2
     """
 
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nothing needs
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nothing uses
     mean: Tensor
     var: Tensor
 
@@ -51,7 +51,7 @@ def batch_moments(
         x: the mini-batch.
         dims: the dimensions to average over.
         mask: same shape as ``x`` but with 1 feature. Positions where it is False are ignored; their centred value is 0.
-        mean_dtype: the dtype of the mean, if it should differ from the rest.
+        mean_dtype: the dtype of the mean, if it should differ from that of the variance.
 
     Paper: Alg. 1, l. 1-2
     """
@@ -62,7 +62,7 @@ def batch_moments(
             m *= x.shape[d]
         count = torch.full((), m, dtype=x.dtype, device=x.device)
     else:
-        # `where`, not a product: masked positions may hold inf or NaN.
+        # Use `where` instead of a product, because masked positions may hold inf or NaN.
         x = torch.where(mask, x, 0)
         count = mask.sum(dtype=x.dtype)
     total = count.clamp(min=1)
@@ -130,7 +130,7 @@ class AveragedMoments:
 
 
 class MomentAccumulator:
-    """Average the moments of mini-batches. Batches are merged in chunks, so adding one is cheap.
+    """Average the moments of mini-batches. Batches are merged in chunks, so :meth:`add` is cheap.
 
     Args:
         unbiased: whether the added variances are the unbiased m/(m-1) sigma_B^2, as in the layers' running averages.
@@ -177,7 +177,7 @@ class MomentAccumulator:
 
 
 def merge_averages(parts: Iterable[AveragedMoments | None]) -> AveragedMoments | None:
-    """Merge averages over different mini-batches, for example those of other ranks; None if all of them are None."""
+    """Merge averages over different mini-batches, for example of several ranks; return None if all of them are None."""
     present = [part for part in parts if part is not None]
     if len(present) < 2:
         return present[0] if present else None

@@ -1,7 +1,7 @@
 """Save memory in training: recompute outputs in the backward pass instead of keeping them.
 
-While :func:`recompute` is active, autograd passes each tensor that it saves to a pair of hooks. If the tensor is the
-output of a batch normalization, or a concatenation, a recipe (:class:`Recomputed`) is saved in its place.
+While :func:`recompute` is active, autograd calls a hook for each tensor that it saves. If the tensor is the output of a
+batch normalization or of a concatenation, the hook saves a recipe (:class:`Recomputed`) instead of the tensor.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def recompute() -> Iterator[None]:
     result is the same bit for bit, so gradients do not change, and running averages are not updated again.
     Concatenations are recomputed from their parts.
 
-    Some outputs are kept as usual: those of layers that are frozen, in evaluation mode, called with a ``mask`` or using
-    ``Sync`` over several ranks; those that are changed in place, cast or pooled; and all of them under
-    ``torch.compile``, which decides itself what to recompute. If contexts with saved-tensor hooks are nested
-    (``save_on_cpu``, ``torch.utils.checkpoint``), the innermost one applies.
+    Some tensors are kept as usual: outputs of layers that are frozen, in evaluation mode, called with a ``mask`` or
+    using ``Sync`` over several ranks; outputs that are changed in place; results of casting or pooling an output; and
+    everything under ``torch.compile``, which decides itself what to recompute. If contexts with saved-tensor hooks are
+    nested (``save_on_cpu``, ``torch.utils.checkpoint``), the innermost one applies.
 
     Raises:
         RuntimeError: in the backward pass, if a tensor that it needs was changed in place after the forward pass.
@@ -67,7 +67,7 @@ def remember(y: Tensor, again: Callable[..., Tensor], *sources: Tensor | None) -
     """Register that ``again(*sources)`` recomputes the freshly computed ``y``: the same bits with the same strides."""
     if torch.compiler.is_compiling() or _local.registry is None or not y.requires_grad:
         return
-    with torch._C.DisableTorchFunction():  # hide this from _Concatenations
+    with torch._C.DisableTorchFunction():  # _Concatenations must not see this
         _local.registry.remember(y, again, sources)
 
 
@@ -88,7 +88,7 @@ class Recomputed:
         self.value: tuple[Tensor, object] | None = None
 
     def read(self, counted: bool) -> Tensor:
-        """Return the tensor; keep it until the last counted reader has read it or the backward pass ends."""
+        """Return the tensor; keep it until the last counted :class:`Kept` has read it or the backward pass ends."""
         value = self.value[0] if self.value is not None and self.value[1] == _stream(self.value[0]) else self.compute()
         if is_recomputation():
             self.left -= counted
@@ -109,7 +109,7 @@ class Recomputed:
         """Keep the value for later readers."""
         if self.value is None:
             torch.autograd.Variable._execution_engine.queue_callback(self.forget)
-        self.value = value, _stream(value)  # another stream must not read it: it may not be computed yet
+        self.value = value, _stream(value)  # for another stream, the value may not be ready
 
     def forget(self) -> None:
         """Free the value and reset for the next backward pass."""
@@ -127,7 +127,7 @@ class Kept:
         self.place: tuple[Any, ...] = ()
 
     def follow(self, recipe: Recomputed) -> None:
-        """Replace the tensor by the recipe for its memory, unless that was written to since or the dtypes differ."""
+        """Replace the tensor by the recipe for its memory, unless the memory was written to or the dtypes differ."""
         t = self.tensor
         if t is None or (self.version, t.dtype) != (recipe.version, recipe.dtype):
             return
@@ -158,7 +158,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.recipes: dict[int, Recomputed] = {}
-        # The last Kept of each storage: an operation saves its own output before its recipe is registered.
+        # The last Kept of each storage: an operation may save its own output before the output's recipe is registered.
         self.waiting: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
 
     def pack(self, t: Tensor) -> Kept:
@@ -178,8 +178,8 @@ class Registry:
 
     def remember(self, y: Tensor, again: Callable[..., Tensor], sources: tuple[Tensor | None, ...]) -> None:
         """Record how to recompute ``y``, and drop ``y`` if it was already kept."""
-        # A recipe keeps x alive, so drop those of freed storages. Until then, its weak reference keeps the address from
-        # being used again.
+        # A recipe keeps its sources alive, so drop the recipes of freed storages. Until a recipe is dropped, its weak
+        # reference prevents the storage's address from being reused.
         self.recipes = {at: recipe for at, recipe in self.recipes.items() if not recipe.storage.expired()}
         recipe = Recomputed(y, again, [None if source is None else self.keep(source) for source in sources])
         self.recipes[_address(y)] = recipe
@@ -193,7 +193,7 @@ class Registry:
 
 
 class _Concatenations(TorchFunctionMode):
-    """Register the results of ``torch.cat`` for recomputation: they are copies of layers' outputs."""
+    """Register the results of ``torch.cat`` for recomputation from its inputs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -211,7 +211,7 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_active = 0  # contexts open in any thread
+_active = 0  # the number of open contexts in all threads
 _lock = threading.Lock()
 
 
@@ -222,7 +222,7 @@ def _count(step: int) -> None:
 
 
 def _address(t: Tensor) -> int:
-    # Sparse tensors have no storage, and no batch normalization returns one.
+    # Sparse tensors have no storage, and no batch normalization returns a sparse tensor.
     return t.untyped_storage()._cdata if t.layout is torch.strided else -1
 
 

@@ -1,4 +1,4 @@
-"""Algorithm 1 and the gradients of Section 3 as the paper writes them; tests check every other path against these.
+"""Algorithm 1 and the gradients of Section 3 as the paper writes them; tests check every path against them.
 
 Tensors have shape (m,) for one activation, or (m, K) for K activations side by side. Every sum runs over the m
 examples. Nothing here is fast: read it next to the paper, and run it in float64.

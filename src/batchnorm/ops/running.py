@@ -3,10 +3,10 @@
 The rules:
 
 - The running variance averages the unbiased estimate m/(m-1) sigma_B^2.
-- ``momentum=None`` is the cumulative average.
+- ``momentum=None`` computes the cumulative average.
 - A batch with non-finite moments only increments the count of skipped batches.
-- A forward pass that runs again inside a backward pass (activation checkpointing) changes nothing. This is decided
-  when the operator runs, not when it is traced, so it also holds for compiled code.
+- A forward pass that runs again inside a backward pass (activation checkpointing) changes nothing. The operator checks
+  this when it runs, not when it is traced, so the rule also holds for compiled code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Running(NamedTuple):
     num_skipped: Tensor
 
 
-# A Running or a plain tuple of its tensors, which is faster to create.
+# A Running, or a plain tuple of the same tensors, because a tuple is faster to create.
 Kept = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -51,8 +51,8 @@ def update_(running: Kept, moments: Moments, momentum: float | None, *, plain: b
         running: the averages, updated in place.
         moments: the batch's moments, with the biased variance.
         momentum: the weight of the new batch; None weights all batches equally.
-        plain: True skips torch's dispatcher. Use it only for constant moments on the CPU, outside transforms, tracers
-            and compilers.
+        plain: True skips torch's dispatcher. Use it only for moments on the CPU that need no gradient, outside
+            transforms, tracers and compilers.
 
     >>> r = Running(torch.zeros(1), torch.ones(1), torch.tensor(0), torch.tensor(0))
     >>> update_(r, Moments(torch.tensor(2.0), torch.tensor([4.0]), torch.tensor([1.0])), momentum=0.5)
@@ -88,7 +88,7 @@ def _update(
         return
     usable = mean.isfinite().all() & var.isfinite().all() & (count > 1)
     num_batches.add_(usable)
-    # An empty batch, or one masked down to a single value, is not counted as skipped: it just carries no information.
+    # A batch with fewer than two unmasked values is not counted as skipped, because it has no unbiased variance.
     num_skipped.add_(~usable & (count > 1))
     factor = momentum if momentum is not None else 1 / num_batches.to(mean.dtype)
     unbiased = Moments(count, mean, var).unbiased_var
@@ -111,7 +111,8 @@ def _update_cpu(
     m = count.item()
     if is_recomputation() or m <= 1:
         return
-    # A finite dot product implies finite moments. If it overflows, check each value.
+    # A finite dot product implies finite moments. If the product is not finite, check each value: it may have
+    # overflowed.
     if not isfinite(np.vdot(mean.numpy(), var.numpy())) and not bool((mean.isfinite() & var.isfinite()).all()):
         num_skipped.add_(1)
         return

@@ -24,7 +24,7 @@ def is_forward_mode() -> bool:
 
 
 def is_observed(x: Tensor) -> bool:
-    """Return whether a subclass, mode or tracer intercepts operations on ``x``; it would miss work done in a kernel."""
+    """Return whether a tensor subclass, mode or tracer intercepts operations on ``x``; none can see into a kernel."""
     return (
         type(x) not in (Tensor, nn.Parameter)
         or torch._C._len_torch_dispatch_stack() > 0
@@ -34,7 +34,7 @@ def is_observed(x: Tensor) -> bool:
 
 def is_plain(x: Tensor) -> bool:
     """Return whether this is an ordinary forward pass on the CPU: no compiler, transform or tracer."""
-    # One expression with module-level aliases, because layers run this on every call.
+    # This is one expression with module-level aliases for speed, because layers run it on every call.
     return (
         not torch.compiler.is_compiling()
         and (type(x) is Tensor or type(x) is nn.Parameter)
@@ -49,7 +49,7 @@ def is_plain(x: Tensor) -> bool:
 def is_unseen(*tensors: Tensor | None) -> bool:
     """Return whether only autograd needs to see an operation on these tensors.
 
-    That is so without a compiler, transform, tracer, mode or tensor subclass.
+    This holds if no compiler, transform, tracer, mode or tensor subclass is involved.
     """
     return (
         not torch.compiler.is_compiling()

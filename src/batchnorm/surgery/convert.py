@@ -48,34 +48,36 @@ def convert(
     """Return the network with this library's layers in place of ``torch.nn``'s, fused with sums and activations.
 
     ``BatchNorm1d/2d/3d``, ``SyncBatchNorm`` and timm's ``BatchNormAct2d`` are replaced; parameters, statistics, hooks,
-    sharing, modes, devices and types stay. Anything else (a subclass, a patched forward, a parametrization) stays as
-    it is, and the report says why. It also lists calls of ``F.batch_norm``.
+    sharing, modes, devices and dtypes stay the same. Other layers (a subclass, a patched forward, a parametrization)
+    are not converted, and the report says why. The report also lists calls of ``F.batch_norm``.
 
     An activation, and a sum with a tensor of the same shape, are fused into the call of the layer before them, whether
     they are modules, functions, methods or operators, in place or not. Each module whose forward contains such a
-    pattern is traced with ``torch.fx``, its children as leaves, and becomes an instance of a generated subclass of its
-    class. The new forward runs if everything that the trace depended on is unchanged: mode, arguments other than
-    tensors, attributes, hooks. Otherwise the original forward runs. In networks made only of ``Sequential``, the layers
-    themselves apply the activations.
+    pattern is traced with ``torch.fx``, with its children as leaves, and becomes an instance of a generated subclass of
+    its class. The new forward runs if everything that the trace depended on is unchanged: mode, arguments other than
+    tensors, attributes, hooks. If anything has changed, the original forward runs. In networks made only of
+    ``Sequential``, the layers themselves apply the activations.
 
     Outputs, running statistics and gradients for ``example`` are compared in both modes. ``net`` is not changed.
     :func:`revert` undoes the conversion.
 
-    A trace cannot see Python globals that change, ``print`` and other side effects, ``type(x)`` of a tensor, and random
+    A trace cannot see changes of Python globals, ``print`` and other side effects, ``type(x)`` of a tensor, or random
     numbers from generators other than the global ones of ``random``, NumPy and torch. Use ``rewrite=False`` for
     networks whose forwards depend on these.
 
     Args:
         net: any network.
-        example: a batch; with at least two examples training mode is traced too.
-        forward: how to call the network, if the rule for batches does not fit.
+        example: a batch; if it has at least two examples, training mode is traced too.
+        forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
+            inputs.
         rewrite: False only replaces modules. An activation module is then fused if a ``Sequential`` calls it after the
-            layer and nothing else refers to either; no code may call the children of that ``Sequential`` one by one.
+            layer and nothing else refers to the layer or the activation; no code may call the children of that
+            ``Sequential`` one by one.
         statistics: the source of every layer's statistics: ``Sync()``, ``Ghost(size)`` or ``Renorm()``.
 
     Returns:
-        The network with a ``report``: how many layers are fused, what was done with each layer, and why others are not
-        fused.
+        The network, with a ``report`` that says how many layers are fused, what was done with each layer, and why some
+        layers are not fused.
 
     Raises:
         ValueError: if the converted network computes different results.
@@ -85,7 +87,7 @@ def convert(
     >>> convert(net, torch.randn(2, 3, 5, 5))[1].activation.name
     'relu'
 
-    Beyond the paper: for networks that have batch normalization already.
+    Beyond the paper: for networks that already have batch normalization.
     """
     if statistics is not None and (isinstance(statistics, type) or not hasattr(statistics, "batch_norm")):
         raise TypeError(f"statistics must be a value such as Sync(), Ghost(32) or Renorm(), not {statistics!r}")
@@ -94,7 +96,7 @@ def convert(
     layers, refused = _convertible(net, graphs[0])
     fused, unfused = activations_after(net, graphs, [m for m in layers if _has_room(m, graphs)])
     if rewrite:
-        # User code may call the children of a Sequential directly; there only rewriting is safe.
+        # User code may call the children of a Sequential directly. Rewriting that code is safe; fusing modules is not.
         fused = {layer: activation for layer, activation in fused.items() if _is_all_in_order(net, layer)}
     makers: dict[nn.Module, Any] = {
         layer: partial(_ours, layer, kind, as_activation(fused.get(layer))) for layer, kind in layers.items()
@@ -229,8 +231,8 @@ def _ours(layer: TorchBatchNorm, kind: type[BatchNorm], activation: Activation, 
 
 
 def move_state(old: nn.Module, new: nn.Module, memo: Memo) -> None:
-    """Give ``new`` everything that ``old`` holds: tensors, hooks, mode, and attributes that users set."""
-    memo[id(old)] = new  # set before copying, because a hook may be a bound method of the layer
+    """Copy everything that ``old`` holds to ``new``: tensors, hooks, mode, and attributes that users set."""
+    memo[id(old)] = new  # before copying: a hook may be a bound method of the layer
     vars(new).update(copy.deepcopy(vars(old), memo))
 
 

@@ -1,4 +1,4 @@
-"""Count the batch normalizations that feed an activation or a sum, and those that are fused with it."""
+"""Count the batch normalizations that feed an activation or a sum, and those that are fused with what they feed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _own(layer: nn.Module) -> Activation | None:
 
 
 def count(graph: Graph, fused: Fusions) -> Count:
-    """Find the batch normalizations whose output an activation or a sum reads in one forward pass."""
+    """Find the batch normalizations whose output is read by an activation or a sum in one forward pass."""
     found = Count(set(), set())
     for call in graph.calls:
         if isinstance(call.module, TorchBatchNorm) and _applies_one(call.module):
@@ -76,7 +76,7 @@ def count(graph: Graph, fused: Fusions) -> Count:
 
 
 def _summands(call: TracedCall) -> Iterator[nn.Module]:
-    """Yield the layers whose output goes only into a sum."""
+    """If the call is a sum, yield the batch normalizations whose output only this sum reads."""
     if plain_name(call.name) == "add" and call.module is None:
         for value in dict.fromkeys(call.inputs[:2]):
             module = value.producer.module if value.producer is not None else None

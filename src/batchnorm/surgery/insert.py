@@ -40,27 +40,29 @@ def insert(
     """Return the network with a batch normalization between each affine layer and the nonlinearity that it feeds.
 
     z = g(Wu + b) becomes z = g(BN(Wu)). A small container, :class:`~batchnorm.layers.normalized.Normalized`, replaces
-    the Linear, convolution or transposed convolution and holds it together with the new layer: the state-dict entry
+    the Linear, convolution or transposed convolution and contains both that layer and the new one: the state-dict entry
     ``conv.weight`` becomes ``conv.affine.weight``, and the new entries are ``conv.norm.*``. This also works if the
-    nonlinearity is a function, or if sums, concatenations or pools lie between the two. The bias is dropped, because
-    subtracting the mean would cancel it. Layers that feed no nonlinearity, such as the last one, are left alone.
-    ``net`` is not changed.
+    nonlinearity is a function, or if there are sums, concatenations or pools between the affine layer and the
+    nonlinearity. The bias is dropped, because subtracting the mean would cancel it. Layers that feed no nonlinearity,
+    such as the last layer, are not changed. ``net`` is not changed.
 
     Args:
         net: any network.
         example: a batch; a copy of the network runs on it in evaluation mode and, if possible, in training mode.
-        where: the layers to normalize instead of the default: their names, or a predicate of name and module. They must
-            be affine layers or, with ``placement="after"``, activation modules.
-        init: "unit" is gamma = 1 and beta = 0. "identity" takes the statistics E[x] and Var[x] from ``batches``, and
-            sets gamma = sqrt(Var[x] + eps) and beta = E[x], so that the outputs in evaluation do not change.
-        batches: the data for "identity".
+        where: the layers to normalize instead of the default layers: names, or a predicate of name and module. The
+            layers must be affine layers or, with ``placement="after"``, activation modules.
+        init: "unit" sets gamma = 1 and beta = 0. "identity" computes E[x] and Var[x] from ``batches`` and sets gamma =
+            sqrt(Var[x] + eps) and beta = E[x], so that the outputs in evaluation mode do not change.
+        batches: the batches for "identity".
         placement: "before" the nonlinearity, as in the paper, or "after" it (the standardization layer of Gulcehre &
             Bengio, for comparison). For "after", the nonlinearity must be a module that is called once.
         per_activation: give each activation of a feature map its own gamma, beta and statistics.
-        forward: how to call the network, if the rule for batches does not fit.
+        forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
+            inputs.
 
     Returns:
-        The network with a ``report``: for each affine layer, whether batch normalization was inserted, and if not, why.
+        The network, with a ``report`` that says for each affine layer whether batch normalization was inserted, and if
+        not, why.
 
     Raises:
         ValueError: if ``where`` names a layer that cannot be normalized; if "identity" has no batches; or if the
@@ -101,7 +103,7 @@ def insert(
 
 
 def _select(candidates: Iterable[Candidate], where: Where | None) -> tuple[list[Place], list[Site]]:
-    """Return the chosen candidates, and each candidate's report entry in case it is skipped."""
+    """Return the chosen places, and a report entry for each candidate that gives the reason if it is skipped."""
     if isinstance(where, str):
         where = [where]
     names = None if where is None or callable(where) else set(where)
@@ -141,7 +143,7 @@ def _norm(place: Place, per_activation: bool) -> BatchNorm:
 def _set_identity(
     net: nn.Module, norms: dict[Place, BatchNorm], batches: Iterable[Any], forward: network_call.Forward | None
 ) -> None:
-    """Set gamma = sqrt(Var[x] + eps) and beta = E[x], and the running statistics to those of x without its bias.
+    """Set gamma = sqrt(Var[x] + eps), beta = E[x], and the running statistics to the statistics of x without the bias.
 
     Paper: Sec. 3, "could recover the original activations"
     """
@@ -178,7 +180,7 @@ def _set_from(place: Place, norm: BatchNorm, accumulator: MomentAccumulator) -> 
         norm.running_mean.copy_(moments.mean - bias.reshape(-1, *[1] * (moments.mean.dim() - 1)))
         norm.running_var.copy_(moments.var + moments.mean_spread)
         norm.bias.copy_(moments.mean)
-        # Use the rounded variance that evaluation divides by, so that the two cancel.
+        # Compute gamma from the rounded variance, because evaluation divides by the root of that variance.
         norm.weight.copy_(torch.sqrt(norm.running_var.double() + norm.eps))
 
 

@@ -1,4 +1,4 @@
-"""Find where batch normalization can be inserted: at the outputs of affine layers that feed a nonlinearity."""
+"""Find the layers after which batch normalization can be inserted: affine layers that feed a nonlinearity."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..graph import Graph, TracedCall, Value
 from ..graph.kinds import HANDING_ON, NONLINEAR, Affine, Convolution, Transposed, is_affine, plain_name
 
 FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-# In evaluation without hooks, these modules pass the weights of their children to one fused function.
+# In evaluation mode without hooks, these modules do not call their children: one fused function reads the weights.
 BYPASSING = (nn.TransformerEncoderLayer,)
 SCALING = frozenset({"mul", "div", "truediv", "multiply", "divide"})
 
 
 @dataclass(eq=False)
 class Place:
-    """Hold a module whose output can be normalized.
+    """A module whose output may be normalized.
 
     Paper: Alg. 2, "subset of activations"
     """
@@ -36,7 +36,7 @@ class Place:
 
     @property
     def problem(self) -> str:
-        """The reason why it cannot be normalized; empty if it can."""
+        """The reason why the output cannot be normalized; empty if it can."""
         dims = len(self.shape)
         fits = dims >= 2 if self.features_last else 2 <= dims <= 5
         if isinstance(self.module, Convolution | Transposed):
@@ -44,14 +44,14 @@ class Place:
         return "" if fits else f"its output of shape {self.shape} is not a batch of features"
 
     def features(self, per_activation: bool) -> tuple[int, ...]:
-        """Return the shape of one set of statistics."""
+        """Return the shape of the statistics: (C,), or for example (C, H, W) per activation."""
         if self.features_last:
             return (self.shape[-1],)
         return self.shape[1:] if per_activation else self.shape[1:2]
 
 
 class Candidate(NamedTuple):
-    """Hold a place (None if it cannot be normalized), its report entry if skipped, and whether it is a default."""
+    """A place (None if it cannot be normalized), its report entry if skipped, and whether it is chosen by default."""
 
     place: Place | None
     site: Site
@@ -59,7 +59,7 @@ class Candidate(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Hold the calls that a value reaches first: nonlinearities, normalizations and others."""
+    """The first calls that a value reaches: nonlinearities, normalizations and other calls."""
 
     nonlinear: list[TracedCall]
     normalized: list[TracedCall]
@@ -99,9 +99,9 @@ def reach(values: list[Value]) -> Reach:
 
 
 def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
-    """Yield each affine layer, in the order of calls; those that feed a nonlinearity are chosen by default."""
+    """Yield each affine layer, in the order of calls; layers that feed a nonlinearity are chosen by default."""
     names = {module: name for name, module in net.named_modules()}
-    graph = graphs[-1]  # the one in training mode if it ran: it may have heads that evaluation lacks
+    graph = graphs[-1]  # in training mode, if traced: auxiliary heads may run only in training
     bypassing = [m for m in names if isinstance(m, BYPASSING)]
     seen: set[nn.Module] = set()
     for call in graph.calls:
@@ -136,7 +136,7 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
 
 
 def activation_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
-    """Yield each nonlinearity that an affine layer feeds, for a batch normalization after it."""
+    """Yield each nonlinearity that an affine layer feeds; batch normalization can be inserted after it."""
     graph = graphs[-1]
     fed: dict[TracedCall, bool] = {}
     for call in graph.calls:
@@ -163,6 +163,6 @@ def _reason_to_skip(calls: list[TracedCall]) -> str:
 
 
 def _absorbed_bias(module: nn.Module) -> Tensor | None:
-    """Return the bias, or None if it is missing or parametrized."""
+    """Return the module's bias, or None if the bias is missing or parametrized."""
     assert isinstance(module, Affine)
     return None if parametrize.is_parametrized(module, "bias") else module.bias

@@ -23,21 +23,22 @@ from .verify_conversion import compare_outputs
 
 
 def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward | None = None) -> nn.Module:
-    """Return the network with plain ``torch.nn`` layers in place of this library's.
+    """Return the network with plain ``torch.nn`` layers instead of this library's layers.
 
-    This undoes ``convert``: modules get their own classes and forwards back, and fused activation modules are restored.
+    This undoes ``convert``: modules get back their own classes and forwards, and fused activation modules are restored.
     A layer that was created with an activation becomes an ``nn.Sequential`` of ``norm`` and ``activation``. ``net`` is
     not changed.
 
     Args:
         net: any network.
-        example: a batch to compare outputs on, and to find calls with a residual or a mask; without it, such calls fail
-            when the returned network runs.
-        forward: how to call the network, if the rule for batches does not fit.
+        example: a batch on which outputs are compared and calls with a residual or a mask are found; without
+            ``example``, such calls fail when the returned network runs.
+        forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
+            inputs.
 
     Raises:
-        ValueError: if ``torch.nn`` has no equivalent for a layer (Ghost, Renorm, per activation, frozen statistics,
-            ``on_single``, a residual or a mask in the call), with the reasons; or if the outputs differ.
+        ValueError: if the outputs differ, or if ``torch.nn`` has no equivalent for a layer (Ghost, Renorm, statistics
+            per activation, frozen statistics, ``on_single``, a residual or a mask in the call).
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
     >>> import torch, batchnorm as bn
@@ -97,7 +98,7 @@ def _theirs(layer: BatchNorm, with_activation: bool, memo: Memo) -> nn.Module:
     for name in ("running_mean", "running_var"):
         buffer = new._buffers[name]
         if buffer is not None and new.weight is not None:
-            # This library keeps statistics in at least float32, torch.nn in the weight's type.
+            # This library keeps statistics in at least float32, torch.nn in the weight's dtype.
             new._buffers[name] = buffer.to(new.weight.dtype)
     if layer.activation.name == "identity" or not with_activation:
         return new

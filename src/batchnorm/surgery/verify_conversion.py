@@ -17,7 +17,7 @@ Gradients = dict[str, Tensor]
 
 
 def compare_outputs(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, modes: int) -> float:
-    """Return the relative error of the outputs in evaluation; with two modes, the larger of evaluation and training."""
+    """Return the outputs' relative error in evaluation mode; with two modes, the larger of evaluation and training."""
     return max(
         verify(old, new, example, forward, what="the changed network", training=training, same_weights=True)
         for training in (False, True)[:modes]
@@ -39,7 +39,7 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
     try:
         was = _gradients(old, example, forward, training)
     except Exception:
-        return  # the network does not run in float64, has no gradients, or needs too much memory
+        return  # the original does not run in float64, has no gradients, or needs too much memory
     now = _gradients(new, example, forward, training)
     if was.keys() != now.keys():
         name = min(was.keys() ^ now.keys())
@@ -47,7 +47,7 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
     name, error = _worst(now, was)
     if error <= EXACT:
         return
-    # A network may amplify rounding: measure the effect of changing the weights by more than rounding does.
+    # A network may amplify rounding. To measure how much, change the weights by more than rounding does.
     noise = _worst(_gradients(old, example, forward, training, change=TINY), was)[1]
     if error > AMPLIFICATION * noise:
         raise ValueError(f"the gradient of '{name}' differs by {error:.2e} (relative)")
@@ -63,7 +63,7 @@ def _gradients(net: nn.Module, example: Any, forward: Forward | None, training: 
     with isolated(net, twin), torch.enable_grad():
         found = [t for t in network_call.tensors_in(network_call.call(twin, batch, forward)) if t.requires_grad]
         torch.manual_seed(0)
-        # Not randn_like, whose numbers depend on the strides.
+        # Do not use randn_like, because its numbers depend on the strides.
         weighted = [(t * torch.randn(t.shape, dtype=t.dtype, device=t.device)).sum() for t in found]
         torch.stack(weighted).sum().backward()
     return {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
@@ -85,7 +85,7 @@ def _worst(new: Gradients, old: Gradients) -> tuple[str, float]:
 
 
 def _compare_autocast(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, training: bool) -> None:
-    """Compare outputs under bf16 autocast: types and shapes, and how much autocast changes them."""
+    """Compare outputs under bf16 autocast: dtypes, shapes, and how much autocast changes the values."""
     try:
         was = _autocast(old, example, forward, training)
     except Exception:

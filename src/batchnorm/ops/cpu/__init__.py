@@ -1,12 +1,12 @@
-"""The CPU path: our own kernel, torch's kernels where they are fast, and passes over memory for the rest.
+"""The CPU path: our own kernel, torch's kernels if they are fast, and passes over memory for the rest.
 
-A forward pass has to read x twice and write y, so memory bandwidth limits it. Torch is slower than that for three
-reasons. Its statistics of contiguous images use a scalar loop, and its channels_last vectors are only as wide as there
-are channels. A separate ReLU allocates memory in both passes. On small batches, calling operators from Python takes
-most of the time. Hence:
+A forward pass has to read x twice and write y, so memory bandwidth limits its speed. Torch is slower than this limit
+for three reasons. Its statistics of contiguous images use a scalar loop, and its channels_last loops are vectorized
+over the channels only, which is slow with few channels. A separate ReLU allocates memory in both passes. On small
+batches, calling operators from Python takes most of the time. So there are three implementations:
 
 autograd.py       layers in training: one call of kernel.c for dense float32, if compiler.py finds a C compiler; one
-                  call of torch's kernel otherwise, or if that is as fast.
+                  call of torch's kernel for other tensors, or if that kernel is as fast.
 torch_kernels.py  torch's kernel and its derivative, for small batches, channels_last with enough channels, and half
                   precision. The activation is applied in place.
 passes.py         everything else: statistics by sums that run at memory bandwidth, the transform, the activation in
@@ -15,8 +15,8 @@ passes.py         everything else: statistics by sums that run at memory bandwid
 ``batchnorm bench cpu`` measures all of this against torch; results/cpu.json holds the numbers.
 
 Torch's kernels lose precision if the mean is many standard deviations from zero, because a*x + b is then a difference
-of large numbers. All three files check the statistics for this, and such a batch is first shifted by its mean:
-BN(x) = BN(x - s). kernel.c always shifts.
+of large numbers. All three files check the statistics for such a mean, and passes.py then normalizes x - s instead of
+x, where s is close to the mean: BN(x - s) = BN(x). kernel.c always subtracts a shift.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ def _run(call: Call) -> tuple[Tensor, Moments]:
     x, gamma, beta, eps, activation, residual, *_ = call
     # Adding a residual in half precision would round z before the activation checks its sign.
     if torch_kernels.is_fast(x) and (residual is None or x.dtype.itemsize > 2):
-        constant = call.running is not None  # the moments need no gradient then, which saves autograd a step
+        constant = call.running is not None  # then the moments need no gradient, which saves autograd a step
         found = torch_kernels.run(call, constant)
         if found is not None:
             remember(found[0], _again(eps, activation), x, gamma, beta, residual)
             return found
     layout = layout_of(x)
     if layout is None:
-        # x has gaps in memory. A dense copy costs one more pass over the data, in addition to six others.
+        # x has gaps in memory. Copying it to dense memory adds one pass over the data to the six below.
         x = x.clone(memory_format=torch.preserve_format)
         layout = layout_of(x)
-        if layout is None:  # a dimension order that no network produces
+        if layout is None:  # the dimensions are in an order that no network produces
             return composite.run(call._replace(running=None))
     rest = (eps, activation, layout)
     y, mean, var = BatchNormFunction.apply(x, gamma, beta, residual, *rest)  # type: ignore[no-untyped-call]
@@ -94,7 +94,7 @@ def _run(call: Call) -> tuple[Tensor, Moments]:
 def _again(eps: float, activation: Activation) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None) -> Tensor:
         found = torch_kernels.run(Call(x, gamma, beta, eps, activation, residual), constant_moments=True)
-        assert found is not None  # it was not None the first time either
+        assert found is not None  # nor was it None the first time
         return found[0]
 
     return again
@@ -105,7 +105,7 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     x, gamma, beta, eps, activation, residual, *_ = call
     dtype = statistics_dtype(x)
     mean, var = mean.to(dtype), var.to(dtype)
-    wanted = mean.requires_grad or var.requires_grad  # the kernel has no gradient for them
+    wanted = mean.requires_grad or var.requires_grad  # torch's kernel has no gradient for these
     if wanted or not bool((mean.square() <= torch_kernels.CONDITION**2 * (var + eps)).all()):
         return composite.normalize(call, mean, var)
     gamma, beta = (None if v is None else v.to(dtype) for v in (gamma, beta))

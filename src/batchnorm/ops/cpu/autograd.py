@@ -3,12 +3,12 @@
 Dense float32 goes to kernel.c. One call computes the statistics, the running averages, the transform, the residual and
 the activation; another computes the whole gradient. The backward pass needs x, five numbers per channel and, with a
 residual, one byte per element (relu, relu6, leaky_relu) or the residual itself. Half precision goes to torch's kernel,
-and so do batches on which that kernel is as fast. It also updates the running averages. If the statistics that it
-returns show that it was inaccurate, the averages are restored and the caller uses another path.
+and so do batches on which that kernel is as fast. Torch's kernel also updates the running averages. If the statistics
+that it returns show that its output is inaccurate, the averages are restored and the caller uses another path.
 
-On a small batch the Python around a kernel costs more than the kernel, because the backward pass has evicted that code
-from the cache. So checks are not repeated for batches of the same form, and no moments are returned: creating their
-tensors would double the overhead.
+On a small batch, the Python code around a kernel takes longer than the kernel, because the backward pass has evicted
+that code from the cache. So checks are not repeated for batches of the same form, and no moments are returned: creating
+tensors for them would double the overhead.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .torch_kernels import flatten, stored_like, unflatten
 
 _f32 = torch.float32
 
-# With fewer values than this, one thread finishes before a second one has started.
+# With fewer values than this, one thread finishes before a second thread has started.
 PARALLEL = 1 << 14
-LARGE = 1 << 18  # values
+LARGE = 1 << 18  # the number of values in a large batch
 LIMIT = torch_kernels.CONDITION**2  # largest squared norm of mean / std
 ROWS_KEPT = 5  # numbers per channel for the backward pass: kernel.c's LINES
 
@@ -63,18 +63,18 @@ class KernelForm(NamedTuple):
     address: int  # of the shape
     parallel: bool  # whether to use more than one thread
     activation: Activation
-    is_smooth: bool  # whether the derivative takes more than two values: then a residual is kept and dz is written
+    is_smooth: bool  # whether g' takes more than two values: then a residual is saved and dz is written
     size: torch.Size
     stride: tuple[int, ...]
     kept: Tensor  # a template for the numbers per channel: torch.empty_like is the fastest way to allocate them
 
 
 def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
-    """Return the form of ``x`` (N, C, ...), or None if kernel.c does not support it."""
+    """Return the kernel form for ``x`` (N, C, ...), or None if kernel.c does not support it."""
     if x.dtype is not _f32 or x.dim() < 2:
         return None
     channels = x.shape[1]
-    if x.numel() <= channels:  # no batch, or one value per channel
+    if x.numel() <= channels:  # an empty batch, or one value per channel
         return None
     locations = prod(x.shape[2:])
     if x.is_contiguous() and locations > 1 and channels > 1:
@@ -89,7 +89,7 @@ def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
     shape = Shape(n, channels, length, NAMES.index(activation.name), activation.slope, *found.openmp)
     parallel = x.numel() >= PARALLEL and found.openmp[0] is not None
     smooth = activation.name not in ("identity", *TWO_SLOPES)
-    kept = torch.empty(1, dtype=_f32, device="cpu").expand(ROWS_KEPT, channels)  # takes no memory
+    kept = torch.empty(1, dtype=_f32, device="cpu").expand(ROWS_KEPT, channels)  # one number in memory
     rest = (activation, smooth, x.shape, x.stride(), kept)
     return KernelForm(found.forward, found.backward, shape, ctypes.addressof(shape), parallel, *rest)
 
@@ -108,7 +108,7 @@ def train_(call: Call) -> Tensor | None:
     ):
         return None
     mean, var, num_batches, _ = running
-    # Nearly every call has the same form as the last one with the same running averages.
+    # Nearly every call has the same form as the last call with the same running averages.
     memory = _memories.get(id(mean))
     key = (
         x.shape, x.stride(), x.dtype, None if gamma is None else gamma.shape, None if beta is None else beta.shape,
@@ -121,8 +121,8 @@ def train_(call: Call) -> Tensor | None:
         dense = mean.is_contiguous() and var.is_contiguous() and num_batches.dtype is torch.int64
         form = form_of(x, activation) if dense else None
         if residual is None and torch_kernels.is_fast(x):
-            # Without an activation, kernel.c moves as many bytes as torch's kernel if many channels are adjacent. Its
-            # Python overhead is larger, since a large batch evicts that code from the cache.
+            # Without an activation, and with many adjacent channels, kernel.c moves as many bytes as torch's kernel.
+            # The Python code around kernel.c takes longer, because a large batch evicts it from the cache.
             alone = activation.name == "identity"
             if form is not None and alone and form.shape.length == 0 and x.numel() >= LARGE:
                 form = None
@@ -155,11 +155,11 @@ def train_(call: Call) -> Tensor | None:
     before = bytes(means), bytes(variances)
     y, mu, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, factor, eps)
     if activate is not None:
-        # Apply it before checking the statistics, while the output is in the cache and torch's threads are awake.
+        # Apply the activation before checking the statistics, while y is in the cache and torch's threads are awake.
         y = activate(y)
-    # 0, or NaN if a variance is infinite: its invstd is 0, and inf * 0 is NaN.
+    # `finite` is 0, or NaN if a variance is infinite: the channel's invstd is then 0, and inf * 0 is NaN.
     finite = var.dot(invstd).item() * 0.0
-    # The product of the norms bounds every |mean / std|. Only if it is too large, compute the exact norm.
+    # The product of the two norms bounds the norm of mean / std. Compute the exact norm only if the bound is too large.
     if not (mu.dot(mu).item() * invstd.dot(invstd).item() + finite <= LIMIT or _norm2(mu * invstd) + finite <= LIMIT):
         means[:], variances[:] = (memoryview(old).cast("f") for old in before)
         return None
@@ -208,7 +208,7 @@ def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[
 class _Memory(NamedTuple):
     """Cache the checks of a layer's last call, and views of its running averages.
 
-    The views keep that memory alive, so an average at the same address has the same memory.
+    The views keep the averages' memory alive, so no other tensor can have the same address.
     """
 
     key: tuple[object, ...]
@@ -226,7 +226,7 @@ _memories: dict[int, _Memory] = {}
 
 
 def forget(mean: Tensor) -> None:
-    """Drop the cache entry of the layer with this running mean, and the weak reference to it."""
+    """Drop the cache entry of the layer with this running mean, including the weak reference to the tensor."""
     _memories.pop(id(mean), None)
 
 
@@ -249,7 +249,7 @@ def _can_be_added(residual: Tensor, x: Tensor) -> bool:
 
 
 def _fits(v: Tensor | None) -> bool:
-    # One expression, because layers run this twice per call.
+    # This is one expression for speed, because layers run it twice per call.
     return v is None or (
         v.is_contiguous()
         and v.is_cpu
@@ -260,7 +260,7 @@ def _fits(v: Tensor | None) -> bool:
 
 def _has_memory(t: Tensor) -> bool:
     """Return whether a tensor's memory holds its values."""
-    # Exceptions: batched gradients (is_grads_batched=True in torch.autograd.grad), zero tensors, lazy negations.
+    # False for batched gradients (is_grads_batched=True in torch.autograd.grad), zero tensors and lazy negations.
     return not (_is_batched(t) or t._is_zerotensor() or t.is_neg())
 
 
@@ -338,7 +338,7 @@ class CompiledFunction(torch.autograd.Function):
             dx, dgamma, dbeta, dz = composite.backward(Call(x, gamma, beta, eps, g, residual), dy, passed)
         else:
             if x.dtype is not _f32 or x.stride() != form.stride or x.shape != form.size:
-                # Saved-tensor hooks changed its dtype or layout.
+                # Saved-tensor hooks changed the dtype or layout of x.
                 x = kept.new_empty_strided(form.size, form.stride).copy_(x)
             dz = dy = stored_like(dy, x)
             dx = torch.empty_like(x) if of_x else None
@@ -362,5 +362,6 @@ class CompiledFunction(torch.autograd.Function):
         return *grads, dz if of_residual else None, None, None, None
 
 
-# Function.apply calls this after checking that no torch.func transform is active. train_ has checked that already.
+# Function.apply checks that no torch.func transform is active and then calls this method. Skip the check, because
+# train_ has already made it.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, CompiledFunction).apply

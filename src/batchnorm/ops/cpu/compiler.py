@@ -1,4 +1,4 @@
-"""Compile kernel.c for this machine when a layer first needs it, which takes a few seconds.
+"""Compile kernel.c for this machine when a layer first needs it; compiling takes a few seconds.
 
 Without a compiler, torch's kernels do the work. kernel.c runs on torch's threads: it starts them through the OpenMP
 library that torch has loaded.
@@ -19,7 +19,7 @@ from .. import compile_cache
 from ..activation import NAMES
 
 SOURCE = Path(__file__).parent / "kernel.c"
-# No -ffast-math, because sums must keep their order. -fno-trapping-math still allows vectorized comparisons.
+# No -ffast-math, because sums must keep their order. -fno-trapping-math lets the compiler vectorize comparisons.
 FLAGS = (
     *("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"),
     *(f"-D{name.upper()}={code}" for code, name in enumerate(NAMES)),
@@ -32,11 +32,11 @@ class Kernels(NamedTuple):
     forward: Callable[..., int]
     backward: Callable[..., int]
     openmp: tuple[int | None, int | None, int | None]  # None if not found
-    uncached: str | None = None  # why they could not be cached
+    uncached: str | None = None  # why the library could not be cached
 
 
 def kernels() -> Kernels | None:
-    """Return the compiled kernels, or None; :func:`unavailable` returns the reason."""
+    """Return the compiled kernels, or None if there are none; :func:`unavailable` returns the reason."""
     found = _load()
     return found if isinstance(found, Kernels) else None
 
@@ -67,7 +67,7 @@ def _loaded(path: Path) -> Kernels:
 
 
 def _processor() -> str:
-    """Return a description of the processor, on which -march=native depends."""
+    """Return a description of the processor, because -march=native compiles for this processor only."""
     try:
         with open("/proc/cpuinfo") as file:
             told = [

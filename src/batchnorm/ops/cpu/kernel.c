@@ -2,12 +2,12 @@
 // and defines the codes of g: IDENTITY, RELU, ...
 //
 // Tensors are planes (n, channels, length), or rows (n, channels) if `length` is 0. A task is a group of neighbouring
-// channels, whose values stay in the cache between the passes, or a block of rows. Sums of blocks are merged in a fixed
+// channels, whose values stay in the cache between passes, or a block of rows. Sums of blocks are merged in a fixed
 // order, so results do not depend on the number of threads.
 //
-// Statistics take two passes: a rough mean, then the sums of d = x - rough and of d^2, which lose no precision however
-// far the mean is from zero. Neither does y = (x - center) * scale + offset: center is the mean rounded to float32, and
-// the offset makes up for that rounding error.
+// Statistics take two passes: the first computes a rough mean, the second the sums of d = x - rough and of d^2. These
+// sums lose no precision, however far the mean is from zero. The output y = (x - center) * scale + offset loses none
+// either: center is the mean rounded to float32, and the offset corrects this rounding error.
 
 #include <math.h>
 #include <stdint.h>
@@ -31,23 +31,23 @@ typedef struct {
     float *y, *dx, *dz, *dgamma, *dbeta;
     unsigned char *passed; // whether g'(z) is 1; used with a residual if g' takes two values
     float *kept;             // per channel: center, scale, offset, 1/std, mean - center
-    double eps, *mean, *var; // mean and var: per channel
+    double eps, *mean, *var; // mean and var have one number per channel
     i64 tasks, threads;
     int bad;
     i64 positions, block, width; // for rows: positions per matrix row, matrix rows per block, columns
-    float *lines, *sums;         // for rows: inputs of the passes, and the sums of each block
+    float *lines, *sums;         // for rows: the coefficients for each column, and the sums of each block
 } Call;
 
 // z = (x - center) * scale + offset, and dx = dz * scale + (x - center) * slope + level.
 enum { CENTER, SCALE, OFFSET, SLOPE, LEVEL, LINES };
-// `kept` has these in place of the last two.
+// In `kept`, these two numbers replace SLOPE and LEVEL.
 enum { INVSTD = SLOPE, LACK = LEVEL };
 
 enum {
     RUN = 256,     // planes: minimum number of adjacent values in a group, if there are enough channels
     WIDTH = 1024,  // maximum columns of a matrix, except for rows with more channels
     NARROW = 64,   // rows: minimum columns
-    ADDED = 256,   // planes: about this many rows are summed in float32 before they are added to float64
+    ADDED = 256,   // planes: about this many rows are summed in float32 before the sums are added to float64
     BLOCK = 65536, // rows: maximum values in a block of more than ROWS rows
     ROWS = 64,     // rows: minimum rows in a block
     TASKS = 16,    // rows: minimum number of blocks, if the tensor has enough rows
@@ -55,14 +55,14 @@ enum {
 
 INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 
-// Tells the compiler that no iteration reads what another one writes.
+// Tells the compiler that no iteration reads what another iteration writes.
 #ifdef __clang__
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-// ---- g and its derivative, with torch's values where g' jumps ----
+// ---- g and its derivative; where g' is discontinuous, its value is torch's ----
 
 // exp(v) = 2^n * polynomial(r), with a relative error of 2e-7. Compilers vectorize this.
 INLINE float exponential(float v) {
@@ -106,7 +106,7 @@ INLINE float activate(float z, int activation, float below) {
     return z;
 }
 
-// Whether g'(z) is 1, for g' with two values; true for NaN with ReLU and ReLU6.
+// Whether g'(z) is 1, if g' has two values; true for NaN with ReLU and ReLU6.
 INLINE int passes(float z, int activation) {
     if (activation == RELU) return !(z <= 0);
     if (activation == RELU6) return !(z <= 0) & !(z >= 6);
@@ -135,7 +135,7 @@ INLINE float activate_backward(float dy, float z, int activation, float below) {
     return dy;
 }
 
-// ---- sums over a matrix: `rows` rows of `width` values, `stride` apart; one sum per column ----
+// ---- sums over the columns of a matrix: `rows` rows of `width` values; rows are `stride` values apart ----
 
 INLINE void add(const float *restrict x, i64 rows, i64 stride, i64 width, float *restrict sum) {
     i64 i = 0;
@@ -165,7 +165,7 @@ INLINE void add_squares(
         }
 }
 
-// ---- the same for a part of the call's tensors ----
+// ---- the same sums for a part of the call's tensors ----
 
 typedef struct {
     i64 at, rows, stride, width;
@@ -177,7 +177,7 @@ static void add_squares_to(const Call *c, Matrix m, const float *rough, float *f
     add_squares(c->x + m.at, m.rows, m.stride, m.width, rough, first, second);
 }
 
-// y = g(z). `added`: z includes a residual. `marked`: store in `passed` whether g'(z) is 1.
+// Computes y = g(z). If `added`, z includes a residual. If `marked`, `passed` stores whether g'(z) is 1.
 INLINE void transform(
     const Call *c, Matrix m, const float *restrict lines, i64 pitch, int activation, int added, int marked) {
     const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
@@ -195,7 +195,7 @@ INLINE void transform(
     }
 }
 
-// dz = g'(z) dy of one value, from `passed` if marked, else from z.
+// Returns dz = g'(z) dy of one value, computed from `passed` if `marked`, else from z.
 INLINE float dz_of(float dy, float z, int passed, int activation, float below, int marked) {
     if (!marked) return activate_backward(dy, z, activation, below);
     return passed ? dy : activation == LEAKY_RELU ? dy * below : 0;
@@ -273,7 +273,7 @@ static void transform_to(const Call *c, Matrix m, const float *lines, i64 pitch)
 #undef CASE
 }
 
-// Writes dz if it is the residual's gradient, or if g' should not be computed twice.
+// Writes dz if dz is the residual's gradient, or if g' should not be computed twice.
 static void reduce_to(const Call *c, Matrix m, const float *lines, i64 pitch, float *first, float *second) {
 #define CASE(G)                                                          \
     case G:                                                              \
@@ -323,12 +323,13 @@ static void keep(Call *c, i64 channel, double mean, double var) {
     kept[LACK * all] = (float)(mean - center);
     c->mean[channel] = mean;
     c->var[channel] = var;
-    // Bad means not finite or near overflow, or a deviation so small that float32 cannot hold its square or dx's slope.
+    // A channel is bad if its statistics are not finite or near overflow, or if its deviation is so small that float32
+    // cannot hold the square of the deviation or the slope of dx.
     int good = fabs(mean) < 1e38 && var < 1e38 && invstd < 1e15 && fabs(scale) * invstd < 1e20;
     if (!good) __atomic_store_n(&c->bad, 1, __ATOMIC_RELAXED);
 }
 
-// Section 3's gradients from the sums of dz and of dz * (x - center).
+// Computes Section 3's gradients from the sums of dz and of dz * (x - center).
 static void finish(Call *c, i64 channel, double m, double first, double second, float *slope, float *level) {
     i64 all = c->shape.channels;
     const float *kept = c->kept + channel;
@@ -346,8 +347,8 @@ typedef struct {
     i64 from, to;
 } Range;
 
-// Each thread gets consecutive tasks, so that threads do not write to the same cache lines, and the same tasks in every
-// pass, because its core's cache holds them. There may be fewer threads than requested.
+// Each thread gets consecutive tasks, so that threads do not write to the same cache lines. A thread gets the same
+// tasks in every pass, because their values are in the cache of its core. There may be fewer threads than requested.
 static Range share(const Call *c) {
     i64 thread = 0, team = 1;
     if (c->threads > 1) {
@@ -402,7 +403,7 @@ static Matrix matrix_of(const Shape *f, const Group *g, i64 which) {
     return (Matrix){at + left * RUN, 1, RUN, f->length % RUN};
 }
 
-// Adds the columns to their channels' sums, which are every other element of `sums`, and clears the columns.
+// Adds the columns to their channels' sums, which are at every second position of `sums`, and clears the columns.
 static void fold(const Group *g, float *columns, double *sums) {
     for (i64 k = 0; k < g->here; ++k) {
         const float *v = columns + k * g->each;
@@ -417,7 +418,7 @@ static void fold(const Group *g, float *columns, double *sums) {
     memset(columns, 0, g->width * sizeof(float));
 }
 
-// The sums of a group: float32 per column, regularly added to float64 per channel.
+// The sums of a group: float32 sums per column, which are regularly added to float64 sums per channel.
 typedef struct {
     float first[WIDTH], second[WIDTH];
     double sums[RUN][2];
@@ -431,7 +432,7 @@ static void clear(Sums *s, const Group *g) {
     s->added = 0;
 }
 
-// Call this after each matrix; it folds the sums after about ADDED rows, and after the last matrix.
+// Folds the sums after about ADDED rows, and after the last matrix. Call this after each matrix.
 static void fold_when_due(Sums *s, const Group *g, i64 rows, int last) {
     s->added += rows;
     if (s->added < ADDED && !last) return;
@@ -474,7 +475,7 @@ static void planes_forward(void *given) {
         }
         for (i64 k = 0; k < g.here; ++k) {
             double mean = rough[k * g.each], d = s.sums[k][0] / m;
-            keep(c, g.from + k, mean + d, fmax(s.sums[k][1] / m - d * d, 0)); // fmax drops a NaN; the mean keeps it
+            keep(c, g.from + k, mean + d, fmax(s.sums[k][1] / m - d * d, 0)); // the mean keeps a NaN that fmax drops
         }
         for (i64 k = 0; k < g.here; ++k) spread_kept(c, &g, k, lines);
         for (i64 i = 0; i < g.matrices; ++i) write_out(c, matrix_of(f, &g, i), lines, WIDTH);
@@ -511,7 +512,7 @@ static void planes_backward(void *given) {
 // ---- rows: blocks of c->block rows of c->width columns; with few channels, a row holds several positions ----
 
 typedef struct {
-    Matrix full, tail; // the full rows, and an incomplete last one
+    Matrix full, tail; // the full rows, and an incomplete last row
     i64 positions;
 } Block;
 
@@ -522,7 +523,7 @@ static Block block_of(const Call *c, i64 task) {
     return (Block){full, tail, here};
 }
 
-// Adds the columns of the other positions to those of the first.
+// Adds the columns of all other positions to the columns of the first position.
 static void fold_positions(const Call *c, float *columns) {
     i64 channels = c->shape.channels;
     for (i64 j = channels; j < c->width; j += channels)
@@ -628,7 +629,7 @@ static int rows_forward(Call *c, i64 threads) {
         const float *rough = c->sums + 3 * c->width * b, *first = rough + c->width, *second = first + c->width;
         double count = (double)block_of(c, b).positions;
         for (i64 k = 0; k < channels; ++k) {
-            double d = rough[k] - mean[k]; // sum of (x - rough + d)^2
+            double d = rough[k] - mean[k]; // the next line adds the sum of (x - rough + d)^2
             var[k] += second[k] + d * (2 * (double)first[k] + count * d);
         }
     }
@@ -669,7 +670,7 @@ static int rows_backward(Call *c, i64 threads) {
 
 // ---- called from Python ----
 
-// Few rows of many channels are treated as planes of one value each.
+// A tensor with few rows of many channels is treated as planes of one value each.
 static Shape shape_of(const Shape *given) {
     Shape f = *given;
     if (!f.length && f.channels >= WIDTH && f.n <= ADDED) f.length = 1;
@@ -678,9 +679,9 @@ static Shape shape_of(const Shape *given) {
 
 static i64 groups_of(const Shape *f) { return (f->channels + channels_of_group(f) - 1) / channels_of_group(f); }
 
-// Writes y, kept and, if it is not null, passed. Updates the running averages if there are any; a momentum of NaN means
-// the cumulative average. Returns 0 on success, 1 if the moments are not finite or float32 cannot hold their sums, and
-// -1 if out of memory. On failure the averages are unchanged.
+// Writes y, kept and, if `passed` is not null, passed. Updates the running averages if there are any; a momentum of NaN
+// means the cumulative average. Returns 0 on success, 1 if a channel is bad (see keep), and -1 if out of memory. On
+// failure, the averages are unchanged.
 int forward(
     const Shape *given, i64 threads, double eps, double momentum, const float *x, const float *gamma, const float *beta,
     const float *residual, float *running_mean, float *running_var, i64 *batches, float *y, unsigned char *passed,
@@ -710,8 +711,9 @@ int forward(
     return failed ? failed : c.bad;
 }
 
-// Writes dx, if it is not null, and the gradients of gamma and beta. dz is required if `passed` is given, or if the
-// derivative of g takes more than two values; it may be dx. Returns 0 on success, -1 if out of memory.
+// Writes dx, if `dx` is not null, and the gradients of gamma and beta. `dz` is required if `passed` is given, or if the
+// derivative of g takes more than two values; `dz` may be the same memory as `dx`. Returns 0 on success, -1 if out of
+// memory.
 int backward(
     const Shape *given, i64 threads, const float *x, const float *dy, const float *residual, unsigned char *passed,
     const float *kept, float *dx, float *dz, float *dgamma, float *dbeta) {

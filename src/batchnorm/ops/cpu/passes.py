@@ -1,4 +1,4 @@
-"""Batch normalization in passes at memory bandwidth, as one differentiable function, if no kernel supports a tensor.
+"""Batch normalization in several passes over memory, as one differentiable function: for tensors without a fast kernel.
 
 Tensors have x's shape and strides. Per-channel vectors are float64 numpy arrays: a call needs about 30 operations on
 them, and numpy has less overhead per operation than torch.
@@ -25,13 +25,15 @@ from .torch_kernels import GRADIENT_ROWS, ROWS, VECTOR, apply_, stored_like
 
 Vector = NDArray[np.float64]
 
-# Largest mean^2 / (var + eps) for which x is not shifted; cancellation costs the variance at most this many roundings.
+# Largest mean^2 / (var + eps) for which x is not shifted. Cancellation then multiplies the rounding error of the
+# variance by at most about this number.
 CONDITION = 16.0
-# Columns of a matrix: enough for full vectors and long loops, few enough that a row of sums stays in the L1 cache.
+# The most columns that a matrix may have: enough for full vectors and long loops, but few enough that a row of sums
+# stays in the L1 cache.
 WIDTH = 1024
-# Planes with fewer locations than this make loops that are too short.
+# With fewer locations per plane than this, loops over the locations are too short to be fast.
 SHORT = 32
-# torch's norm of this many values has an error of 1e-6; of 64 times as many, 1e-4.
+# torch's norm of this many values has a relative error of 1e-6; the norm of 64 times as many values, 1e-4.
 PIECE = 1 << 16
 
 _aten = torch.ops.aten
@@ -42,7 +44,7 @@ _ALL, _SUMS = (True, True, True), (False, True, True)  # which of dx, dgamma, db
 class BatchNormFunction(torch.autograd.Function):
     """Compute (x, gamma, beta, residual) -> (y, mean, var) for dense x.
 
-    Per-channel arithmetic is in float64. It costs nothing, and only the passes over x round to float32.
+    Per-channel arithmetic uses float64, which takes almost no time. Only the passes over x round to float32.
     """
 
     @staticmethod
@@ -59,7 +61,7 @@ class BatchNormFunction(torch.autograd.Function):
         """Return y and the moments; save x, and y if the activation's derivative needs it."""
         dtype = statistics_dtype(x)
         wide = x.to(dtype)
-        with np.errstate(all="ignore"):  # inf and NaN pass through
+        with np.errstate(all="ignore"):  # let inf and NaN pass through
             mean, var = layout.moments(wide)
             shift = None
             if not (mean * mean <= CONDITION * (var + eps)).all():
@@ -191,7 +193,7 @@ def _plain_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Ten
 
 
 def derivative_needs(activation: Activation, dtype: torch.dtype) -> str | None:
-    """Return what g' is computed from: "y" = g(z) if ``dtype`` is precise enough, else "z"; None for the identity."""
+    """Return what g' is computed from: "y" = g(z) if that is precise enough, else "z"; None for the identity."""
     match activation.name:
         case "identity":
             return None
@@ -205,7 +207,7 @@ def derivative_needs(activation: Activation, dtype: torch.dtype) -> str | None:
 
 
 def _activation_backward(activation: Activation, dy: Tensor, at: Tensor | None) -> Tensor:
-    """Return dz = g'(z) dy; ``at`` is y or z as :func:`derivative_needs` says. Double backward works only from y."""
+    """Return dz = g'(z) dy; ``at`` is y or z, see :func:`derivative_needs`. Double backward needs y."""
     match activation.name:
         case "identity":
             return dy
@@ -244,10 +246,11 @@ class _Dense(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Matrix(_Dense):
-    """View memory as a matrix in which each column belongs to one channel; a row holds (period, C, run) values.
+    """View memory as a matrix in which each column belongs to one channel; a row has the shape (period, C, run).
 
     In channels_last the channels are adjacent: ``run`` is 1, and if there are few channels, ``period`` positions make
-    one row. A contiguous tensor with few locations has ``run`` columns per channel.
+    one row. In a contiguous tensor with few locations, ``run`` is the number of locations, and each channel has ``run``
+    adjacent columns.
     """
 
     period: int
@@ -264,7 +267,7 @@ class Matrix(_Dense):
         return torch.from_numpy(v.astype(_numpy_type(x)).take(_owners(self.period, self.channels, self.run)))
 
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
-        """Merge the moments of blocks of rows and of columns (Chan, Golub & LeVeque)."""
+        """Merge the moments of each column in each block of rows (Chan, Golub & LeVeque)."""
         # Putting several positions in a row gives fewer, longer rows and so fewer calls.
         wide = Matrix(_wide(x.numel() // self.channels, self.channels), self.channels, 1) if self.run == 1 else self
         blocks = wide.view(x).split(ROWS)
@@ -277,14 +280,14 @@ class Matrix(_Dense):
         return total, np.einsum("b,bpcr->c", weight, var)
 
     def reduce(self, g: Tensor, x: Tensor, mean: Vector, invstd: Vector) -> tuple[Vector, Vector]:
-        """Sum blocks of rows with torch's kernel, then blocks and columns in float64."""
+        """Sum each block of rows with torch's kernel, then add up the blocks and columns in float64."""
         statistics = self.spread(mean, x), self.spread(invstd, x)
         blocks = zip(self.view(g).split(ROWS), self.view(x).split(ROWS), strict=True)
         parts = [_backward(*b, None, None, None, *statistics, True, 0.0, _SUMS) for b in blocks]
         return self._columns([p[1] for p in parts]).sum((0, 1, 3)), self._columns([p[2] for p in parts]).sum((0, 1, 3))
 
     def has_kernel(self, x: Tensor) -> bool:
-        """Return whether the channels are adjacent and fill vectors, with few enough rows for float32 sums."""
+        """Return whether the channels are adjacent and fill vectors, and the rows are few enough for float32 sums."""
         return self.run == 1 and self.channels >= VECTOR and x.numel() <= GRADIENT_ROWS * self.channels
 
     def kernel(
@@ -318,7 +321,7 @@ class Planes(_Dense):
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
         """Sum x and x^2 in each plane, then over planes in float64.
 
-        The caller shifts x if the variance is small compared with mean^2, so the difference keeps its precision.
+        The caller shifts x if the variance is small compared with mean^2, so E[x^2] - mean^2 keeps its precision.
         """
         planes = self.view(x)
         m = planes.shape[0] * planes.shape[2]

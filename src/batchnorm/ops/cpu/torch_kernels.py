@@ -18,21 +18,22 @@ from ..moments import Moments, statistics_dtype
 # 100 * 2^-24 times a small factor.
 CONDITION = 100.0
 
-# Up to this many elements per busy thread, one call of a slow kernel beats several calls of fast ones: torch's loop
-# over (N, C, L) is not vectorized.
+# Torch's loop over (N, C, L) is not vectorized. Up to this many elements per busy thread, one call of this slow kernel
+# is still faster than several calls of fast ones.
 IMAGE_ELEMENTS = 200_000
-# The same limit for channels_last with few channels.
+# The largest number of elements for which torch's kernel is the fastest in channels_last with few channels.
 FEW_ELEMENTS = 16_000
 # torch's kernels vectorize over adjacent channels if there are at least this many.
 VECTOR = 16
-# Over adjacent channels, they add rows one by one in float32. The error stays below 1e-6 for ROWS values of one sign,
-# which is good enough for a mean, and below 1e-5 for GRADIENT_ROWS, which is good enough for sums of gradients.
+# If the channels are adjacent, torch's kernels add rows one by one in float32. The error stays below 1e-6 for ROWS
+# values of one sign, which is good enough for a mean, and below 1e-5 for GRADIENT_ROWS, which is good enough for sums
+# of gradients.
 ROWS, GRADIENT_ROWS = 1 << 13, 1 << 18
 
 # Up to this many elements a second buffer costs less than autograd's overhead for an in-place operation.
 SMALL = 1 << 14
-# From this many elements on, torch's passes over half precision, which widen one value at a time, cost more than a
-# backward pass in Python.
+# From this many elements on, torch's ReLU in half precision, which widens one value at a time, takes longer than an
+# autograd function in Python (HalfRelu).
 LARGE_HALF = 1 << 20
 
 
@@ -42,30 +43,31 @@ def is_fast(x: Tensor) -> bool:
     channels = shape[1]
     if elements <= channels:  # one value per channel: the kernel's unbiased variance is 0/0
         return False
-    # In half precision nothing else is fast, and an error of 1e-5 (GRADIENT_ROWS) is good enough.
+    # In half precision no other path is fast, and an error of 1e-5 (GRADIENT_ROWS) is good enough.
     half = x.dtype.itemsize == 2 and elements <= GRADIENT_ROWS * channels
     if x.is_contiguous():
         if elements > shape[0] * channels:
             return half or elements <= IMAGE_ELEMENTS * min(channels, torch.get_num_threads())
-    elif not x.movedim(1, -1).is_contiguous() or (x.dim() == 3 and not half):  # no fast kernel for 3D
+    elif not x.movedim(1, -1).is_contiguous() or (x.dim() == 3 and not half):  # torch has no fast kernel for 3D
         return False
     elif channels < VECTOR:
         return x.dim() > 3 and elements <= FEW_ELEMENTS
     # The kernel for adjacent channels is the fastest at any size, but it adds the rows one by one in float32. With many
-    # rows passes.py adds them in blocks instead.
+    # rows, passes.py is used instead and adds them in blocks.
     return half or elements <= ROWS * channels
 
 
 def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
-    """Normalize by the batch's own statistics; None if the result would be inaccurate or is not finite."""
+    """Normalize by the batch's own statistics; return None if the result is inaccurate or not finite."""
     x, gamma, beta, eps, activation, residual, *_ = call
     dtype = statistics_dtype(x)
     channels = x.shape[1]
     m = x.numel() // channels
     gamma = gamma if gamma is None or gamma.dtype == dtype else gamma.to(dtype)
     beta = beta if beta is None or beta.dtype == dtype else beta.to(dtype)
-    # The kernel returns 1/sqrt(var + eps), from which a small variance cannot be recovered. But its running variance,
-    # started at 0 with momentum (m-1)/m, is the biased variance. The running mean is not used.
+    # The kernel returns 1/sqrt(var + eps), from which a small variance cannot be recovered. But if its running variance
+    # starts at 0 and the momentum is (m-1)/m, the running variance becomes the biased variance. The running mean is not
+    # used.
     var, unused = torch.zeros(channels, dtype=dtype), torch.zeros(channels, dtype=dtype)
     y, mean, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, unused, var, True, (m - 1) / m, eps)
     ratio = mean.numpy() * invstd.numpy()
@@ -98,9 +100,9 @@ class _DifferentiableMoments(torch.autograd.Function):
 def flatten(t: Tensor, x: Tensor) -> Tensor:
     """Flatten ``t``, of x's shape, if torch's kernels could otherwise misread the layout of x's gradient.
 
-    With four or more dimensions they tell contiguous from channels_last gradients by their strides. The stride of a
-    dimension of size 1 is meaningless, so they may mistake one layout for the other. Rows (M, C) and planes (N, C, L)
-    have only one layout each, to which autograd converts gradients.
+    With four or more dimensions, the kernels tell contiguous from channels_last gradients by their strides. The stride
+    of a dimension of size 1 is meaningless, so the kernels may mistake one layout for the other. Rows (M, C) and planes
+    (N, C, L) each have only one layout, and autograd converts gradients to that layout.
     """
     if x.dim() < 4 or 1 not in x.shape:
         return t
@@ -135,7 +137,7 @@ def apply_(activation: Activation, z: Tensor) -> Tensor:
 
 
 def for_fresh(activation: Activation, elements: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that computes g(z) and may overwrite z, which must be freshly allocated."""
+    """Return a function that computes g(z) and may overwrite z, a freshly allocated tensor; None for the identity."""
     if activation.name == "identity":
         return None
     if activation.name != "relu":
@@ -150,10 +152,10 @@ def _half_relu(z: Tensor) -> Tensor:
 
 
 class HalfRelu(torch.autograd.Function):
-    """Apply ReLU in place to float16 or bfloat16 by their bit patterns, because torch widens each value to compare it.
+    """Apply ReLU in place to float16 or bfloat16 by comparing bit patterns, since torch would widen each value first.
 
-    Read as int16, zero and positive values are not negative. Negative values are at most the pattern of -inf, and
-    negative NaNs are above it.
+    Read as int16, the patterns of zero and of positive values are not negative. The patterns of negative values are at
+    most that of -inf, and those of NaNs with a sign bit are above it.
     """
 
     @staticmethod

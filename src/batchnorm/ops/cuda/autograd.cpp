@@ -1,9 +1,9 @@
-// Runs ordinary training calls without Python; does the same as autograd.py and launch.py.
+// Runs ordinary training calls without Python. This file does the same work as autograd.py and launch.py.
 //
 // Python chooses the kernels for tensors of given shapes, strides and types, launches them the first time, and
-// describes the launches here (add_forward, add_backward). Later calls of the same kind allocate, launch and record
-// their gradient here. Anything unusual or not yet described goes back to Python: train_ returns None, and the operators
-// call the functions that configure() was given.
+// describes the launches here (add_forward, add_backward). This file then handles later calls of the same kind: it
+// allocates the outputs, launches the kernels and records the gradient. Python handles calls that are unusual or not
+// yet described: train_ returns None, and the operators call the functions that were passed to configure().
 
 #define PY_SSIZE_T_CLEAN
 #include <torch/csrc/autograd/custom_function.h>
@@ -56,7 +56,7 @@ struct Launch {
   void* function;
   unsigned programs, threads, shared;
   bool cooperative;
-  std::string image;  // all arguments, concatenated; `writes` overwrites those that change
+  std::string image;  // all arguments, concatenated; `writes` overwrites the arguments that change
   std::vector<int> offsets;  // of the arguments in the image
   std::vector<Write> writes;
 
@@ -77,12 +77,12 @@ struct Launch {
 
 struct Pass {
   std::vector<int64_t> strides;  // of the outputs
-  std::vector<int64_t> bits;  // the shape of the sign bits; empty if none are kept
+  std::vector<int64_t> bits;  // the shape of the sign bits; empty if none are saved
   int64_t floats, words;  // the workspace that the launches need: floats, and int32 counters
   std::vector<Launch> launches;
 };
 
-// ---- described passes, keyed by everything that they depend on
+// ---- described passes, keyed by everything that a pass depends on
 
 struct Key {
   std::array<int64_t, 32> numbers{};
@@ -110,7 +110,8 @@ struct Room {
   int64_t float_count = 0, word_count = 0;
 };
 
-// Autograd runs backward passes on other threads. Passes are never removed, so pointers to them stay valid.
+// A mutex, because autograd runs backward passes on other threads. Passes are never removed, so pointers to them stay
+// valid.
 static std::mutex mutex;
 static std::unordered_map<Key, Pass, Hash> passes;
 static std::unordered_map<int64_t, std::unordered_map<const void*, Room>> rooms;  // by device and stream
@@ -121,7 +122,7 @@ static const Pass* find(const Key& key) {
   return found == passes.end() ? nullptr : &found->second;
 }
 
-static std::atomic<int64_t> forward_passes{0}, backward_passes{0};  // run here, not in Python
+static std::atomic<int64_t> forward_passes{0}, backward_passes{0};  // the passes that this file ran
 
 constexpr int MAX_DIMS = 5;
 
@@ -167,7 +168,7 @@ static bool is_vector(const Tensor& t, int64_t channels) {
   return !t.defined() || (t.dim() == 1 && t.size(0) == channels && t.is_contiguous());
 }
 
-// Finds the current stream and its workspace; returns false if Python has to handle the call.
+// Finds the current stream and the stream's workspace; returns false if Python has to handle the call.
 static bool find_room(const Tensor& x, const Pass& pass, void*& stream, Room& room) {
   int capturing = 0;
   if (current_stream(x.get_device(), &stream) != 0 || stream_is_capturing(stream, &capturing) != 0 || capturing != 0)
@@ -331,7 +332,7 @@ static bool are_plain(const c10::Device& device, std::initializer_list<const Ten
 }
 
 struct Fused : torch::autograd::Function<Fused> {
-  static constexpr bool is_traceable = true;  // by compiled autograd; backward() then calls Python
+  static constexpr bool is_traceable = true;  // for compiled autograd; backward() then calls Python
 
   static Tensor forward(
       AutogradContext* ctx, const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual,
@@ -396,7 +397,7 @@ static bool is_unseen() {
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
-// Whether autograd is active; it is not in inference mode.
+// Whether autograd is active; in inference mode, it is not.
 static bool has_autograd() {
   return !c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
 }
@@ -422,7 +423,7 @@ static PyObject* train_(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const auto& x = t[0];
   if (!x.defined() || !are_plain(x.device(), {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7]})) Py_RETURN_NONE;
   if (torch::autograd::get_current_graph_task_id() != -1)
-    for (int k = 4; k < 8; ++k) t[k] = Tensor();  // recomputation inside a backward pass updates no averages
+    for (int k = 4; k < 8; ++k) t[k] = Tensor();  // a recomputation inside a backward pass updates no averages
   const auto momentum = args[8] == Py_None ? std::nullopt : std::optional<double>(PyFloat_AsDouble(args[8]));
   const auto eps = PyFloat_AsDouble(args[9]), slope = PyFloat_AsDouble(args[12]);
   const auto code = PyLong_AsLongLong(args[10]);
@@ -471,7 +472,7 @@ static Triple fused_kernel(
   return {d[0], d[1], d[2]};
 }
 
-// Whether the call comes from a running compiled graph: not differentiated, not traced, on real tensors.
+// Whether the call comes from a compiled graph that runs on real tensors: it is neither differentiated nor traced.
 static bool is_final(const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual) {
   if (!is_unseen() || x.key_set().has(c10::DispatchKey::Python)) return false;
   if (!at::GradMode::is_enabled()) return true;
@@ -479,7 +480,7 @@ static bool is_final(const Tensor& x, const Optional& gamma, const Optional& bet
       !requires_grad(residual.value_or(Tensor()));
 }
 
-// Compiled graphs contain their own backward pass, so they skip autograd here.
+// Calls from compiled graphs skip autograd here, because these graphs contain their own backward pass.
 template <bool AUTOGRAD>
 static Triple fused(
     const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual, double eps,
@@ -599,7 +600,7 @@ static PyObject* add_forward(PyObject*, PyObject* args) {
   const auto tx = tensor(x), tg = tensor(gamma), tb = tensor(beta), tr = tensor(residual);
   const auto momentum = cumulative ? std::nullopt : std::optional<double>(0.0);
   const Tensor none;
-  const auto& mean = moves ? tx : none;  // the key contains only whether there are averages
+  const auto& mean = moves ? tx : none;  // the key says only whether there are averages
   if (tx.dim() <= MAX_DIMS)
     remember(Call{tx, tg, tb, tr, mean, none, none, none, momentum, 0, code, 0, keep_bits != 0}.key(), read_pass(pass));
   Py_RETURN_NONE;
@@ -620,7 +621,7 @@ static PyObject* add_backward(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// set_room(device, stream, floats, count, words, count): sets a stream's workspace; the caller keeps it alive
+// set_room(device, stream, floats, count, words, count): sets a stream's workspace; the caller keeps the memory alive
 static PyObject* set_room(PyObject*, PyObject* args) {
   long long device, float_count, word_count;
   unsigned long long stream, floats, words;
@@ -654,7 +655,7 @@ static PyObject* configure(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// counts(): how many forward and backward passes ran here
+// counts(): how many forward and backward passes this file ran
 static PyObject* counts(PyObject*, PyObject*) {
   return Py_BuildValue("LL", (long long)forward_passes.load(), (long long)backward_passes.load());
 }

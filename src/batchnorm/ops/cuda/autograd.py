@@ -1,8 +1,8 @@
 """Register the fused kernels as torch operators, for autograd and torch.compile.
 
-``fused`` is pure, ``fused_`` also updates running averages in its kernels, ``fused_backward`` is the gradient of both.
-The backward pass needs x, eight numbers per channel and, with a residual, one bit per element (relu, relu6,
-leaky_relu) or the residual itself (sigmoid, tanh, silu, hardswish).
+``fused`` changes no arguments, ``fused_`` also updates running averages in its kernels, and ``fused_backward`` computes
+the gradients of both. The backward pass needs x, eight numbers per channel and, with a residual, one bit per element
+(relu, relu6, leaky_relu) or the residual itself (sigmoid, tanh, silu, hardswish).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from . import extension, launch, schedule
 from .layout import as_dense, empty_dense, find_geometry, geometry_of
 from .sign_bits import empty_bits, unpack
 
-# An activation's code in the kernels, and what its gradient needs if a residual was added: nothing (0), bits (1) or the
-# residual (2).
+# For each activation: its code in the kernels, and what its gradient needs if a residual was added: nothing (0), bits
+# (1) or the residual (2).
 _CODES = {name: (code, 0 if name == "identity" else 1 if name in TWO_SLOPES else 2) for code, name in enumerate(NAMES)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HAS_TRITON = find_spec("triton") is not None
@@ -73,11 +73,11 @@ def describe(call: Call) -> str:
 def train_(call: Call) -> Tensor | None:
     """Return y and update the running averages with as little overhead as possible.
 
-    Returns None, without updating anything, if the fast path does not apply. Moments are not returned, because
-    creating their tensors takes as long as a launch.
+    Returns None, without updating anything, if the fast path does not apply. Moments are not returned, because creating
+    tensors for them takes as long as a launch.
     """
     x, gamma, beta, eps, (name, slope), residual, mask, running, momentum = call
-    native = None if is_compiling() else extension.module  # the compiler must not guard on it
+    native = None if is_compiling() else extension.module  # the compiler must not guard on the module
     if native is not None and running is not None and mask is None and not is_active():
         y: Tensor | None = native.train_(x, gamma, beta, residual, *running, momentum, eps, *_CODES[name], slope)
         if y is not None:
@@ -139,7 +139,7 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     if not torch.is_grad_enabled() or not _any_requires_grad(x, gamma, beta, residual, mean, var):
         y = launch.normalize(call, mean, var)
         return composite.normalize(call, mean, var) if y is None else y
-    rounds = residual is not None and x.dtype.itemsize < 4  # torch's kernel would round before the residual is added
+    rounds = residual is not None and x.dtype.itemsize < 4  # torch's kernel would round BN(x) before the sum
     if rounds or mean.requires_grad or var.requires_grad:
         return composite.normalize(call, mean, var)
     gamma, beta = (None if v is None else v.float() for v in (gamma, beta))
@@ -152,7 +152,7 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _moves(running: Kept, channels: torch.Size) -> bool:
-    """Return whether the kernels can update these averages, which must be dense float32, with int64 counts."""
+    """Return whether the kernels can update these averages: dense float32 averages with int64 counts."""
     mean, var, batches, skipped = running
     return (
         mean.dtype is torch.float32
@@ -167,7 +167,7 @@ def _moves(running: Kept, channels: torch.Size) -> bool:
 
 
 def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
-    """Return y and the statistics; with ``alone``, only y is needed and only autograd has to see the call."""
+    """Return y and the statistics. With ``alone``, the caller needs only y, and only autograd has to see the call."""
     x, gamma, beta, eps, activation, residual, _, running, momentum = call
     if alone or is_unseen(x, gamma, beta, residual, *(running or ())):
         # Bypass the dispatcher, which takes as long as the rest of the call.
@@ -184,13 +184,13 @@ def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
         rest = (*running, momentum, eps, *activation, False)
         y, stats, _ = torch.ops.batchnorm.fused_(x, gamma, beta, residual, *rest)
     if is_active():
-        kept = stats.detach()  # the graph holds the recipe, so the recipe must not hold the graph
+        kept = stats.detach()  # autograd's graph refers to the recipe, so the recipe must not refer to the graph
         remember(y, lambda x, residual: launch.recompute(x, residual, kept, activation), x, residual)
     return y, stats
 
 
 def _launch(call: Call, keep_bits: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run the forward kernels; update no averages if this pass recomputes one inside a backward pass."""
+    """Run the forward kernels; update no averages if this call recomputes a forward pass inside a backward pass."""
     running = call.running
     if running is not None:
         if is_recomputation():
@@ -265,7 +265,7 @@ def _gradients(
     """Return the gradients of x, gamma, beta and the residual from what the forward pass saved."""
     g = Activation(activation if isinstance(activation, str) else NAMES[activation], slope)
     if x.stride() != x_stride:
-        # Hooks such as save_on_cpu's may change x's layout, but the bits are in the original one.
+        # Hooks such as save_on_cpu's may change x's layout, but the bits are in the order of the original layout.
         x = as_dense(x, y_stride)
     dgamma: Tensor | None
     dbeta: Tensor | None
@@ -285,7 +285,8 @@ def _gradients(
     return dx, dgamma, dbeta, dresidual.to(residual_dtype) if wants_residual and dresidual is not None else None
 
 
-# Function.apply calls this after checking that no torch.func transform is active. Callers have checked that already.
+# Function.apply checks that no torch.func transform is active and then calls this method. Skip the check, because the
+# callers have already made it.
 _apply: Any = super(torch.autograd.Function, _Fused).apply
 
 
@@ -336,7 +337,7 @@ def _differentiable(op: Any, kernel: Any) -> Any:
 
     def run(*args: Any) -> Any:
         if not (torch.is_grad_enabled() and _any_requires_grad(*args[:4])):
-            # Dispatching again would take longer than a launch, in every compiled layer.
+            # Call the kernel directly: dispatching again, in every compiled layer, would take longer than a launch.
             return kernel(*args) if is_unseen(*args[:4]) else below(*args)
         rest = args[4:-1]
         again = lambda call, keep_bits: below(*args[:4], *rest, keep_bits)  # noqa: E731
@@ -370,7 +371,7 @@ for _name, _kernel, _fake in (
     ("fused_", _fused, _fake_fused),
     ("fused_backward", launch.backward, _fake_backward),
 ):
-    # Registered for every backend, not just CUDA: Triton's interpreter runs the kernels on CPU tensors.
+    # Register for every backend, not just CUDA, because Triton's interpreter runs the kernels on CPU tensors.
     _library.impl(_name, _whole(_kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"batchnorm::{_name}", _whole(_fake), lib=_library)
 _autograd = [

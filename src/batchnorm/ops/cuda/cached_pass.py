@@ -19,16 +19,16 @@ BLOCK = 2048  # elements per program when normalizing by given statistics
 
 
 class Pass(NamedTuple):
-    """Hold everything that a pass over tensors of one shape needs except the tensors."""
+    """Everything that a pass over tensors of one shape needs, except the tensors."""
 
     geometry: Geometry
     strides: tuple[int, ...]  # of dense tensors in x's layout
     dense: bool  # whether x has these strides
     residence: Residence | None  # None unless resident.cu is fastest
-    tiling: Tiling  # for calls that resident.cu does not run
-    launches: tuple[TritonLaunch, ...]  # of the tiling: one launch, or two phases
+    tiling: Tiling  # of the Triton kernels, for calls that resident.cu does not support
+    launches: tuple[TritonLaunch, ...]  # one launch of the tiling, or one for each of two phases
     resident_room: tuple[int, int]  # how many floats and counters of workspace resident.cu needs
-    room: tuple[int, int]  # the same for the tiling
+    room: tuple[int, int]  # the same for the Triton kernels
 
     @property
     def path(self) -> str:
@@ -37,7 +37,7 @@ class Pass(NamedTuple):
 
 
 def pass_of(x: Tensor, backward: bool, residual: bool, way: Tiling | Residence | None = None) -> Pass:
-    """Return the Pass over ``x`` with the best launch parameters, or with those of ``way``."""
+    """Return the Pass over ``x`` with the best launch parameters, or with ``way`` if given."""
     given = (x.shape, x.stride(), x.element_size(), x.device, backward, residual)
     return _pass(*given) if way is None else _find_pass(*given, way)
 
@@ -113,7 +113,7 @@ def launches_of(
         options = {"num_warps": p.warps, "maxnreg": registers or None}
         return TritonLaunch(kernel, p.slices * p.parts, numbers(p), constants, options, device)
 
-    # Interpreted programs run one after the other, so none may wait for a later one.
+    # Interpreted programs run one after the other, so no program may wait for a later program.
     if p.alone or (on_device and p.path != "stream"):
         last = p.parts > schedule.MERGED_BY_ALL
         return (launch(p, 3, p.alone, last, last, p.ticket and not p.alone, p.registers),)
@@ -124,7 +124,8 @@ def launches_of(
 def numbers(g: Geometry, p: Tiling) -> tuple[int, ...]:
     """Return the kernels' integer arguments.
 
-    They are C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic and shift.
+    The arguments are C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic and
+    shift.
     """
     a = p.align
     mine = (p.slices, p.parts, p.share, p.beside)
@@ -141,11 +142,11 @@ def numbers(g: Geometry, p: Tiling) -> tuple[int, ...]:
 def inference_pass(
     shape: torch.Size, stride: tuple[int, ...], device: torch.device
 ) -> tuple[tuple[int, ...], bool, TritonLaunch] | None:
-    """Return the dense strides, whether x has them, and the launch that normalizes by given statistics."""
+    """Return the dense strides, whether x has these strides, and the launch that normalizes by given statistics."""
     from .triton.inference import normalize as kernel
 
     g = find_geometry(shape, stride)
-    inner = 1 if g is None or g.nhwc else g.width  # elements before the channel changes
+    inner = 1 if g is None or g.nhwc else g.width  # adjacent elements of the same channel
     if g is None or g.channels * inner > 2**31 - BLOCK:  # the kernel's offsets within an example are 32-bit
         return None
     strides = dense_strides(g, shape)

@@ -22,17 +22,18 @@ _REFUSALS = (701, 720, 801)
 
 
 class Refused(RuntimeError):
-    """Raised if a device cannot run a launch, for example because another process uses part of the device."""
+    """Raised if a device cannot run a launch, for example because another process uses a part of the device."""
 
 
 Launcher = Callable[[int, Any, int], None]  # programs, pointers to the arguments, stream
 
 
 class Arguments:
-    """Keep a kernel's arguments in memory, so that a launch packs only the ones that change.
+    """Keep a kernel's arguments in memory, so that a launch packs only the arguments that change.
 
     Args:
-        fields: one per argument: :mod:`struct` format characters if it changes from launch to launch, else its value.
+        fields: one field per argument: a string of :mod:`struct` format characters if the argument changes from launch
+            to launch, else its value.
 
     >>> arguments = Arguments("P", ctypes.c_int(7), "f")
     >>> arguments.launch(lambda programs, pointers, stream: print(programs, len(pointers)), 4, (0, 0.5), 0)
@@ -87,7 +88,7 @@ class Kernel:
         threads: threads per program; a program, in Triton's term, is a thread block.
         shared: bytes of shared memory.
         device: the device index.
-        cooperative: run all programs at the same time, or fail.
+        cooperative: whether all programs must run at the same time; if they cannot, the launch fails.
     """
 
     def __init__(self, function: int, threads: int, shared: int, device: int, *, cooperative: bool) -> None:
@@ -113,7 +114,7 @@ class Kernel:
 
 
 class Launch(NamedTuple):
-    """Hold the parameters of one launch through the driver, so that the extension can repeat it."""
+    """The parameters of one launch through the driver, from which the extension can repeat the launch."""
 
     kernel: Kernel
     programs: int
@@ -124,7 +125,8 @@ class Launch(NamedTuple):
     def described(self, slots: Iterable[int | None]) -> tuple[Any, ...]:
         """Describe the launch for autograd.cpp.
 
-        ``slots`` has, for each changing argument, its index among autograd.cpp's values; None if it stays as it is.
+        ``slots`` has, for each changing argument, the index of its value in autograd.cpp; None if the extension should
+        not change the argument.
         """
         k = self.kernel
         image, starts, changing = self.arguments.layout(self.values)
@@ -138,7 +140,7 @@ def load(
     """Compile the kernel ``name`` of ``file`` for a device, and load it.
 
     Raises:
-        RuntimeError: if it does not compile; the message contains the compiler's log.
+        RuntimeError: if the file does not compile; the message contains the compiler's log.
     """
     driver = library()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()

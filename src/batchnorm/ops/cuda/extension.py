@@ -1,7 +1,7 @@
 """Build autograd.cpp, an extension that runs ordinary training calls without Python.
 
-Compiling takes half a minute, so it happens in the background, once per machine. Until then, and without a compiler,
-autograd.py and launch.py do the same work.
+Compiling takes half a minute, so it runs in the background, once per machine. Until it is done, and on machines without
+a compiler, autograd.py and launch.py do the same work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TORCH = Path(torch.__file__).parent
 
 module: Any = None  # the extension, once it is loaded
 _registered = False
-unavailable: str | None = "autograd.cpp has not been needed yet"  # why it is not loaded
+unavailable: str | None = "autograd.cpp has not been needed yet"  # why the extension is not loaded
 _started = Lock()
 _thread: Thread | None = None
 _stopped = False
@@ -55,9 +55,9 @@ def _load(path: Path) -> Any:
 
 
 def start(configure: Callable[[Any], None]) -> None:
-    """Load the extension if it was built before; otherwise build it in the background.
+    """Load the extension if it is in the cache; if not, build it in the background.
 
-    Only the first call does anything. ``configure`` is called with the module before its first use.
+    Only the first call has an effect. ``configure`` is called with the module before its first use.
     """
     global _thread, unavailable
     if not _started.acquire(blocking=False):
@@ -79,8 +79,8 @@ def start(configure: Callable[[Any], None]) -> None:
 def register() -> None:
     """Make compiled graphs call the extension too.
 
-    Call this on the thread that runs the layers, not on the one that compiles: registering operators while another
-    thread looks them up is not safe.
+    Call this on the thread that runs the layers, not on the thread that compiles, because it is not safe to register
+    operators while another thread looks them up.
     """
     global _registered, module, unavailable
     if module is not None and not _registered:
@@ -126,7 +126,7 @@ def _use(found: Any, configure: Callable[[Any], None]) -> None:
     global module, unavailable
     try:
         configure(found)
-    except Exception as error:  # any error: everything works without the extension too
+    except Exception as error:  # catch any error: everything works without the extension too
         unavailable = f"{type(error).__name__}: {error}"
         return
     module, unavailable = found, None

@@ -1,7 +1,7 @@
-"""Normalize several layers in one launch; their tensors are channels last and have the same number of rows.
+"""Normalize several layers in one launch; all tensors are channels last and have the same number of rows.
 
 An input, an output or a gradient may be a slice of the channels of a larger tensor. So concatenating outputs needs no
-copy, nor does the gradient of a convolution whose output is split among layers.
+copy, and neither does the output gradient of a convolution whose output is split among layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .triton_launch import TritonLaunch
 from .workspace import workspace
 
 MOST = 4  # maximum number of layers in a launch
-ONE_BY_ONE = 60e6  # from this many bytes of input on, forward launches one layer at a time: measured on one H200
+ONE_BY_ONE = 60e6  # with more bytes of input than this, forward launches one layer at a time (measured on an H200)
 
 
 class _Sizes(NamedTuple):
@@ -36,7 +36,7 @@ class _Sizes(NamedTuple):
     rows: int
     channels: tuple[int, ...]
     x_strides: tuple[int, ...]
-    y_strides: tuple[int, ...]  # in the backward pass, those of dx
+    y_strides: tuple[int, ...]  # in the backward pass, the strides of dx
     dy_strides: tuple[int, ...]  # empty in the forward pass
     itemsize: int
 
@@ -50,7 +50,7 @@ class _Sizes(NamedTuple):
 class _Plan(NamedTuple):
     residence: Residence | None  # None unless resident.cu is fastest
     launches: tuple[TritonLaunch, ...]
-    resident_room: tuple[int, int]  # the floats per channel, and the counters, that resident.cu needs
+    resident_room: tuple[int, int]  # the number of floats per channel, and of counters, that resident.cu needs
     room: tuple[int, int]  # the same for Triton's kernels
 
 
@@ -82,7 +82,7 @@ def forward(
 
 
 def _is_large(x: Tensor, channels: Sequence[int]) -> bool:
-    """Return whether layers are faster one by one: each fits on chip, or nearly, but all together do not."""
+    """Return whether it is faster to launch layers one by one: each (nearly) fits on chip, but all together do not."""
     return x.is_cuda and x.numel() // x.shape[1] * sum(channels) * x.element_size() > ONE_BY_ONE
 
 
@@ -182,7 +182,8 @@ def _launch_resident(
 ) -> bool:
     """Run resident.cu; return whether the device accepted the launch.
 
-    ``each`` lists the tensors that are separate for each layer, ``shared`` those of which each layer uses a part.
+    ``each`` lists the tensors that are separate for each layer; ``shared`` lists the tensors of which each layer uses a
+    part.
     """
     x = each[0][0]
     assert x is not None
@@ -232,7 +233,8 @@ def _plan(sizes: _Sizes, device: torch.device, backward: bool, way: Tiling | Res
     p = way if isinstance(way, Tiling) else best_tiling(g, b, backward, False, device)
     slices = [up(c, p.V) for c in sizes.channels]
     align = _common_power((*sizes.channels, *_strides(sizes)))
-    # Partly filled slices may make more slices than planned for; programs then take their numbers when they start.
+    # Because some slices are only partly filled, there may be more slices than planned. Programs then take their
+    # numbers when they start.
     ticket = p.ticket or sum(slices) > p.slices
     p = p._replace(
         slices=sum(slices), beside=sum(slices) if p.path == "stream" else p.beside, align=align, ticket=ticket

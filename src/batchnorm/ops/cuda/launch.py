@@ -19,9 +19,9 @@ from .sign_bits import empty_bits, is_woven, rearrange
 from .triton_launch import Tensors
 from .workspace import workspace
 
-STATS = 8  # rows of the statistics kept for the backward pass: see triton/forward.py
+STATS = 8  # rows of the statistics that are saved for the backward pass: see triton/forward.py
 NONE = (None, None, None, None)
-Launches = list[tuple[Any, ...] | None]  # as autograd.cpp reads them
+Launches = list[tuple[Any, ...] | None]  # in the form that autograd.cpp reads
 
 
 def forward(
@@ -80,7 +80,7 @@ def backward(
     way: Tiling | Residence | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dx, dgamma, dbeta and, if ``residual_dtype`` is given, the residual's gradient."""
-    # Saved sign bits mean that a residual was added, even if its gradient is not needed.
+    # If there are sign bits, a residual was added, even if its gradient is not needed.
     added = bits is not None or residual_dtype is not None
     g, strides, dense, r, tiling, launches, resident_room, room = pass_of(x, True, added, way)
     dx = torch.empty_like(x) if dense else x.new_empty_strided(x.shape, strides)
@@ -117,14 +117,14 @@ def backward(
 
 
 def recompute(x: Tensor, residual: Tensor | None, stats: Tensor, activation: Activation) -> Tensor:
-    """Recompute a forward pass's y from its statistics, bit for bit, with the second launch of streaming."""
+    """Recompute a forward pass's y from its statistics, bit for bit, with the second of the two "stream" launches."""
     g = pass_of(x, False, residual is not None).geometry
     way = schedule.stream(g, x.element_size(), False, processors(x.device))
     p = pass_of(x, False, residual is not None, way)
     strides, launches = p.strides, p.launches
     y = x.new_empty_strided(x.shape, strides)
     residual = None if residual is None else as_dense(residual, strides)
-    # The second launch merges no sums and updates no averages, so it gets placeholders for tensors of the first launch.
+    # The second launch merges no sums and updates no averages, so placeholders replace the tensors for these.
     tensors = (x, y, residual, None, None, None, stats, stats, stats, *NONE)
     launches[1](tensors, (0.0, 0.0, float(activation.slope)), (NAMES.index(activation.name), False))
     return y
@@ -149,7 +149,7 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
 
 
 def weaves_bits(call: Call, g: Geometry) -> bool:
-    """Return whether :func:`forward` returns woven bits; torch.compile has to know before the kernel runs."""
+    """Return whether :func:`forward` returns woven bits; torch.compile must know this before the kernel runs."""
     able = resident.runs_on(call.x.device) and _are_resident(call.x, call.gamma, call.beta, call.residual)
     return able and resident.weaves(g, call.x.element_size(), False, True)
 
@@ -160,12 +160,12 @@ def paths(call: Call) -> tuple[str, str]:
     This assumes that dy has x's layout and that the residual's gradient is wanted.
     """
     x, gamma, beta, _, (activation, _), residual, *_ = call
-    added = residual is not None and activation != "identity"  # otherwise its gradient is dy
+    added = residual is not None and activation != "identity"  # without an activation, the residual's gradient is dy
     ahead, back = pass_of(x, False, residual is not None), pass_of(x, True, added)
     if _is_smooth(activation, residual) or not resident.takes(x):
         return ahead.tiling.path, back.tiling.path
     typed, r = _are_resident(x, gamma, beta, residual), back.residence
-    # The residual's gradient has the residual's dtype. Kernels that are not woven keep bits in another order.
+    # The residual's gradient has the residual's dtype. Kernels that are not woven store bits in another order.
     fits = _of_one_type(x, residual) and (typed or r is None or not r.plane)
     # A residual that is not dense is copied, and the copy is aligned.
     aligned = residual is None or resident.takes(residual) or not is_dense(residual, ahead.strides)
@@ -176,7 +176,7 @@ def paths(call: Call) -> tuple[str, str]:
 
 
 def _teach(launches: Launches, tensors: Tensors, add: Callable[..., None], *description: Any) -> None:
-    """Describe a pass to the extension, unless Triton launched it or a tensor is not aligned."""
+    """Describe a pass to the extension, unless Triton launched a kernel or a tensor is not aligned."""
     x = next(t for t in tensors if t is not None)
     aligned = not any(t is not None and t.data_ptr() & 15 for t in tensors)
     if all(launches) and aligned and not torch._C._cuda_isCurrentStreamCapturing():
@@ -210,7 +210,7 @@ def _launch_resident(
 def _check_devices(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, others: tuple[Tensor, ...] | None
 ) -> None:
-    """Raise if a tensor is on another device than x: kernels get bare addresses."""
+    """Raise if a tensor is not on x's device: kernels get bare addresses, so they cannot check it."""
     device = x.get_device()
     for t in (gamma, beta, residual, *(others or ())):
         if t is not None and t.get_device() != device:
@@ -248,7 +248,7 @@ def _as_float(v: Tensor | None) -> Tensor | None:
 def _rows_of(dy: Tensor, g: Geometry, strides: tuple[int, ...], align: int) -> tuple[Tensor, int]:
     """Return the gradient, copied unless the kernels can read its layout, and the stride of its rows or examples.
 
-    If the layer's output was concatenated with others, the gradient is a slice of channels, which needs no copy.
+    If the layer's output was concatenated with other tensors, the gradient is a slice of channels, which needs no copy.
     """
     stride = g.channels if g.nhwc else g.channels * g.width
     if dy.stride() == strides:

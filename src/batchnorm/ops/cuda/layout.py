@@ -34,7 +34,7 @@ def geometry_of(x: Tensor) -> Geometry | None:
 
 
 def _collapse(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Return the stride of these dimensions flattened into one; None if that is impossible, 0 for a single value."""
+    """Return the stride after flattening these dimensions into one; None if impossible, 0 for a single value."""
     expected = step = 0
     for size, s in zip(reversed(shape), reversed(stride), strict=True):
         if size == 1:
@@ -71,10 +71,10 @@ _geometry = cache(find_geometry)
 
 
 def row_stride(x: Tensor) -> int:
-    """Return the stride between the rows of a channels-last tensor; a row is the channels of a pixel.
+    """Return the stride between the rows of a channels-last tensor; a row holds the channels of one pixel.
 
     Raises:
-        ValueError: if it is not channels last.
+        ValueError: if the tensor is not channels last.
     """
     g = geometry_of(x)
     if (
@@ -107,7 +107,7 @@ def is_dense(t: Tensor, strides: tuple[int, ...]) -> bool:
 
 
 def as_dense(t: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return ``t`` with these strides, copied unless it has them."""
+    """Return ``t`` with these strides; copy it unless it already has them."""
     return t if is_dense(t, strides) else t.new_empty_strided(t.shape, strides).copy_(t)
 
 

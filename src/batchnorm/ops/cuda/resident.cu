@@ -1,30 +1,31 @@
 // Batch normalization in one launch that keeps the values it has read on chip. All programs (thread blocks) run at the
-// same time, one or two per multiprocessor. They synchronize once for each slice of channels, between the statistics
-// and the rest.
+// same time, one or two per multiprocessor. They synchronize once for each slice of channels, after the slice's sums
+// and before its outputs.
 //
-// A program processes one part of the rows of one slice of channels, then goes on to the next slice. Each thread copies
-// its own 16-byte vectors into shared memory, so no thread waits for another's. Vectors that do not fit are read twice,
-// from the L2 cache if they are still there. The mathematics, the rows of `stats`, the barriers and the running
-// averages are those of forward.py, backward.py, barrier.py and running.py in triton/.
+// A program processes one part of the rows of one slice of channels, then continues with another slice. Each thread
+// copies its own 16-byte vectors into shared memory, so no thread waits for another thread's vectors. Vectors that do
+// not fit are read twice, the second time from the L2 cache if they are still there. The mathematics, the rows of
+// `stats`, the barriers and the running averages are the same as in forward.py, backward.py, barrier.py and running.py
+// in triton/.
 //
 // There are three forms:
-// - Channels last: a row, one location of one example, has SV vectors of a slice's channels.
+// - Channels last: a row is one location of one example, and has SV vectors of a slice's channels.
 // - Channels first, if a channel's locations in one example fill whole vectors: a slice is a channel, and a unit is one
-//   of its vectors.
-// - WOVEN: channels first, if a channel's locations do not fill whole vectors, as with 7 x 7. A slice has as many
-//   channels as fill SV whole vectors in one example, a row is an example, and a vector may hold values of two
+//   vector of the channel.
+// - WOVEN: channels first, if a channel's locations do not fill whole vectors, for example 7 x 7 locations. A slice has
+//   as many channels as fill SV whole vectors in one example. A row is an example, and a vector may hold values of two
 //   channels.
 //
 // The file is compiled for one case at a time:
 // - KIND: 0 bfloat16, 1 float16, 2 float32
 // - LAST: whether the layout is channels last
-// - PLANE: locations of a channel in one example if WOVEN, else 0
-// - ACT: IDENTITY, RELU, ..., which resident.py defines
-// - RESIDUAL: whether one is added; ADDED: whether all of it is kept on chip
+// - PLANE: if WOVEN, the number of a channel's locations in one example, else 0
+// - ACT: the activation: IDENTITY, RELU, ..., which resident.py defines
+// - RESIDUAL: whether a residual is added; ADDED: whether the whole residual is kept on chip
 // - THREADS: threads per program; SV: see above; K: vectors of each tensor that a thread keeps on chip
 // - EACH: programs per multiprocessor
-// - LAYERS: number of layers in the launch, channels last and with the same rows; 0 for a single layer, whose tensors
-//   are separate arguments
+// - LAYERS: the number of layers in the launch, whose tensors are channels last and have the same number of rows; 0 for
+//   a single layer, whose tensors are separate arguments
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -32,8 +33,8 @@ typedef long long i64;
 
 #define BATCH 4
 #define BATCHES ((K + BATCH - 1) / BATCH)
-// How many batches of the first slice are in flight while one is summed. If all were requested at once, they would
-// arrive in no particular order.
+// How many batches of the first slice are in flight while one batch is summed. If all batches were requested at once,
+// they would arrive in no particular order.
 #ifdef FORWARD
 #define AHEAD (BATCHES < 2 ? BATCHES : 2)
 #else
@@ -65,8 +66,8 @@ struct alignas(16) Vec {
 };
 
 // ---- machine instructions ----
-//
-// All the PTX is here. tests/emulated.hpp has the same functions in C++, so that the rest can run on a CPU.
+// All PTX is in this section. tests/emulated.hpp has the same functions in C++, so that the rest of this file can run
+// on a CPU.
 
 #ifdef EMULATED
 #include EMULATED
@@ -93,7 +94,7 @@ __device__ __forceinline__ u32 to_bfloats(float a, float b) {
     return w;
 }
 
-// The same instructions as Triton's, so that results match tile.py's activations bit for bit.
+// These are the instructions that Triton uses, so that results match tile.py's activations bit for bit.
 __device__ __forceinline__ float exponential(float v) {
     float e;
     asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(v * 1.4426950408889634f));
@@ -144,13 +145,13 @@ __device__ __forceinline__ void store(char* to, const Vec& v) {
                  ::"l"(to), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
 }
 
-// The same, without keeping the line in the cache.
+// Like store(), but does not keep the cache line.
 __device__ __forceinline__ void store_through(char* to, const Vec& v) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
                  ::"l"(to), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
 }
 
-// Prefetch into the L2 cache.
+// Prefetches a cache line into the L2 cache.
 __device__ __forceinline__ void fetch(const char* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 __device__ __forceinline__ u32 peek(const u32* word) {
@@ -159,7 +160,7 @@ __device__ __forceinline__ u32 peek(const u32* word) {
     return now;
 }
 
-// The same without ordering: later accesses do not wait for it.
+// Like peek(), but without ordering: later accesses do not wait for this load.
 __device__ __forceinline__ u32 glance(const u32* word) {
     u32 now;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
@@ -223,7 +224,8 @@ struct Shape {
     int passing;  // whether the tensor is larger than the cache
 };
 
-// The arguments of one layer. Its slices follow those of the layers before it; `shape.slices` counts only its own.
+// The arguments of one layer. Slices are numbered across all layers; `shape.slices` is the number of this layer's
+// slices.
 struct Layer {
 #ifdef FORWARD
     const char* x;
@@ -254,7 +256,7 @@ struct Layers {
         return n;
     }
 
-    // Returns a slice's layer, and makes `slice` its index within the layer.
+    // Returns the layer of a slice, and changes `slice` to the slice's index within the layer.
     __device__ __forceinline__ int find(int& slice) const {
         int found = 0, first = 0, end = 0;
 #pragma unroll
@@ -270,7 +272,8 @@ struct Layers {
     }
 };
 
-// Keep an output in the cache for its next reader, unless it is so large that it would evict our own input.
+// Stores a vector of an output. The output stays in the cache for its next reader, unless the tensor is so large that
+// its output would evict the input.
 __device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
     if (s.passing)
         store_through(to, v);
@@ -278,8 +281,8 @@ __device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
         store(to, v);
 }
 
-// The vectors of one thread: the i-th is at offset(i), for i < n. The parts take blocks of units in turn, so that all
-// programs together read the tensor in order.
+// The vectors of one thread: the i-th vector is at offset(i), for i < n. The parts take blocks of units in turn, so
+// that all programs together read the tensor in order.
 struct Walk {
     int slice, first, step, n, column;
 
@@ -289,7 +292,8 @@ struct Walk {
         n = works(s) && first < s.units ? (s.units - first - 1) / step + 1 : 0;
     }
 
-    // Whether this thread has work in the slice: the last slice may be narrower, and SV need not divide THREADS.
+    // Whether this thread has work in the slice. Some threads may have none: the last slice may be narrower, and SV
+    // need not divide THREADS.
     __device__ __forceinline__ bool works(const Shape& s) const {
         return LAST ? (slice * SV + column) * V < s.C : !WOVEN || threadIdx.x < BLOCK * SV;
     }
@@ -313,8 +317,8 @@ struct Walk {
 
     __device__ __forceinline__ i64 of_dy(const Shape& s, int i) const { return offset(s, i, s.dy_stride, s.y_plane); }
 
-    // The byte of a vector's bits, in the order of sign_bits.py: rows of C bits or channels of units * V bits, rounded
-    // up to bytes; or, if WOVEN, the order of y.
+    // The offset of the byte with a vector's bits. The order is that of sign_bits.py: rows of C bits or channels of
+    // units * V bits, rounded up to bytes; if WOVEN, the order of y.
     __device__ __forceinline__ i64 of_bits(const Shape& s, int i) const {
 #if LAST
         return (i64)(first + i * step) * ((s.C + 7) / 8) + (slice * SV + column) * V / 8;
@@ -326,7 +330,7 @@ struct Walk {
     }
 };
 
-// With float32, two neighbouring threads share a byte; the number of vectors is even then.
+// With float32, two neighbouring threads share a byte; the number of vectors is then even.
 __device__ __forceinline__ void store_bits(unsigned char* to, u32 bits) {
 #if V == 8
     *to = bits;
@@ -346,7 +350,8 @@ __device__ __forceinline__ u32 load_bits(const unsigned char* from) {
 
 // ---- barriers: see barrier.py ----
 
-// Returns the barrier's side, its highest bit. It may be read early: it cannot change before this program arrives.
+// Returns the barrier's side, its highest bit. This bit may be read early, because it cannot change before this program
+// arrives.
 __device__ __forceinline__ u32 side_of(const u32* word) { return threadIdx.x == 0 ? glance(word) & 0x80000000u : 0; }
 
 __device__ __forceinline__ void meet(u32* word, u32 side, int part, int parts) {
@@ -370,7 +375,7 @@ __device__ __forceinline__ void put_values(float* to, const float (&f)[V]) {
     for (int k = 0; k < V; k += 4) put_four(to + k, f[k], f[k + 1], f[k + 2], f[k + 3]);
 }
 
-// Floats of scratch memory that the sums need.
+// The number of floats of scratch memory that the sums need.
 #define SCRATCH (LAST ? 2 * (WARPS * W > THREADS ? WARPS * W : THREADS) : WOVEN ? 4 * THREADS : 2 * WARPS)
 
 // Sums s1 and s2 per channel over all threads, in a fixed order. Each of the first W threads gets the sums of channel
@@ -378,7 +383,7 @@ __device__ __forceinline__ void put_values(float* to, const float (&f)[V]) {
 __device__ __forceinline__ void totals(float (&s1)[V], float (&s2)[V], const Walk& walk, float* scratch, float& a, float& b) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #if WOVEN
-    // A vector holds values of its first channel, and perhaps of the next.
+    // A vector holds values of one channel, and perhaps of the next channel.
     float mine[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int k = 0; k < V; ++k) {
@@ -530,7 +535,7 @@ __device__ __forceinline__ float activate(float z, float slope) {
 #endif
 }
 
-// Whether g'(z) is 1, for g' with two values; true for NaN with relu and relu6, as in torch's CUDA kernels.
+// Whether g'(z) is 1, if g' has two values; true for NaN with relu and relu6, as in torch's CUDA kernels.
 __device__ __forceinline__ bool passes(float z) {
     return ACT == RELU ? !(z <= 0) : ACT == RELU6 ? !(z <= 0 || z >= 6) : z > 0;
 }
@@ -572,8 +577,8 @@ struct Running {
 };
 
 // Each of the first W threads updates one channel's running averages. The last warp to finish counts the batch, and
-// restores all averages if a channel was not finite. go() returns `all`, the count of finished warps; only finish()
-// reads it, so nothing waits for the atomic.
+// restores all averages if a channel was not finite. go() returns `all`, the count of finished warps. Only finish()
+// reads this count, so no other code waits for the atomic operation.
 struct Move {
     float old_mean, old_var, factor;
 
@@ -584,7 +589,7 @@ struct Move {
         factor = r.cumulative ? 1.0f / (float)(*r.batches + 1) : r.momentum;
     }
 
-    // Must be called by whole warps.
+    // All threads of a warp must call this.
     __device__ __forceinline__ u32 go(const Running& r, u32* done, float* before, int C, int channel, bool here, float mean, float var, float count) {
         bool bad = false;
         if (here) {
@@ -617,8 +622,8 @@ struct Move {
 };
 #define MOVERS ((W + 31) / 32)  // warps that update averages
 
-// Sums are shifted by a value near the mean, the same in all parts: the mean of a few units spread over the tensor. The
-// first SAMPLES * SV threads (for rows) or SAMPLES threads (for a channel) read them.
+// Sums are shifted by a value near the mean: the mean of a few units spread over the tensor, which is the same in all
+// parts. The first SAMPLES * SV threads (for rows) or SAMPLES threads (for a channel) read these units.
 #if LAST
 #define SAMPLES (2 * WARPS < BLOCK ? 2 * WARPS : BLOCK)
 #elif WOVEN
@@ -680,7 +685,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
     __shared__ float shared_base[W], shared_scale[W], shared_offset[W];
     const u64 policy = evict_first();
     const int parts = layers.at[0].shape.parts, slices = layers.slices(), groups = gridDim.x / parts;
-    // Neighbouring programs process the same rows of neighbouring slices, so together they read long runs of memory.
+    // Neighbouring programs process the same rows of neighbouring slices, so together they read long contiguous pieces
+    // of memory.
     const int group = blockIdx.x % groups, part = blockIdx.x / groups;
 
     int all_slice = group, slice = group;
@@ -713,11 +719,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         u32* words = l.words;
         const Running running = {l.mean, l.var, l.batches, l.skipped, momentum, cumulative};
         const float count = (float)((i64)s.units * EACH_UNIT);
-        const int channel = slice * W + threadIdx.x;  // for the first W threads
+        const int channel = slice * W + threadIdx.x;  // valid in the first W threads
         const bool here = threadIdx.x < W && channel < s.C;
         const u32 side = s.parts > 1 ? side_of(words + 2 + slice) : 0;
 
-        // Loaded early, to hide the latency.
+        // Load these early, to hide the latency.
         float g = 1, b = 0;
         Move averages = {};
         if (here) {
@@ -838,7 +844,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             if (RESIDUAL && bits) store_bits(bits + walk.of_bits(s, i), above);
         };
         if (ADDED) arrived<0>();
-        // Start with the vectors that were read last: they are still in the cache.
+        // Start with the vectors that were read last, because they are still in the cache.
         i = streamed;
         for (; i >= UNROLL; i -= UNROLL) {
             Vec v[UNROLL], r[UNROLL];
@@ -879,7 +885,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
 
 #else  // ---- backward ----
 
-// If a residual was added, bits say where g' is 1.
+// If a residual was added, the saved bits say where g' is 1.
 #define SIGNS (RESIDUAL && ACT != IDENTITY)
 #if LAYERS
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward_layers(
@@ -902,7 +908,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
     int layer = layers.find(slice);
     Walk walk(layers.at[layer].shape, slice, part);
     int streamed = max(walk.n - K, 0);
-    u32 signs[K];  // bits of the kept vectors
+    u32 signs[K];  // the bits of the vectors that are kept on chip
     auto copy_one = [&](const Layer& l, const Walk& walk, int streamed, int k) {
         int i = streamed + k;
         if (k < K && i < walk.n) {
@@ -946,7 +952,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
             factor = stats[5 * s.C + channel];
             invstd = stats[7 * s.C + channel];
         }
-        // dz = g'(z) dy; f becomes x - base.
+        // Computes dz = g'(z) dy and f = x - base.
         auto dz_of = [&](const Vec& v, const Vec& g, u32 above, float (&f)[V], float (&dz)[V]) {
             widen(v, f);
             widen(g, dz);

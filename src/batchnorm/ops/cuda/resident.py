@@ -21,16 +21,16 @@ KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDTH = 16  # bytes of a vector
 SHARED = 232_448  # bytes of shared memory available to all programs on a multiprocessor
 CACHE = 40_000_000  # bytes that stay in the L2 cache during a pass
-BATCHES = 8  # maximum number of batches, each of 4 vectors, that a thread copies and waits for one by one
+BATCHES = 8  # the most batches, of 4 vectors each, that a thread copies; it waits for them one by one
 
 
 class Residence(NamedTuple):
-    """Hold the launch parameters of the kernel."""
+    """The launch parameters of the kernel."""
 
     threads: int
     each: int  # programs per multiprocessor
-    lanes: int  # vectors in a slice's row; 1 if a slice is a channel
-    plane: int  # locations of a channel in one example if vectors may hold values of two channels ("woven"), else 0
+    lanes: int  # vectors in a row of a slice; 1 if a slice is a channel
+    plane: int  # if vectors may hold values of two channels ("woven"), a channel's locations in one example; else 0
     kept: int  # vectors of each tensor that a thread keeps on chip
     parts: int
     slices: int
@@ -43,7 +43,7 @@ class Residence(NamedTuple):
         return "resident"
 
     def fits(self, g: Geometry, itemsize: int) -> bool:
-        """Return whether everything stays on chip, so that nothing is read twice."""
+        """Return whether all values stay on chip, so that none is read twice."""
         v = WIDTH // itemsize
         units = g.rows if g.nhwc else g.rows // g.width if self.plane else g.rows // v
         block = self.threads // self.lanes if g.nhwc or self.plane else self.threads
@@ -51,7 +51,7 @@ class Residence(NamedTuple):
 
     @property
     def kept_parts(self) -> int:
-        """The number of parts whose sums need memory."""
+        """The number of parts whose sums are stored in memory."""
         return 0 if self.parts == 1 else self.parts
 
     @property
@@ -88,12 +88,12 @@ def make(
 
 @cache
 def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Residence | None:
-    """Choose the launch parameters; return None if other kernels are faster or this one does not support the tensor."""
+    """Choose the launch parameters; return None if other kernels are faster or the tensor is not supported."""
     v = WIDTH // itemsize
     if weaves(g, itemsize, backward, residual):
         find = _of_woven
     elif residual and (g.channels if g.nhwc else g.rows) % 8:
-        return None  # the bits must fill whole bytes
+        return None  # the sign bits must fill whole bytes
     elif g.nhwc:
         if g.channels % v or g.stride % v:
             return None
@@ -117,7 +117,7 @@ def _of_planes(
     at_once = processors < g.channels <= 2 * processors  # two programs per multiprocessor, one channel each
 
     def plan(threads: int, each: int, parts: int = 0) -> Residence:
-        """Plan with this many parts, or with as many as keep all programs busy."""
+        """Plan with this many parts; by default, with as many as keep all programs busy."""
         parts = parts or max(1, processors * each // g.channels)
         return make(g, itemsize, tensors, processors, threads, each, 1, min(parts, processors * each))
 
@@ -182,7 +182,7 @@ def _of_rows(
 def choose_layers(
     g: Geometry, channels: tuple[int, ...], strides: tuple[int, ...], itemsize: int, backward: bool, processors: int
 ) -> Residence | None:
-    """Choose the launch for several layers, with ``g`` the geometry of all their channels together.
+    """Choose the launch for several layers; ``g`` is the geometry of all their channels together.
 
     Returns None if other kernels are faster.
     """
@@ -210,7 +210,7 @@ def _in_rounds(g: Geometry, channels: tuple[int, ...], itemsize: int, processors
     if not 2 <= groups < slices or slices / (up(slices, groups) * groups) < 0.9:
         return None
     if all(c * itemsize % (8 * WIDTH) == 0 for c in channels):
-        return None  # wide slices are full, and faster even though some values are read twice
+        return None  # wide slices are full, so they are faster even though some values are read twice
     r = make(g, itemsize, 2, processors, threads, 1, lanes, processors // groups)
     return r._replace(slices=slices, groups=groups)
 
@@ -229,7 +229,7 @@ def _of_layers(
     least = (1 if residual else 3) if backward else (3 if residual else 6)
     if megabytes < least or megabytes > (250 if plain else 200):
         return None
-    # Wide slices use full memory bursts; with narrow ones, fewer programs share a barrier. The width should leave few
+    # Wide slices use full memory bursts; with narrow slices, fewer programs share a barrier. The width should leave few
     # threads idle.
     narrow = megabytes < (30 if plain else 10 if backward and residual else 16)
     vectors = [c * itemsize // WIDTH for c in channels]
@@ -249,7 +249,7 @@ def _of_layers(
 
 
 def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
-    """Return whether to process a tensor in woven form; with a residual, both passes make the same choice."""
+    """Return whether to process a tensor in woven form; with a residual, both passes give the same answer."""
     v = WIDTH // itemsize
     # Check the size first: for symbolic shapes, torch.compile then often needs no other guard.
     if megabytes_of(g, itemsize) < 4 or g.nhwc or g.width < 2 * v or g.stride % v:
@@ -264,7 +264,7 @@ def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
 def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
     """Return the smallest number of vectors that hold whole channels of one example in woven form, or None.
 
-    None means that the woven form does not apply. With a residual, the bits of these vectors fill whole bytes too.
+    None means that the woven form does not apply. With a residual, the bits of these vectors also fill whole bytes.
 
     >>> from .layout import geometry_of
     >>> woven_lanes(geometry_of(torch.empty(2, 64, 7, 7)), 2, False)  # 8 channels of 49 are 49 vectors of 8
@@ -282,7 +282,7 @@ def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
 @cache
 def runs_on(device: torch.device) -> bool:
     """Return whether the kernel can run on a device: it needs Hopper's shared memory, NVRTC and the whole device."""
-    alone = 0 < AT_ONCE <= 2  # two streams are fine: one waits until the other's programs are done
+    alone = 0 < AT_ONCE <= 2  # two streams work: one waits until the other's programs are done
     if device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)

@@ -9,19 +9,19 @@ from typing import NamedTuple
 from .layout import Geometry, vector
 
 MEANING = "resident, once: one launch that reads x once if it fits on chip; stream: two launches that read x twice"
-# Up to this many parts, every program merges all parts' sums itself; beyond it, the last program to arrive merges them
-# for all.
+# Up to this many parts, every program merges the sums of all parts itself; with more parts, the last program to arrive
+# merges the sums for all programs.
 MERGED_BY_ALL = 64
-# How many launches with barriers may run at the same time without one waiting for free multiprocessors; 0 disables
-# such launches. The default allows for a network that trains on two streams. How much of a GPU other processes leave
-# free is unknown.
+# How many launches with barriers may run at the same time without waiting for free multiprocessors; 0 disables such
+# launches. The default allows for a network that trains on two streams. How much of a GPU other processes leave free is
+# unknown.
 AT_ONCE = int(os.environ.get("BATCHNORM_LAUNCHES_AT_ONCE", "2"))
 # Allowed numbers of tiles in registers; a kernel is compiled for each.
 HELD = (1, 2, 4, 7, 8, 12, 16)
 
 
 class Tiling(NamedTuple):
-    """Hold the launch parameters: R x V tiles, T of them held in registers, each slice of channels split into parts."""
+    """The launch parameters: R x V tiles, T of them held in registers; each slice of channels is split into parts."""
 
     path: str  # "once": one launch, x held in registers; "stream": two launches, x read twice
     R: int
@@ -40,7 +40,7 @@ class Tiling(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Whether one program processes a whole slice, so that none has to wait."""
+        """Whether one program processes a whole slice, so that no program has to wait."""
         return self.parts == 1 and self.path != "stream"
 
     @property
@@ -50,16 +50,16 @@ class Tiling(NamedTuple):
 
     @property
     def kept_parts(self) -> int:
-        """The number of parts whose sums need memory."""
+        """The number of parts whose sums are stored in memory, including the merged parts of a tree."""
         return 0 if self.alone else self.parts + up(self.parts, 32) * self.tree
 
     @property
     def words(self) -> int:
-        """The number of int32 counters: one for tickets, one for finished slices, one (for a tree, 33) per slice."""
+        """The number of int32 counters: one for tickets, one for finished slices, one per slice (33 for a tree)."""
         return 2 if self.alone else 2 + self.slices * (33 if self.tree else 1)
 
     def second(self, units: int) -> Tiling:
-        """Return the plan of the second launch: smaller parts, because it merges nothing."""
+        """Return the plan of the second launch, which has smaller parts because it merges nothing."""
         share = self.R * self.steps
         return self._replace(share=share, parts=up(units, share))
 
@@ -119,7 +119,7 @@ def make(
 
 
 class Way(NamedTuple):
-    """Hold a plan for keeping a tensor in registers: warps and kilobytes per program; channels per NHWC slice."""
+    """How to hold a tensor in registers: warps and kilobytes per program, and channels per slice if channels last."""
 
     warps: int
     kilobytes: int
@@ -157,7 +157,7 @@ def _way(g: Geometry, itemsize: int, backward: bool, residual: bool) -> Way | No
 def once(g: Geometry, itemsize: int, tensors: int, way: Way, processors: int) -> Tiling | None:
     """Plan to read each of 1 or 2 ``tensors`` once.
 
-    Returns None if programs would wait for others that cannot run at the same time.
+    Returns None if programs would wait for other programs that cannot run at the same time.
     """
     tile = 512 * way.warps // itemsize  # 16 bytes per thread
     tiles = way.kilobytes * 1024 // (tile * itemsize * tensors)

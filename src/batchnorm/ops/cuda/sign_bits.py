@@ -1,10 +1,10 @@
-"""One bit per element, kept for the backward pass if a residual was added: whether g'(z) is 1.
+"""One bit per element, saved for the backward pass if a residual was added: whether g'(z) is 1.
 
 For relu and leaky_relu this means z > 0, for relu6 0 < z < 6; see ``passes`` in triton/tile.py.
 
 Bits are stored in one of two orders. A 1D tensor holds rows (channels last) or channels (channels first), each rounded
-up to whole bytes. A 2D tensor, called woven, holds one row per example, in the order of a dense x. Woven bits
-are used if a vector may hold values of two channels (see resident.cu): a channel's bits do not fill whole bytes then.
+up to whole bytes. A 2D tensor, called woven, holds one row per example, in the order of a dense x. Woven bits are used
+if a vector may hold values of two channels (see resident.cu), because a channel's bits then do not fill whole bytes.
 """
 
 from __future__ import annotations

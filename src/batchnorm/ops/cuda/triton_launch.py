@@ -1,4 +1,4 @@
-"""Launch Triton kernels through the CUDA driver, which is several times faster than through Triton."""
+"""Launch Triton kernels through the CUDA driver; this is several times faster than through Triton."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Launched = Callable[[list[int], tuple[float, ...]], driver.Launch | None]  # add
 class TritonLaunch:
     """Launch a Triton kernel on tensors of one geometry.
 
-    Triton inspects every argument to find the code that it compiled for such arguments, and runs more Python around
-    each launch. Together that takes several times as long as the launch. This object and the key below fix everything
-    that Triton's choice depends on.
+    Triton inspects every argument to find the code that it compiled for such arguments, and runs more Python code
+    around each launch. Together, this takes several times as long as the launch. This object, and the key in
+    ``__call__``, fix everything that Triton's choice depends on.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TritonLaunch:
                 return self(tensors, scalars, choices)
         rest = (*choices, *self.constants)
         compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, *scalars, *rest, **self.options)
-        if compiled is not None:  # None if interpreted
+        if compiled is not None:  # None if the kernel is interpreted
             absent = [t is None for t in tensors]
             self.compiled[key] = self._past_triton(compiled, absent, scalars) or self._by_triton(compiled, absent, rest)
         return None
@@ -104,7 +104,7 @@ class TritonLaunch:
                 fields.append("f" if isinstance(value, float) else "i")
             if not known:
                 return None
-        # Triton appends pointers to scratch memory, which these kernels do not use.
+        # Triton appends up to two pointers to scratch memory, which these kernels do not use.
         extra = declared[1].count(".param") - len(fields)
         if extra not in (0, 1, 2) or any(kind != "constexpr" for kind in _flat(types[len(values) :])):
             return None

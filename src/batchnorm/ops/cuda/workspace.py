@@ -1,4 +1,4 @@
-"""Memory that launches share: floats for the sums of parts, and words, the int32 counters of barriers."""
+"""Memory that launches share: floats for the sums of parts, and words (int32 counters) for barriers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .schedule import up
 class Workspace:
     """Keep memory per stream for partial sums and barriers.
 
-    The words start at zero, and every launch leaves them ready for the next. Launches on one stream run one after the
-    other, so they can share memory. A captured launch has its own, because its graph may be replayed at the same time
-    as anything else.
+    The words start at zero, and every launch leaves them ready for the next launch. Launches on one stream run one
+    after the other, so they can share memory. A launch captured in a CUDA graph has its own memory, because the graph
+    may be replayed while other launches run.
     """
 
     ARENA = 1 << 22
@@ -56,7 +56,7 @@ class Workspace:
         words = max(up(words, 32) * 32, 0 if old is None else old[1].shape[0], 4096)  # whole cache lines
         if device.index not in self.arenas:
             self.arenas[device.index] = (torch.zeros(self.ARENA, dtype=torch.int32, device=device), 0)
-            torch.cuda.current_stream(device).synchronize()  # once, because graphs may be replayed on any stream
+            torch.cuda.current_stream(device).synchronize()  # wait for the zeros: graphs may be replayed on any stream
         return (
             torch.empty(floats, dtype=torch.float32, device=device),
             torch.zeros(words, dtype=torch.int32, device=device),
@@ -66,7 +66,7 @@ class Workspace:
         """Return ``n`` words for a launch that is being captured."""
         arena, used = self.arenas.get(device.index, (None, 0))
         if arena is None or used + n > arena.numel():
-            return torch.zeros(n, dtype=torch.int32, device=device)  # captured too, so zeroed at every replay
+            return torch.zeros(n, dtype=torch.int32, device=device)  # captured too: each replay zeroes them
         self.arenas[device.index] = (arena, used + n)
         return arena[used : used + n]
 

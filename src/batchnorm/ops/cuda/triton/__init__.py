@@ -1,1 +1,1 @@
-"""The Triton kernels. Only these files import triton."""
+"""The Triton kernels. Only the modules in this package import triton."""

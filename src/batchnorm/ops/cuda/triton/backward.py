@@ -3,8 +3,9 @@
 With dz = g'(z) dy and x_hat = (x - mean) / std, Section 3's gradients are
 dbeta = sum(dz), dgamma = sum(dz x_hat), dx = gamma / std * (dz - dbeta / m - x_hat dgamma / m).
 
-PHASE, T and the split into programs are those of the forward pass. z is recomputed from x by the same multiply-add as
-in the forward pass. If a residual was added, one bit per element gives g' instead, or the residual is read again.
+PHASE, T and the split into programs are the same as in the forward pass. z is recomputed from x by the same
+multiply-add as in the forward pass. If a residual was added, g' comes from one saved bit per element, or the residual
+is read again.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def dz_of(
 
 @triton.jit
 def add_parts(partial, first, last, channel, C):
-    """Add the two sums of parts ``first`` to ``last`` in a fixed order."""
+    """Add up the two sums of each part from ``first`` to ``last``, exclusive, in a fixed order."""
     PARTS: tl.constexpr = 32
     s1 = tl.zeros_like(channel).to(tl.float32)
     s2 = tl.zeros_like(s1)
@@ -87,7 +88,7 @@ def publish(stats, dgamma, dbeta, s1, s2, channel, C, write):
 
 @triton.jit
 def write_tile(dz, tile, first, last, dx, dresidual, strides, base, scale, k2, k0, channel, shape, FORM: tl.constexpr):
-    """Write a tile of dx = scale dz - (k2 (x - base) + k0), and of dz, the residual's gradient, if it is wanted."""
+    """Write a tile of dx = scale dz - (k2 (x - base) + k0), and a tile of dz, the residual's gradient, if wanted."""
     at = offsets(first + tl.arange(0, FORM[1]), strides, channel, shape, FORM)
     exists = inside(first, last, channel, shape, FORM)
     mean_terms = tl.fma(tile.to(tl.float32) - base[None, :], k2[None, :], k0[None, :])
@@ -108,7 +109,7 @@ def differentiate_part(
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
     EACH: tl.constexpr = 1 if FORM[0] else V
-    # If dz is dy or 0, hold it instead of dy; otherwise compute it twice.
+    # If dz is always dy or 0, hold dz instead of dy in registers. For other activations, compute dz twice.
     HOLDS_DZ: tl.constexpr = PHASE == 3 and (ACT == RELU or ACT == RELU6)  # noqa: SIM109
     C = shape[0]
     units = shape[1]
@@ -186,7 +187,7 @@ def differentiate_part(
         if LAST:
             db = tl.load(dbeta + channel, mask=here, other=0.0)
             dg = tl.load(dgamma + channel, mask=here, other=0.0)
-        # Loaded late, because registers are scarce while tiles are held.
+        # Load these late, because registers are scarce while tiles are held.
         low = tl.load(stats + 4 * C + channel, mask=here, other=0.0)
         invstd = tl.load(stats + 7 * C + channel, mask=here, other=0.0)
         k2 = scale * (dg * invstd / count)
@@ -221,7 +222,7 @@ _NUMBERS = [
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
     *("width", "magic", "shift", "slope", "dy_stride"),
 ]
-# Small tensors may be views into one flat buffer, at any alignment; do not recompile for that.
+# Small tensors may be views into one flat buffer, at any alignment. Do not recompile for each alignment.
 _SMALL = ["dgamma", "dbeta", "words"]
 
 

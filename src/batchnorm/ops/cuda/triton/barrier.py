@@ -1,7 +1,7 @@
-"""Barriers between the programs of one launch that share a slice of channels; they need no reset between launches.
+"""Barriers between the programs of one launch that share a slice of channels; no reset is needed between launches.
 
-Each slice has one word, an int32. Its low bits count arrivals; when all programs have arrived, its highest bit flips
-and the low bits are zero again. Words start at zero, and consecutive launches on a stream may share them.
+Each slice has one word, an int32. The low bits of a word count arrivals; when all programs have arrived, the highest
+bit flips and the low bits are zero again. Words start at zero, and consecutive launches on a stream may share them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ TURN = tl.constexpr(-(2**31))
 def take_ticket(counter, programs):
     """Number the programs in the order in which they start.
 
-    The parts of a slice get consecutive numbers, so a program waits only for programs that already run or will start
-    when earlier slices are done. So launches may have any size, and the hardware may start programs in any order.
+    The parts of a slice get consecutive numbers, so a program waits only for programs that are already running or will
+    start when earlier slices are done. So launches may have any size, and the hardware may start programs in any order.
     """
     ticket = tl.atomic_add(counter, 1, sem="relaxed")
     if ticket == programs - 1:
@@ -27,7 +27,7 @@ def take_ticket(counter, programs):
 
 @triton.jit
 def arrive(word, step):
-    """Count this program's arrival, publish its writes, and return the previous count."""
+    """Count this program's arrival, make its writes visible, and return the previous count."""
     tl.debug_barrier()
     before = tl.atomic_add(word, step, sem="acq_rel") & 0x7FFFFFFF
     tl.debug_barrier()
@@ -43,7 +43,7 @@ def release(word, parts):
 
 @triton.jit
 def arrive_to_turn(word, part, parts):
-    """Count this program's arrival; the last one to arrive flips the highest bit."""
+    """Count this program's arrival; the last arrival flips the highest bit."""
     tl.debug_barrier()
     step = tl.where(part == 0, TURN - (parts - 1), 1)
     tl.atomic_add(word, step, sem="release")
@@ -57,8 +57,8 @@ def side_of(word):
 
 @triton.jit
 def wait(word, side):
-    """Wait until the highest bit flips; the other programs' writes are visible then."""
-    # Triton has no load-acquire. Only one thread polls: if all did, they would delay arrivals.
+    """Wait until the highest bit flips; the other programs' writes are then visible."""
+    # Use assembly, because Triton has no load-acquire. Only one thread polls, because polling delays arrivals.
     tl.inline_asm_elementwise(
         """
         {
@@ -92,7 +92,7 @@ def place(program, slices, parts, beside):
     """Return the slice and the part of a program.
 
     ``beside`` slices are processed at a time. Neighbouring programs process the same rows of neighbouring slices, so
-    together they read long runs of memory.
+    together they read long contiguous pieces of memory.
     """
     group = program // (beside * parts)
     rest = program - group * (beside * parts)

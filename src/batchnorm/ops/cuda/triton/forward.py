@@ -1,11 +1,12 @@
 """The forward pass: the statistics of each slice of channels, then g(BN(x) + residual).
 
-PHASE selects what a launch does. 1 only computes the statistics and 2 only normalizes; together they are streaming, in
-two launches with T = 0. 3 does both: a program holds its T tiles in registers and reads x once, with a barrier between
-the programs of a slice.
+PHASE selects what a launch does. PHASE 1 only computes the statistics and PHASE 2 only normalizes; these are the two
+launches of streaming, with T = 0. PHASE 3 does both in one launch: a program holds its T tiles in registers and reads x
+once, with a barrier between the programs of a slice.
 
-``stats`` has the rows mean, var, count, base, low, scale, offset, invstd. The mean is base + low. Since base is near
-the values, x - base is exact, and no precision is lost even if the mean is a million standard deviations from zero.
+``stats`` has the rows mean, var, count, base, low, scale, offset and invstd. The mean is base + low. Since base is near
+the values of x, x - base is exact, and no precision is lost even if the mean is a million standard deviations from
+zero.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .tile import activate, channels_of, inside, load_tile, offsets, opaque, pas
 
 @triton.jit
 def add_tile(s1, s2, tile, near, first, last, FORM: tl.constexpr):
-    """Add a tile's d = x - near to s1 and d^2 to s2."""
+    """Add d = x - near to s1 and d^2 to s2, for the values x of a tile."""
     exists = (first + tl.arange(0, FORM[1]) < last)[:, None]
     d = tl.where(exists, tile.to(tl.float32) - near[None, :], 0.0)
     return s1 + d, tl.fma(d, d, s2)
@@ -31,11 +32,11 @@ def moments_of(
     x, strides, tiles, near, first, last, channel, shape,
     FORM: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return low and M2 of this part, whose mean is near + low.
+    """Return low and M2, the sum of squared deviations, of this part, whose mean is near + low.
 
-    Sums are shifted by ``near``, because E[x^2] - E[x]^2 would lose all precision if the mean is large. Each of n
-    values is at most sqrt(n) standard deviations from their mean. So whether ``near`` is one of these values or the
-    mean of a few, the error of M2 is at most n roundings.
+    Sums are shifted by ``near``, because E[x^2] - E[x]^2 loses all precision if the mean is large. Each of n values is
+    at most sqrt(n) standard deviations from their mean. So the error of M2 is at most n rounding errors, whether
+    ``near`` is one of the values or the mean of a few.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
@@ -55,10 +56,11 @@ def moments_of(
 
 @triton.jit
 def merge(partial, first, last, share, channel, shape, EACH: tl.constexpr):
-    """Merge the moments of parts ``first`` to ``last`` in a fixed order; return their base, low and M2.
+    """Merge the moments of the parts from ``first`` to ``last``, exclusive, in a fixed order; return base, low and M2.
 
-    M2 = sum of M2_part + n_part (mean_part - mean)^2 (Chan, Golub & LeVeque), with means relative to the first part's.
-    The variance of K parts is at least 1/K of the square that is subtracted at the end, so little precision is lost.
+    M2 = sum of M2_part + n_part (mean_part - mean)^2 (Chan, Golub & LeVeque), with means relative to that of the first
+    part. The variance of K parts is at least 1/K of the square that is subtracted at the end, so little precision is
+    lost.
     """
     PARTS: tl.constexpr = 32
     C = shape[0]
@@ -95,7 +97,7 @@ def store_part(partial, part, near, low, m2, channel, C):
 
 @triton.jit
 def load_or(p, channel, C, default):
-    """Load a parameter [W] as float32, or ``default`` if the layer has none."""
+    """Load a parameter of shape [W] as float32, or return ``default`` if the layer has no such parameter."""
     if p is not None:
         return tl.load(p + channel, mask=channel < C, other=0.0).to(tl.float32)
     else:
@@ -104,7 +106,7 @@ def load_or(p, channel, C, default):
 
 @triton.jit
 def publish(stats, count, base, low, var, gamma, beta, eps, channel, C, write):
-    """Return the slice's scale and offset, and store its columns of ``stats`` if ``write``."""
+    """Return the slice's scale and offset, and store the slice's columns of ``stats`` if ``write``."""
     invstd = 1.0 / tl.sqrt_rn(tl.maximum(var, 0.0, propagate_nan=tl.PropagateNan.ALL) + eps)
     scale = invstd * gamma
     offset = tl.fma(-low, scale, beta)
@@ -127,7 +129,7 @@ def settle(
     channel, shape,
     EACH: tl.constexpr, CUMULATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Merge all parts of a slice, store its statistics, release the waiting programs and update the averages."""
+    """Merge a slice's parts, store the slice's statistics, release the waiting programs and update the averages."""
     C = shape[0]
     count = shape[1] * EACH
     base, low, m2 = merge(partial, 0, parts, share, channel, shape, EACH)
@@ -162,7 +164,7 @@ def place(words, slices, parts, beside, PHASE: tl.constexpr, TICKET: tl.constexp
     if TICKET:
         program = barrier.take_ticket(words, slices * parts)
     elif PHASE == 2:
-        # In reverse order, because the values that the first launch read last are still in the cache.
+        # Use the reverse order, because the values that the first launch read last are still in the cache.
         program = slices * parts - 1 - program
     return barrier.place(program, slices, parts, beside)
 
@@ -177,8 +179,9 @@ def normalize_part(
 ):  # fmt: skip
     """Process one program's share of a layer: one part of a slice.
 
-    ALONE means that a slice has one part. LAST means that the last part to arrive merges all parts and writes ``stats``
-    for the others; otherwise every part merges them itself. TREE means merging in two steps, of at most 32 parts each.
+    ALONE means that a slice has one part. LAST means that the last program to arrive merges all parts and writes
+    ``stats`` for the other programs; without LAST, every program merges all parts itself. TREE means that parts are
+    merged in two steps of at most 32 parts each.
     """
     R: tl.constexpr = FORM[1]
     EACH: tl.constexpr = 1 if FORM[0] else FORM[2]
@@ -203,7 +206,7 @@ def normalize_part(
             for t in tl.static_range(T):
                 added = added + (load_tile(residual, y_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
     if PHASE & 1:
-        # Loaded early, while x is still in flight.
+        # Load these early, while x is still being loaded.
         near = sample(x, x_strides, first, last, channel, shape, FORM)
         g = load_or(gamma, channel, C, 1.0)
         b = load_or(beta, channel, C, 0.0)
@@ -283,7 +286,7 @@ _NUMBERS = [
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
     *("width", "magic", "shift", "eps", "momentum", "slope"),
 ]
-# Small tensors may be views into one flat buffer, at any alignment; do not recompile for that.
+# Small tensors may be views into one flat buffer, at any alignment. Do not recompile for each alignment.
 _SMALL = ["gamma", "beta", "words", "running_mean", "running_var", "batches", "skipped"]
 
 

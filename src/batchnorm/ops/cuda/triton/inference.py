@@ -34,7 +34,7 @@ def normalize_rows(
 ):  # fmt: skip
     """Do the same for channels-last rows, P rows of V channels per program; C and the row strides are multiples of A.
 
-    They are passed divided by A, so that the compiler knows how wide an access may be.
+    C and the strides are passed divided by A, so that the compiler knows how wide an access may be.
     """
     C = C * A
     slices = (C + V - 1) // V

@@ -1,7 +1,7 @@
 """Kernels for up to four layers in one launch, on channels-last tensors with the same number of rows.
 
-Slices are numbered across all layers: layer k starts at slice ``first_k``, and absent layers start after the last
-slice. Each layer has its own consecutive part of ``stats``, ``partial`` and ``words``.
+Slices are numbered across all layers: layer k starts at slice ``first_k``. Absent layers start after the last slice.
+Each layer has its own consecutive part of ``stats``, ``partial`` and ``words``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def pick(piece, firsts, values):
 def find_layer(piece, firsts, channels, slices, A: tl.constexpr):
     """Return five numbers for the layer that a slice belongs to.
 
-    They are its first slice, how many slices and channels it has, and how many channels and layers come before it.
+    The numbers are the layer's first slice, its number of slices and channels, and the number of channels and layers
+    before it.
     """
     first = pick(piece, firsts, (0, firsts[0], firsts[1], firsts[2]))
     end = pick(piece, firsts, (firsts[0], firsts[1], firsts[2], slices))
@@ -44,7 +45,7 @@ _NUMBERS = [
     *(f"{name}_stride{k}" for name in ("x", "y", "dy") for k in range(4)),
     *("eps", "momentum", "slope"),
 ]
-# Small tensors may be views into one flat buffer, at any alignment; do not recompile for that.
+# Small tensors may be views into one flat buffer, at any alignment. Do not recompile for each alignment.
 _SMALL = [
     f"{name}{k}" for name in ("gamma", "beta", "running_mean", "running_var", "batches", "skipped") for k in range(4)
 ]
@@ -95,7 +96,7 @@ def backward_layers(
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
     TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Run the backward pass with ``slices * parts`` programs; ``y_stride0`` to ``y_stride3`` are those of dx."""
+    """Run the backward pass with ``slices * parts`` programs; ``y_stride0`` to ``y_stride3`` are the strides of dx."""
     piece, part = place(words, slices, parts, beside, PHASE, TICKET)
     f = (first1, first2, first3)
     first, own_slices, C, before, layer = find_layer(piece, f, (C0, C1, C2, C3), slices, FORM[3])

@@ -1,4 +1,4 @@
-"""Update the running averages slice by slice, as soon as the moments are known, by the rules of ops/running.py.
+"""Update the running averages slice by slice, as soon as a slice's moments are known, by the rules of ops/running.py.
 
 One non-finite channel makes a batch unusable, but other slices may already have been updated. So each slice saves its
 old values in ``before``, and the program that finishes the last slice restores them if necessary. No program has to
@@ -17,7 +17,7 @@ BAD = tl.constexpr(1 << 16)  # a slice with a non-finite channel adds this to it
 
 @triton.jit
 def is_number(v):
-    """Return where v is finite."""
+    """Return a mask that is true where v is finite."""
     return tl.abs(v) < float("inf")
 
 

@@ -1,17 +1,17 @@
 """Access a tensor in tiles of units by channels, with the same code for both layouts.
 
 A *unit* is a row of a channels-last tensor (one location of one example), or ``V`` adjacent locations of one channel of
-a contiguous tensor. A tile is [R, V] either way: R rows of V channels, or R units of one channel. Per-channel values
-have the shape [W], with W = V or W = 1 channels, so that ``v[None, :]`` broadcasts over a tile in both layouts.
+a contiguous tensor. In both layouts a tile is [R, V]: R rows of V channels, or R units of one channel. Per-channel
+values have the shape [W], where W is V or 1 channels, so that ``v[None, :]`` broadcasts over a tile in both layouts.
 
-These arguments are passed everywhere:
+Most functions take these arguments:
 
 - ``piece``: the index of a slice of channels.
-- ``FORM``, constants: (channels last?, R, V, A, offsets need 64 bits?). All strides are multiples of A, and are passed
+- ``FORM``, constants: (channels last?, R, V, A, offsets need 64 bits?). All strides are multiples of A and are passed
   divided by A.
 - ``shape``, numbers: (C, units of a channel, units of a channel in one example, magic, shift). ``magic`` and ``shift``
   turn the division by the third number into a multiplication, because a division takes 20 instructions.
-- ``strides``, for each tensor: those of a row or an example, and of a channel.
+- ``strides``, for each tensor: the stride of a row or an example, and the stride of a channel.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HARDSWISH = tl.constexpr(NAMES.index("hardswish"))
 
 @triton.jit
 def channels_of(piece, FORM: tl.constexpr):
-    """Return the channels [W] of a slice."""
+    """Return the channels of a slice, of shape [W]."""
     V: tl.constexpr = FORM[2]
     if FORM[0]:
         return piece * V + tl.arange(0, V)
@@ -71,7 +71,7 @@ def offsets(units, strides, channel, shape, FORM: tl.constexpr):
 
 @triton.jit
 def inside(first, last, channel, shape, FORM: tl.constexpr):
-    """Return which elements [R, V] of the tile that starts at unit ``first`` exist."""
+    """Return a mask [R, V] of the elements that exist in the tile that starts at unit ``first``."""
     return (first + tl.arange(0, FORM[1]) < last)[:, None] & (channel < shape[0])[None, :]
 
 
@@ -117,8 +117,8 @@ def totals(s, t, FORM: tl.constexpr):
 def opaque(v, ON_DEVICE: tl.constexpr):
     """Return ``v``, hidden from the compiler's optimizer.
 
-    Otherwise the compiler keeps the float32 copies and addresses of one pass over a tile for the next pass, which
-    doubles the registers.
+    Without this, the compiler keeps the float32 copies and addresses of one pass over a tile for the next pass, and
+    needs twice as many registers.
     """
     if not ON_DEVICE:
         return v
@@ -132,7 +132,7 @@ def opaque(v, ON_DEVICE: tl.constexpr):
 
 @triton.jit
 def bit_offsets(first, last, piece, shape, FORM: tl.constexpr):
-    """Return the offsets of the bytes of the tile that starts at unit ``first``, and which of them exist.
+    """Return the offsets of the bytes of the tile that starts at unit ``first``, and a mask of the bytes that exist.
 
     A row has one bit per channel, or a channel has one bit per value, rounded up to whole bytes. Parts start at
     multiples of 8 units.
@@ -157,7 +157,7 @@ def bit_offsets(first, last, piece, shape, FORM: tl.constexpr):
 
 @triton.jit
 def store_bits(bits, t, first, last, piece, shape, FORM: tl.constexpr):
-    """Write a tile of booleans as bits; the first of each eight is the lowest bit."""
+    """Write a tile of booleans as bits; the first of each eight booleans is the lowest bit."""
     at, exists = bit_offsets(first, last, piece, shape, FORM)
     eights = tl.reshape(t, [FORM[1] * FORM[2] // 8, 8]).to(tl.int32)
     tl.store(bits + at, tl.sum(eights << tl.arange(0, 8)[None, :], 1).to(tl.uint8), mask=exists)
@@ -207,7 +207,7 @@ def activate(z, slope, ACT: tl.constexpr):
 
 @triton.jit
 def passes(z, ACT: tl.constexpr):
-    """Return where g'(z) is 1, for g' with two values; true for NaN with relu and relu6, as in torch's CUDA kernels."""
+    """Return where g'(z) is 1, if g' has two values; true for NaN with relu and relu6, as in torch's CUDA kernels."""
     if ACT == RELU:
         return ~(z <= 0)
     elif ACT == RELU6:
