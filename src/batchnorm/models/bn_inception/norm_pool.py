@@ -33,6 +33,7 @@ def can_pool(bn: BatchNorm2d, pool: nn.Module, x: Tensor) -> bool:
     """Return whether :func:`normalize_and_pool` can run these layers on ``x``."""
     return (
         type(pool) is MaxPool2d
+        and pool.has_kernel
         and pool.stride == 2
         and can_join([bn], x)
         and bn.uses_batch_statistics

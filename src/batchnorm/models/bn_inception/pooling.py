@@ -38,7 +38,13 @@ class MaxPool2d(nn.MaxPool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Pool."""
-        return max_pool(x, self.stride) if self.stride in (1, 2) and takes(x) else super().forward(x)
+        return max_pool(x, self.stride) if self.has_kernel and takes(x) else super().forward(x)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether there is a kernel for these windows: their stride is 1 or 2, and nothing else was changed."""
+        options = (self.kernel_size, self.padding, self.dilation, self.return_indices, self.ceil_mode)
+        return options == (3, 1, 1, False, False) and self.stride in (1, 2)
 
 
 class AvgPool2d(nn.AvgPool2d):
@@ -56,7 +62,13 @@ class AvgPool2d(nn.AvgPool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Pool."""
-        return average_pool(x) if takes(x) else super().forward(x)
+        return average_pool(x) if self.has_kernel and takes(x) else super().forward(x)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether there is a kernel for these windows: nothing was changed."""
+        options = (self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad)
+        return options == (3, 1, 1, False, False) and self.divisor_override is None
 
 
 def max_pool(x: Tensor, stride: int) -> Tensor:
