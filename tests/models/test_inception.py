@@ -224,6 +224,17 @@ def test_who_listens_to_a_unit_hears_its_layers():
     assert heard == ["conv"]
 
 
+def test_global_hooks_and_a_patched_forward_see_a_unit_as_drawn():
+    unit = Unit(OrderedDict(conv=nn.Conv2d(3, 4, 3, padding=1), activation=nn.ReLU()))
+    unit.rearrange, x, seen = True, torch.randn(2, 3, 5, 5), []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    unit(x)
+    handle.remove()
+    assert seen == [*unit, unit]
+    unit.conv.forward = lambda x, run=unit.conv.forward: run(2 * x)
+    torch.testing.assert_close(unit(x), nn.Sequential(*unit)(x))
+
+
 @pytest.mark.parametrize("layer", ["conv", "activation"])
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_who_listens_to_gradients_hears_them(layer, register):

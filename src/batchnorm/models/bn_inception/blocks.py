@@ -18,7 +18,7 @@ import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...graph.kinds import has_hooks, is_quiet, is_watched
+from ...graph.kinds import is_quiet, is_watched
 from ...layers import BatchNorm2d
 from .bias import bias_act
 from .channels_last import takes
@@ -136,12 +136,12 @@ class Unit(nn.Sequential):
         return plain and is_quiet(self) and is_quiet(conv)
 
     def _is_plain(self) -> bool:
-        """Return whether this is a biased convolution and a nonlinearity, both without hooks."""
-        if len(self) != 2:
+        """Return whether this is a biased convolution and a nonlinearity, and no hook would miss their calls."""
+        if len(self) != 2 or is_watched():
             return False
         conv, last = self
         known = type(conv) is nn.Conv2d and conv.bias is not None and type(last) in _NONLINEARITIES
-        return known and not (has_hooks(conv) or has_hooks(last))
+        return known and is_quiet(conv) and is_quiet(last)
 
 
 def _is_dense(conv: nn.Module) -> bool:
