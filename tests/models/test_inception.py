@@ -142,6 +142,11 @@ def test_per_activation_normalization_of_the_last_rows(size):
     assert small.inception_4e.double33.conv1.bn.weight.grad.shape == (16, *[-(-size // 8)] * 2)
 
 
+def test_the_argument_has_the_name_that_sequentials_give_it():
+    net, x = inception(size=32, width=0.1, classes=2).eval(), torch.zeros(1, 3, 32, 32)
+    assert torch.equal(net(input=x), net(x))
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="32 px or more, not 31"):
         inception(size=31)
@@ -219,6 +224,17 @@ def test_who_listens_to_a_unit_hears_its_layers():
     assert heard == ["conv"]
 
 
+def test_global_hooks_and_a_patched_forward_see_a_unit_as_drawn():
+    unit = Unit(OrderedDict(conv=nn.Conv2d(3, 4, 3, padding=1), activation=nn.ReLU()))
+    unit.rearrange, x, seen = True, torch.randn(2, 3, 5, 5), []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    unit(x)
+    handle.remove()
+    assert seen == [*unit, unit]
+    unit.conv.forward = lambda x, run=unit.conv.forward: run(2 * x)
+    torch.testing.assert_close(unit(x), nn.Sequential(*unit)(x))
+
+
 @pytest.mark.parametrize("layer", ["conv", "activation"])
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_who_listens_to_gradients_hears_them(layer, register):
@@ -239,6 +255,39 @@ def test_a_changed_convolution_stays_changed_in_a_rearranged_unit(options):
     x = torch.randn(2, 4, 9, 9)
     expected, unit.rearrange = unit(x), True
     torch.testing.assert_close(unit(x), expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda conv: conv.depthwise.register_forward_hook(lambda _, inputs, y: y + 1),
+        lambda conv: conv.pointwise.register_forward_pre_hook(lambda _, inputs: 2 * inputs[0]),
+        lambda conv: setattr(conv.depthwise, "forward", lambda x, run=conv.depthwise.forward: run(2 * x)),
+        lambda conv: (
+            setattr(conv.depthwise, "padding_mode", "circular")
+            or setattr(conv.depthwise, "_reversed_padding_repeated_twice", [1] * 4)
+        ),
+        lambda conv: setattr(conv.depthwise, "padding", (0, 0)),
+        lambda conv: setattr(conv.depthwise, "bias", nn.Parameter(torch.ones(12))),
+        lambda conv: setattr(conv.pointwise, "stride", (2, 2)),
+        lambda conv: conv.append(nn.ReLU()),
+    ],
+    ids="hook pre_hook forward mode padding bias stride appended".split(),  # noqa: SIM905
+)
+def test_a_changed_separable_convolution_runs_as_drawn(change):
+    conv, x = SeparableConv2d(3, 5, 3, stride=2, multiplier=4), torch.randn(2, 3, 8, 8)
+    change(conv)
+    for conv.rearrange in (False, True):
+        torch.testing.assert_close(conv(x), nn.Sequential(*conv)(x))
+
+
+def test_global_hooks_see_a_separable_convolution_as_drawn():
+    conv, x, seen = SeparableConv2d(3, 5, 3, multiplier=4), torch.randn(2, 3, 8, 8), []
+    conv.rearrange = True
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    conv(x)
+    handle.remove()
+    assert seen == [*conv, conv]
 
 
 def test_what_was_appended_to_a_unit_is_called():

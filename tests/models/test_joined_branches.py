@@ -199,6 +199,26 @@ def test_hooks_of_branches_are_called(device):
     assert heard == ["three"]
 
 
+@pytest.mark.parametrize("row", ROWS)
+def test_global_hooks_and_those_of_the_pool_see_the_module_as_drawn(device, row):
+    module, x = made(row, device), images(device)
+    drawn = copy.deepcopy(module)
+    module.rearrange, drawn.rearrange = True, False
+
+    def seen(net, register):
+        shapes = []
+        handle = register(net)(lambda _, inputs, y: shapes.append((inputs[0].shape, y.shape)))
+        net(x)
+        handle.remove()
+        return shapes
+
+    for register in (
+        lambda _: nn.modules.module.register_module_forward_hook,
+        lambda net: net.pool[0].register_forward_hook,
+    ):
+        assert seen(module, register) == seen(drawn, register)
+
+
 def test_kernels_that_are_neighbours_are_joined_in_place():
     kernels = [torch.randn(n, 6, 1, 1) for n in (3, 5)]
     copies = joined_branches.as_neighbours(kernels, torch.float32)
@@ -249,6 +269,12 @@ def test_a_module_that_was_changed_runs_as_drawn(launches, device, row):
     def with_a_plain_convolution(module):
         module.three[0] = module.three[0].conv
 
+    def with_other_windows(module):
+        module.pool[0].kernel_size, module.pool[0].padding = 5, 2
+
+    def with_a_pool_that_is_not_linear(module):
+        module.pool[0] = nn.MaxPool2d(3, module.pool[0].stride, 1)
+
     def without_averages(module):
         for layer in module.modules():
             if isinstance(layer, bn.BatchNorm2d):
@@ -260,6 +286,8 @@ def test_a_module_that_was_changed_runs_as_drawn(launches, device, row):
         lambda module: module.three.append(nn.Hardtanh(0, 0.1)),
         with_another_forward,
         with_a_plain_convolution,
+        with_other_windows,
+        with_a_pool_that_is_not_linear,
         without_averages,
     )
     for change in changes:

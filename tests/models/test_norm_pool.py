@@ -231,12 +231,13 @@ def test_a_unit_and_its_pool_are_fused(fused, device, momentum):
         lambda net: setattr(net.stem.bn, "statistics", bn.Ghost(2)),
         lambda net: setattr(net.stem.bn, "activation", bn.BatchNorm2d(8, activation="tanh").activation),
         lambda net: setattr(net.pool1, "stride", 1) or setattr(net, "last", nn.Linear(240, 2).to(net.last.weight)),
+        lambda net: setattr(net.pool1, "ceil_mode", True) or setattr(net, "last", nn.Linear(96, 2).to(net.last.weight)),
         lambda net: net.stem.bn.to(torch.float64),
         lambda net: net.stem.append(nn.Hardtanh(0, 0.5)),
         lambda net: setattr(net.stem.bn, "track_running_stats", False),
         lambda net: nn.utils.parametrize.register_parametrization(net.stem.bn, "weight", nn.Identity()),
     ],
-    ids="unit_hook bn_hook pool_hook frozen ghost tanh stride double appended untracked parametrized".split(),  # noqa: SIM905
+    ids="unit_hook bn_hook pool_hook frozen ghost tanh stride ceil double appended untracked parametrized".split(),  # noqa: SIM905
 )
 def test_what_is_unusual_runs_layer_by_layer(fused, device, change):
     net, x = network(device)

@@ -1,5 +1,6 @@
 """The pooling kernels against torch's: interpreted on CPU, or on a device where there is one."""
 
+import copy
 from itertools import product
 
 import pytest
@@ -151,6 +152,28 @@ def test_modules_are_torchs_off_the_device(module):
     for run in (module, torch.fx.symbolic_trace(module)):
         torch.testing.assert_close(run(x), expected)
     assert torch.func.vmap(module)(x[None]).shape[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "change"),
+    [
+        (pooling.MaxPool2d(2), {"ceil_mode": True}),
+        (pooling.MaxPool2d(2), {"return_indices": True}),
+        (pooling.MaxPool2d(1), {"kernel_size": 5, "padding": 2}),
+        (pooling.MaxPool2d(1), {"padding": 0}),
+        (pooling.MaxPool2d(1), {"dilation": 2}),
+        (pooling.AvgPool2d(), {"count_include_pad": True}),
+        (pooling.AvgPool2d(), {"ceil_mode": True, "stride": 2}),
+        (pooling.AvgPool2d(), {"kernel_size": 5, "padding": 2}),
+        (pooling.AvgPool2d(), {"divisor_override": 5}),
+    ],
+)
+def test_modules_whose_windows_were_changed_are_torchs(module, change, device, monkeypatch):
+    monkeypatch.setattr(pooling, "takes", lambda x: True)
+    module, x = copy.copy(module), values((2, 8, 6, 6), torch.float32, device, False)
+    for name, value in change.items():
+        setattr(module, name, value)
+    torch.testing.assert_close(module(x), type(module).__base__.forward(module, x))
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...graph.kinds import has_hooks, is_quiet, is_watched
+from ...graph.kinds import is_quiet, is_watched
 from ...layers import BatchNorm2d
 from .bias import bias_act
 from .channels_last import takes
@@ -136,12 +136,12 @@ class Unit(nn.Sequential):
         return plain and is_quiet(self) and is_quiet(conv)
 
     def _is_plain(self) -> bool:
-        """Return whether this is a biased convolution and a nonlinearity, both without hooks."""
-        if len(self) != 2:
+        """Return whether this is a biased convolution and a nonlinearity, and no hook would miss their calls."""
+        if len(self) != 2 or is_watched():
             return False
         conv, last = self
         known = type(conv) is nn.Conv2d and conv.bias is not None and type(last) in _NONLINEARITIES
-        return known and not (has_hooks(conv) or has_hooks(last))
+        return known and is_quiet(conv) and is_quiet(last)
 
 
 def _is_dense(conv: nn.Module) -> bool:
@@ -199,13 +199,29 @@ class SeparableConv2d(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve, in one step or two."""
-        if not _rearranged(self, x):
-            return self.pointwise(self.depthwise(x))  # type: ignore[no-any-return]
+        if not _rearranged(self, x) or not self._is_as_built():
+            return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
         weight, bias, stride = self.composed_weight(), self.pointwise.bias, self.depthwise.stride
         blocks = self.by_blocks and stride == (2, 2)
         y = _convolve_blocks(x, weight, bias) if blocks else F.conv2d(x, weight, bias, stride, weight.shape[-1] // 2)
         note_stem(x, y)
         return y
+
+    def _is_as_built(self) -> bool:
+        """Return whether the convolutions are those that were made, and no hook would miss their calls."""
+        if len(self) != 2 or is_watched() or not all(type(conv) is nn.Conv2d and is_quiet(conv) for conv in self):
+            return False
+        first, second = self.depthwise, self.pointwise
+        return (
+            first.bias is None
+            and first.groups == first.in_channels
+            and first.padding == tuple(n // 2 for n in first.kernel_size)
+            and first.dilation == (1, 1)
+            and first.padding_mode == "zeros"
+            and second.groups == 1
+            and second.kernel_size == second.stride == (1, 1)
+            and second.padding == (0, 0)
+        )
 
 
 def _convolve_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -271,7 +287,8 @@ class InceptionModule(nn.Module):
         rearranged = _rearranged(self, x)
         if (rearranged or _is_evaluated(self, x)) and self._is_as_built():
             heads = self._heads()
-            unheard = all(is_quiet(branch) for branch in (self.three, self.double33, self.pool))
+            containers = (self.three, self.double33, self.pool)
+            unheard = not is_watched() and all(map(is_quiet, (*containers, self.pool[0])))
             if unheard and all(head.joins() for head in heads.values()):
                 if self._is_fused(x, heads):
                     return self._fused(x, heads)
@@ -284,6 +301,9 @@ class InceptionModule(nn.Module):
         """Return whether the branches have the children that they were made with."""
         lengths = [len(b) if type(b) is nn.Sequential else 0 for b in (self.three, self.double33, self.pool)]
         if lengths[:2] != [2, 3] or lengths[2] not in (1, 2):
+            return False
+        # Only a linear pool can be swapped with its projection.
+        if self.projects_first and not isinstance(self.pool[0], nn.AvgPool2d):
             return False
         units = [*self.three, *self.double33, *list(self.pool)[1:], *([] if self.one is None else [self.one])]
         return all(type(unit) is Unit for unit in units)
@@ -326,13 +346,15 @@ class InceptionModule(nn.Module):
             return False
         layers = [cast(BatchNorm2d, unit[1]) for unit in used]
         pool, stride = self.pool[0], self._ends()[0].conv.stride[0]
-        if type(pool) not in (AvgPool2d, MaxPool2d) or pool.stride != stride or stride not in (1, 2) or is_watched():
+        if not isinstance(pool, AvgPool2d | MaxPool2d) or type(pool) not in (AvgPool2d, MaxPool2d):
+            return False
+        if not pool.has_kernel or pool.stride != stride:
             return False
         if any(unit.conv.bias is not None for unit in units.values()):
             return False
         autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype
         several = x.numel() > x.shape[1] * stride**2  # values of a channel in the output
-        return several and not autocast and all(map(is_quiet, (*used, *layers, pool))) and can_join(layers, x)
+        return several and not autocast and all(map(is_quiet, (*used, *layers))) and can_join(layers, x)
 
     def _ends(self) -> tuple[Unit, Unit]:
         """Return the last units of the 3x3 and of the double 3x3 branch."""

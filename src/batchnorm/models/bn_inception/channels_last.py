@@ -63,21 +63,20 @@ class ColumnTiles:
         n, c, h, w = shape
         height, width = up(h, stride), up(w, stride)  # the number of windows
         self.align = align
-        self.lanes = min(max(power_up(c), 2), 128 // itemsize)
-        self.wide = 16 * self.THREADS // itemsize // self.lanes  # 16 bytes per thread
-        self.slices = up(c, self.lanes)
-        columns = n * width
-        blocks = up(columns, self.wide)
+        self.channels = min(max(power_up(c), 2), 128 // itemsize)
+        self.columns = 16 * self.THREADS // itemsize // self.channels  # 16 bytes per thread
+        self.slices = up(c, self.channels)
+        blocks = up(n * width, self.columns)
         # The more rows a program has, the fewer are read twice; but there should be many programs.
         rows = max(1, min(8, blocks * self.slices * height // 2048))
         share = up(height, up(height, rows))
         self.units = blocks * up(height, share)
-        self.numbers = (columns, c // self.align, h, w, height, width, share)
+        self.numbers = (n * width, c // self.align, h, w, height, width, share)
 
     @property
     def constants(self) -> tuple[int, int, int]:
         """P, V and the number of elements that all strides are multiples of."""
-        return self.wide, self.lanes, self.align
+        return self.columns, self.channels, self.align
 
     @property
     def options(self) -> dict[str, int]:

@@ -23,7 +23,7 @@ from ...ops.recomputation import is_active
 from ...ops.running import Kept
 from ...ops.torch_state import is_forward_mode, is_recomputation, is_unseen
 from .channels_last import empty, readable, takes
-from .pooling import average_into, empty_places, max_pool_backward, max_pool_gradient, max_pool_into
+from .pooling import average_into, empty_maxima, empty_places, max_pool_backward, max_pool_gradient, max_pool_into
 
 
 class Part(NamedTuple):
@@ -192,14 +192,11 @@ def max_pool_beside(x: Tensor, stride: int, to: Tensor | None = None) -> tuple[T
 class _PoolBeside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stride: int, to: list[Tensor | None]) -> tuple[Tensor, Tensor]:
-        n, c, h, w = x.shape
-        y = to[0]
-        if y is None:
-            y = empty(x, (n, c, (h - 1) // stride + 1, (w - 1) // stride + 1))
+        y = empty_maxima(x, stride) if to[0] is None else to[0]
         where = empty_places(y)
         max_pool_into(x, y, where, stride)
         ctx.save_for_backward(where)
-        ctx.options = (stride, h, w)
+        ctx.options = (stride, *x.shape[2:])
         return x.view_as(x), y
 
     @staticmethod

@@ -141,9 +141,9 @@ class Network(nn.Sequential):
     Beyond the paper: the largest tensors of the network are not written.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Return the class scores."""
-        layers = list(self)
+        x, layers = input, list(self)
         while layers:
             layer = layers.pop(0)
             if type(layer) is Unit and layers and layer.pools(layers[0], x):

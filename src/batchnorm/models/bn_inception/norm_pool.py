@@ -22,9 +22,9 @@ from ...ops.cuda.schedule import stream, up
 from ...ops.cuda.triton_launch import TritonLaunch
 from ...ops.cuda.workspace import workspace
 from ...ops.torch_state import is_recomputation
-from .channels_last import ColumnTiles, alignment, empty, readable
+from .channels_last import ColumnTiles, alignment, readable
 from .joined_branches import can_join, running_of
-from .pooling import MaxPool2d, backward_launch, empty_places, max_forward, max_pool_backward
+from .pooling import MaxPool2d, backward_launch, empty_maxima, empty_places, max_pool_backward, max_pool_into
 
 PROGRAMS = 4  # that add up gradients at the same time, per multiprocessor
 
@@ -33,6 +33,7 @@ def can_pool(bn: BatchNorm2d, pool: nn.Module, x: Tensor) -> bool:
     """Return whether :func:`normalize_and_pool` can run these layers on ``x``."""
     return (
         type(pool) is MaxPool2d
+        and pool.has_kernel
         and pool.stride == 2
         and can_join([bn], x)
         and bn.uses_batch_statistics
@@ -46,7 +47,8 @@ def can_pool(bn: BatchNorm2d, pool: nn.Module, x: Tensor) -> bool:
 def normalize_and_pool(bn: BatchNorm2d, x: Tensor) -> Tensor:
     """Return the maxima of 3x3 windows of ReLU(BN(x)), padded by 1, at stride 2; update the running averages.
 
-    If several values of a window are equal after rounding, the gradient goes to the one with the largest BN(x) before.
+    If several values of a window are equal after rounding, the gradient goes to that of the largest x, or of the
+    smallest if gamma is negative.
     """
     y: Tensor = _NormalizeAndPool.apply(x, bn.weight, bn.bias, bn)  # type: ignore[no-untyped-call]
     return y
@@ -60,10 +62,9 @@ class _NormalizeAndPool(torch.autograd.Function):
             running = running_of(bn)
             torch.autograd.graph.increment_version(running)
         stats = statistics(Call(x, gamma, beta, bn.eps, bn.activation, running=running, momentum=bn.momentum))
-        n, c, h, w = x.shape
-        y = empty(x, (n, c, up(h, 2), up(w, 2)))
+        y = empty_maxima(x, 2)
         where = empty_places(y)
-        max_forward(x, y, where, stats, 2)
+        max_pool_into(x, y, where, 2, stats)
         ctx.options = (bn.eps, bn.activation)
         ctx.save_for_backward(x, gamma, beta, stats, where)
         return y

@@ -38,7 +38,13 @@ class MaxPool2d(nn.MaxPool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Pool."""
-        return max_pool(x, self.stride) if self.stride in (1, 2) and takes(x) else super().forward(x)
+        return max_pool(x, self.stride) if self.has_kernel and takes(x) else super().forward(x)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether there is a kernel for these windows: their stride is 1 or 2, and nothing else was changed."""
+        options = (self.kernel_size, self.padding, self.dilation, self.return_indices, self.ceil_mode)
+        return options == (3, 1, 1, False, False) and self.stride in (1, 2)
 
 
 class AvgPool2d(nn.AvgPool2d):
@@ -56,7 +62,13 @@ class AvgPool2d(nn.AvgPool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Pool."""
-        return average_pool(x) if takes(x) else super().forward(x)
+        return average_pool(x) if self.has_kernel and takes(x) else super().forward(x)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether there is a kernel for these windows: nothing was changed."""
+        options = (self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad)
+        return options == (3, 1, 1, False, False) and self.divisor_override is None
 
 
 def max_pool(x: Tensor, stride: int) -> Tensor:
@@ -90,13 +102,11 @@ def _max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
     return y, where
 
 
-def max_pool_into(x: Tensor, y: Tensor, where: Tensor, stride: int) -> None:
-    """Write maxima to ``y``, which may be channels of a larger tensor, and their places to ``where``."""
-    max_forward(x, y, where, None, stride)
+def max_pool_into(x: Tensor, y: Tensor, where: Tensor, stride: int, stats: Tensor | None = None) -> None:
+    """Write maxima to ``y``, which may be channels of a larger tensor, and their places to ``where``.
 
-
-def max_forward(x: Tensor, y: Tensor, where: Tensor, stats: Tensor | None, stride: int) -> None:
-    """Write maxima and their places, after normalization by ``stats`` and ReLU if they are given."""
+    With the statistics of a batch, normalize and apply ReLU before pooling.
+    """
     row, y_row = row_stride(x), row_stride(y)
     align = gcd(alignment(x), y_row)
     launch = _forward_launch(x.shape, align, row, y_row, stride, x.element_size(), x.device)
@@ -120,14 +130,15 @@ def empty_places(y: Tensor) -> Tensor:
     return empty(y, (n, up(c, 2), h, w), torch.uint8)
 
 
-def _fake_max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+def empty_maxima(x: Tensor, stride: int) -> Tensor:
+    """Return uninitialized memory for the maxima of ``x``."""
     n, c, h, w = x.shape
-    y = empty(x, (n, c, (h - 1) // stride + 1, (w - 1) // stride + 1))
+    return empty(x, (n, c, up(h, stride), up(w, stride)))
+
+
+def _fake_max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    y = empty_maxima(x, stride)
     return y, empty_places(y)
-
-
-def _max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, width: int) -> Tensor:
-    return max_pool_gradient(dy, where, stride, height, width)
 
 
 def max_pool_gradient(
@@ -234,7 +245,7 @@ _library.define("max_pool_backward(Tensor dy, Tensor where, int stride, int heig
 _library.define("average_pool(Tensor x, bool backward) -> Tensor")
 for _name, _kernel, _fake in (
     ("max_pool", _max_pool, _fake_max_pool),
-    ("max_pool_backward", _max_pool_backward, _fake_max_pool_backward),
+    ("max_pool_backward", max_pool_gradient, _fake_max_pool_backward),
     ("average_pool", _average_pool, _fake_average_pool),
 ):
     # For every backend, not only CUDA: Triton's interpreter runs the kernels on CPU tensors.
