@@ -14,7 +14,7 @@ def test_queries():
     assert REPORT.paths("folded") == ["a"]
     assert len(REPORT) == 2
     assert [site.path for site in REPORT] == ["a", ""]
-    with pytest.raises(KeyError, match="no site 'c' in this report of fold"):
+    with pytest.raises(KeyError, match="this report of fold has no entry 'c'"):
         REPORT["c"]
 
 

@@ -60,12 +60,18 @@ def test_files_of_one_name_in_different_folders(folder, tmp_path):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("mynet", "'mynet' names no function: write module:function"),
+        ("mynet", "'mynet' is not the name of a function: write module:function"),
         ("mynet:missing", "cannot make a network from mynet:missing"),
         ("absent.py:build", "cannot make a network from absent.py:build: .*absent.py is not a file"),
         ("mynet:nothing", "mynet:nothing returned int, not a torch.nn.Module"),
-        ("mynet:wide", "without arguments: missing a required argument: 'width'; name the class count 'classes'"),
-        ("mynet:deep", "with classes= alone: missing a required argument: 'depth'; give its other arguments defaults"),
+        (
+            "mynet:wide",
+            "without arguments: missing a required argument: 'width'; call its argument 'classes'",
+        ),
+        (
+            "mynet:deep",
+            "with classes= alone: missing a required argument: 'depth'; give its other arguments default values",
+        ),
     ],
 )
 def test_a_name_that_leads_to_no_network(folder, name, says):

@@ -56,7 +56,7 @@ class VerbReport:
         for site in self.sites:
             if site.path == path:
                 return site
-        raise KeyError(f"no site {path!r} in this report of {self.verb}; its sites are {[s.path for s in self.sites]}")
+        raise KeyError(f"this report of {self.verb} has no entry {path!r}; it has {[s.path for s in self.sites]}")
 
     def paths(self, action: str) -> list[str]:
         """Return the paths of the sites whose action starts with ``action``."""

@@ -32,7 +32,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command(
         "batchnorm.train.train_command:train",
-        "train the paper's network, or your own, on images of your own",
+        "train the paper's network, or your own, on your images",
         "--network mynet.py:build --normalize insert --data images --validate 0.1 --size 64 --epochs 20",
     ),
     "compare": Command(
@@ -57,7 +57,7 @@ COMMANDS = {
     ),
     "describe": Command(
         "batchnorm.train.train_command:describe",
-        "print a network's layers and costs beside the paper's claims",
+        "print a network's layers and costs, next to the paper's",
         "inception --size 224 --classes 1000",
     ),
     "shard": Command(
@@ -117,12 +117,12 @@ COMMANDS = {
     ),
     "reproduce saturation": Command(
         "batchnorm.reproduce.mnist.saturation:saturation",
-        "Section 1: saturated sigmoids over training",
+        "Section 1: saturated sigmoids during training",
         "--steps 1000 --points 20",
     ),
     "reproduce init": Command(
         "batchnorm.reproduce.mnist.initialization:init",
-        "Abstract: accuracy against the width of the initial Gaussians",
+        "Abstract: accuracy against the standard deviation of the initial weights",
         "--stds 0.01 0.1 1 --seeds 2",
     ),
     "bench cpu": Command("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side", "--threads 1"),

@@ -79,4 +79,4 @@ def _check(fits: Callable[[float], bool], what: str, options: dict[str, object])
             if value > most:
                 raise ValueError(f"{name}={value!r}: must be at most {most}")
         if len(set(values)) < len(values):
-            raise ValueError(f"{name} has a number twice: {', '.join(f'{value:g}' for value in values)}")
+            raise ValueError(f"{name} contains duplicates: {', '.join(f'{value:g}' for value in values)}")

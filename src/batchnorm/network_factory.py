@@ -46,7 +46,7 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
     file = Path(source) if source.endswith(".py") else None
     if library is None and not (source and function and (file or not source.startswith("."))):
         raise ValueError(
-            f"'{name}' names no function: write module:function, such as mynets:resnet, file.py:function,"
+            f"'{name}' is not the name of a function: write module:function, such as mynets:resnet, file.py:function,"
             " torchvision:NAME or timm:NAME"
         )
     if library is None and file is None and source.partition(".")[0] in sys.stdlib_module_names:
@@ -107,7 +107,7 @@ def _from_library(library: str, name: str, classes: int | None) -> nn.Module:
 def _import_file(path: Path) -> Any:
     path = path.resolve()
     if not path.is_file():
-        raise ImportError(f"{path} is not a file; a relative path starts at the current folder")
+        raise ImportError(f"{path} is not a file; relative paths start at the current folder")
     # Each path gets a different module name, so that files of the same name in different folders do not replace each
     # other.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
@@ -132,9 +132,9 @@ def _arguments(name: str, function: Callable[..., Any], classes: int | None) -> 
         expected.bind(**given)
     except TypeError as error:
         how = "with classes= alone" if given else "without arguments"
-        hint = "; give its other arguments defaults"
+        hint = "; give its other arguments default values"
         if not given:
-            hint = "; give its arguments defaults" if classes is None else "; name the class count 'classes'"
+            hint = "; give its arguments default values" if classes is None else "; call its argument 'classes'"
         raise ValueError(f"{name} cannot be called {how}: {error}{hint}") from error
     except ValueError:
         return {}  # a builtin with an unknown signature

@@ -324,8 +324,8 @@ class _FunctionalCalls(TorchFunctionMode):
             mean = args[position] if len(args) > position else kwargs.get("running_mean")
             path = next((name for name, m in self._net.named_modules() if m is owner), "")
             name = next((f" '{name}'" for name, b in self._net.named_buffers() if b is mean), "")
-            kept = "which keeps no running statistics" if mean is None else f"whose running mean{name} stays as it was"
-            site = Site(path, "left alone", f"calls F.batch_norm, {kept}; use a batchnorm layer there")
+            kept = "which keeps no running statistics" if mean is None else f"whose running mean{name} was not updated"
+            site = Site(path, "left alone", f"it calls F.batch_norm, {kept}; use a batch normalization layer instead")
             if site not in self.sites:
                 self.sites.append(site)
         return func(*args, **kwargs)

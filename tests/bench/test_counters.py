@@ -42,7 +42,7 @@ def test_a_launch_too_many_is_an_error():
 
 def test_without_ncu_a_sentence(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ValueError, match="ncu is not on the path"):
+    with pytest.raises(ValueError, match="ncu was not found on PATH"):
         bench.counters()
 
 

@@ -55,4 +55,4 @@ def test_both_forms_train_by_the_same_recipe(images, tmp_path, capsys):
 
 def test_options_that_cannot_be_used(images, capsys):
     assert main(["bench", "learning", "--data", str(images), "--seeds", "1", "1"]) == 2
-    assert "seeds has a number twice" in capsys.readouterr().err
+    assert "seeds contains duplicates" in capsys.readouterr().err

@@ -11,7 +11,7 @@ def test_an_image_of_gigantic_dimensions_is_passed_over(tmp_path):
     image_folder(tmp_path, [(20, 20)] * 3)
     (tmp_path / "train" / "ant" / "gigantic.png").write_bytes(gigantic())
     note = small_images_note(open_source(tmp_path, "train"), 32)
-    assert note == "most images are smaller than 32 px and are enlarged; --size 20 takes them as they are"
+    assert note == "most images are smaller than 32 px and will be enlarged; use --size 20 to avoid this"
 
 
 def names(path, split):
@@ -53,5 +53,5 @@ def test_what_cannot_be_held_out(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"has no validation set, .* with --validate 0\.1"):
         training_splits(data, 0)
     image_folder(data, [(8, 8)] * 3, split="val")
-    with pytest.raises(ValueError, match="has a validation set, val: leave out --validate"):
+    with pytest.raises(ValueError, match="has a validation set, val, so --validate is not needed"):
         training_splits(data, 0.1)

@@ -130,7 +130,7 @@ def test_no_readable_images(tmp_path):
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        (lambda: Tiny(classes=7), "wrong gives 7 classes and the data has 3"),
+        (lambda: Tiny(classes=7), "wrong gives 7 scores per image, but the data has 3 classes"),
         (lambda: nn.Sequential(nn.Flatten(), nn.Linear(5, 3)), "wrong does not take images of 3x32x32"),
         (lambda: Tiny(sharpness=float("nan")), "wrong gives NaN probabilities for 6 of 6 images"),
     ],
@@ -148,5 +148,5 @@ def test_what_cannot_be_combined(tmp_path):
         evaluate_networks({}, open_squares(tmp_path, crops=Crops.of(1, 32)))
     ensemble = Ensemble()
     ensemble.add("a", torch.eye(3), torch.arange(3))
-    with pytest.raises(ValueError, match="b was evaluated on other images than a"):
+    with pytest.raises(ValueError, match="b was evaluated on different images from a"):
         ensemble.add("b", torch.eye(3), torch.tensor([2, 1, 0]))

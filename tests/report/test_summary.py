@@ -39,7 +39,7 @@ def test_networks(tmp_path):
         "| resnet50 (torchvision) | 1.30 | 0.90 | 1.50* |",
         "| resnet18 | failed |  |  |",
     ]
-    assert "1 of 2 goals are reached; missed: memory 1.27 (to be at most 1.02)." in lines[-1]
+    assert "1 of 2 goals are reached; missed: memory 1.27 (goal: at most 1.02)." in lines[-1]
     assert "Not measured yet: compiled, backend." in lines[-1]
     assert lines[-1].endswith("* A smaller batch: this one does not fit into memory.")
 
@@ -49,7 +49,7 @@ def test_all_modes_and_other_uses_of_a_network(tmp_path):
     lines = networks(tmp_path).splitlines()
     assert lines[2] == "| network | eager, 256 | eager, 32 | graph, 256 | compiled, 256 | backend, 256 |"
     assert not any("Not measured yet" in line for line in lines)
-    told = "Other uses, resnet50 (torchvision), batch 256: nchw 1.30, ddp 1.20"
+    told = "Speedups of resnet50 (torchvision) in other uses, at batch 256: nchw 1.30, ddp 1.20"
     assert lines[-1] == f"{told} (see `batchnorm bench networks --help`)."
 
 
@@ -66,7 +66,7 @@ def test_learning(tmp_path):
     env = {"gpu": "NVIDIA H200", "torch": "2.11"}
     result = {"environment": env, "options": {"seeds": 3}, "stock": form, "converted": form, "same": True}
     (tmp_path / "same-learning-h200.json").write_text(json.dumps(result))
-    told = "stock 50.0%, converted 50.0%: the same within the seeds' range"
+    told = "stock 50.0%, converted 50.0%: the difference is within the range over seeds"
     assert f"[{told}](results/same-learning-h200.json) | NVIDIA H200, torch 2.11, 3 seeds" in speeds(tmp_path)
 
 

@@ -64,7 +64,7 @@ def test_what_is_missing_is_trained_and_all_of_it_is_compared(folder, tmp_path, 
     said = capsys.readouterr().out
     left = 1 if function == "plain" else 0
     assert f"without batch normalization ({changes[0]}) and with it ({changes[1]}), on 30 images of 3 classes" in said
-    assert f"4 trainings of 3 steps, {left} of them to do" in said
+    assert f"4 trainings of 3 steps, {left} of them not done yet" in said
     found = json.loads((tmp_path / "compare.json").read_text())
     ends = {
         name: [json.loads((tmp_path / f"{name}-rate-0.01-seed-{k}/result.json").read_text())["top1"] for k in range(2)]
@@ -81,7 +81,7 @@ def test_what_is_missing_is_trained_and_all_of_it_is_compared(folder, tmp_path, 
     assert "inconclusive" in page
     assert '"low":[' in page
     assert main([*words, "--out", str(tmp_path), "--weight-decay", "0.5"]) == 2
-    assert "weight_decay is 4e-05 there, 0.5 here" in capsys.readouterr().err
+    assert "weight_decay is 4e-05 instead of 0.5" in capsys.readouterr().err
 
 
 def test_the_intervals():

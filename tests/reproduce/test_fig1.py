@@ -107,7 +107,7 @@ def test_a_resumed_run_ends_bit_for_bit_the_same(tmp_path, batch_norm):
 
 def test_resuming_with_other_options_is_refused(tmp_path):
     run(Setting(steps=100), tmp_path, stopped=lambda: True)
-    with pytest.raises(ValueError, match=r"rate is 0\.1 there and 0\.5 here.*use the same options, or another --out"):
+    with pytest.raises(ValueError, match=r"rate is 0\.1 instead of 0\.5.*use the same options, or another --out"):
         run(Setting(steps=100, rate=0.5), tmp_path, resume=True)
 
 
@@ -194,7 +194,7 @@ def test_a_run_of_other_options_is_not_overwritten(tmp_path):
     metrics, checkpoint = tmp_path / "metrics.jsonl", tmp_path / "checkpoint.pt"
     run(Setting(steps=200), tmp_path, stopped=lambda: True)
     before = metrics.read_bytes(), checkpoint.read_bytes()
-    with pytest.raises(ValueError, match=r"holds another run .steps is 200 there and 100 here.*another --out"):
+    with pytest.raises(ValueError, match=r"holds another run .steps is 200 instead of 100.*another --out"):
         run(Setting(steps=100), tmp_path)
     assert (metrics.read_bytes(), checkpoint.read_bytes()) == before
     run(Setting(steps=200), tmp_path, stopped=lambda: True)  # the same options: repeated from the start

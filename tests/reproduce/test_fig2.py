@@ -182,9 +182,9 @@ def test_results_of_another_plan_are_refused(data, plan, session, tmp_path, caps
     assert main(["reproduce", "fig2", "--plan", str(other), "--out", str(session)]) == 2
     error = capsys.readouterr().err
     assert "plain.json belongs to another plan" in error
-    assert "epochs is 3.0 there, 4.0 here" in error
+    assert "epochs is 3.0 instead of 4.0" in error
     other.write_text(plan.read_text().replace("evaluate_every = 3", "evaluate_every = 4"))
-    with pytest.raises(ValueError, match="evaluate_every is 3 there, 4 here"):
+    with pytest.raises(ValueError, match="evaluate_every is 3 instead of 4"):
         run(data, other, session)
 
 
@@ -325,7 +325,7 @@ def test_a_rate_that_follows_from_no_sweep(tmp_path):
     path.write_text(PLAN.replace('recipe = "bn-baseline", seed = 1', 'recipe = "bn-baseline", rate = "best"'))
     with pytest.raises(
         ValueError,
-        match="other: its rate comes from a sweep of bn-baseline, but group rates has no runs of bn-baseline",
+        match="other: its rate comes from a sweep of bn-baseline, but the group 'rates' has no runs of bn-baseline",
     ):
         read_plan("fig2", path)
 

@@ -136,9 +136,9 @@ def test_the_slope_of_the_end_is_stated(results):
     results.add("inception-seed0", {1000: 0.1, 3000: 0.4, 3500: 0.41, 4000: 0.42})
     assert "rises by 2.00 points (1 or more, the runs are too short)" in figure3(results.read()).text
     results.add("inception-seed0", {1000: 0.1, 3000: 0.4, 3500: 0.401, 4000: 0.402})
-    assert "rises by 0.20 points (less than 1, it has levelled off)" in figure3(results.read()).text
+    assert "rises by 0.20 points (less than 1, so it has leveled off)" in figure3(results.read()).text
     results.add("inception-seed1", {1000: 0.1, 3000: 0.4, 3500: 0.403, 4000: 0.406})
-    assert "by 0.40 points (less than 1, it has levelled off; 0.20, 0.60 by seeds)" in figure3(results.read()).text
+    assert "by 0.40 points (less than 1, so it has leveled off; 0.20, 0.60 by seeds)" in figure3(results.read()).text
     results.add("inception-x10", {3000: 0.5, 3500: 0.52, 4000: 0.54})
     tuned = "inception, rate 0.015: 54.0% at step 4,000; over its last quarter it rises by 4.00 points."
     assert figure3(results.read()).text.endswith(tuned)
@@ -174,7 +174,7 @@ def test_a_fourteenth_of_the_steps(results, reached, verdict):
 def test_a_baseline_at_chance_decides_nothing(results):
     results.add("inception-seed0", {1000: 0.011, 2000: 0.012}).add("bn-x5-seed0", {100: 0.4})
     found = judged(results, "BN-x5 reaches Inception's best")
-    assert (found.verdict, found.found) == ("not resolved", "Inception's best is chance")
+    assert (found.verdict, found.found) == ("not resolved", "Inception's best accuracy is not above chance")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_bn_x30_early(results, x5, x30, verdict):
 def test_how_long_bn_x30_trails(results):
     results.add("inception-seed0", INCEPTION).add("bn-x5-seed0", {100: 0.1, 200: 0.2, 300: 0.3, 400: 0.4})
     results.add("bn-x30-seed0", {100: 0.0, 200: 0.1, 300: 0.3, 400: 0.3})
-    told = "BN-x30's mean is the lower one at every validation to step 200"
+    told = "BN-x30's mean is lower at every validation up to step 200"
     assert judged(results, "BN-x30 trails BN-x5 early").found.endswith(told)
     results.add("bn-x30-seed0", {100: 0.1, 200: 0.1})
     assert "the lower one" not in judged(results, "BN-x30 trails BN-x5 early").found
@@ -439,7 +439,7 @@ def test_bn_trains_where_inception_fails(results):
 def test_a_best_rate_at_the_end_of_its_sweep_is_told(results):
     assert "at the end" not in rates(sweeps(results).read()).text.replace("at the end, one seed", "")
     text = rates(sweeps(results, inception=0.03).read()).text
-    assert "The best rate without BN is at the end of its sweep; a better one may lie beyond." in text
+    assert "The best rate without BN is at the end of its sweep; a rate beyond that may be better." in text
 
 
 ROOT = Path(__file__).parents[2]

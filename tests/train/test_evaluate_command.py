@@ -111,7 +111,7 @@ def test_runs_of_different_sizes(data, runs, tmp_path):
     run = copy(runs, tmp_path)
     recipe = json.loads((run / "recipe.json").read_text())
     (run / "recipe.json").write_text(json.dumps({**recipe, "size": 48}))
-    check("takes images of 32 px but .*copy of 48 px", data, runs / "plain", run)
+    check("takes images of 32 px, but .*copy takes images of 48 px", data, runs / "plain", run)
 
 
 def test_the_six_members_are_bn_x30_modified():

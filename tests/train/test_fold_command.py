@@ -113,7 +113,7 @@ def test_a_wrong_shape_gets_one_sentence(folder, shape, says, capsys):
             {"model": {}},
             "does not fit mynets:with_example: 7 entries not in the file (0.weight, 0.bias, 1.weight, ...); 1",
         ),
-        ({"0.weight": torch.zeros(2)}, "1 entry of another shape (0.weight)"),
+        ({"0.weight": torch.zeros(2)}, "1 entry with a different shape (0.weight)"),
         (torch.zeros(2), "holds a Tensor, not a state dict: save net.state_dict()"),
         (torch.nn.ReLU(), "w.pt holds more than tensors"),
         (b"other bytes", "or was not written by torch.save"),

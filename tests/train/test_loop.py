@@ -59,7 +59,9 @@ def test_a_finished_run_says_so(data, reference, tmp_path, capsys):
     train_small(data, run)
     said = capsys.readouterr().out
     assert "going on" not in said
-    assert "this run is finished and will only be scored again: to train longer, increase --epochs" in said
+    assert (
+        "this run is finished, so only its final network is evaluated again: to train longer, increase --epochs" in said
+    )
     assert_same_outcome(run, reference)
 
 
@@ -162,7 +164,7 @@ def test_a_damaged_checkpoint_costs_steps_but_not_the_run(data, reference, tmp_p
 
 
 def test_a_folder_of_another_run_is_refused(data, reference):
-    with pytest.raises(ValueError, match=r"rate is 0\.0075 there, 0\.1 here"):
+    with pytest.raises(ValueError, match=r"rate is 0\.0075 instead of 0\.1"):
         train_small(data, reference, small(rate=0.1))
 
 

@@ -219,7 +219,7 @@ def test_the_command_says_what_it_will_do_and_records_it(words, data, tmp_path, 
     data_there = json.loads((tmp_path / "run" / "data.json").read_text())
     assert (data_there["train[0.2:]"], data_there["train[:0.2]"]) == (24, 6)
     assert main([*words, "--normalize", "insert", "--validate", "0.3"]) == 2
-    assert "validate is 0.2 there, 0.3 here" in capsys.readouterr().err
+    assert "validate is 0.2 instead of 0.3" in capsys.readouterr().err
     report = evaluate((tmp_path / "run",), data=tmp_path / "images", device="cpu", workers=0, trust=True)
     assert report.score.examples == 6
     assert 1 - report.score.top1_error == pytest.approx(
@@ -237,8 +237,8 @@ def test_the_command_says_what_it_will_do_and_records_it(words, data, tmp_path, 
         ("counting", "", "the folded network computes different results"),
         ("plain", "--normalize convert", "has no batch normalization, so normalize=convert does nothing"),
         ("plain", "--normalize insert", "has no layer to normalize, so normalize=insert does nothing"),
-        ("build", "--dropout 0.5", "--network does not take dropout, an option of the paper's network"),
-        ("build", "--validate 0.1", "has a validation set, val: leave out --validate"),
+        ("build", "--dropout 0.5", "--network cannot be combined with options of the paper's network: remove dropout"),
+        ("build", "--validate 0.1", "has a validation set, val, so --validate is not needed"),
     ],
 )
 def test_what_a_user_can_put_right_gets_one_sentence(words, source, tmp_path, capsys, function, more, says):
@@ -300,7 +300,7 @@ def test_a_run_needs_a_recipe_or_a_network(data, capsys):
     assert main(["train", "--data", str(data)]) == 2
     assert "nothing to train: add --recipe, such as bn-x30" in capsys.readouterr().err
     assert main(["train", "--recipe", "bn-x5", "--normalize", "insert", "--data", str(data)]) == 2
-    assert "normalize=insert applies to a network of your own: add --network" in capsys.readouterr().err
+    assert "normalize=insert applies only to a network of your own: add --network" in capsys.readouterr().err
 
 
 def test_a_recipe_of_before_networks_of_ones_own():

@@ -100,7 +100,7 @@ def test_the_statistics_of_a_frozen_source_move_again(source, tmp_path):
         ("--from {folder}/other.pt", "other.pt does not fit the network: 8 entries not in the file (0.weight, "),
         (
             "--from {folder}/wide.pt",
-            "1 entry of another shape (0.weight); use the --network and --normalize that it was",
+            "1 entry with a different shape (0.weight); use the --network and --normalize that it was",
         ),
         ("--from {folder}/absent.pt", "absent.pt: no such file or directory"),
         ("--from {folder}", "is not the folder of a run, which has recipe.json and final/; it holds: "),
@@ -128,5 +128,5 @@ def test_a_run_that_was_finetuned_records_it(source, data, pretrained, tmp_path)
     recipe = small(factory=f"{source}:build", start=str(pretrained), epochs=0.25)
     train_small(data, tmp_path, recipe, **{**OPTIONS, "evaluate_every": 0})
     assert json.loads((tmp_path / "recipe.json").read_text())["start"] == str(pretrained)
-    with pytest.raises(ValueError, match=r"start is .*pretrained' there, '' here"):
+    with pytest.raises(ValueError, match=r"start is .*pretrained' instead of ''"):
         train_small(data, tmp_path, small(factory=f"{source}:build", epochs=0.25))

@@ -46,7 +46,7 @@ def test_images_that_would_be_enlarged_are_told(data):
     assert small_images_note(source, 32) is None  # they have 36 px
     assert (
         small_images_note(source, 64)
-        == "most images are smaller than 64 px and are enlarged; --size 36 takes them as they are"
+        == "most images are smaller than 64 px and will be enlarged; use --size 36 to avoid this"
     )
 
 

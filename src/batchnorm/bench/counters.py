@@ -72,7 +72,7 @@ def counters(out: Path | None = None, least: float = 5.0) -> None:
     """
     at_least(0, least=least)
     if shutil.which("ncu") is None:
-        raise ValueError("ncu is not on the path: install NVIDIA Nsight Compute")
+        raise ValueError("ncu was not found on PATH: install NVIDIA Nsight Compute")
     require_gpu()
     check_writable(out)
     command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]

@@ -263,7 +263,7 @@ class CpuBar(NamedTuple):
         if self.below is None:
             return f"{start}, {self.met} of {self.cases} below 1"
         told = "reached" if self.reached else "MISSED"
-        return f"{start}, to be below {self.below:.3g}, {self.met} of {self.cases} are: {told}"
+        return f"{start}; goal {told}: {self.met} of {self.cases} below {self.below:.3g}"
 
 
 def bars(rows: Iterable[dict[str, Any]]) -> list[CpuBar]:
@@ -273,7 +273,7 @@ def bars(rows: Iterable[dict[str, Any]]) -> list[CpuBar]:
     >>> row = {"level": "layers", "activation": "relu", "case": case, "ratios": {"relu": 0.9, "relu in place": 1.1}}
     >>> for bar in bars([row]):
     ...     print(bar.line())
-    layers: BN+ReLU over two calls, contiguous: worst 0.900 (images float32), to be below 1, 1 of 1 are: reached
+    layers: BN+ReLU over two calls, contiguous: worst 0.900 (images float32); goal reached: 1 of 1 below 1
     layers: BN+ReLU over BN and ReLU in place: worst 1.100 (images float32), 0 of 1 below 1
     """
     rows = list(rows)
@@ -314,5 +314,5 @@ def _table(level: Level, rows: list[CpuRow]) -> Table:
         cells = (f"{row.torch_ms:.3f}", f"{row.ours_ms:.3f}", ratio, f"{row.bar:.2f}", in_place)
         table.add_row(case.name, shape, case.layout, case.dtype, row.activation, *cells)
     met = sum(row.ratio < row.bar for row in rows)
-    table.caption = f"{met} of {len(rows)} ratios below their bar"
+    table.caption = f"{met} of {len(rows)} ratios are below their goals"
     return table

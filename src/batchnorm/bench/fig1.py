@@ -73,7 +73,7 @@ def fig1(
     }
     write_json(out, result)
     for name, ratio in faster.items():
-        print(f"{name}: {median[name]:.1f} s, {ratio:.2f} times faster than eager")
+        print(f"{name}: {median[name]:.1f} s, {ratio:.2f} times as fast as eager")
 
 
 def _eager(steps: int, rate: float, std: float, seed: int) -> list[float]:

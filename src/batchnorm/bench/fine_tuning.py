@@ -91,7 +91,7 @@ def fine_tuning(
         )
         before = replace(recipe, name="first", rate=0.1, batch_size=64, epochs=first_epochs)
         start = _train((before, Options(first, folder / "first", **SETTINGS)))
-        print(f"first training: {start.top1:.1%} of {classes // 2} classes", flush=True)
+        print(f"first training: accuracy {start.top1:.1%} on {classes // 2} classes", flush=True)
         cells = list(product(batches, (False, True), rates))
         again = replace(recipe, start=str(folder / "first"), epochs=epochs)
         jobs = [

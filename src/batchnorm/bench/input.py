@@ -51,9 +51,8 @@ class InputRate:
                 f"plain Pillow loader  {self.plain:8.0f} images/s per core",
                 f"batchnorm.data       {self.ours:8.0f} images/s per core, {self.ratio:.2f} times as many",
                 f"{self.workers} workers {self.together:18.0f} images/s together, {per_worker:.0f} each",
-                f"{math.ceil(self.gpu_rate / self.ours)} cores (by one core's rate) or"
-                f" {math.ceil(self.gpu_rate / per_worker)} (by the workers') feed one GPU that trains"
-                f" {self.gpu_rate:.0f} images/s",
+                f"a GPU that trains {self.gpu_rate:.0f} images/s needs {math.ceil(self.gpu_rate / self.ours)} cores at"
+                f" the rate of one core, or {math.ceil(self.gpu_rate / per_worker)} at the rate of each worker",
             ]
         )
 

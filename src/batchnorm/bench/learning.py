@@ -180,9 +180,9 @@ def learning(
             runs = sorted([*runs, run], key=lambda run: (FORMS.index(run.form), run.seed))
             write_result(out, QUESTION, options=told, data=images, **compare(runs), runs=[asdict(run) for run in runs])
     found = compare(runs)
-    verdict = "the same within the seeds' range" if found["same"] else "MORE than the seeds' range"
+    verdict = "no more than the range" if found["same"] else "MORE than the range"
     print(
-        f"stock {found['stock']['mean']:.2%}, converted {found['converted']['mean']:.2%}: difference"
-        f" {found['difference of means']:+.2%}, range over seeds {found['wider range']:.2%}: {verdict}"
+        f"stock {found['stock']['mean']:.2%}, converted {found['converted']['mean']:.2%}: they differ by"
+        f" {found['difference of means']:+.2%}, {verdict} over seeds, {found['wider range']:.2%}"
     )
     return runs

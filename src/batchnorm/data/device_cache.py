@@ -207,7 +207,7 @@ def _save(cache: DeviceCache, path: Path) -> None:
 def _load(path: Path, device: torch.device, source: ImageSource, side: int) -> DeviceCache:
     with require("safetensors", "train").safe_open(path, framework="pt", device=str(device)) as file:
         if file.get_slice("images").get_shape() != [len(source.labels), side, side, 3]:
-            raise ValueError(f"{path} has images of other shapes")
+            raise ValueError(f"{path} has a different number or size of images")
         _check_room(len(source.labels) * side * side * 3, device)
         images, labels = file.get_tensor("images"), file.get_tensor("labels")
         row_of, sizes = (np.asarray(file.get_tensor(name).cpu()) for name in ("row_of", "sizes"))
@@ -233,4 +233,4 @@ def _check(cache: DeviceCache, source: ImageSource, path: Path) -> None:
         and all(isinstance(text, str) for file in cache.corrupt for text in (file.name, file.reason))
     )
     if not ok:
-        raise ValueError(f"{path} does not belong to this data")
+        raise ValueError(f"{path} was made from other images, or is damaged")

@@ -62,8 +62,8 @@ class FolderSource:
         unknown = sorted(set(present) - set(classes))
         if unknown:
             raise ValueError(
-                f"{root / split} has classes that {reference} lacks ({', '.join(unknown[:5])}): add them there, or"
-                " remove them here"
+                f"{root / split} has classes that {reference} lacks ({', '.join(unknown[:5])}): add them to"
+                f" {reference}, or remove them from {root / split}"
             )
         index = {name: i for i, name in enumerate(classes)}
         files = [(f"{split}/{name}/{file}", index[name]) for name in present for file in _images(root / split / name)]
@@ -157,12 +157,14 @@ def training_splits(path: str | Path, validate: float) -> tuple[str, str]:
         FileNotFoundError: if the data has no validation set and no share is given.
     """
     if validate and has_split(path, "val"):
-        raise ValueError(f"{path} has a validation set, val: leave out --validate, or move that set elsewhere")
+        raise ValueError(
+            f"{path} has a validation set, val, so --validate is not needed: remove it, or move val elsewhere"
+        )
     if validate:
         return f"train[{validate}:]", f"train[:{validate}]"
     if has_split(path, "train") and not has_split(path, "val"):
         raise FileNotFoundError(
-            f"{path} has no validation set, val/CLASS/*.jpg or val-*.tar: add one, or hold out a tenth of the training"
+            f"{path} has no validation set (val/CLASS/*.jpg or val-*.tar): add one, or hold out a tenth of the training"
             " images with --validate 0.1"
         )
     return "train", "val"
@@ -231,4 +233,4 @@ def small_images_note(source: ImageSource, size: int) -> str | None:
     usual = int(median(sides)) if sides else size
     if usual >= size:
         return None
-    return f"most images are smaller than {size} px and are enlarged; --size {usual} takes them as they are"
+    return f"most images are smaller than {size} px and will be enlarged; use --size {usual} to avoid this"

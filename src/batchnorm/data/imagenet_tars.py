@@ -110,7 +110,7 @@ def _validation_classes(folder: Path) -> Iterator[tuple[str, str]]:
         return _from_boxes(folder / VAL_BOXES)
     raise FileNotFoundError(
         f"{folder} has {VAL_TAR} but no file with the classes of its images: put {VAL_BOXES} (from"
-        f" image-net.org) or {VAL_TABLE} (from Kaggle's copy) beside it"
+        f" image-net.org) or {VAL_TABLE} (from Kaggle's copy) next to it"
     )
 
 

@@ -69,7 +69,7 @@ class Order:
         if self.train and least < 2 * self.world_size:
             raise ValueError(
                 f"{self.num_examples} example(s) in batches of {self.batch_size} over {self.world_size} rank(s) leave a"
-                " rank fewer than 2 in some step, too few for batch normalization: use batch_size >="
+                " rank fewer than 2 examples in some step, too few for batch normalization: use batch_size >="
                 f" {4 * self.world_size} and at least as many examples, or fewer ranks"
             )
 
@@ -142,7 +142,7 @@ class BalancedBatches(Sampler[list[int]]):
         self, n: int, batch_size: int, *, shuffle: bool = False, generator: torch.Generator | None = None
     ) -> None:
         if n < 2 or batch_size < 2:
-            raise ValueError(f"n={n} and batch_size={batch_size}: batch normalization needs at least 2 of each")
+            raise ValueError(f"n={n} and batch_size={batch_size}: batch normalization needs both to be at least 2")
         if batch_size == 2 and n % 2:
             raise ValueError(
                 f"{n} examples in batches of 2 leave a batch of one, which cannot be normalized; use batch_size=3"

@@ -129,7 +129,7 @@ class ShardIndex:
             if missing := sorted(set(stored.shards.tolist()) - set(names.tolist())):
                 raise ValueError(
                     f"{path} lists {missing[0].decode(errors='replace')}, which is missing: copy that shard again, or"
-                    " remove the index to do without it"
+                    " delete the index to train without it"
                 )
         index = cls._scan(names, states, shards)
         # The index is not essential, and the disk may be full or read-only.

@@ -98,8 +98,9 @@ class Ensemble:
             self._votes = torch.zeros_like(probabilities, dtype=torch.int16)
         elif self._sum.shape != probabilities.shape or not torch.equal(self._labels, labels):
             raise ValueError(
-                f"{name} was evaluated on other images than {self.members[0].name}: {len(labels):,} images of"
-                f" {probabilities.shape[1]} classes, not the same {len(self._labels):,} of {self._sum.shape[1]}"
+                f"{name} was evaluated on different images from {self.members[0].name}: {len(labels):,} images of"
+                f" {probabilities.shape[1]} classes instead of the same {len(self._labels):,} images of"
+                f" {self._sum.shape[1]} classes"
             )
         alone = score(probabilities, labels, name)
         self._sum += probabilities

@@ -152,8 +152,8 @@ def check_fits(mean: MeanProbabilities, classes: int, name: str) -> None:
         ) from error
     if found.shape != (1, classes):
         raise ValueError(
-            f"{name} gives {' x '.join(map(str, found.shape[1:]))} classes and the data has {classes}: evaluate it on"
-            " the data it was trained on"
+            f"{name} gives {' x '.join(map(str, found.shape[1:]))} scores per image, but the data has {classes}"
+            " classes: evaluate it on the data it was trained on"
         )
 
 

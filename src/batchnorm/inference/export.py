@@ -94,7 +94,7 @@ def export(
         raise FileNotFoundError(f"cannot write {path.name}: the folder '{path.parent}' does not exist")
     if net.training:
         warnings.warn(
-            "the network is in training mode; this exports its evaluation mode, with the current running statistics."
+            "the network is in training mode; export writes its evaluation mode, with the current running statistics."
             " Update them with estimate_ if needed, and call net.eval() to silence this warning",
             stacklevel=2,
         )

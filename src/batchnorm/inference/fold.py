@@ -176,10 +176,12 @@ def _fold(
     )
     sites = [*_sites(source, plan, fused, kept, forwards), *_functions_left(after, kept, forwards)]
     reads = [
-        f"Python code reads values ({call}): other inputs may take another path" for call in graph.functions(*READS)
+        f"Python code reads values of a tensor ({call}), so the network may compute something else for other inputs"
+        for call in graph.functions(*READS)
     ]
     notes = [
-        f"'{path}' runs a traced form of its forward" if path else "its forward is traced" for path in forwards.modules
+        f"'{path}' runs a traced form of its forward" if path else "the network runs a traced form of its forward"
+        for path in forwards.modules
     ]
     return result, VerbReport("fold", tuple(sites), difference, (*reads[:1], *notes))
 

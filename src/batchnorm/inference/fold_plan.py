@@ -108,7 +108,7 @@ def _fold_up(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
         assert source.module is not None
         index = _match_up(source, moves, call, layer)
         if source.module in sources and not torch.equal(sources[source.module], index):
-            raise Refusal(f"the calls of {source} arrange its features differently")
+            raise Refusal(f"the order of the features of {source} differs between calls")
         sources[source.module] = index
         reached.add(source)
     for module in sources:
@@ -131,12 +131,14 @@ def _fold_down(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
     reached: set[TracedCall] = set()
     for call in graph.calls_of(layer):
         for writer in (c for c in call.argument(0, "input").consumers if c.writes):
-            raise Refusal(f"{writer} changes its input in place, and its output would share that memory")
+            raise Refusal(
+                f"{writer} changes its input in place; without this layer, its output would be the same memory"
+            )
         for sink, moves in _sinks(plan, layer, call.outputs[0], []):
             assert sink.module is not None
             index = _match_down(call, moves, sink, layer)
             if sink.module in sinks and not torch.equal(sinks[sink.module], index):
-                raise Refusal(f"the calls of {sink} arrange its features differently")
+                raise Refusal(f"the order of the features of {sink} differs between calls")
             sinks[sink.module] = index
             reached.add(sink)
     if not sinks:
@@ -159,7 +161,7 @@ def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall,
     while True:
         producer = value.producer
         if producer is None:
-            raise Refusal("its input is the network's")
+            raise Refusal("its input is the input of the network")
         if value.sole_consumer is not reader:
             others = ", ".join(str(c) for c in value.consumers if c is not reader)
             raise Refusal(f"{producer} also feeds {others or 'an output or untraced code'}")
@@ -182,7 +184,7 @@ def _sinks(
 ) -> Iterator[tuple[TracedCall, list[TracedCall]]]:
     """Yield the affine calls that consume a layer's output, and the moving calls in between; refuse other calls."""
     if value.escapes:
-        raise Refusal("its output leaves the network")
+        raise Refusal("its output is an output of the network")
     for reader in value.consumers:
         if is_affine(reader.module) and reader.inputs == [value]:
             yield reader, moves
@@ -197,7 +199,7 @@ def _sinks(
 def _check_every_call(graph: Graph, module: nn.Module, reached: set[TracedCall]) -> None:
     for call in graph.calls_of(module):
         if call not in reached:
-            raise Refusal(f"{call} is also called without this layer beside it")
+            raise Refusal(f"{call} is also called without this layer next to it")
 
 
 def _check_free(graph: Graph, module: nn.Module) -> None:
@@ -208,7 +210,7 @@ def _check_free(graph: Graph, module: nn.Module) -> None:
         for reader in graph.readers_of(tensor):
             raise Refusal(f"the weights of {call} are also read by {reader}")
         if not tensor.is_floating_point():
-            raise Refusal(f"the weights of {call} are {tensor.dtype}")
+            raise Refusal(f"the weights of {call} are {tensor.dtype}, not floating-point")
 
 
 def _check_borders(module: nn.Module, before: Map) -> None:
@@ -256,11 +258,11 @@ def _match_down(call: TracedCall, moves: list[TracedCall], sink: TracedCall, lay
 def _function_of(inner: Tensor, outer: Tensor, size: int) -> Tensor:
     """Return a tensor f with f[inner] == outer everywhere; raise Refusal if there is none."""
     if inner.shape != outer.shape:
-        raise Refusal("the shapes between the two do not match")
+        raise Refusal("the shapes between it and the affine layer next to it do not match")
     index = torch.zeros(size, dtype=torch.long)
     index[inner.flatten()] = outer.flatten()
     if not torch.equal(index[inner], outer):
-        raise Refusal("it normalizes another dimension than the features of the affine layer next to it")
+        raise Refusal("the dimension that it normalizes is not the feature dimension of the affine layer next to it")
     return index
 
 

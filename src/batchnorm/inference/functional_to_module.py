@@ -71,7 +71,7 @@ def as_graph_module(net: nn.Module) -> fx.GraphModule:
             graph = _ForwardTracer(_keeps_its_forward).trace(net)
     except Exception as error:
         raise ValueError(
-            f"torch.fx cannot trace the network ({error}); fold it without traced=True, which allows any Python"
+            f"torch.fx cannot trace the network ({error}); remove traced=True: without it, fold accepts any Python code"
         ) from error
     traced = fx.GraphModule(net, graph)
     seen: set[str] = set()

@@ -98,7 +98,7 @@ class Monitor:
         """Run ``batch``, or the probe, as in training but without side effects; store and return the record."""
         batch = self.probe if batch is None else batch
         if batch is None:
-            raise ValueError("nothing to run: give record() a batch, or make the Monitor with probe=")
+            raise ValueError("nothing to record: pass a batch to record(), or create the Monitor with probe=")
         seen: dict[str, Percentiles] = {}
         busy, self._busy = self._busy, True
         try:

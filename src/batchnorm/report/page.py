@@ -29,20 +29,21 @@ MEASURES = (
     {
         "key": "z",
         "name": "drift of the nonlinearity's inputs",
-        "text": "How far a unit's input distribution moved since the previous record, in units of its own width; median"
-        " over the layer's units. Batch normalization fixes the mean and variance of these inputs.",
+        "text": "How far the distribution of a unit's input moved since the previous record, relative to the width of"
+        " the distribution; median over the layer's units. Batch normalization fixes the mean and variance of these"
+        " inputs.",
     },
     {
         "key": "x",
         "name": "drift of x = Wu, before normalization",
-        "text": "The same for x = Wu, the input of batch normalization, whose mean and variance it does not fix.",
+        "text": "The same for x = Wu, the input of batch normalization. Nothing fixes the mean and variance of x.",
     },
     {
         "key": "gradient",
         "name": "change of a layer's gradient",
-        "text": "||g' - g|| / ||g||, with g a layer's gradient on a mini-batch and g' its gradient on the same"
-        " mini-batch after only the layers below took their step: how Section 2's internal covariate shift affects the"
-        " layer.",
+        "text": "||g' - g|| / ||g||, where g is a layer's gradient on a mini-batch, and g' is its gradient on the same"
+        " mini-batch after a training step of only the layers below it. This shows how much the internal covariate"
+        " shift of Section 2 affects the layer.",
     },
 )
 
@@ -161,8 +162,8 @@ def _footer(runs: Sequence[Run]) -> str:
 
 def _section41(runs: Sequence[Run]) -> list[PageSection]:
     return [
-        ("Paper versus here", "Section 4.1 and Figure 1 beside these runs.", paper_versus_here(runs)),
-        ("Steps to given accuracies", "The first evaluation that reached them.", steps_to(runs)),
+        ("Paper versus here", "Section 4.1 and Figure 1 next to these runs.", paper_versus_here(runs)),
+        ("Steps to given accuracies", "The step of the first evaluation that reached each accuracy.", steps_to(runs)),
     ]
 
 
@@ -171,7 +172,7 @@ def _tables(runs: Sequence[Run], sections: Sequence[PageSection]) -> str:
     parts = [
         *sections,
         ("At the end", "Accuracy with each kind of statistics (Algorithm 2).", _final(runs)),
-        ("Configuration", "Bold where the runs differ.", config),
+        ("Configuration", "Settings that differ between runs are bold.", config),
     ]
     return "\n".join(
         f"<section><h2>{escape(heading)}</h2><p>{escape(text)}</p>{_table(rows, mark=rows is config)}</section>"

@@ -99,7 +99,9 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     for path in paths:
         found = sorted(p.parent for p in path.rglob("metrics.jsonl"))
         if not found:
-            raise FileNotFoundError(f"{path}: no metrics.jsonl in it or below it; give the folder of a run")
+            raise FileNotFoundError(
+                f"{path}: neither this folder nor a folder below it has a metrics.jsonl; give the folder of a run"
+            )
         folders += [p for p in found if p not in folders]
     runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
     # Put the baseline first, as in the paper's figures.

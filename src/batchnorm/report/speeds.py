@@ -11,7 +11,7 @@ NETWORKS = "networks-h200.json"
 MODES = {"eager": "eager", "graph": "graph", "compiled": "compiled", "backend": "backend"}
 WHAT_MODES_ARE = {
     "eager": "*eager*: `bn.convert(net, example)`",
-    "graph": "*graph*: the same, the whole step as one CUDA graph",
+    "graph": "*graph*: the same, with the whole step captured as one CUDA graph",
     "compiled": "*compiled*: the same under `torch.compile`, against the stock network under `torch.compile`",
     "backend": '*backend*: the stock network under `torch.compile(backend="batchnorm")`',
 }
@@ -52,7 +52,7 @@ def alternatives(results: Path) -> str:
         [
             "`torch.nn.BatchNorm2d`",
             f"stay frozen: `net.train()` [thaws it]({tests}/test_frozen_layers_thaw.py)",
-            "`bn.freeze_(net)`, which `train()` cannot undo and the state dict keeps",
+            "`bn.freeze_(net)`: `train()` does not undo it, and the state dict records it",
         ],
         [
             "`torch.compile`",
@@ -66,7 +66,7 @@ def alternatives(results: Path) -> str:
         ],
         [
             "fvcore's `update_bn_stats`",
-            f"turn Dropout off, or [compute a variance next to a large mean]({tests}/test_fvcore.py)",
+            f"turn Dropout off, or [compute a variance if the mean is large]({tests}/test_fvcore.py)",
             "`bn.estimate_(net, batches)`, also over several ranks",
         ],
     ]  # fmt: skip
@@ -125,7 +125,7 @@ def _footnotes(result: Result, measured: list[str]) -> str:
     """Return a text on which goals are missed, which modes are not measured, and whether batches were halved."""
     judged = [bar for bar in result["bars"] if bar["reached"] is not None]
     missed = [
-        f"{bar['what']} {bar['measured']:.2f} (to be at {'least' if bar['at_least'] else 'most'} {bar['wanted']:g})"
+        f"{bar['what']} {bar['measured']:.2f} (goal: at {'least' if bar['at_least'] else 'most'} {bar['wanted']:g})"
         for bar in judged
         if not bar["reached"]
     ]
@@ -137,7 +137,7 @@ def _footnotes(result: Result, measured: list[str]) -> str:
         row for row in result["rows"] if row["mode"] in MODES and row.get("examples", row["batch"]) != row["batch"]
     ]
     if halved:
-        told.append(f"{HALVED} A smaller batch: this one does not fit into memory.")
+        told.append(f"{HALVED} Measured with a smaller batch, because the full batch does not fit into memory.")
     return " ".join(told)
 
 
@@ -148,7 +148,8 @@ def _other_uses(rows: list[Result], names: list[str]) -> list[str]:
         if row["mode"] not in MODES:
             found.setdefault((row["network"], row["batch"]), []).append(f"{row['mode']} {_speedup(row)}")
     return [
-        f"Other uses, {_short(name, names)}, batch {batch}: {', '.join(told)} (see `batchnorm bench networks --help`)."
+        f"Speedups of {_short(name, names)} in other uses, at batch {batch}: {', '.join(told)}"
+        " (`batchnorm bench networks --help` explains them)."
         for (name, batch), told in found.items()
     ]
 
@@ -206,7 +207,7 @@ def _train(r: Result) -> str:
 
 def _learning(r: Result) -> str:
     told = ", ".join(f"{form} {r[form]['mean']:.1%}" for form in ("stock", "converted"))
-    return f"{told}: {'the same within' if r['same'] else 'apart by more than'} the seeds' range"
+    return f"{told}: the difference is {'within' if r['same'] else 'above'} the range over seeds"
 
 
 def _input(r: Result) -> str:
@@ -220,7 +221,8 @@ def _crops(r: Result) -> str:
 
 def _bench_fig1(r: Result) -> str:
     faster = r["times faster than eager"]
-    return f"{faster['one process']:.2f} times as fast in one process, {faster['make run']:.2f} times as `make run`"
+    one, whole = faster["one process"], faster["make run"]
+    return f"{one:.2f} times as fast in one process, {whole:.2f} times as fast with `make run`"
 
 
 def _monitor(r: Result) -> str:

@@ -62,7 +62,8 @@ def _init(r: Result) -> str:
         widths = [row["std"] for row in r["final test accuracy"] if row["network"] == network and row["mean"] > 0.9]
         return f"{min(widths):g} to {max(widths):g}" if widths else "none"
 
-    return f"widths that train past 90%: {trained('without BN')} without, {trained('with BN')} with BN"
+    told = f"{trained('without BN')} without, {trained('with BN')} with BN"
+    return f"standard deviations of the initial weights that train past 90%: {told}"
 
 
 def _jacobian(r: Result) -> str:
@@ -74,8 +75,8 @@ def _jacobian(r: Result) -> str:
         ]
         return f"{min(shares):.0%} to {max(shares):.0%}"
 
-    told = [f"{near(name, 'J')} {name} (random {near(name, 'random')})" for name in ("with BN", "without BN")]
-    return f"between 1/2 and 2: {', '.join(told)}"
+    told = [f"{near(name, 'J')} {name} (random matrices {near(name, 'random')})" for name in ("with BN", "without BN")]
+    return f"singular values between 1/2 and 2: {', '.join(told)}"
 
 
 def _scale(r: Result) -> str:
@@ -87,7 +88,7 @@ def _saturation(r: Result) -> str:
     last = {(run["network"], run["std"]): max(run["saturated"][-1].values()) for run in r["runs"]}
     std = max((share, std) for (network, std), share in last.items() if network == "without BN")[1]
     without, with_bn = last["without BN", std], last["with BN", std]
-    return f"most saturated layer: {without:.0%} without, {with_bn:.0%} with BN (width {std:g})"
+    return f"most saturated layer: {without:.0%} without, {with_bn:.0%} with BN (initial standard deviation {std:g})"
 
 
 def _placement(r: Result) -> str:
@@ -104,11 +105,17 @@ def _optimizers(r: Result) -> str:
 
 
 FIGURES = [
-    Row("Figure 1", "reproduce fig1", "BN trains faster, ends higher", "fig1.json", _fig1),
-    Row("Figure 1, fairly", "reproduce comparison", "not in the paper", "comparison.json", _comparison),
+    Row("Figure 1", "reproduce fig1", "BN trains faster and ends with a higher accuracy", "fig1.json", _fig1),
+    Row(
+        "Figure 1, each network at its best rate",
+        "reproduce comparison",
+        "not in the paper",
+        "comparison.json",
+        _comparison,
+    ),
     Row("Figures 2, 3", "reproduce fig2 --data DIR", "14 times fewer steps; 74.8% against 72.2%", "fig2.json", _fig2),
     Row("Figure 4", "reproduce fig4 --data DIR", "4.9% top-5 error", "fig4.json", _fig4),
-    Row("Section 2", "reproduce section2", "b grows, the loss stays", "section2.json", _section2),
+    Row("Section 2", "reproduce section2", "b grows, the loss does not change", "section2.json", _section2),
     Row("Section 3.1", "reproduce optimizers", "any gradient method", "optimizers.json", _optimizers),
     Row("Sections 3.2, 5", "reproduce placement", "before the nonlinearity", "placement.json", _placement),
     Row("Section 3.3", "reproduce scale", "BN((aW)u) = BN(Wu)", "scale.json", _scale),
@@ -166,13 +173,13 @@ def _verdicts(steps: list[Result]) -> str:
 
     >>> step = {"name": "144 crops instead of 1", "error": "top-1", "verdict": "confirmed"}
     >>> _verdicts([step, {**step, "error": "top-5"}])
-    'Does it lower the error? 144 crops instead of 1: top-1 confirmed, top-5 confirmed.'
+    'Does the change lower the error? 144 crops instead of 1: top-1 confirmed, top-5 confirmed.'
     """
     found: dict[str, list[str]] = {}
     for step in steps:
         found.setdefault(step["name"].rstrip(","), []).append(f"{step['error']} {step['verdict']}")
     told = (f"{name}: {', '.join(verdicts)}" for name, verdicts in found.items())
-    return f"Does it lower the error? {'; '.join(told)}."
+    return f"Does the change lower the error? {'; '.join(told)}."
 
 
 def _images(result: Result) -> str:

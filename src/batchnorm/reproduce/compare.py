@@ -115,7 +115,7 @@ def compare(
     print(
         f"{chosen.factory} without batch normalization ({changes[False]}) and with it ({changes[True]}), on"
         f" {data[splits[0]]:,} images of {classes:,} classes, validated on {images:,}: {len(trainings)}"
-        f" trainings of {steps:,} steps, {len(waiting)} of them to do, in {out}",
+        f" trainings of {steps:,} steps, {len(waiting)} of them not done yet, in {out}",
         flush=True,
     )
     together = min(jobs, len(waiting)) if on_gpu else 1
@@ -325,11 +325,11 @@ def _listed(accuracies: Sequence[float]) -> str:
 
 def _steps(times: float | None, top: tuple[int, float] | None) -> str:
     if top is None:
-        return "Without it, no seed was validated before one diverged."
+        return "Without batch normalization, a seed diverged before its first validation."
     if times is None:
-        return f"With it, the mean over seeds never reaches {top[1]:.1%}, the best without it."
+        return f"With batch normalization, the mean over seeds never reaches {top[1]:.1%}, the best without."
     how = f"in {times:.1f} times fewer steps" if times > 1 else "but not in fewer steps"
-    return f"With it, the mean over seeds reaches {top[1]:.1%}, the best without it, {how}."
+    return f"With batch normalization, the mean over seeds reaches {top[1]:.1%}, the best without, {how}."
 
 
 def _edges(networks: Mapping[tuple[bool, float], SeedRuns], *chosen: SeedRuns) -> str:
@@ -337,4 +337,4 @@ def _edges(networks: Mapping[tuple[bool, float], SeedRuns], *chosen: SeedRuns) -
     rates = sorted({rate for _, rate in networks})
     edges = [seeds.run.name for seeds in chosen if seeds.rate in (rates[0], rates[-1])]
     note = f" The best rate is at an end of the sweep ({'; '.join(edges)}): extend --rates." if edges else ""
-    return f"Mean validation accuracy at the end, and that of each seed.{note}"
+    return f"Validation accuracy at the end: the mean over seeds and, in parentheses, each seed.{note}"

@@ -78,7 +78,10 @@ def fold(
         if input:
             example = _example(net, input)
     if example is None:
-        raise ValueError(f"{network} returned a network without an example batch: add its shape, --input 1 3 224 224")
+        raise ValueError(
+            f"{network} returned a network without an example batch: add the shape of a batch, such as"
+            " --input 1 3 224 224"
+        )
     # The user asked for folding, so call eval(), which avoids the warning about training mode. Print other warnings on
     # one line each, without the source line that Python would add.
     with warnings.catch_warnings(record=True) as caught:

@@ -124,7 +124,7 @@ class Recipe:
         between(0, 0.9, validate=self.validate)
         between(0, SEED_MAX, seed=self.seed)
         if self.factory == "" and self.normalize not in (None, "as-is"):  # the command line's Overrides may hold None
-            raise ValueError(f"normalize={self.normalize} applies to a network of your own: add --network")
+            raise ValueError(f"normalize={self.normalize} applies only to a network of your own: add --network")
         if self.freeze_statistics and self.start == "":
             raise ValueError("freeze_statistics keeps the statistics of a trained network: add --from")
 
@@ -256,7 +256,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
                 kind is bool
             )
         if not fits:
-            raise ValueError(f"{name} cannot be {value!r:.60}")
+            raise ValueError(f"{value!r:.60} is not a valid {name}")
 
 
 INCEPTION = Recipe()

@@ -30,13 +30,13 @@ def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) 
     >>> claim_folder(folder, Recipe(rate=1.0))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    ValueError: ...: rate is 0.0015 there, 1.0 here; choose another --out, or remove that folder
+    ValueError: ...: rate is 0.0015 instead of 1.0; choose another --out, or remove that folder
     """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "recipe.json"
     if path.exists():
         there, here = asdict(Recipe.read(path)), asdict(recipe)
-        other = [f"{k} is {there[k]!r} there, {here[k]!r} here" for k in here if k != "epochs" and there[k] != here[k]]
+        other = [f"{k} is {there[k]!r} instead of {here[k]!r}" for k in here if k != "epochs" and there[k] != here[k]]
         if other:
             raise ValueError(
                 f"{path} belongs to another run: {'; '.join(other)}; choose another --out, or remove that folder"
@@ -110,12 +110,14 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
         raise ValueError(f"the checkpoint in {folder} does not fit the network: {error!r}") from error
     same = len(sums) == here.world_size and threads == torch.get_num_threads()
     if here.main and found.step < total_steps:
-        note = "" if same else "; results will differ in the last bits, because the number of ranks or threads does"
+        note = (
+            "" if same else "; results will differ in the last bits, because the number of ranks or threads has changed"
+        )
         print(f"resuming from step {found.step:,}{note}", flush=True)
     elif here.main and (folder / "result.json").exists():
         print(
-            "this run is finished and will only be scored again: to train longer, increase --epochs (or --max-steps);"
-            f" to start over, choose another --out or remove {folder}",
+            "this run is finished, so only its final network is evaluated again: to train longer, increase"
+            f" --epochs (or --max-steps); to start over, choose another --out or remove {folder}",
             flush=True,
         )
     mine = sums[here.rank] if same else sums.sum(0) / here.world_size

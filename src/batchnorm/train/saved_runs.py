@@ -103,7 +103,8 @@ class SavedRun(NamedTuple):
             if now.get(name) != value:
                 raise ValueError(
                     f"the weights in {self.folder / 'final'} were trained with {name} {value}, but"
-                    f" {self.folder / 'recipe.json'} has {now.get(name)}: was the recipe edited or the folder mixed up?"
+                    f" {self.folder / 'recipe.json'} has {now.get(name)}: was the recipe edited, or do"
+                    " the files come from different runs?"
                 )
 
     def _why(self) -> str:
@@ -177,15 +178,16 @@ def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path, classe
     }
     if len(outputs) == 1 and None not in outputs and not missing and not foreign:
         raise ValueError(
-            f"{folder / 'final'} names {classes} classes, but its weights are for {outputs.pop()}: were the files of"
-            " two runs mixed up?"
+            f"{folder / 'final'} names {classes} classes, but its weights are for {outputs.pop()}: do the files come"
+            " from different runs?"
         )
     if missing or foreign or shapes:
         first = min([*missing, *foreign, *shapes])
         raise ValueError(
             f"the weights in {folder / 'final'} do not fit the network of {folder / 'recipe.json'}:"
-            f" {len(missing)} are missing, {len(foreign)} unknown, {len(shapes)} of another shape (first: {first});"
-            f" was {f'{factory} or ' if factory else ''}the recipe edited, or the folder mixed up?"
+            f" {len(missing)} missing, {len(foreign)} unexpected, {len(shapes)} with a different shape (first:"
+            f" {first}); was {f'{factory} or ' if factory else ''}the recipe edited, or do the files come from"
+            " different runs?"
         )
     net.load_state_dict(model)
 
@@ -202,11 +204,13 @@ def open_runs(folders: Sequence[Path], *, trust: bool = False) -> dict[str, Save
     sizes = {run.recipe.size: run.folder for run in opened}
     if len(sizes) > 1:
         (a, first), (b, second), *_ = sizes.items()
-        raise ValueError(f"{first} takes images of {a} px but {second} of {b} px: evaluate them one at a time")
+        raise ValueError(
+            f"{first} takes images of {a} px, but {second} takes images of {b} px: evaluate them one at a time"
+        )
     unique = len({run.name for run in opened}) == len(opened)
     named = {run.name if unique else str(run.folder): run for run in opened}
     if len(named) < len(opened):
-        raise ValueError("a run is given twice and would count twice in the mean: name each once")
+        raise ValueError("a run is given twice and would count twice in the mean: give each run once")
     return named
 
 

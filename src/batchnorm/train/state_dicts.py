@@ -88,12 +88,12 @@ def difference(expected: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     """Describe how a state dict differs from the network's, with the names of the first few entries.
 
     >>> difference({"weight": torch.zeros(2), "bias": torch.zeros(2)}, {"weight": torch.zeros(3)})
-    '1 entry not in the file (bias); 1 entry of another shape (weight)'
+    '1 entry not in the file (bias); 1 entry with a different shape (weight)'
     """
     kinds = {
         "not in the file": [k for k in expected if k not in state],
         "not in the network": [k for k in state if k not in expected],
-        "of another shape": [
+        "with a different shape": [
             k for k, v in expected.items() if k in state and getattr(state[k], "shape", None) != v.shape
         ],
     }

@@ -180,7 +180,9 @@ def resolve(recipe: Recipe, overrides: Recipe) -> Recipe:
     chosen = replace(recipe, **given)
     papers = [name for name in PAPERS_FIELDS if name in given]
     if chosen.factory and papers:
-        raise ValueError(f"--network does not take {', '.join(papers)}, an option of the paper's network: remove it")
+        raise ValueError(
+            f"--network cannot be combined with options of the paper's network: remove {', '.join(papers)}"
+        )
     return replace(chosen, name=_name(chosen)) if chosen.factory and "name" not in given else chosen
 
 

@@ -124,7 +124,7 @@ def fewer_steps(
     """
     claim = f"{name} reaches Inception's best in {claim}"
     if inception and network and all(_top(run.points) <= _chance(run) for run in inception.runs):
-        return Verdict(claim, paper, UNRESOLVED, "Inception's best is chance")
+        return Verdict(claim, paper, UNRESOLVED, "Inception's best accuracy is not above chance")
     pairs = [times_fewer(a, b) for a, b in product(inception.curves, network.curves)]
     found = ""
     if pairs:
@@ -155,7 +155,7 @@ def slower_start(inception: Seeds, x5: Seeds, x30: Seeds) -> Verdict:
         found += f"; a tenth of the way, at step {early[0][0]:,}, {early[0][1]:.1%} and {early[1][1]:.1%}"
     behind = behind_until(x5.curve, x30.curve)
     if behind is not None:
-        found += f"; BN-x30's mean is the lower one at every validation to step {behind:,}"
+        found += f"; BN-x30's mean is lower at every validation up to step {behind:,}"
     return Verdict(claim, paper, verdict, found)
 
 

@@ -242,8 +242,8 @@ def claims_table(studies: Studies) -> Section:
     for claim, verdict in next(iter(columns.values())).items():
         rows.append([claim, verdict.paper, *(_cell(column.get(claim)) for column in columns.values())])
     text = (
-        "A claim is confirmed or refuted by three seeds of each network that all agree. What fewer seeds show is"
-        ' "seen" or "not seen".'
+        "A claim is confirmed or refuted if there are three seeds of each network and every pairing of seeds agrees."
+        ' With fewer seeds, it is "seen" or "not seen".'
     )
     return Section("What the paper found", text, rows)
 

@@ -149,10 +149,10 @@ def _times_of_seeds(baseline: Seeds, network: Seeds) -> str:
 
 
 def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
-    parts = ["Validation accuracy at 1 from a single crop, of the mean over seeds; each seed's own in brackets."]
+    parts = ["Top-1 validation accuracy with a single crop: the mean over seeds and, in parentheses, each seed."]
     slope = end_slope(inception.curve) if inception.curve else None
     if slope is not None:
-        verdict = "less than 1, it has levelled off" if slope < LEVEL else "1 or more, the runs are too short"
+        verdict = "less than 1, so it has leveled off" if slope < LEVEL else "1 or more, so the runs are too short"
         own = [f"{100 * rise:.2f}" for curve in inception.curves if (rise := end_slope(curve)) is not None]
         seeds = f"; {', '.join(own)} by seeds" if len(own) > 1 else ""
         parts.append(f"Over its last quarter Inception rises by {100 * slope:.2f} points ({verdict}{seeds}).")
@@ -180,7 +180,10 @@ def on_the_way(finished: Mapping[str, Finished]) -> Section:
         cells = zip(baseline, reached, strict=True)
         rows.append([name, *(show_steps(b) + (f" ({a / b:.1f})" if a and b else "") for a, b in cells)])
     shares = f"{', '.join(f'{share:.0%}' for share in SHARES[:-1])} and all"
-    text = f"Steps of the mean over seeds to {shares} of Inception's best, and how many times fewer than Inception's."
+    text = (
+        f"Steps of the mean over seeds to {shares} of Inception's best, and in parentheses how many times fewer steps"
+        " that is than Inception takes."
+    )
     return Section("On the way there", text, rows)
 
 
@@ -225,17 +228,18 @@ def _rates_text(sweeps: Mapping[str, Seeds]) -> str:
         found = rates_that_train(seeds.runs)
         if found is None:
             continue
-        text += f" Half of the best accuracy or more {name}: rates {found[0]:g} to {found[1]:g}."
+        text += f" The network {name} reaches at least half of its best accuracy at rates {found[0]:g} to {found[1]:g}."
         tops[name] = top = max(seeds.runs, key=lambda one: one.result["top1"] or 0.0)
         swept = [one.run.recipe.rate for one in seeds.runs]
         if len(swept) > 2 and top.run.recipe.rate in (min(swept), max(swept)):
-            text += f" The best rate {name} is at the end of its sweep; a better one may lie beyond."
+            text += f" The best rate {name} is at the end of its sweep; a rate beyond that may be better."
     if "without BN" in tops and "with BN" in tops:
         plain, normalized = tops["without BN"], tops["with BN"]
         times = times_fewer(plain.points, normalized.points)
         text += (
-            f" Best against best ({plain.run.recipe.rate:g} without, {normalized.run.recipe.rate:g} with BN), the"
-            f" normalized network takes {show_times(times)} times fewer steps to the other's best accuracy."
+            f" With each network at its best rate ({plain.run.recipe.rate:g} without, {normalized.run.recipe.rate:g}"
+            f" with BN), the normalized one takes {show_times(times)} times fewer steps to the best accuracy of the"
+            " other."
         )
     return text
 
@@ -252,12 +256,15 @@ def dropout(finished: Mapping[str, Finished]) -> Section:
             runs: list[Finished | None] = [one for one in seeds.runs if one.run.recipe.dropout == share]
             row += [", ".join(show_accuracy(one, key) for one in runs or [None]) for key in ("train_top1", "top1")]
         rows.append(row)
-    text = "Accuracy of the folded network at the end, on the centre squares of both sets, of each seed."
+    text = (
+        "Accuracy of the folded network at the end, on the center squares of training and validation images, for each"
+        " seed."
+    )
     repeated = _repeated(finished)
     if repeated is not None:
         text += (
-            f" The runs at 40% are also in the table of rates, with the same seed: two runs of one recipe differ by up"
-            f" to {100 * repeated:.1f} points, for the order of sums on a GPU is not always the same."
+            " Recipes that are also in the table of rates were trained a second time with the same seed: their two runs"
+            f" differ by up to {100 * repeated:.1f} points, because the order of sums on a GPU can change."
         )
     return Section("Dropout (Section 3.4)", text, rows)
 
@@ -309,7 +316,7 @@ def ran(finished: Mapping[str, Finished]) -> Section:
         pace = "-" if one.steps_per_second is None else f"{one.steps_per_second:g}"
         cells = [f"{one.result['steps']:,}", f"{one.seconds:.0f}", pace, machine, env["torch"], env["commit"] or "-"]
         rows.append([name, *cells])
-    text = "Steps/s are those of training alone; seconds count the start, validation and the end as well."
+    text = "Steps/s count training alone; seconds also include startup, validation and the final evaluation."
     return Section("The runs", text, rows)
 
 

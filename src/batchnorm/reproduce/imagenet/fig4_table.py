@@ -93,8 +93,8 @@ class Figure4(NamedTuple):
         better = [step.error for step in self.chosen if step.verdict == "confirmed"]
         if better:
             return (
-                "The ensemble of all networks is not better than its best member, but one of some of them is (by"
-                f" {' and '.join(better)} error)."
+                "The ensemble of all networks is not better than its best member, but an ensemble of some of them is"
+                f" (by {' and '.join(better)} error)."
             )
         return "At this scale no ensemble of these networks is better than its best member."
 

@@ -160,7 +160,7 @@ def _rate(group: dict[str, Any], run: dict[str, Any], best: dict[str, float | No
         return run.get("rate"), None
     if sweep not in best:
         raise ValueError(
-            f"{run['name']}: its rate comes from a sweep of {sweep}, but group rates has no runs of {sweep}"
+            f"{run['name']}: its rate comes from a sweep of {sweep}, but the group 'rates' has no runs of {sweep}"
         )
     found = best[sweep]
     if found is None:
@@ -186,7 +186,7 @@ def _check_table(where: str, table: Any, known: Sequence[str]) -> None:
         if key not in known:
             raise ValueError(f"{where}: unknown key {key}; use {', '.join(known)}, and set recipe fields in each run")
         if key in ("evaluate_every", *EVERYWHERE) and not (type(value) is int and value > 0):
-            raise ValueError(f"{where}: {key}={value!r}: must be a positive number of steps or images")
+            raise ValueError(f"{where}: {key}={value!r}: must be a positive integer")
 
 
 def _planned(
@@ -195,7 +195,7 @@ def _planned(
     name, horizon, end_rate = run["name"], settings["horizon"], settings["end_rate"]
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise ValueError(
-            f"{name!r} cannot be the name of a run, and so of its files: use letters, digits, '-', '.' and '_'"
+            f"{name!r} cannot be the name of a run, which is also a file name: use letters, digits, '-', '.' and '_'"
         )
     _check_table(name, {key: run[key] for key in OWN if key in run}, OWN)
     if not 0 < end_rate < 1 or not 0 < horizon < math.inf:
@@ -220,7 +220,7 @@ def differing(there: Recipe, here: Recipe) -> list[str]:
     """Return the fields in which two recipes differ, as sentences.
 
     >>> differing(Recipe(), Recipe(rate=0.1))
-    ['rate is 0.0015 there, 0.1 here']
+    ['rate is 0.0015 instead of 0.1']
     """
     pairs = {field.name: (getattr(there, field.name), getattr(here, field.name)) for field in fields(Recipe)}
-    return [f"{name} is {first} there, {second} here" for name, (first, second) in pairs.items() if first != second]
+    return [f"{name} is {first} instead of {second}" for name, (first, second) in pairs.items() if first != second]

@@ -90,7 +90,7 @@ class RunFiles(NamedTuple):
         content = read_result(self.result, ("recipe", "evaluate_every", *KEYS))
         other = differing(Recipe.from_json(json.dumps(content["recipe"])), self.run.recipe)
         if content["evaluate_every"] != self.run.evaluate_every:
-            other.append(f"evaluate_every is {content['evaluate_every']} there, {self.run.evaluate_every} here")
+            other.append(f"evaluate_every is {content['evaluate_every']} instead of {self.run.evaluate_every}")
         if other:
             raise ValueError(
                 f"{self.result} belongs to another plan: {'; '.join(other)}; choose another --results, or move the"
@@ -144,7 +144,7 @@ class MemberFiles(NamedTuple):
             return "diverged in training"
         if self.probabilities.is_file():
             return None
-        return f"left out of the ensemble: {self.probabilities.name} is missing; with --data DIR it is made again"
+        return f"left out of the ensemble: {self.probabilities.name} is missing; add --data DIR to compute it again"
 
     def finished(self) -> bool:
         """Return whether the member is evaluated, or diverged in training."""

@@ -99,7 +99,7 @@ def checked_gpu(
     """
     with shared_gpu(processes) as shared:
         if processes > 1 and not shared:
-            print(f"{CONTROL} is not available: the runs take turns on the GPU, so --jobs gains little")
+            print(f"{CONTROL} is not available: the runs take turns on the GPU, so --jobs saves little time")
         if processes > 1 and precision != "fp32":
             check_share(recipes, evaluate_batch, "cuda")
         yield
@@ -176,8 +176,8 @@ class _Compare(TorchDispatchMode):
                 worst = max(errors, key=lambda error: math.inf if math.isnan(error) else error)
                 shapes = " and ".join(str(tuple(a.shape)) for a in args[:3] if isinstance(a, Tensor))
                 self.wrong = (
-                    f"the bfloat16 convolution of {shapes} has a relative error of {worst:.2g}, and rounding"
-                    f" explains at most {TOLERANCE:g}"
+                    f"the bfloat16 convolution of {shapes} has a relative error of {worst:.2g}, more than"
+                    f" the {TOLERANCE:g} that rounding explains"
                 )
         return found
 

@@ -48,7 +48,9 @@ def init(options: Init) -> dict[str, Any]:
     plain, normalized = (
         {row["std"] for row in rows if row["network"] == label(kind) and row["mean"] > 0.9} for kind in (False, True)
     )
-    verdicts = {"BN trains past 90% from more initial widths, and from all that train without it": plain < normalized}
+    verdicts = {
+        "with BN, more standard deviations train past 90%, including all that do without BN": plain < normalized
+    }
     return publish(options, claim, {"final test accuracy": rows}, verdicts, lambda plt: _draw(plt, results, options))
 
 
@@ -64,7 +66,7 @@ def _draw(plt: Any, results: dict[tuple[bool, float], list[float]], options: Ini
         for std in options.stds:
             axis.plot([std] * options.seeds, results[kind, std], ".", ms=3, color=colour(kind), alpha=0.5)
     axis.set(
-        xscale="log", xlabel="width of the initial Gaussians", ylabel="test accuracy", ylim=(0, 1),
+        xscale="log", xlabel="standard deviation of the initial weights", ylabel="test accuracy", ylim=(0, 1),
         title=f"after {options.steps:,} steps at rate {options.rate:g}, {options.seeds} seeds",
     )  # fmt: skip
     axis.legend(loc="lower center")

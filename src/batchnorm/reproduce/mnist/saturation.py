@@ -58,7 +58,7 @@ def saturation(options: Saturation) -> dict[str, Any]:
     claim = "Batch Normalization makes it possible to use saturating nonlinearities by preventing the network from"
     claim += " getting stuck in the saturated modes."
     verdicts = {
-        f"initial width {plain['std']:g}: the most saturated layer is less saturated with BN at the end": (
+        f"initial std {plain['std']:g}: at the end, the most saturated layer is less saturated with BN": (
             max(bn["saturated"][-1].values()) < max(plain["saturated"][-1].values())
         )
         for plain, bn in zip(rows[::2], rows[1::2], strict=True)
@@ -100,7 +100,7 @@ def _draw(plt: Any, options: Saturation, rows: Sequence[dict[str, Any]]) -> Any:
             for row in (r for r in rows if r["std"] == std):
                 name = row["network"]
                 axis.plot(row["steps"], [f[layer] for f in row["saturated"]], color=colour(name), label=name)
-            axis.set(title=f"{layer}, initial width {std:g}", ylim=(-0.02, 1))
+            axis.set(title=f"{layer}, initial std {std:g}", ylim=(-0.02, 1))
         axes_row[0].set_ylabel("saturated fraction")
     for axis in grid[-1]:
         axis.set_xlabel("training steps")
