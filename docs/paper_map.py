@@ -416,8 +416,9 @@ def page() -> str:
     lines = [
         "# Map of the paper",
         "",
-        "Where each algorithm, equation, figure, table and claim of the paper is in the code, which test checks it and",
-        "which command reproduces it. Names are below `batchnorm`, tests below `tests/`.",
+        "This page shows where each algorithm, equation, figure, table and claim of the paper is in the code, which",
+        "test checks it and which command reproduces it. Names are relative to the package `batchnorm`, test files to",
+        "`tests/`.",
         "[Results](results.md) has the outcomes.",
         "",
         "`python docs/paper_map.py` writes this page from the `Paper:` lines of docstrings.",

@@ -219,8 +219,8 @@ def _fine_tuning(r: Result) -> str:
     half = options["classes"] // 2
     return (
         "Validation accuracy in percent, mean and standard deviation over the seeds, of a network of four convolutions"
-        f" at {options['size']} px. It was trained on {half} classes ({r['first']:.1%}) and fine-tuned on"
-        f" {options['images']} images of each of {half} others for {options['epochs']:g} epochs"
+        f" at {options['size']} px. The network was trained on {half} classes (to {r['first']:.1%}) and then"
+        f" fine-tuned for {options['epochs']:g} epochs on {options['images']} images of each of {half} other classes"
         f" ([numbers](../results/fine-tuning.json), {machine(r)}).\n\n{table(rows)}"
     )
 
