@@ -21,7 +21,7 @@ from ..population import estimate_
 from ..results import check_writable, write_result
 from ..train.distributed import find_device
 
-QUESTION = "seconds a pass over a residual network of 18 layers (medians), and ratios within rounds (medians)"
+QUESTION = "median seconds per pass over a residual network of 18 layers, and median ratios within rounds"
 
 
 class Block(nn.Module):

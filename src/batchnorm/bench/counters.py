@@ -29,7 +29,7 @@ from .gpu_timing import require_gpu
 from .kernel_rows import LayerShape, names_of, short_list
 from .kernels import Parameters, Sets
 
-QUESTION = "what bounds the fused kernels: bytes moved, cache hits, occupancy and stalls of single launches"
+QUESTION = "what limits the fused kernels: bytes moved, cache hits, occupancy and stalls of single launches"
 METRICS = {
     "gpu__time_duration.sum": "nanoseconds",
     "dram__bytes_read.sum": "read",

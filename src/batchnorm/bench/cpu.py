@@ -24,7 +24,7 @@ from ..processes import torch_threads
 from ..progress import progress
 from ..results import check_writable, write_result
 
-QUESTION = "time of batch normalization on CPU, forward and backward, ours over torch's"
+QUESTION = "time of batch normalization on a CPU, forward and backward, relative to torch's"
 
 CONTIGUOUS, LAST = "contiguous", "channels_last"
 

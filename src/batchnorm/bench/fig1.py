@@ -64,7 +64,7 @@ def fig1(
     median = {name: statistics.median(values) for name, values in seconds.items()}
     faster = {name: round(median["eager"] / median[name], 2) for name in contenders}
     result = {
-        "what": "seconds for both networks, whole commands, and test accuracy without and with BN",
+        "what": "seconds of whole commands that train both networks, and test accuracy without and with BN",
         "options": {"steps": steps, "rate": rate, "std": std, "rounds": rounds},
         "environment": {**environment(), "load average before": load},
         "seconds": seconds,

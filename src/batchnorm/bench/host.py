@@ -24,7 +24,7 @@ from ..results import check_writable, write_result
 from .bars import Bar
 from .gpu_timing import require_gpu
 
-QUESTION = "host time of one eager layer's training call, ours over torch.nn's"
+QUESTION = "host time of one eager layer's training call, relative to torch.nn's"
 SHAPES = ((32, 64, 14, 14), (32, 512, 7, 7), (32, 256, 28, 28))
 CALLS = 200
 Step = Callable[[], Any]

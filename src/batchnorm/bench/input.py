@@ -103,7 +103,7 @@ def input_rate(
             plain.append(_core_rate(lambda request: _plain(source, reader, request), requests))
             ours.append(_core_rate(lambda request: reader[request].images, requests))
         rate = InputRate(
-            data=data.name if data else "made pictures of 500x375 pixels",
+            data=data.name if data else "generated images of 500x375 pixels",
             images=len(chosen),
             size=size,
             rounds=rounds,

@@ -34,7 +34,7 @@ from ..train.step import make_optimizer
 from .contenders import OURS, STOCK, Contender, noise, with_stock_parts_
 from .train import LOSS_TOLERANCE
 
-QUESTION = "peak memory of the appendix network's training step, over stock eager's"
+QUESTION = "peak memory of the appendix network's training step, relative to the eager stock network's"
 BARS = {"ours": 0.6, "ours, recompute": 0.45}  # upper limits relative to stock's tensors, on a GPU at batch 256
 
 

@@ -57,7 +57,7 @@ def monitor(steps: int = 500, rounds: int = 15, out: Path = Path("runs/bench/mon
     ratios = {name: map(truediv, values, seconds["no monitor"]) for name, values in seconds.items()}
     added = {name: round(statistics.median(values) - 1, 4) for name, values in ratios.items()}
     result = {
-        "what": "seconds a training step, and what the monitor adds to it",
+        "what": "seconds per training step, and how much time the monitor adds",
         "options": {"steps": steps, "rounds": rounds},
         "environment": {**environment(), "load average before": load},
         "seconds": seconds,
@@ -66,4 +66,4 @@ def monitor(steps: int = 500, rounds: int = 15, out: Path = Path("runs/bench/mon
     }
     write_json(out, result)
     for name, value in median.items():
-        print(f"{name}: {1e6 * value:.0f} us a step, {added[name]:+.1%}")
+        print(f"{name}: {1e6 * value:.0f} us per step, {added[name]:+.1%}")
