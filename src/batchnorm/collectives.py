@@ -63,8 +63,8 @@ def check_same_features(features: tuple[int, ...], name: str, group: distributed
     if any(row != rows[0] for row in rows):
         seen = "; ".join(f"rank {rank}: {layer} with {shape}" for rank, (shape, layer) in enumerate(rows))
         raise RuntimeError(
-            f"synchronized batch normalization needs the same layer on every rank at the same moment, but {seen}."
-            " Build the same network everywhere and run every rank through the same layers"
+            f"synchronized batch normalization needs every rank to call the same layer at the same time, but {seen}."
+            " Build the same network on every rank, and call the same layers on every rank"
         )
 
 

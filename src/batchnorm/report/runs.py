@@ -246,7 +246,7 @@ def _check_shapes(records: Sequence[Record], folder: Path) -> None:
             if shapes.setdefault(layer, z.shape) != z.shape:
                 raise ValueError(
                     f"{folder}: the percentiles of {_short(layer)} have the shape {tuple(z.shape)} at step"
-                    f" {record.step}, and {tuple(shapes[layer])} before it"
+                    f" {record.step}, and {tuple(shapes[layer])} at earlier steps"
                 )
 
 
