@@ -147,7 +147,7 @@ def test_other_names_in_a_dict_are_an_error():
     net = Both(lambda self, f, out: {"a": out})
     new = copy.deepcopy(net)
     new.form = lambda self, f, out: {"b": out}
-    with pytest.raises(ValueError, match="the items of the output have other names"):
+    with pytest.raises(ValueError, match="the items of the output have different names"):
         verify(net, new, torch.randn(IMAGE), what="the new network")
 
 

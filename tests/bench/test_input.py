@@ -22,13 +22,15 @@ def test_it_measures_and_says_how_many_cores_feed_a_gpu(tmp_path, monkeypatch, c
     assert min(rate.plain, rate.ours, rate.together) > 0
     lines = capsys.readouterr().out
     assert "images/s per core" in lines
-    assert "feed one GPU that trains 1000 images/s" in lines
+    assert "a GPU that trains 1000 images/s needs" in lines
 
 
 def test_it_makes_its_own_pictures(monkeypatch, tmp_path):
     monkeypatch.setattr(bench._make_pictures, "__defaults__", (20,))
     monkeypatch.setattr(bench._workers_rate, "__defaults__", (0.1,))
-    assert input_rate(images=10, rounds=1, workers=1, size=64, out=tmp_path / "r.json").data.startswith("generated images")
+    assert input_rate(images=10, rounds=1, workers=1, size=64, out=tmp_path / "r.json").data.startswith(
+        "generated images"
+    )
 
 
 def test_it_times_nothing_where_the_loaders_differ(monkeypatch):

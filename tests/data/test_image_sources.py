@@ -50,7 +50,7 @@ def test_what_cannot_be_held_out(tmp_path):
     data = image_folder(tmp_path / "data", [(8, 8)] * 4)
     with pytest.raises(ValueError, match=r"has only one image of class bee, but validate=0\.5 needs at least two"):
         open_source(data, "train[:0.5]")
-    with pytest.raises(FileNotFoundError, match=r"has no validation set, .* with --validate 0\.1"):
+    with pytest.raises(FileNotFoundError, match=r"has no validation set \(.* with --validate 0\.1"):
         training_splits(data, 0)
     image_folder(data, [(8, 8)] * 3, split="val")
     with pytest.raises(ValueError, match="has a validation set, val, so --validate is not needed"):

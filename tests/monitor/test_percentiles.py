@@ -191,5 +191,5 @@ def test_a_network_without_nonlinearities_is_refused():
         ValueError, match="the network has no nonlinearity modules; name the layers to watch with layers="
     ):
         Monitor(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match="give record\\(\\) a batch"):
+    with pytest.raises(ValueError, match="pass a batch to record\\(\\)"):
         Monitor(perceptron()).record(0)

@@ -50,7 +50,7 @@ def test_a_run_of_train_is_read_whole(tmp_path):
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl in it or below it"):
+    with pytest.raises(FileNotFoundError, match=r"neither this folder nor a folder below it has a metrics\.jsonl"):
         read_runs([tmp_path])
 
 

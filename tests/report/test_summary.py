@@ -41,7 +41,7 @@ def test_networks(tmp_path):
     ]
     assert "1 of 2 goals are reached; missed: memory 1.27 (goal: at most 1.02)." in lines[-1]
     assert "Not measured yet: compiled, backend." in lines[-1]
-    assert lines[-1].endswith("* A smaller batch: this one does not fit into memory.")
+    assert lines[-1].endswith("* Measured with a smaller batch, because the full batch does not fit into memory.")
 
 
 def test_all_modes_and_other_uses_of_a_network(tmp_path):
@@ -50,7 +50,7 @@ def test_all_modes_and_other_uses_of_a_network(tmp_path):
     assert lines[2] == "| network | eager, 256 | eager, 32 | graph, 256 | compiled, 256 | backend, 256 |"
     assert not any("Not measured yet" in line for line in lines)
     told = "Speedups of resnet50 (torchvision) in other uses, at batch 256: nchw 1.30, ddp 1.20"
-    assert lines[-1] == f"{told} (see `batchnorm bench networks --help`)."
+    assert lines[-1] == f"{told} (`batchnorm bench networks --help` explains them)."
 
 
 def test_alternatives_have_their_numbers_from_files(tmp_path):

@@ -239,7 +239,7 @@ def test_a_plan_that_is_none(tmp_path, text, says):
         ("horizon = 3", "horizon = nan", "horizon=nan must be above 0"),
         ("horizon = 3", "horizon = 3\nrate = 0.1", "group figures: unknown key rate; use"),
         ("log_every", "log_evry", "train: unknown key log_evry; use"),
-        ("checkpoint_every = 1000", "checkpoint_every = 0", "checkpoint_every=0: must be a positive number"),
+        ("checkpoint_every = 1000", "checkpoint_every = 0", "checkpoint_every=0: must be a positive integer"),
         ('name = "plain"', 'name = "../plain"', "cannot be the name of a run"),
         ("rate = 1e9", "decay = 1.0", "decay=1.0: must be between 0 and 1"),
         ("rate = 1e9", "rate = 1e9, times = 5", "times multiplies a rate that comes from a sweep"),

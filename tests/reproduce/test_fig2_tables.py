@@ -134,7 +134,7 @@ def test_a_baseline_with_a_rate_of_its_own_is_not_the_papers(results, tmp_path):
 def test_the_slope_of_the_end_is_stated(results):
     # The last quarter, 3000 to 4000, rises by 2 points.
     results.add("inception-seed0", {1000: 0.1, 3000: 0.4, 3500: 0.41, 4000: 0.42})
-    assert "rises by 2.00 points (1 or more, the runs are too short)" in figure3(results.read()).text
+    assert "rises by 2.00 points (1 or more, so the runs are too short)" in figure3(results.read()).text
     results.add("inception-seed0", {1000: 0.1, 3000: 0.4, 3500: 0.401, 4000: 0.402})
     assert "rises by 0.20 points (less than 1, so it has leveled off)" in figure3(results.read()).text
     results.add("inception-seed1", {1000: 0.1, 3000: 0.4, 3500: 0.403, 4000: 0.406})
@@ -287,10 +287,10 @@ def test_rates(results):
     assert found.rows[0] == ["rate", "without BN", "with BN"]
     assert found.rows[1] == ["0.0015", "20.0%", "30.0%"]
     assert found.rows[5] == ["0.045", "diverged by step 400", "40.0%"]
-    assert "more without BN: rates 0.0015 to 0.0075." in found.text
-    assert "more with BN: rates 0.0015 to 0.045." in found.text
+    assert "without BN reaches at least half of its best accuracy at rates 0.0015 to 0.0075." in found.text
+    assert "with BN reaches at least half of its best accuracy at rates 0.0015 to 0.045." in found.text
     # 40% without BN is reached at step 800; with BN at 0.015 the accuracies are 25% and 50%: at 800 as well.
-    assert "(0.0075 without, 0.015 with BN), the normalized network takes 1.0 times fewer" in found.text
+    assert "(0.0075 without, 0.015 with BN), the normalized one takes 1.0 times fewer" in found.text
 
 
 def test_the_range_of_rates(results):

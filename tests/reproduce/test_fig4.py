@@ -159,7 +159,7 @@ def test_result_files_without_probabilities_do_not_count(plan, session, tmp_path
     fig4(Fig4(out=tmp_path / "out", results=tmp_path / "results", plan=plan))
     result = read(tmp_path / "out")
     assert set(result["members"]) == {"apart"}
-    assert result["missing"]["five"].startswith("left out of the ensemble: five.npz is missing; with --data DIR")
+    assert result["missing"]["five"].startswith("left out of the ensemble: five.npz is missing; add --data DIR")
     assert [row["model"] for row in result["rows"][:4]] == ["five", "five", "apart", "apart"]  # alone all the same
 
 
@@ -372,7 +372,7 @@ def test_the_best_ensemble_is_chosen_by_other_images_than_it_is_judged_by(tmp_pa
     # Two networks that are wrong everywhere spoil the vote of all five, not that of the three.
     bad = [predictions(tmp_path, name, False) for name in "de"]
     figure = figure4([a, b, c, *bad], 32)
-    assert figure.statement.startswith("The ensemble of all networks is not better than its best member, but one of")
+    assert figure.statement.startswith("The ensemble of all networks is not better than its best member, but an")
     assert (
         figure4([a, *bad], 32).statement
         == "At this scale no ensemble of these networks is better than its best member."

@@ -75,8 +75,8 @@ def _jacobian(r: Result) -> str:
         ]
         return f"{min(shares):.0%} to {max(shares):.0%}"
 
-    told = [f"{near(name, 'J')} {name} (random matrices {near(name, 'random')})" for name in ("with BN", "without BN")]
-    return f"singular values between 1/2 and 2: {', '.join(told)}"
+    told = [f"{near(name, 'J')} {name} (random {near(name, 'random')})" for name in ("with BN", "without BN")]
+    return f"between 1/2 and 2: {', '.join(told)}"
 
 
 def _scale(r: Result) -> str:

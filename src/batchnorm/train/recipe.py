@@ -256,7 +256,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
                 kind is bool
             )
         if not fits:
-            raise ValueError(f"{value!r:.60} is not a valid {name}")
+            raise ValueError(f"{name} cannot be {value!r:.60}")
 
 
 INCEPTION = Recipe()
