@@ -266,7 +266,7 @@ def loss_problem(stock: Sequence[float], ours: Sequence[float], compiled: bool =
     """Return a message if the losses of a step differ by more than rounding, or None.
 
     >>> loss_problem([6.9, 6.8], [6.91, 6.75]), loss_problem([6.9, 6.8], [6.9, math.nan])
-    (None, 'the loss of step 2 is nan, but the stock network's is 6.8: not timed')
+    (None, "the loss of step 2 is nan, but the stock network's is 6.8: not timed")
     """
     for k, (a, b) in enumerate(zip(stock, ours, strict=True), 1):
         if not abs(a - b) <= (FIRST_TOLERANCE if k == 1 and not compiled else LOSS_TOLERANCE) * abs(a):
