@@ -119,7 +119,7 @@ def _with_tensors(holder: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 
 
 def map_tensors(tree: Any, fn: Callable[[Tensor], Any], other: Callable[[Any], Any] | None = None) -> Any:
-    """Apply ``fn`` to each tensor in nested tuples, lists and dicts, and ``other`` to each other leaf."""
+    """Apply ``fn`` to each tensor in nested tuples, lists and dicts, and ``other`` to all other leaves."""
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

@@ -231,7 +231,7 @@ def test_a_mark_of_one_block_is_enough(tmp_path):
 def test_a_shard_that_the_index_lists_is_missing(folder, tmp_path):
     shard(folder, tmp_path / "out", per_shard=8)
     (tmp_path / "out" / "train-000001.tar").unlink()
-    with pytest.raises(ValueError, match=r"train\.index\.npz lists train-000001\.tar, which is missing"):
+    with pytest.raises(ValueError, match=r"train\.index\.npz lists the shard train-000001\.tar, which is missing"):
         open_source(tmp_path / "out", "train")
     (tmp_path / "out" / "train.index.npz").unlink()
     assert len(open_source(tmp_path / "out", "train").labels) == 13

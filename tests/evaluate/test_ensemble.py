@@ -148,5 +148,5 @@ def test_what_cannot_be_combined(tmp_path):
         evaluate_networks({}, open_squares(tmp_path, crops=Crops.of(1, 32)))
     ensemble = Ensemble()
     ensemble.add("a", torch.eye(3), torch.arange(3))
-    with pytest.raises(ValueError, match="b was evaluated on different images from a"):
+    with pytest.raises(ValueError, match="b was not evaluated on the same images as a"):
         ensemble.add("b", torch.eye(3), torch.tensor([2, 1, 0]))

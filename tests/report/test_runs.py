@@ -91,10 +91,10 @@ RECORD = {"step": 1, "percentiles": {"relu": {"z": [[0.0], [1.0], [2.0]]}}}
         ("config.json", '{"percentiles": ["<script>alert(1)</script>"]}', "percentiles is"),
         ("config.json", '{"percentiles": "<script>alert(1)</script>"}', "percentiles is"),
         ("config.json", '{"percentiles": [15, 50]}', r"percentiles is \[15, 50\], but must list the 3 percentiles"),
-        ("summary.json", '{"accuracy": {"running": "high"}}', "running is 'high', not a number"),
+        ("summary.json", '{"accuracy": {"running": "high"}}', "running is 'high': expected a finite number"),
         ("summary.json", f'{{"seconds": 1{"0" * 400}}}', "seconds is 1000"),
         ("recipe.json", "nonsense", "is not valid JSON"),
-        ("result.json", '{"top1": [1]}', r"accuracy \(folded\) is \[1\], not a number"),
+        ("result.json", '{"top1": [1]}', r"accuracy \(folded\) is \[1\]: expected a finite number"),
     ],
 )  # fmt: skip
 def test_a_broken_file_is_named_in_one_sentence(tmp_path, capsys, file, content, says):

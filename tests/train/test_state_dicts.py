@@ -103,7 +103,7 @@ def test_the_statistics_of_a_frozen_source_move_again(source, tmp_path):
             "1 entry with a different shape (0.weight); use the --network and --normalize that it was",
         ),
         ("--from {folder}/absent.pt", "absent.pt: no such file or directory"),
-        ("--from {folder}", "is not the folder of a run, which has recipe.json and final/; it holds: "),
+        ("--from {folder}", "is not the folder of a run: it holds "),
         ("--from {folder}/unfinished", "unfinished has no final network: its training is unfinished"),
         ("--freeze-statistics", "freeze_statistics keeps the statistics of a trained network: add --from"),
         ("--from {pretrained} --freeze-statistics", "but 1 is torch.nn's: add --normalize convert"),

@@ -128,8 +128,8 @@ class ShardIndex:
                 return stored
             if missing := sorted(set(stored.shards.tolist()) - set(names.tolist())):
                 raise ValueError(
-                    f"{path} lists {missing[0].decode(errors='replace')}, which is missing: copy that shard again, or"
-                    " delete the index to train without it"
+                    f"the index {path} lists the shard {missing[0].decode(errors='replace')}, which is missing: copy"
+                    " that shard again, or delete the index to train without that shard"
                 )
         index = cls._scan(names, states, shards)
         # The index is not essential, and the disk may be full or read-only.

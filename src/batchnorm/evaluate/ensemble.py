@@ -97,11 +97,10 @@ class Ensemble:
             self._sum, self._labels = torch.zeros_like(probabilities), labels
             self._votes = torch.zeros_like(probabilities, dtype=torch.int16)
         elif self._sum.shape != probabilities.shape or not torch.equal(self._labels, labels):
-            raise ValueError(
-                f"{name} was evaluated on different images from {self.members[0].name}: {len(labels):,} images of"
-                f" {probabilities.shape[1]} classes instead of the same {len(self._labels):,} images of"
-                f" {self._sum.shape[1]} classes"
-            )
+            first, (images, classes) = self.members[0].name, self._sum.shape
+            found = f"{len(labels):,} images and {probabilities.shape[1]} classes, {first} has {images:,} and {classes}"
+            why = "the labels differ" if self._sum.shape == probabilities.shape else f"it has {found}"
+            raise ValueError(f"{name} was not evaluated on the same images as {first}: {why}")
         alone = score(probabilities, labels, name)
         self._sum += probabilities
         self._votes.scatter_add_(1, probabilities.argmax(1, keepdim=True), self._votes.new_ones(len(labels), 1))

@@ -256,7 +256,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _check_number(value: Any, key: str, path: Path) -> None:
     if not _is_number(value) or math.isinf(_float(value)):
-        raise ValueError(f"{path}: {_printable(key)} is {_short(value)}, not a number")
+        raise ValueError(f"{path}: {_printable(key)} is {_short(value)}: expected a finite number or NaN")
 
 
 def _is_number(value: object) -> bool:

@@ -128,10 +128,11 @@ def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
     path = folder / "recipe.json"
     if not path.is_file():
         if not folder.is_dir():
-            found = "it does not exist"
-        else:
-            found = f"it holds: {', '.join(sorted(entry.name for entry in folder.iterdir())[:8]) or 'nothing'}"
-        raise FileNotFoundError(f"{folder} is not the folder of a run, which has recipe.json and final/; {found}")
+            raise FileNotFoundError(f"{folder} does not exist")
+        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+        raise FileNotFoundError(
+            f"{folder} is not the folder of a run: it holds {found}, but a run's folder holds recipe.json and final/"
+        )
     return SavedRun(folder, Recipe.read(path), trust)
 
 

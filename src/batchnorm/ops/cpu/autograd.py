@@ -63,7 +63,7 @@ class KernelForm(NamedTuple):
     address: int  # of the shape
     parallel: bool  # whether to use more than one thread
     activation: Activation
-    is_smooth: bool  # whether g' takes more than two values: then a residual is saved and dz is written
+    is_smooth: bool  # whether the derivative g' takes more than two values: then a residual is saved, and dz = g'(z) dy
     size: torch.Size
     stride: tuple[int, ...]
     kept: Tensor  # a template for the numbers per channel: torch.empty_like is the fastest way to allocate them

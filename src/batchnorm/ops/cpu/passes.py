@@ -248,9 +248,9 @@ class _Dense(ABC):
 class Matrix(_Dense):
     """View memory as a matrix in which each column belongs to one channel; a row has the shape (period, C, run).
 
-    In channels_last the channels are adjacent: ``run`` is 1, and if there are few channels, ``period`` positions make
-    one row. In a contiguous tensor with few locations, ``run`` is the number of locations, and each channel has ``run``
-    adjacent columns.
+    In channels_last the channels are adjacent: ``run`` is 1, and if there are few channels, a row holds several
+    positions (``period``). In a contiguous tensor with few locations, ``run`` is the number of locations, and each
+    channel has ``run`` adjacent columns.
     """
 
     period: int

@@ -165,7 +165,8 @@ def paths(call: Call) -> tuple[str, str]:
     if _is_smooth(activation, residual) or not resident.takes(x):
         return ahead.tiling.path, back.tiling.path
     typed, r = _are_resident(x, gamma, beta, residual), back.residence
-    # The residual's gradient has the residual's dtype. Kernels that are not woven store bits in another order.
+    # resident.cu's backward pass needs x and the residual's gradient, which has the residual's dtype, in one dtype.
+    # If it is woven (r.plane > 0), it also needs bits in the woven order, which only resident.cu's forward pass writes.
     fits = _of_one_type(x, residual) and (typed or r is None or not r.plane)
     # A residual that is not dense is copied, and the copy is aligned.
     aligned = residual is None or resident.takes(residual) or not is_dense(residual, ahead.strides)
