@@ -1,4 +1,4 @@
-"""A bias and a nonlinearity in one kernel, against torch's in float64."""
+"""Compare the kernel for a bias and a nonlinearity with torch's operations in float64."""
 
 from itertools import product
 
@@ -17,7 +17,7 @@ OTHERS = ((False, True), (torch.float32, torch.bfloat16), ACTIVATIONS)
 
 
 def draw(shape, dtype, device, sliced):
-    """Return a channels-last tensor, or one that is a part of the channels of another."""
+    """Return a channels-last tensor or, if ``sliced``, some of the channels of a larger one."""
     n, c, h, w = shape
     whole = torch.randn(n, h, w, c + 16 * sliced, device=device).to(dtype)
     return whole.permute(0, 3, 1, 2)[:, 8 * sliced : 8 * sliced + c]

@@ -1,4 +1,4 @@
-"""The network against the appendix's own LaTeX, transcribed apart from the code, and against known counts."""
+"""Compare the network with the appendix's LaTeX table, copied independently of the code, and with known counts."""
 
 import copy
 import re
@@ -13,7 +13,7 @@ from batchnorm.models import describe, inception
 from batchnorm.models.bn_inception.blocks import InceptionModule, SeparableConv2d, Unit
 from batchnorm.models.bn_inception.network import LocalResponseNorm
 
-# The rows of the paper's source: type & patch/stride & output & depth & 1x1 & reduce & 3x3 & reduce & double & pool.
+# The columns are type & patch/stride & output & depth & 1x1 & 3x3 reduce & 3x3 & double reduce & double & pool.
 LATEX = r"""
 inception (3a) & & $28{\times}28{\times}256$ & 3 & 64 & 64 & 64 & 64 & 96 & avg + 32  \\
 inception (3b) & & $28{\times}28{\times}320$ & 3 & 64 & 64 & 96 & 64 & 96 & avg + 64 \\
@@ -106,7 +106,7 @@ def test_switches():
     assert nn.ReLU not in kinds
     assert net.dropout.p == 0.4
     assert net.classifier.out_features == 7
-    # GoogLeNet's places: after the first pool (left out at 64 px) and before the second.
+    # As in GoogLeNet, one comes after the first pool, which is left out at 64 px, and one before the second.
     assert names[:6] == ["stem", "lrn1", "reduce2", "conv2", "lrn2", "pool2"]
     assert isinstance(inception(stem="plain").stem.conv, nn.Conv2d)
 
@@ -115,9 +115,9 @@ def test_switches():
     ("size", "last", "stem_stride", "has_pool"),
     [
         (224, 7, 2, True),
-        (97, 4, 2, True),  # the smallest that keeps all strides
+        (97, 4, 2, True),  # the smallest size that keeps all strides
         (96, 6, 2, False),
-        (65, 5, 2, False),  # odd maps all the way
+        (65, 5, 2, False),  # all maps have odd sizes
         (64, 4, 2, False),
         (49, 4, 2, False),
         (48, 6, 1, False),
@@ -159,7 +159,7 @@ def test_refusals():
 @pytest.mark.parametrize("norm", ["batch", None])
 def test_the_rearranged_form_computes_the_same_function_and_gradients(norm):
     net = inception(size=32, classes=5, norm=norm, seed=1, width=0.125).double()
-    for p in net.parameters():  # biases away from 0, so that their order against the pooling shows
+    for p in net.parameters():  # nonzero biases, so that a wrong order of bias and pooling shows
         if p.dim() == 1:
             nn.init.normal_(p, 0.5, 0.2)
     x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
@@ -211,7 +211,7 @@ def test_on_a_gpu_the_network_without_normalization_computes_the_same(activation
             y.square().sum().backward()
             results.append([y.detach().cpu().double(), *(p.grad.cpu().double() for p in run.parameters())])
     for got, expected in zip(*results, strict=True):
-        # Through ten sigmoids gradients shrink to 1e-7, of terms that nearly cancel.
+        # Behind ten sigmoids, gradients shrink to 1e-7, and their terms nearly cancel.
         assert (got - expected).norm() <= (1e-3 if activation == "relu" else 2e-2) * expected.norm()
 
 
@@ -325,7 +325,7 @@ def test_recorded_in_training(norm, rearrange):
 
 
 def test_local_response_normalization_is_trained_after_inference():
-    norm, x = LocalResponseNorm(3, alpha=0.3), torch.randn(2, 11, 4, 5)  # eleven channels: seen here first
+    norm, x = LocalResponseNorm(3, alpha=0.3), torch.randn(2, 11, 4, 5)  # no other test has eleven channels
     with torch.inference_mode():
         expected = norm.convolved(x)
     y = norm.convolved(x.requires_grad_())
@@ -343,7 +343,7 @@ def test_initialization():
     assert torch.equal(larger.get_parameter(conv), 2 * kaiming.get_parameter(conv))
     assert torch.equal(larger.classifier.weight, kaiming.classifier.weight)
     assert torch.equal(inception(seed=3).classifier.weight, kaiming.classifier.weight)
-    plain = inception(norm=None, seed=3)  # the same draws with and without normalization
+    plain = inception(norm=None, seed=3)  # the random weights are the same with and without normalization
     assert torch.equal(plain.get_parameter(conv), kaiming.get_parameter(conv))
 
 
@@ -376,7 +376,7 @@ def test_the_normalized_form_is_insert_of_the_plain_form(activation):
     for mode in (True, False):
         outputs = [net.train(mode)(x) for net in (inserted, normalized)]
         torch.testing.assert_close(*outputs)
-    # What trains in one trains in the other: the same gradients for the same weights.
+    # The same weights have the same gradients in both networks.
     for net in (inserted, normalized):
         net.train()(x).square().sum().backward()
     grads = [net.inception_4c.double33.conv1.conv for net in (inserted, normalized)]

@@ -1,4 +1,4 @@
-"""An Inception module whose kernels write slices of its output: interpreted on CPU, or on a device if there is one."""
+"""Test an Inception module whose kernels write slices of its output, in Triton's interpreter or on a GPU."""
 
 import contextlib
 import copy
@@ -14,7 +14,7 @@ from batchnorm.models.bn_inception.blocks import InceptionModule, InceptionRow, 
 from batchnorm.models.bn_inception.weight_gradients import WeightGradients
 from batchnorm.ops.cuda.layout import geometry_of
 
-# Triton's interpreter meets it in numpy >= 1.25.
+# Triton's interpreter causes this warning with numpy >= 1.25.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
     pytest.mark.usefixtures("unwritten_is_nan"),
@@ -53,7 +53,7 @@ def _precise():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Let interpreted kernels have tensors on the CPU, and count the launches."""
+    """Allow interpreted kernels on CPU tensors, and list the number of normalizations in each launch."""
     counted = []
     run = joined_branches.grouped.forward
     monkeypatch.setattr(joined_branches, "takes", lambda x: geometry_of(x).nhwc)
@@ -62,7 +62,7 @@ def launches(monkeypatch):
 
 
 def results(module, x, dy):
-    """The output, all gradients and buffers of a forward and a backward pass."""
+    """Return the output, all gradients and all buffers after a forward and a backward pass."""
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     y = module(x)
     gradients = torch.autograd.grad(y, [x, *module.parameters()], dy)
@@ -72,7 +72,7 @@ def results(module, x, dy):
 @pytest.mark.parametrize("row", ROWS)
 def test_outputs_gradients_and_averages(launches, device, row):
     module, x = made(row, device), images(device)
-    # On the CPU: torch 2.11's gradient of avg_pool2d is wrong on CUDA if the input is channels last and padded.
+    # The oracle is on the CPU because torch 2.11's gradient of a padded avg_pool2d is wrong on CUDA in channels last.
     oracle = copy.deepcopy(module).double().cpu()
     module.rearrange, oracle.rearrange = True, False
     with torch.no_grad():
@@ -232,7 +232,7 @@ def test_kernels_that_are_neighbours_are_joined_in_place():
     assert not joined_branches.are_neighbours(kernels)
     assert not joined_branches.are_neighbours(copies[::-1])
     with torch.no_grad():
-        copies[1].zero_()  # as an optimizer does
+        copies[1].zero_()  # in place, as an optimizer updates weights
     assert not joined_branches.join_kernels(copies)[3:].any()
 
 

@@ -1,4 +1,4 @@
-"""Normalization, ReLU and max pooling in one function: interpreted on CPU, or on a device if there is one."""
+"""Test normalization, ReLU and max pooling in one function, in Triton's interpreter or on a GPU."""
 
 import copy
 from collections import OrderedDict
@@ -19,7 +19,7 @@ from batchnorm.ops.cuda import launch, schedule
 from batchnorm.ops.cuda.cached_pass import processors
 from batchnorm.ops.cuda.layout import geometry_of
 
-# Triton's interpreter meets it in numpy >= 1.25.
+# Triton's interpreter causes this warning with numpy >= 1.25.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
     pytest.mark.usefixtures("unwritten_is_nan"),
@@ -29,12 +29,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 @pytest.fixture(autouse=True)
 def _on_cpu_too(monkeypatch):
-    """Let interpreted kernels have tensors on the CPU."""
+    """Allow interpreted kernels on CPU tensors."""
     monkeypatch.setattr(joined_branches, "takes", lambda x: geometry_of(x).nhwc)
 
 
 def layer(channels, device):
-    """A layer whose scales are positive, negative and, in one channel, zero."""
+    """Return a layer whose gamma is zero in one channel, and positive or negative in the others."""
     made = bn.BatchNorm2d(channels, 1e-3, activation="relu", device=device)
     with torch.no_grad():
         made.weight.copy_(torch.randn(channels))
@@ -49,9 +49,9 @@ def images(shape, dtype, device, mean=3.0):
 
 
 def paper(x, gamma, beta, eps, sign):
-    """Equations of the paper, ReLU and torch's max pooling, in float64 on the CPU.
+    """Apply the paper's equations, ReLU and torch's max pooling, in float64 on the CPU.
 
-    Before rounding, the largest value after normalization is the largest x, or the smallest if gamma is negative.
+    Before rounding, BN(x) is largest at the largest x, or at the smallest x if gamma is negative.
     """
     mu = x.mean((0, 2, 3), keepdim=True)
     var = (x - mu).square().mean((0, 2, 3), keepdim=True)
@@ -89,11 +89,11 @@ def check(shape, dtype, device, mean=3.0):
 @pytest.mark.parametrize(
     ("shape", "dtype", "mean"),
     [
-        ((2, 24, 7, 9), torch.bfloat16, 3.0),  # odd: the last windows have two rows and two columns
-        ((3, 80, 4, 5), torch.bfloat16, 3.0),  # two slices of channels, the second not full
+        ((2, 24, 7, 9), torch.bfloat16, 3.0),  # odd sizes: the last windows have two rows and two columns
+        ((3, 80, 4, 5), torch.bfloat16, 3.0),  # two slices of channels, of which the second is not full
         ((1, 5, 6, 4), torch.bfloat16, 3.0),  # an odd number of channels: half of the last byte is unused
         ((2, 16, 6, 6), torch.float16, 3.0),
-        ((2, 12, 5, 6), torch.float32, 1e4),  # the mean is 10,000 standard deviations
+        ((2, 12, 5, 6), torch.float32, 1e4),  # the mean is 10,000 times the standard deviation
         ((2, 6, 1, 3), torch.float32, 3.0),
     ],
 )
@@ -128,7 +128,7 @@ def test_the_output_is_that_of_pooling_the_rounded_values(dtype, device):
         assert torch.equal(norm_pool.normalize_and_pool(bn_layer, x), expected)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # by the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # from Triton's interpreter
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_a_channel_with_a_value_that_is_not_finite_is_not_a_number(value, device):
     bn_layer, x = layer(6, device), images((2, 6, 5, 5), torch.bfloat16, device)
@@ -170,20 +170,20 @@ def test_a_gradient_that_is_a_slice_or_in_another_layout(device):
     bn_layer, x = layer(16, device), images((2, 16, 6, 7), torch.bfloat16, device).requires_grad_()
     y = norm_pool.normalize_and_pool(bn_layer, x)
     wide = images((2, 40, *y.shape[2:]), torch.bfloat16, device)
-    for start in (8, 3):  # from 3 on, pairs of channels are not aligned
+    for start in (8, 3):  # if a slice starts at channel 3, pairs of channels are not aligned
         dy = wide[:, start : start + 16]
         found = [
             torch.autograd.grad(y, [x, bn_layer.weight, bn_layer.bias], d, retain_graph=True)
             for d in (dy, dy.contiguous(), dy.contiguous(memory_format=torch.channels_last))
         ]
-        for other in found[1:]:  # sums of pairs that are not aligned are added up in another order
+        for other in found[1:]:  # the kernels add up in another order if pairs are not aligned
             torch.testing.assert_close(found[0][0], other[0], rtol=1e-2, atol=1e-3)
             torch.testing.assert_close(found[0][1:], other[1:], rtol=1e-5, atol=1e-5)
     assert alignment(wide[:, 3:19]) == 1
 
 
 def network(device, dtype=torch.float32):
-    """A unit, a max pool and a linear layer, as the appendix network has them."""
+    """Return a small network of a unit, a max pool and a linear layer, and images for it."""
     conv = nn.Conv2d(3, 8, 3, padding=1, bias=False)
     unit = Unit(OrderedDict(conv=conv, bn=bn.BatchNorm2d(8, 1e-3, activation="relu")))
     net = Network(OrderedDict(stem=unit, pool1=pooling.MaxPool2d(2), flatten=nn.Flatten(), last=nn.Linear(72, 2)))
@@ -261,12 +261,12 @@ def test_evaluation_recomputation_transforms_and_global_hooks(fused, device):
     net.train()
     torch.utils.checkpoint.checkpoint(net, x.requires_grad_(), use_reentrant=False).sum().backward()
     assert len(fused) == 2
-    assert int(net.stem.bn.num_batches_tracked) == 4  # not moved when it is run again
+    assert int(net.stem.bn.num_batches_tracked) == 4  # the checkpoint's second forward pass does not count
 
 
 @pytest.mark.gpu
 def test_the_network_trains_in_a_graph_as_layer_by_layer():
-    """Ten steps of a captured step reach the same weights as the same steps with hooks, which prevent fusion."""
+    """Ten steps, seven of them in a CUDA graph, reach nearly the same loss as with hooks, which prevent fusion."""
     reached = []
     for hooked in (False, True):
         net = inception(size=97, width=0.25, classes=10, seed=1).cuda().to(memory_format=torch.channels_last)

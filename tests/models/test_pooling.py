@@ -1,4 +1,4 @@
-"""The pooling kernels against torch's: interpreted on CPU, or on a device where there is one."""
+"""Compare the pooling kernels with torch's, in Triton's interpreter or on a GPU."""
 
 import copy
 from itertools import product
@@ -11,16 +11,16 @@ from torch import nn
 from batchnorm.models.bn_inception import pooling
 from batchnorm.models.bn_inception.channels_last import takes
 
-# Triton's interpreter meets it in numpy >= 1.25.
+# Triton's interpreter causes this warning with numpy >= 1.25.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
     pytest.mark.usefixtures("unwritten_is_nan"),
 ]
 SHAPES = [
-    (2, 8, 7, 7),  # odd: the last window at stride 2 has two rows
-    (1, 5, 6, 9),  # no whole vector of channels
+    (2, 8, 7, 7),  # odd sizes: the last windows at stride 2 have two rows or columns
+    (1, 5, 6, 9),  # too few channels to fill a vector
     (3, 64, 4, 5),
-    (2, 96, 1, 3),  # one row; two slices of channels, the second not full
+    (2, 96, 1, 3),  # one row, and two slices of channels, of which the second is not full
 ]
 CASES = [
     *((shape, False, torch.float32) for shape in SHAPES),
@@ -33,7 +33,7 @@ CASES = [
 
 
 def values(shape, dtype, device, sliced):
-    """Whole numbers, so that windows have equal ones; channels last, or a slice of the channels of such a tensor."""
+    """Return small integers, so that windows contain equal values, in a channels-last tensor or a slice of one."""
     n, c, h, w = shape
     x = torch.randint(-3, 4, (n, c + 16 * sliced, h, w)).to(device, dtype)
     x = x.contiguous(memory_format=torch.channels_last)
@@ -97,13 +97,13 @@ def test_what_is_not_finite(stride, dtype, device):
     x = torch.zeros(1, 8, 5, 5, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
     x[0, 0, 2, 2], x[0, 1], x[0, 2, 4, 4], x[0, 3, 0, 0] = (float(v) for v in ("nan", "-inf", "inf", "-inf"))
     x.requires_grad_()
-    # Torch's kernels for the CPU and for CUDA differ in where the gradient of a window without a largest value goes.
+    # If a window has no largest value, torch's kernels for the CPU and for CUDA give its gradient to different pixels.
     on_cpu = x.detach().cpu().requires_grad_()
     y, expected = pooling.max_pool(x, stride), F.max_pool2d(on_cpu, 3, stride, 1)
     torch.testing.assert_close(y.cpu(), expected, rtol=0, atol=0, equal_nan=True)
     got, wanted = torch.autograd.grad(y.sum(), x, retain_graph=True)[0], torch.autograd.grad(expected.sum(), on_cpu)[0]
     torch.testing.assert_close(got[:, 1:].cpu(), wanted[:, 1:], rtol=0, atol=0)
-    # The gradient of a window with a NaN goes to any of its pixels.
+    # The gradient of a window with a NaN may go to any of the window's pixels.
     assert got[:, 0].sum() == wanted[:, 0].sum()
     (within,) = torch.autograd.grad(y, x, y.isnan().to(dtype))
     assert within[0, 0].sum() == y.isnan().sum()
@@ -111,7 +111,7 @@ def test_what_is_not_finite(stride, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_places_are_inside_the_image_and_of_the_largest_value(dtype, device):
-    """Whatever is in a tensor, the second derivative may read the places that were kept."""
+    """For all values, saved positions are inside the image, so the second derivative can read there."""
     for shape in ((2, 6, 5, 7), (1, 3, 2, 2), (1, 4, 1, 1)):
         x = values(shape, dtype, device, False)
         x.movedim(1, -1).view(-1)[::5] = float("inf")
@@ -119,7 +119,7 @@ def test_places_are_inside_the_image_and_of_the_largest_value(dtype, device):
         for stride in (1, 2):
             y, where = torch.ops.batchnorm.max_pool(x, stride)
             assert where.shape == (shape[0], (shape[1] + 1) // 2, *y.shape[2:])
-            # The transpose of the backward pass reads each window's value at its place.
+            # The transpose of the backward pass reads each window's value at the saved position.
             dy = torch.zeros_like(y).requires_grad_()
             dx = torch.ops.batchnorm.max_pool_backward(dy, where, stride, *shape[2:])
             (found,) = torch.autograd.grad(dx, dy, x)
@@ -181,7 +181,7 @@ def test_modules_whose_windows_were_changed_are_torchs(module, change, device, m
 def test_modules_on_the_device(module):
     x = torch.randn(2, 24, 6, 6, device="cuda").contiguous(memory_format=torch.channels_last).requires_grad_()
     assert takes(x)
-    # On the CPU: torch 2.11's gradient of the padded average is wrong on CUDA, channels last (pytorch issue 188344).
+    # On CUDA, torch 2.11's gradient of a padded average is wrong in channels last (pytorch issue 188344).
     on_cpu = x.detach().cpu().requires_grad_()
     for run in (module, torch.compile(module, fullgraph=True)):
         y, expected = run(x), type(module).__base__.forward(module, on_cpu)

@@ -1,7 +1,7 @@
 """Add a convolution's bias and apply the nonlinearity in one pass, on channels-last CUDA tensors.
 
-Networks without batch normalization need this. Torch adds the bias in one pass, applies the nonlinearity in another,
-and sums the bias's gradient in a third.
+Networks without batch normalization use this. Torch would add the bias in one pass and apply the nonlinearity in
+another. In the backward pass, torch would need an additional pass to sum the bias's gradient.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ...ops.cuda.layout import row_stride
 from ...ops.cuda.schedule import up
 from .channels_last import ChannelTiles, empty, readable
 
-PARTS = 256  # programs of a backward pass, enough to keep a GPU busy; each sums over some of the pixels
+PARTS = 256  # a backward pass over a large tensor has at least this many programs, to keep a GPU busy
 
 
 def bias_act(x: Tensor, bias: Tensor, activation: Literal["relu", "sigmoid"]) -> Tensor:
-    """Return g(x + b), with a bias for each channel of (N, C, H, W).
+    """Return g(x + b) with one bias per channel; ``x`` has shape (N, C, H, W).
 
     Paper: Sec. 3.2, z = g(Wu + b)
     """
@@ -52,7 +52,7 @@ class _BiasAct(torch.autograd.Function):
 
         n, c, h, w = y.shape
         dy, row = readable(dy)
-        y = y.contiguous(memory_format=torch.channels_last)  # hooks such as save_on_cpu's may lose the layout
+        y = y.contiguous(memory_format=torch.channels_last)  # hooks such as save_on_cpu may change the layout
         dx, pixels = empty(y, tuple(y.shape)), n * h * w
         t = ChannelTiles(y, (row, c), pixels)
         tiles = max(1, t.programs // PARTS)

@@ -1,8 +1,9 @@
 """The building blocks of the appendix network: a convolution unit, the separable stem, an Inception module.
 
-Consecutive linear maps can be computed in any order. On CUDA these modules use the cheaper order, in training and, for
-Inception modules, in evaluation without gradients. Elsewhere they call their children one after the other, so that
-surgery and folding see the paper's network. ``rearrange`` overrides that; the parameters are the same either way.
+Some consecutive linear maps can be merged or swapped without changing the result. On CUDA, these modules rearrange
+their computation in this way to save time, in training and, for Inception modules, in evaluation without gradients.
+Elsewhere they call their children one after the other, so that functions such as ``fold`` see the paper's network.
+Setting ``rearrange`` to True or False overrides this choice. The parameters are the same either way.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _B = TypeVar("_B")
 
 
 class InceptionRow(NamedTuple):
-    """Hold one Inception row of the appendix table: numbers of filters, 0 if the table has none.
+    """One Inception row of the appendix table. A number of filters is 0 if the table has none.
 
     Paper: Appendix, Inception architecture
     """
@@ -58,52 +59,53 @@ class InceptionRow(NamedTuple):
     projection: int
 
     def outputs(self, inputs: int) -> int:
-        """Return the channels of the concatenation; a pool without projection passes its input through."""
+        """Return the number of output channels; a pool without a projection keeps its input's channels."""
         return self.one + self.three + self.double33 + (self.projection or inputs)
 
     def times(self, width: float) -> InceptionRow:
-        """Return the row with all numbers of filters times ``width``."""
+        """Return the row with all numbers of filters multiplied by ``width``."""
         one, reduce3, three, reduce33, double33 = (scaled(n, width) for n in self[2:7])
         projection = scaled(self.projection, width)
         return InceptionRow(self.name, self.stride, one, reduce3, three, reduce33, double33, self.pool, projection)
 
 
 def scaled(filters: int, width: float) -> int:
-    """Return a number of filters times ``width``, rounded; at least 1 unless there are none."""
+    """Return ``filters * width``, rounded and at least 1, or 0 if ``filters`` is 0."""
     return max(1, round(filters * width)) if filters else 0
 
 
 class Unit(nn.Sequential):
-    """Apply a convolution, then its normalization with the nonlinearity fused, or the nonlinearity alone.
+    """Apply a convolution, and then a normalization fused with the nonlinearity, or the nonlinearity alone.
 
-    ``rearrange`` adds a convolution's bias together with the nonlinearity, and on a GPU computes the normalization
-    together with a max pool behind the unit: see :class:`~batchnorm.models.bn_inception.network.Network`.
+    If a unit on a GPU is rearranged, one kernel adds the convolution's bias and applies the nonlinearity. In a
+    :class:`~batchnorm.models.bn_inception.network.Network`, the normalization is also computed together with a max pool
+    that follows the unit.
 
     Paper: Sec. 3.2, z = g(BN(Wu)); z = g(Wu + b)
     """
 
     conv: nn.Conv2d
-    bn: BatchNorm2d  # unless biases take its place
+    bn: BatchNorm2d  # missing if the convolution has a bias instead
     rearrange: bool | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve, normalize, apply the nonlinearity."""
+        """Convolve, normalize and apply the nonlinearity."""
         if not self._is_plain() or not _rearranged(self, x):
             if is_aside() and _is_dense(self[0]):
                 return self.finish(self.convolve(x))
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
-        # torch's own method, which respects dilation, groups and padding modes that were changed.
+        # Call torch's own method, which respects changes of dilation, groups and padding mode.
         return self.finish(self.conv._conv_forward(x, self.conv.weight, None))
 
     def convolve(self, x: Tensor) -> Tensor:
-        """Convolve."""
+        """Apply the convolution alone."""
         conv = self[0]
         if not _is_dense(conv):
             return cast(Tensor, conv(x))
         return convolve(x, cast(Tensor, conv.weight), conv.stride, conv.padding)
 
     def finish(self, product: Tensor) -> Tensor:
-        """Apply what follows the convolution, starting with its bias if it has one."""
+        """Add the convolution's bias, if it has one, and apply the modules that follow the convolution."""
         bias = self.conv.bias
         if bias is not None:
             if self._is_plain() and not torch.compiler.is_compiling() and takes(product):
@@ -115,7 +117,7 @@ class Unit(nn.Sequential):
         return product
 
     def pools(self, pool: nn.Module, x: Tensor | torch.fx.Proxy) -> bool:
-        """Return whether :meth:`pooled` may replace calls of the unit and of ``pool``: no hook would miss them."""
+        """Return whether :meth:`pooled` may replace calls of the unit and of ``pool``, neither of which has hooks."""
         if torch.compiler.is_compiling() or type(pool) is not MaxPool2d:
             return False
         if len(self) != 2 or not isinstance(self[1], BatchNorm2d):
@@ -123,20 +125,20 @@ class Unit(nn.Sequential):
         return _rearranged(self, x) and not is_watched() and all(map(is_quiet, (self, self[1], pool)))
 
     def pooled(self, x: Tensor, pool: nn.Module) -> Tensor:
-        """Apply the unit and a max pool, without writing the tensor between them if that is supported."""
+        """Apply the unit and then a max pool, if possible without writing the tensor between them."""
         bn, product = cast(BatchNorm2d, self[1]), self.convolve(x)
         if can_pool(bn, pool, product):
             return normalize_and_pool(bn, product)
         return cast(Tensor, pool(bn(product)))
 
     def joins(self) -> bool:
-        """Return whether the convolution can be computed together with others: it is torch's and has no hooks."""
+        """Return whether the convolution can be merged with others: it is torch's, without groups, stride or hooks."""
         conv = self[0]
         plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.stride == (1, 1)
         return plain and is_quiet(self) and is_quiet(conv)
 
     def _is_plain(self) -> bool:
-        """Return whether this is a biased convolution and a nonlinearity, and no hook would miss their calls."""
+        """Return whether this is a convolution with a bias and then a nonlinearity, neither of which has hooks."""
         if len(self) != 2 or is_watched():
             return False
         conv, last = self
@@ -145,7 +147,7 @@ class Unit(nn.Sequential):
 
 
 def _is_dense(conv: nn.Module) -> bool:
-    """Return whether a convolution is torch's, without bias, groups, dilation or hooks, padded by zeros."""
+    """Return whether a convolution is torch's, padded by zeros, and without bias, groups, dilation or hooks."""
     if type(conv) is not nn.Conv2d or conv.bias is not None or not is_quiet(conv) or is_watched():
         return False
     return (
@@ -161,12 +163,13 @@ MakeUnit = Callable[[int, int, int, int, int, str], Unit]
 
 
 class SeparableConv2d(nn.Sequential):
-    """Convolve each input channel with ``multiplier`` filters of its own, then mix them with a 1x1 convolution.
+    """Convolve each input channel with its own ``multiplier`` filters, then mix the results with a 1x1 convolution.
 
-    W[o, i] = sum_m P[o, i, m] D[i, m] is one dense convolution with the same result; ``rearrange`` uses it: it has
-    more multiply-adds, but runs as one matrix product and keeps no depthwise activations. At stride 2, ``by_blocks``
-    then reads the image as blocks of 2x2 pixels with four times the channels: the same products, in an order that
-    suits matrix units better than three channels do.
+    Let D be the depthwise weights and P the pointwise weights. The dense convolution with the weights
+    W[o, i] = sum_m P[o, i, m] D[i, m] has the same result. A rearranged module computes this dense convolution, which
+    needs more multiply-adds, but runs as one matrix product and saves no depthwise activations. If ``by_blocks`` is
+    set and the stride is 2, the dense convolution reads the image as blocks of 2x2 pixels with four times the channels.
+    This computes the same products, but suits matrix units better than three channels do.
 
     >>> conv = SeparableConv2d(3, 64, 7, stride=2, multiplier=8)
     >>> x, conv.rearrange = torch.randn(1, 3, 16, 16), True
@@ -190,7 +193,7 @@ class SeparableConv2d(nn.Sequential):
         self.by_blocks = True
 
     def composed_weight(self) -> Tensor:
-        """Return the dense kernel W, differentiable and in the parameters' precision (autocast leaves it alone)."""
+        """Return the dense kernel W, which is differentiable and has the parameters' dtype, also under autocast."""
         inputs = self.depthwise.groups
         p = self.pointwise.weight.unflatten(1, (inputs, -1))
         d = self.depthwise.weight.squeeze(1).unflatten(0, (inputs, -1))
@@ -198,7 +201,7 @@ class SeparableConv2d(nn.Sequential):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve, in one step or two."""
+        """Apply the dense convolution, or the two convolutions one after the other."""
         if not _rearranged(self, x) or not self._is_as_built():
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
         weight, bias, stride = self.composed_weight(), self.pointwise.bias, self.depthwise.stride
@@ -208,7 +211,7 @@ class SeparableConv2d(nn.Sequential):
         return y
 
     def _is_as_built(self) -> bool:
-        """Return whether the convolutions are those that were made, and no hook would miss their calls."""
+        """Return whether both convolutions have the options that ``__init__`` gave them, and no hooks."""
         if len(self) != 2 or is_watched() or not all(type(conv) is nn.Conv2d and is_quiet(conv) for conv in self):
             return False
         first, second = self.depthwise, self.pointwise
@@ -225,9 +228,9 @@ class SeparableConv2d(nn.Sequential):
 
 
 def _convolve_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve at stride 2 with an odd kernel, padded by half of it, as stride 1 over blocks of 2x2 pixels."""
+    """Convolve at stride 2, with an odd kernel size K and padding K // 2, as stride 1 over blocks of 2x2 pixels."""
     inputs, kernel = weight.shape[1], weight.shape[-1]
-    # Add a zero tap in front or behind: the kernel's size becomes even, and it starts at a block's first pixel.
+    # Add a zero tap in front or behind: the kernel's size becomes even, and its first tap is at a block's first pixel.
     front = kernel // 2 % 2
     taps, before = (kernel + 1) // 2, (kernel // 2 + front) // 2
     blocks = pixel_blocks(x, before, taps)
@@ -241,17 +244,17 @@ def _convolve_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class InceptionModule(nn.Module):
     """Concatenate a 1x1, a 3x3, a double 3x3 and a pooling branch over the same input.
 
-    ``rearrange`` computes the 1x1 convolutions that read the module's input as one, with their weights side by side,
-    and averages after the projection, on its fewer channels, instead of before: avg(Wx) = W avg(x). On a GPU it also
-    normalizes several branches in one launch, and every branch writes its channels of the output: nothing is copied.
-    Evaluation without gradients does the same there.
-    ``side_by_side`` then runs convolutions of two branches at the same time, on a second stream of the GPU.
+    A rearranged module computes the 1x1 convolutions of its input as one, with concatenated weights. It averages after
+    the projection, which has fewer channels, instead of before: avg(Wx) = W avg(x). On a GPU, it also normalizes
+    several branches in one launch, and every branch writes directly to its channels of the output. Evaluation on a GPU
+    without gradients does the same.
+    If ``side_by_side`` is set too, convolutions of two branches run at the same time, on two streams of the GPU.
 
     Args:
         inputs: input channels.
-        row: the table's row.
+        row: the module's row of the table.
         size: height of the input map.
-        unit: makes a convolution with its normalization and nonlinearity.
+        unit: function that makes a convolution with its normalization and nonlinearity.
 
     Paper: Appendix, Inception architecture
     """
@@ -298,25 +301,25 @@ class InceptionModule(nn.Module):
         return torch.cat([branch(x) for branch in branches], 1)
 
     def _is_as_built(self) -> bool:
-        """Return whether the branches have the children that they were made with."""
+        """Return whether the branches have as many layers, of the same types, as ``__init__`` gave them."""
         lengths = [len(b) if type(b) is nn.Sequential else 0 for b in (self.three, self.double33, self.pool)]
         if lengths[:2] != [2, 3] or lengths[2] not in (1, 2):
             return False
-        # Only a linear pool can be swapped with its projection.
+        # Only a linear pool can be swapped with the projection.
         if self.projects_first and not isinstance(self.pool[0], nn.AvgPool2d):
             return False
         units = [*self.three, *self.double33, *list(self.pool)[1:], *([] if self.one is None else [self.one])]
         return all(type(unit) is Unit for unit in units)
 
     def _heads(self) -> dict[str, Unit]:
-        """Return the units whose 1x1 convolutions read the module's input, or can be made to."""
+        """Return the units whose 1x1 convolutions read the module's input when the projection comes before the pool."""
         heads = {"one": self.one, "three": self.three[0], "double": self.double33[0]}
         if self.projects_first:
             heads["project"] = self.pool[1]
         return {name: cast(Unit, head) for name, head in heads.items() if head is not None}
 
     def joined_kernels(self) -> list[Tensor]:
-        """Return the kernels of the convolutions that are computed as one, in order; an empty list if none are."""
+        """Return the kernels of the convolutions that are computed as one, in order, or an empty list if none are."""
         heads = self._heads().values() if self._is_as_built() else ()
         return [head.conv.weight for head in heads] if all(head.joins() for head in heads) else []
 
@@ -340,7 +343,7 @@ class InceptionModule(nn.Module):
         return torch.cat([*first, double, pooled], 1)
 
     def _is_fused(self, x: Tensor, units: dict[str, Unit]) -> bool:
-        """Return whether all branches have this library's normalization, without hooks, and can be joined."""
+        """Return whether :meth:`_fused` supports all branches; they must use this library's layers, without hooks."""
         used = [*units.values(), *self._ends(), *cast(list[Unit], list(self.pool)[1:])]
         if not all(len(unit) == 2 and isinstance(unit[1], BatchNorm2d) for unit in used):
             return False
@@ -353,15 +356,15 @@ class InceptionModule(nn.Module):
         if any(unit.conv.bias is not None for unit in units.values()):
             return False
         autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype
-        several = x.numel() > x.shape[1] * stride**2  # values of a channel in the output
+        several = x.numel() > x.shape[1] * stride**2  # each channel of the output has more than one value
         return several and not autocast and all(map(is_quiet, (*used, *layers))) and can_join(layers, x)
 
     def _ends(self) -> tuple[Unit, Unit]:
-        """Return the last units of the 3x3 and of the double 3x3 branch."""
+        """Return the last unit of the 3x3 branch and that of the double 3x3 branch."""
         return cast(Unit, self.three[1]), cast(Unit, self.double33[2])
 
     def _fused(self, x: Tensor, units: dict[str, Unit]) -> Tensor:
-        """Return the concatenated branches, written by the kernels that compute them; see ``joined_branches.py``."""
+        """Compute all branches with kernels that write directly to the module's output: see ``joined_branches.py``."""
         three, double = self._ends()
         _, *project = self.pool
         stride = int(three.conv.stride[0])
@@ -406,7 +409,7 @@ class InceptionModule(nn.Module):
 def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
     """Call two functions whose kernels may run at the same time on a GPU, forward and backward.
 
-    Memory that one stream reads from the other is freed only after they synchronize.
+    A tensor that one stream allocates and the other reads is freed only after the streams have synchronized.
     """
     main, side = torch.cuda.current_stream(), _side_stream()
     side.wait_stream(main)
@@ -419,17 +422,17 @@ def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
 
 @cache
 def _side_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream(priority=-1)  # as high as that of captured steps
+    return torch.cuda.Stream(priority=-1)  # the priority of the stream that captures training steps
 
 
 def _rearranged(module: Unit | SeparableConv2d | InceptionModule, x: Tensor | torch.fx.Proxy) -> bool:
-    if isinstance(x, torch.fx.Proxy):  # torch.fx records the paper's network
+    if isinstance(x, torch.fx.Proxy):  # torch.fx is tracing: record the paper's network
         return False
     return module.training and x.is_cuda if module.rearrange is None else module.rearrange
 
 
 def _is_evaluated(module: InceptionModule, x: Tensor | torch.fx.Proxy) -> bool:
-    """Return whether the module runs on a GPU in evaluation, without gradients."""
+    """Return whether the module is on a GPU in evaluation mode, without gradients, and ``rearrange`` is not set."""
     if isinstance(x, torch.fx.Proxy) or module.rearrange is not None:
         return False
     return x.is_cuda and not module.training and not torch.is_grad_enabled()

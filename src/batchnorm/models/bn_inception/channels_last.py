@@ -1,4 +1,4 @@
-"""Shared by all kernels for channels-last CUDA tensors: which tensors they support, and how these are tiled."""
+"""Helpers for kernels on channels-last CUDA tensors: which tensors the kernels support, and how these are tiled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...ops.torch_state import is_forward_mode, is_observed, is_transformed
 
 
 def takes(x: Tensor | torch.fx.Proxy) -> bool:
-    """Return whether there is a kernel for ``x``.
+    """Return whether the kernels support ``x``.
 
     >>> takes(torch.zeros(1, 8, 4, 4))  # not on a GPU
     False
@@ -24,7 +24,7 @@ def takes(x: Tensor | torch.fx.Proxy) -> bool:
         return False
     if not x.is_cuda or x.dim() != 4 or x.dtype not in DTYPES or not HAS_TRITON or x.numel() == 0:
         return False
-    if not dispatch.FAST or torch.version.hip is not None:  # the kernels were never run on ROCm
+    if not dispatch.FAST or torch.version.hip is not None:  # the kernels are untested on ROCm
         return False
     if is_forward_mode() or (not torch.compiler.is_compiling() and (is_transformed() or is_observed(x))):
         return False
@@ -47,27 +47,28 @@ class ChannelTiles:
 
     @property
     def constants(self) -> tuple[int, int, int]:
-        """P, V and the number of elements that all strides are multiples of."""
+        """P, V and A, which divides the number of channels and all strides."""
         return self.pixels, self.channels, self.align
 
 
 class ColumnTiles:
-    """Divide the windows of a max pool among programs: each walks down some rows of P columns and V channels.
+    """Divide the windows of a max pool among programs.
 
-    The columns of all images are numbered in one sequence.
+    Each program processes several rows of P columns and V channels, from top to bottom. The columns of all images are
+    numbered consecutively.
     """
 
     THREADS = 128
 
     def __init__(self, shape: tuple[int, ...], align: int, stride: int, itemsize: int) -> None:
         n, c, h, w = shape
-        height, width = up(h, stride), up(w, stride)  # the number of windows
+        height, width = up(h, stride), up(w, stride)  # the numbers of windows in a column and in a row
         self.align = align
         self.channels = min(max(power_up(c), 2), 128 // itemsize)
         self.columns = 16 * self.THREADS // itemsize // self.channels  # 16 bytes per thread
         self.slices = up(c, self.channels)
         blocks = up(n * width, self.columns)
-        # The more rows a program has, the fewer are read twice; but there should be many programs.
+        # With more rows per program, fewer rows are read by two programs, but there should be many programs.
         rows = max(1, min(8, blocks * self.slices * height // 2048))
         share = up(height, up(height, rows))
         self.units = blocks * up(height, share)
@@ -75,17 +76,17 @@ class ColumnTiles:
 
     @property
     def constants(self) -> tuple[int, int, int]:
-        """P, V and the number of elements that all strides are multiples of."""
+        """P, V and A, which divides the number of channels and all strides."""
         return self.columns, self.channels, self.align
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's options: four programs fit on a multiprocessor at least, unless channels are read one by one."""
+        """Triton's options: if accesses are aligned, limit registers so that four programs fit on a multiprocessor."""
         return {"maxnreg": 128} if self.align >= 8 else {}
 
 
 def alignment(*tensors: Tensor | None) -> int:
-    """Return the largest power of two, at most 16, that divides channels, strides of rows and addresses, in elements.
+    """Return the largest power of two up to 16 that divides the channels, row strides and addresses, all in elements.
 
     >>> alignment(torch.zeros(1, 24, 4, 4).contiguous(memory_format=torch.channels_last))
     8
@@ -100,7 +101,7 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
 
 
 def readable(dy: Tensor) -> tuple[Tensor, int]:
-    """Return a gradient and the stride of its rows, copied unless it is channels last."""
+    """Return a gradient, copied unless it is already channels last, and the stride of its rows."""
     g = geometry_of(dy)
     if g is None or not g.nhwc:
         dy = dy.contiguous(memory_format=torch.channels_last)

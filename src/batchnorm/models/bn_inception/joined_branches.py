@@ -1,9 +1,9 @@
-"""Split and concatenate tensors without copies: kernels read and write slices, and neighbours in memory are joined.
+"""Split and concatenate tensors without copies: kernels read and write slices, and adjacent weights serve as one.
 
-An Inception module splits the output of one convolution among several normalizations, and concatenates their outputs
-with others. Here, normalizations that can run at the same time share one launch. Forward, it reads slices of the
-convolution's output and writes slices of the concatenation. Backward, it reads slices of the concatenation's gradient
-and writes the convolution's gradient in one piece.
+An Inception module splits the output of one convolution among several normalizations, and concatenates the outputs of
+its branches. Here, normalizations that can run at the same time share one launch. In the forward pass, the launch reads
+slices of the convolution's output and writes slices of the concatenation. In the backward pass, it reads slices of the
+concatenation's gradient and writes slices of the convolution's gradient.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .pooling import average_into, empty_maxima, empty_places, max_pool_backward
 
 
 class Part(NamedTuple):
-    """Hold what one normalization of a launch reads and where it writes."""
+    """What one normalization of a launch reads, and where it writes."""
 
     bn: BatchNorm2d
     source: int  # index of the tensor to read
     start: int = 0  # first channel to read
-    y: Tensor | None = None  # where to write; None allocates a tensor
+    y: Tensor | None = None  # the tensor to write; None allocates one
     averaged: bool = False  # average 3x3 windows before normalizing
 
 
@@ -54,7 +54,7 @@ def can_join(layers: Sequence[BatchNorm2d], x: Tensor) -> bool:
     )
     if not alike or not takes(x) or is_forward_mode() or is_active():
         return False
-    # None if torch.nn.utils.parametrize computes them.
+    # A vector is None if torch.nn.utils.parametrize computes it.
     vectors = [v.get(k) for bn in layers for v, names in _vectors(bn) for k in names]
     channels = [bn.features for bn in layers for _ in range(4)]
     counts = [bn._buffers.get(k) for bn in layers for k in ("num_batches_tracked", "num_batches_skipped")]
@@ -73,11 +73,12 @@ def _vectors(bn: BatchNorm2d) -> list[tuple[dict[str, Tensor | None], tuple[str,
 
 
 def normalize_together(parts: Sequence[Part], *sources: Tensor) -> tuple[Tensor, ...]:
-    """Normalize by batch statistics in one launch and update running averages; in evaluation, normalize by these.
+    """Normalize by batch statistics in one launch, and update the running averages.
 
-    :func:`can_join` says which layers and tensors are supported.
+    In evaluation, normalize by the running averages, with one launch per part. :func:`can_join` says which layers and
+    tensors are supported.
     """
-    sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)  # as cuDNN's outputs are
+    sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)  # cuDNN's outputs already are
     if not parts[0].bn.uses_batch_statistics:
         return tuple(_inferred(part, sources[part.source]) for part in parts)
     parameters = [p for part in parts for p in (part.bn.weight, part.bn.bias)]
@@ -105,7 +106,7 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Sequence[Part], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         sources, parameters = tensors[:count], tensors[count:]
-        # The layout of the parts, without their outputs: the graph must not keep those alive.
+        # Save the layout of the parts, but not their outputs: the autograd graph must not keep the outputs in memory.
         ctx.places = [(p.source, p.start, p.bn.features[0], p.averaged) for p in parts]
         ctx.options = (parts[0].bn.eps, parts[0].bn.activation)
         averaged = [_average(sources[s][:, a : a + c]) for s, a, c, pooled in ctx.places if pooled]
@@ -128,7 +129,7 @@ class _Together(torch.autograd.Function):
         a, b = ctx.counts
         *tensors, stats = ctx.saved_tensors
         parameters = tensors[a + b :]
-        # Hooks such as save_on_cpu's may lose the layout.
+        # Hooks such as save_on_cpu may change the layout.
         tensors = [t.contiguous(memory_format=torch.channels_last) for t in tensors[: a + b]]
         sources, averaged = tensors[:a], tensors[a:]
         if torch.is_grad_enabled():
@@ -147,7 +148,7 @@ class _Together(torch.autograd.Function):
 def _inputs(
     places: Sequence[tuple[int, int, int, bool]], sources: Sequence[Tensor], averaged: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the inputs of the parts, or their gradients."""
+    """Return the inputs of the parts, or the inputs' gradients if these are given."""
     pooled = iter(averaged)
     return [next(pooled) if is_averaged else sources[s][:, a : a + c] for s, a, c, is_averaged in places]
 
@@ -159,7 +160,7 @@ def _average(x: Tensor) -> Tensor:
 
 
 def running_of(bn: BatchNorm2d) -> Kept:
-    """Return a layer's running averages and counts, which :func:`can_join` has checked."""
+    """Return a layer's running averages and batch counts, which :func:`can_join` has checked."""
     b: Any = bn._buffers
     return (b["running_mean"], b["running_var"], b["num_batches_tracked"], b["num_batches_skipped"])
 
@@ -181,9 +182,10 @@ def _differentiable(
 
 
 def max_pool_beside(x: Tensor, stride: int, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return ``x`` for its other reader, and the maxima of its 3x3 windows, written to ``to`` if it is given.
+    """Return ``x`` and the maxima of its 3x3 windows, which are written to ``to`` if it is given.
 
-    Backward, the pool's gradient is added to the other reader's as it is written.
+    The next layer must read the returned ``x``. In the backward pass, the kernel that writes the pool's gradient then
+    also adds the gradient from that layer.
     """
     both: tuple[Tensor, Tensor] = _PoolBeside.apply(x, stride, [to])  # type: ignore[no-untyped-call]
     return both
@@ -209,7 +211,7 @@ class _PoolBeside(torch.autograd.Function):
 
 
 class Concatenation:
-    """Allocate a channels-last tensor that is written part by part, and differentiated as a concatenation.
+    """A channels-last tensor that is written part by part and differentiated as a concatenation.
 
     >>> parts = Concatenation(torch.zeros(2, 3, 4, 4), (1, 2), (4, 4))
     >>> y = parts.join([part.fill_(k) for k, part in enumerate(parts.parts)])
@@ -248,7 +250,7 @@ class _Join(torch.autograd.Function):
 
 
 def join_kernels(kernels: Sequence[Tensor]) -> Tensor:
-    """Concatenate 1x1 convolution kernels along their outputs; neighbours in memory are not copied."""
+    """Concatenate 1x1 convolution kernels along the output channels, without a copy if they are adjacent in memory."""
     if not is_unseen(*kernels) or is_forward_mode():
         return torch.cat(list(kernels))
     joined: Tensor = _JoinedKernels.apply(*kernels)  # type: ignore[no-untyped-call]
@@ -258,7 +260,7 @@ def join_kernels(kernels: Sequence[Tensor]) -> Tensor:
 class _JoinedKernels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *kernels: Tensor) -> Tensor:
-        ctx.save_for_backward(*kernels)  # to detect in-place changes, which the view hides
+        ctx.save_for_backward(*kernels)  # so that autograd detects in-place changes, which the view hides
         return joined_view(kernels) if are_neighbours(kernels) else torch.cat(kernels)
 
     @staticmethod
@@ -267,7 +269,7 @@ class _JoinedKernels(torch.autograd.Function):
 
 
 def are_neighbours(kernels: Sequence[Tensor]) -> bool:
-    """Return whether kernels lie one after the other in one storage."""
+    """Return whether the kernels lie one after the other in one storage."""
     first, rows = kernels[0], kernels[0].shape[1]
     return all(k.stride(0) == rows and k[0].numel() == rows and k.dtype == first.dtype for k in kernels) and all(
         a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
@@ -277,7 +279,7 @@ def are_neighbours(kernels: Sequence[Tensor]) -> bool:
 
 
 def joined_view(kernels: Sequence[Tensor]) -> Tensor:
-    """Return neighbours in memory as one kernel, which autograd does not treat as a view of them."""
+    """Return kernels that are adjacent in memory as one tensor, which autograd does not treat as a view of them."""
     first, rows = kernels[0], kernels[0].shape[1]
     whole = torch.empty(0, dtype=first.dtype, device=first.device)
     shape, stride = (sum(map(len, kernels)), rows, 1, 1), (rows, 1, rows, rows)

@@ -1,4 +1,4 @@
-"""The Inception variant of the paper's appendix: its table as printed, and one function that builds all variants."""
+"""The Inception network of the paper's appendix: the table as printed, and one function that builds all variants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .blocks import InceptionModule, InceptionRow, SeparableConv2d, Unit, scaled
 from .channels_last import takes
 from .pooling import GlobalAvgPool2d, MaxPool2d
 
-# As printed. 4c and 4d sum to 608 channels, while the output column says 576: see `projection` of inception().
+# The printed table. 4c and 4d have 608 output channels each, but the output column says 576: see `projection` below.
 # fmt: off
 APPENDIX = (
     #            name stride #1x1 3x3 reduce, 3x3  double reduce, double  pool + projection (0: pass through)
@@ -33,7 +33,7 @@ APPENDIX = (
 )
 # fmt: on
 AMBIGUOUS = ("4c", "4d")
-SMALLEST_MAP = 4  # not in the paper, which uses only 224 px
+SMALLEST_MAP = 4  # smallest height of the last feature map; the paper uses only images of 224 px
 
 
 def inception(
@@ -56,29 +56,29 @@ def inception(
 ) -> nn.Sequential:
     """Build the appendix network, from the image to the class scores.
 
-    The defaults are the network of BN-x5 and BN-x30; Inception is ``norm=None, local_response=True, dropout=0.4``.
-    For small images, as few early strides are dropped as leave a last map of at least 4x4: below 97 px the first max
-    pool is left out, below 49 px the first convolution also has stride 1.
+    The defaults build the network of BN-x5 and BN-x30. The paper's Inception without batch normalization is
+    ``norm=None, local_response=True, dropout=0.4``. For small images, early strides are dropped so that the last map is
+    at least 4x4: below 97 px the first max pool is left out, and below 49 px the first convolution also has stride 1.
 
     Args:
         classes: the number of classes.
         size: height and width of the images, 32 or more.
         norm: "batch" normalizes before every nonlinearity; None uses biases instead.
         activation: the nonlinearity.
-        stem: the 7x7 convolution, "separable" with depth multiplier 8, or "plain".
-        projection: filters of the pool projection in 4c and 4d. The table prints 128, but its output column adds up
-            only with 96, the default.
-        local_response: local response normalization after the first pool and before the second, as in GoogLeNet; the
-            paper does not say where.
-        dropout: its probability, before the classifier.
+        stem: kind of the first, 7x7 convolution: "separable", with depth multiplier 8, or "plain".
+        projection: filters of the pool projection in 4c and 4d. The table prints 128, but its output column
+            agrees only with 96, the default.
+        local_response: apply local response normalization after the first pool and before the second, as GoogLeNet
+            does; the paper does not say where its network applies it.
+        dropout: probability of the dropout before the classifier.
         per_activation: rows, such as ("5b",), whose normalization has statistics, gamma and beta for each activation
             instead of each feature map.
-        width: factor on all numbers of filters; 1 is the paper's, less is for a quick try on a CPU.
-        init: "kaiming", or "xavier" as was usual in 2014. The paper does not say.
-        init_scale: factor on the initial weights of the convolutions.
-        eps: of the normalization; the paper does not say (1e-3 is TF-slim's).
-        momentum: of the running averages; the paper does not say.
-        seed: of the initial weights; None draws from torch's global generator.
+        width: factor for all numbers of filters: 1 for the paper's network, less for quick trials on a CPU.
+        init: "kaiming", or "xavier", which was usual in 2014; the paper does not say which it used.
+        init_scale: factor for the initial weights of the convolutions, except the depthwise one.
+        eps: number added to the variance; the paper gives no value (1e-3 is TF-Slim's).
+        momentum: weight of a new batch in the running averages, None to average all batches; the paper gives no value.
+        seed: seed of the initial weights; None draws from torch's global generator.
 
     Raises:
         ValueError: for images under 32 px, an unknown row, or ``per_activation`` without normalization.
@@ -116,11 +116,11 @@ def inception(
         layers["pool1"] = MaxPool2d(2)
         size = -(-size // 2)
     if local_response:
-        layers["lrn1"] = LocalResponseNorm(5, alpha=1e-4, beta=0.75)  # not in the paper: GoogLeNet's constants
+        layers["lrn1"] = LocalResponseNorm(5, alpha=1e-4, beta=0.75)  # GoogLeNet's constants; the paper gives none
     layers["reduce2"] = unit(first, first, 1, 1, size)
     layers["conv2"] = unit(first, channels, 3, 1, size)
     if local_response:
-        layers["lrn2"] = LocalResponseNorm(5, alpha=1e-4, beta=0.75)  # not in the paper: GoogLeNet's constants
+        layers["lrn2"] = LocalResponseNorm(5, alpha=1e-4, beta=0.75)  # GoogLeNet's constants; the paper gives none
     layers["pool2"] = MaxPool2d(2)
     size = -(-size // 2)
     for row in (row.times(width) for row in rows(projection)):
@@ -136,9 +136,9 @@ def inception(
 
 
 class Network(nn.Sequential):
-    """Call the layers in order, but compute a unit and the max pool behind it together if possible.
+    """Call the layers in order, but if possible compute a unit together with a max pool that follows it.
 
-    Beyond the paper: the largest tensors of the network are not written.
+    Beyond the paper: the network's largest tensors, between a unit and its max pool, are not written to memory.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class Network(nn.Sequential):
 
 
 def rows(projection: Literal[96, 128] = 96) -> tuple[InceptionRow, ...]:
-    """Return the table with one of the two readings of 4c and 4d.
+    """Return the table's rows, with this number of projection filters in 4c and 4d.
 
     >>> sum(row.projection for row in rows(96)), sum(row.projection for row in APPENDIX)
     (800, 864)
@@ -177,7 +177,7 @@ def early_strides(size: int) -> tuple[int, int]:
 
 
 def early_strides_note(size: int) -> str | None:
-    """Describe which early strides are dropped for images of ``size`` px; None if none are.
+    """Describe which early strides are dropped for images of ``size`` px, or return None if none are.
 
     >>> early_strides_note(64)
     'at 64 px the first max pool is left out'
@@ -193,8 +193,9 @@ def initialize_(
 ) -> None:
     """Draw the weights of convolutions and linear layers from Gaussians, in place; biases become 0.
 
-    sigma = scale * sqrt(2 / fan_in) (kaiming), scale * sqrt(2 / (fan_in + fan_out)) (xavier). Layers that no
-    nonlinearity follows (the classifier, a depthwise stem) take gain 1 instead of 2, and no scale.
+    The standard deviation is scale * sqrt(2 / fan_in) for kaiming and scale * sqrt(2 / (fan_in + fan_out)) for xavier.
+    No nonlinearity follows the classifier and depthwise convolutions: these ignore the scale, and kaiming uses 1
+    instead of 2 for them.
 
     >>> net = nn.Linear(3, 2); initialize_(net, "xavier", seed=0); net.bias.tolist()
     [0.0, 0.0]
@@ -215,12 +216,12 @@ def initialize_(
 
 
 class LocalResponseNorm(nn.LocalResponseNorm):
-    """Divide each value by a power of the mean square of its neighbours in other channels.
+    """Divide each value by a power of k plus alpha times the mean square over neighbouring channels.
 
         y_c = x_c (k + alpha / n sum_{|c' - c| <= n/2} x_{c'}^2)^-beta
 
-    Torch pools over a fifth dimension, in another memory format. On a GPU the sum is computed as a 1x1 convolution with
-    a banded matrix of ones.
+    Torch computes the sum by pooling over an additional dimension, in another memory format. On a GPU, this module
+    computes the sum as a 1x1 convolution with a banded matrix.
 
     >>> norm, x = LocalResponseNorm(5, alpha=0.5), torch.randn(2, 8, 3, 3)
     >>> torch.allclose(norm.convolved(x), norm(x), atol=1e-5)
@@ -235,9 +236,9 @@ class LocalResponseNorm(nn.LocalResponseNorm):
         return self.convolved(x) if not torch.compiler.is_compiling() and takes(x) else super().forward(x)
 
     def convolved(self, x: Tensor) -> Tensor:
-        """Normalize images by a convolution."""
+        """Normalize images, with the sums computed by a convolution."""
         weight = _neighbours(x.shape[1], self.size, self.alpha / self.size, x.dtype, x.device)
-        # In full precision: in bfloat16 most sums would be lost next to k = 1.
+        # Add k in float32 or better: in bfloat16, rounding 1 + sum would lose most sums.
         return x * (F.conv2d(x * x, weight).to(torch.promote_types(x.dtype, torch.float32)) + self.k).pow(
             -self.beta
         ).to(x.dtype)
@@ -245,7 +246,7 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 
 @cache
 def _neighbours(channels: int, size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the kernel that adds up the ``size`` channels around each one, times a factor."""
+    """Return the 1x1 kernel that adds up the ``size`` channels around each channel and multiplies by ``factor``."""
     with torch.inference_mode(False):  # the cached kernel is also used in training
         c = torch.arange(channels)
         distance = c[None, :] - c[:, None]

@@ -1,7 +1,8 @@
-"""Batch normalization, ReLU and a 3x3 max pool at stride 2 as one function: their full-size output is never written.
+"""Batch normalization, ReLU and a 3x3 max pool at stride 2 as one function that never writes ReLU's full-size output.
 
-Forward, one pass over x computes its statistics, and another one the pooled output. Backward, both passes over x read
-the pooled gradient and the places of the maxima, so the only full-size tensor that is written is dx.
+The forward pass reads x twice: one launch computes the statistics, and another computes the pooled output. The backward
+pass also has two launches, which read x, the gradient of the pooled output and the positions of the maxima. The only
+full-size tensor that it writes is dx.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .channels_last import ColumnTiles, alignment, readable
 from .joined_branches import can_join, running_of
 from .pooling import MaxPool2d, backward_launch, empty_maxima, empty_places, max_pool_backward, max_pool_into
 
-PROGRAMS = 4  # that add up gradients at the same time, per multiprocessor
+PROGRAMS = 4  # programs per multiprocessor that add up gradients at the same time
 
 
 def can_pool(bn: BatchNorm2d, pool: nn.Module, x: Tensor) -> bool:
@@ -47,8 +48,8 @@ def can_pool(bn: BatchNorm2d, pool: nn.Module, x: Tensor) -> bool:
 def normalize_and_pool(bn: BatchNorm2d, x: Tensor) -> Tensor:
     """Return the maxima of 3x3 windows of ReLU(BN(x)), padded by 1, at stride 2; update the running averages.
 
-    If several values of a window are equal after rounding, the gradient goes to that of the largest x, or of the
-    smallest if gamma is negative.
+    If several values of a window are equal after rounding, the gradient goes to the pixel with the largest x,
+    or with the smallest x if gamma is negative.
     """
     y: Tensor = _NormalizeAndPool.apply(x, bn.weight, bn.bias, bn)  # type: ignore[no-untyped-call]
     return y
@@ -72,7 +73,7 @@ class _NormalizeAndPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, beta, stats, where = ctx.saved_tensors
-        # Hooks such as save_on_cpu's may lose the layout.
+        # Hooks such as save_on_cpu may change the layout.
         x, where = (t.contiguous(memory_format=torch.channels_last) for t in (x, where))
         if torch.is_grad_enabled():
             dz = max_pool_backward(dy, where, 2, *x.shape[2:])
@@ -90,7 +91,7 @@ class _NormalizeAndPool(torch.autograd.Function):
 
 
 def statistics(call: Call) -> Tensor:
-    """Return the statistics of a batch and update the running averages, by streaming's first launch."""
+    """Return a batch's statistics and update the running averages, with the first launch of the streaming schedule."""
     x, gamma, beta, eps, (activation, slope), *_, running, momentum = call
     g = pass_of(x, False, False).geometry
     p = pass_of(x, False, False, stream(g, x.element_size(), False, processors(x.device)))
@@ -106,7 +107,7 @@ def statistics(call: Call) -> Tensor:
 def _sums_launch(
     shape: torch.Size, align: int, dy_row: int, itemsize: int, device: torch.device
 ) -> tuple[TritonLaunch, tuple[int, int]]:
-    """Return the launch that computes the gradients of gamma and beta, and its workspace: floats and words."""
+    """Return the launch that computes the gradients of gamma and beta, and how many floats and counters it needs."""
     from .triton.max_pool import max_sums
 
     t = ColumnTiles(shape, align, 2, itemsize)

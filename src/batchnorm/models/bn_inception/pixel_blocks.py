@@ -1,4 +1,4 @@
-"""Images as blocks of 2x2 pixels with four times the channels, for a convolution at stride 2."""
+"""Rearrange images into blocks of 2x2 pixels with four times the channels, for a convolution at stride 2."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from ...ops.cuda.autograd import DTYPES, HAS_TRITON
 from ...ops.cuda.schedule import power_up, up
 from ...ops.torch_state import is_forward_mode, is_unseen
 
-BLOCKS = 128  # per program
+BLOCKS = 128  # blocks per program
 
 
 def pixel_blocks(x: Tensor, before: int, taps: int) -> Tensor:
-    """Return images as blocks, with ``taps - 1`` blocks of zeros around them, ``before`` of them in front.
+    """Return images as blocks of 2x2 pixels, padded by blocks of zeros.
 
-    The result is (N, channels, rows, columns) and channels last; the channels of the four pixels are rounded up to a
-    multiple of 8, which matrix units take. Under autocast it has autocast's type.
+    Each row and each column gets ``before`` blocks in front and ``taps - 1 - before`` blocks behind. The result has the
+    shape (N, channels, rows, columns) and is channels last. Its number of channels, four times that of the images, is
+    rounded up to a multiple of 8 for matrix units. If a kernel writes the blocks under autocast, they have autocast's
+    dtype.
 
     >>> pixel_blocks(torch.arange(16.0).view(1, 1, 4, 4), 0, 1)[0, :4, 0, 0]
     tensor([0., 1., 4., 5.])
@@ -44,7 +46,7 @@ def _takes(x: Tensor) -> bool:
 
 
 def write_blocks(x: Tensor, blocks: Tensor, before: int) -> None:
-    """Write images to the dense tensor ``blocks`` (N, rows, columns, channels) by a kernel."""
+    """Run the kernel that writes images to the dense tensor ``blocks`` of shape (N, rows, columns, channels)."""
     from .triton.pixel_blocks import to_blocks
 
     n, rows, columns, channels = blocks.shape

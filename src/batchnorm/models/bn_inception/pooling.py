@@ -18,7 +18,7 @@ from ...ops.cuda.schedule import up
 from ...ops.cuda.triton_launch import TritonLaunch
 from .channels_last import ChannelTiles, ColumnTiles, alignment, empty, readable, takes
 
-UNROLL = 2  # rows per iteration: fewer copies between registers
+UNROLL = 2  # rows per loop iteration; more than one saves copies between registers
 
 
 class MaxPool2d(nn.MaxPool2d):
@@ -42,7 +42,7 @@ class MaxPool2d(nn.MaxPool2d):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether there is a kernel for these windows: their stride is 1 or 2, and nothing else was changed."""
+        """Whether a kernel supports the module's options: the stride is 1 or 2, and the others are unchanged."""
         options = (self.kernel_size, self.padding, self.dilation, self.return_indices, self.ceil_mode)
         return options == (3, 1, 1, False, False) and self.stride in (1, 2)
 
@@ -50,7 +50,7 @@ class MaxPool2d(nn.MaxPool2d):
 class AvgPool2d(nn.AvgPool2d):
     """Average 3x3 windows at stride 1 over their pixels inside the image.
 
-    >>> AvgPool2d()(torch.ones(1, 1, 2, 2))  # a constant stays one at the border
+    >>> AvgPool2d()(torch.ones(1, 1, 2, 2))  # constants do not change, even at the border
     tensor([[[[1., 1.],
               [1., 1.]]]])
 
@@ -66,7 +66,7 @@ class AvgPool2d(nn.AvgPool2d):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether there is a kernel for these windows: nothing was changed."""
+        """Whether a kernel supports the module's options: they are unchanged."""
         options = (self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad)
         return options == (3, 1, 1, False, False) and self.divisor_override is None
 
@@ -78,7 +78,7 @@ def max_pool(x: Tensor, stride: int) -> Tensor:
 
 
 class GlobalAvgPool2d(nn.AdaptiveAvgPool2d):
-    """Average each channel. On a GPU the gradient is channels last; that of torch's module must be copied to be."""
+    """Average each channel. On a GPU, the input's gradient is channels last, unlike that of torch's module."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -103,9 +103,9 @@ def _max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 
 
 def max_pool_into(x: Tensor, y: Tensor, where: Tensor, stride: int, stats: Tensor | None = None) -> None:
-    """Write maxima to ``y``, which may be channels of a larger tensor, and their places to ``where``.
+    """Write maxima to ``y``, which may be channels of a larger tensor, and their positions to ``where``.
 
-    With the statistics of a batch, normalize and apply ReLU before pooling.
+    If ``stats`` has the statistics of a batch, normalize and apply ReLU before pooling.
     """
     row, y_row = row_stride(x), row_stride(y)
     align = gcd(alignment(x), y_row)
@@ -125,7 +125,7 @@ def _forward_launch(
 
 
 def empty_places(y: Tensor) -> Tensor:
-    """Return uninitialized memory for the places of maxima: two channels in a byte."""
+    """Return uninitialized memory for the positions of maxima; a byte holds those of two channels."""
     n, c, h, w = y.shape
     return empty(y, (n, up(c, 2), h, w), torch.uint8)
 
@@ -144,9 +144,9 @@ def _fake_max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 def max_pool_gradient(
     dy: Tensor, where: Tensor, stride: int, height: int, width: int, plus: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient of max pooling's input, plus ``plus`` if given; it cannot be differentiated again."""
+    """Return the gradient of max pooling's input, plus ``plus`` if given, without support for second derivatives."""
     dy, row = readable(dy)
-    where = where.contiguous(memory_format=torch.channels_last)  # hooks such as save_on_cpu's may lose the layout
+    where = where.contiguous(memory_format=torch.channels_last)  # hooks such as save_on_cpu may change the layout
     dx = _fake_max_pool_backward(dy, where, stride, height, width)
     plus = None if plus is None else plus.contiguous(memory_format=torch.channels_last)
     launch = backward_launch(dx.shape, alignment(dy, plus), row, stride, dx.element_size(), dx.device)
@@ -158,7 +158,7 @@ def max_pool_gradient(
 def backward_launch(
     shape: torch.Size, align: int, dy_row: int, stride: int, itemsize: int, device: torch.device
 ) -> TritonLaunch:
-    """Return the launch that writes the gradient of an input of this shape."""
+    """Return the launch that writes the gradient of a max pool's input of this shape."""
     from .triton.max_pool import max_backward_1, max_backward_2
 
     t = ColumnTiles(shape, align, stride, itemsize)
@@ -178,7 +178,7 @@ def _average_pool(x: Tensor, backward: bool) -> Tensor:
 
 
 def average_into(x: Tensor, y: Tensor, backward: bool) -> None:
-    """Write averages to ``y``; x and y may be channels of larger tensors."""
+    """Write averages of ``x``, or their gradient if ``backward``, to ``y``; both may be slices of larger tensors."""
     from .triton.average_pool import average
 
     row, y_row = row_stride(x), row_stride(y)
@@ -196,12 +196,12 @@ def _fake_average_pool(x: Tensor, backward: bool) -> Tensor:
 def _keep_max(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, ctx.stride = inputs
     ctx.size = x.shape[2:]
-    ctx.set_materialize_grads(False)  # the places have no gradient; torch would fill one with zeros
+    ctx.set_materialize_grads(False)  # do not create zeros as the gradient of the positions
     ctx.save_for_backward(output[1])
 
 
 def max_pool_backward(dy: Tensor, where: Tensor, stride: int, height: int, width: int) -> Tensor:
-    """Return the gradient of the maxima's input; it can be differentiated again."""
+    """Return the gradient of max pooling's input, which can be differentiated again."""
     dx: Tensor = torch.ops.batchnorm.max_pool_backward(dy, where, stride, height, width)
     return dx
 
@@ -219,10 +219,10 @@ def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _second_max_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
-    """Gather each window's value at its maximum: the transpose of the backward pass, which is linear in dy."""
+    """Return the values of ``ddx`` at the maxima: the transpose of the backward pass, which is linear in dy."""
     (where,) = ctx.saved_tensors
     bits = torch.stack((where & 15, where >> 4), 2).flatten(1, 2)[:, : ddx.shape[1]].long()
-    # As in triton/max_pool.py: -1 for UP and LEFT, 1 for DOWN and RIGHT, both for NOWHERE.
+    # triton/max_pool.py defines the bits. UP and LEFT become -1, DOWN and RIGHT 1, and NOWHERE, with all bits set, 0.
     row, column = (bits >> 3 & 1) - (bits >> 2 & 1), (bits >> 1 & 1) - (bits & 1)
     rows, columns = (torch.arange(n, device=where.device) * ctx.stride for n in where.shape[2:])
     at = (rows[:, None] + row) * ddx.shape[3] + columns + column
@@ -231,7 +231,7 @@ def _second_max_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _average_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-    # The gradient of the average is its transpose, and vice versa.
+    # The average's gradient is its transpose, and the transpose's gradient is the average.
     return torch.ops.batchnorm.average_pool(dy, not ctx.backward), None
 
 
@@ -248,7 +248,7 @@ for _name, _kernel, _fake in (
     ("max_pool_backward", max_pool_gradient, _fake_max_pool_backward),
     ("average_pool", _average_pool, _fake_average_pool),
 ):
-    # For every backend, not only CUDA: Triton's interpreter runs the kernels on CPU tensors.
+    # Register for every backend, not only CUDA: Triton's interpreter runs the kernels on CPU tensors.
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"batchnorm::{_name}", _fake, lib=_library)
 torch.library.register_autograd("batchnorm::max_pool", _max_gradient, setup_context=_keep_max, lib=_library)

@@ -16,21 +16,21 @@ from ...ops.torch_state import is_forward_mode, is_unseen
 
 
 class WeightGradients:
-    """Compute the gradients of convolution kernels on a stream of their own, concurrently with the backward pass.
+    """Compute the gradients of convolution kernels on a separate stream, concurrently with the backward pass.
 
-    Use it in a ``with`` statement around the forward pass; it applies to convolutions by :func:`convolve`. A kernel's
-    gradient must not be read before :meth:`wait`. Use ``torch.autograd.grad``: ``loss.backward()`` reads the gradients
-    to add them to ``.grad``.
+    Use the object in a ``with`` statement around the forward pass; it applies to convolutions by :func:`convolve`. A
+    kernel's gradient must not be read before :meth:`wait`, so use ``torch.autograd.grad``: ``loss.backward()`` would
+    read the gradients to add them to ``.grad``.
     """
 
-    AHEAD = 2  # pending gradients; their inputs stay in memory
+    AHEAD = 2  # at most this many gradients are pending; their inputs stay in memory
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
         self.pending: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
-        self.others: set[torch.cuda.Stream] = set()  # the streams of this backward pass
-        self.uses: Counter[int] = Counter()  # how often this forward pass uses each kernel, by address
-        self.stems: list[Tensor] = []  # outputs of this forward pass's convolutions that read an image
+        self.others: set[torch.cuda.Stream] = set()  # streams that used :meth:`beside` since the last :meth:`wait`
+        self.uses: Counter[int] = Counter()  # how often this forward pass has used the kernel at each address
+        self.stems: list[Tensor] = []  # outputs of convolutions whose input needs no gradient, such as an image
 
     def __enter__(self) -> None:
         _local.gradients = self
@@ -42,7 +42,7 @@ class WeightGradients:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Run kernels on this object's stream; what they read must stay in memory until :meth:`wait`."""
+        """Run the block on this object's stream; the tensors that it reads must stay in memory until :meth:`wait`."""
         current = torch.cuda.current_stream()
         self.others.add(current)
         self.stream.wait_stream(current)
@@ -50,7 +50,7 @@ class WeightGradients:
             yield
 
     def compute(self, dy: Tensor, x: Tensor, weight: Tensor, options: tuple[Any, Any]) -> Tensor:
-        """Return a gradient that may not be computed yet."""
+        """Return the gradient of ``weight``, which may be incomplete until :meth:`wait`."""
         with self.beside():
             _, dweight = _convolution_gradients(dy, x, weight, options, (False, True))
             event = torch.cuda.Event()
@@ -58,16 +58,16 @@ class WeightGradients:
         self.pending.append((event, (dy, x)))
         while len(self.pending) > self.AHEAD:
             done, _ = self.pending.popleft()
-            # Only kernels launched after this may reuse the memory of the gradient's inputs.
+            # The memory of the gradient's inputs may be reused, but only by work that is launched after this loop.
             for stream in self.others:
                 stream.wait_event(done)
         return dweight
 
     def wait(self) -> None:
-        """Let the current stream wait for all gradients."""
-        if not self.others:  # nothing was computed on it, and a capture must not wait for a stream outside of it
+        """Make the current stream wait for all gradients."""
+        if not self.others:  # self.stream was not used, and a CUDA graph capture must not wait for streams outside it
             return
-        for stream in (self.stream, *self.others):  # the others waited too, so a CUDA graph capture must join them
+        for stream in (self.stream, *self.others):  # a CUDA graph capture must join all streams used in it
             torch.cuda.current_stream().wait_stream(stream)
         self.pending.clear()
         self.others.clear()
@@ -86,13 +86,13 @@ def is_aside() -> bool:
 
 
 def note_stem(x: Tensor, y: Tensor) -> None:
-    """Tell an enclosing :class:`WeightGradients` block that ``y`` is computed from ``x``, which may be the image."""
+    """Tell an enclosing :class:`WeightGradients` block that ``y`` is a convolution of ``x``, maybe the image."""
     if _local.gradients is not None and not x.requires_grad and y.requires_grad:
         _local.gradients.stems.append(y)
 
 
 def convolve(x: Tensor, weight: Tensor, stride: Any, padding: Any) -> Tensor:
-    """Convolve; inside a :class:`WeightGradients` block, that object computes the kernel's gradient."""
+    """Convolve ``x``; inside a :class:`WeightGradients` block, that object computes the gradient of ``weight``."""
     gradients = _local.gradients
     plain = is_unseen(x, weight) and not is_forward_mode() and not weight._backward_hooks
     if gradients is None or x.dtype != weight.dtype or not plain:
@@ -113,7 +113,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        # Autograd adds the gradients of a kernel that is used twice, and does not wait for them.
+        # If a kernel is used more than once, autograd adds up its gradients, without waiting for the separate stream.
         if torch.is_grad_enabled() or ctx.gradients.uses[weight.data_ptr()] > 1:
             return *_convolution_gradients(dy, x, weight, ctx.options, (True, True)), None, None, None
         dweight = ctx.gradients.compute(dy, x, weight, ctx.options)

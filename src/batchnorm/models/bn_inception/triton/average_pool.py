@@ -1,6 +1,6 @@
-"""Average pooling of 3x3 windows in channels-last tensors: each program has P pixels of V channels.
+"""Average pooling of 3x3 windows in channels-last tensors; each program computes P pixels of V channels.
 
-C and the strides of rows (a pixel's channels) are in units of A, so that the compiler knows how wide accesses may be.
+C and the strides between pixels are in units of A elements, so that the compiler knows the alignment of accesses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def pixels_of(count, C, H, W, P: tl.constexpr, V: tl.constexpr):
-    """Return this program's pixels [P] as image, row, column and number, which of them exist, and its channels [V]."""
+    """Return this program's pixels [P] as image, row, column and index, a mask of valid ones, and its channels [V]."""
     slices = (C + V - 1) // V
     program = tl.program_id(0)
     block = program // slices
@@ -24,13 +24,13 @@ def pixels_of(count, C, H, W, P: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def offsets(image, row, column, H, W, stride, channel):
-    """Return where the channels of pixels lie, [P, V]."""
+    """Return the offsets in memory of the pixels' channels, [P, V]."""
     return ((image * H + row) * W + column).to(tl.int64)[:, None] * stride + channel[None, :]
 
 
 @triton.jit
 def inside(row, column, exists, H, W):
-    """Return which pixels are in the image."""
+    """Return a mask of the valid pixels that are inside the image."""
     return exists & (row >= 0) & (row < H) & (column >= 0) & (column < W)
 
 
@@ -47,7 +47,7 @@ def average(
     x, y, count, C, H, W, x_stride, y_stride,
     BACKWARD: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Average the window around each pixel, inside the image only; backward, distribute each window's gradient."""
+    """Average a window's pixels inside the image; if BACKWARD, distribute the window's gradient over these pixels."""
     C = C * A
     image, row, column, pixel, exists, channel = pixels_of(count, C, H, W, P, V)
     total = tl.zeros([P, V], tl.float32)

@@ -1,6 +1,6 @@
-"""A bias and a nonlinearity in channels-last tensors: tiles of P pixels and V channels.
+"""Add a bias and apply a nonlinearity to channels-last tensors, in tiles of P pixels and V channels.
 
-C and the strides of rows (a pixel's channels) are in units of A, so that the compiler knows how wide accesses may be.
+C and the strides between pixels are in units of A elements, so that the compiler knows the alignment of accesses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def place(C, V: tl.constexpr):
 
 @triton.jit
 def tile_of(first, last, C, channel, P: tl.constexpr):
-    """Return the pixels first to first + P, [P, 1], and which values of the tile exist, [P, V]."""
+    """Return the P pixels from ``first`` on, [P, 1], and a mask of the tile's values that exist, [P, V]."""
     pixel = first + tl.arange(0, P)
     return pixel.to(tl.int64)[:, None], (pixel < last)[:, None] & (channel < C)[None, :]
 
@@ -35,7 +35,7 @@ def forward(
     pixel, here = tile_of(block * P, count, C, channel, P)
     value = tl.load(x + pixel * (x_stride * A) + channel[None, :], mask=here).to(tl.float32)
     value += tl.load(bias + channel, mask=channel < C).to(tl.float32)[None, :]
-    result = 1 / (1 + tl.exp(-value)) if SIGMOID else tl.where(value < 0, 0.0, value)  # keeps NaN
+    result = 1 / (1 + tl.exp(-value)) if SIGMOID else tl.where(value < 0, 0.0, value)  # NaN stays NaN
     tl.store(y + pixel * C + channel[None, :], result.to(y.dtype.element_ty), mask=here)
 
 
@@ -44,7 +44,7 @@ def backward(
     dy, y, dx, partial, count, C, dy_stride, tiles,
     SIGMOID: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Write dx = g'(x + b) dy, and its sum over the pixels of this program's tiles: a part of the bias's gradient."""
+    """Write dx = g'(x + b) dy, and its sum over the pixels of this program's tiles, a term of the bias's gradient."""
     C = C * A
     part, channel = place(C, V)
     total = tl.zeros([P, V], tl.float32)

@@ -1,11 +1,11 @@
-"""Max pooling of 3x3 windows, padded by 1, in channels-last tensors; normalization and ReLU can come first.
+"""Max pooling of 3x3 windows, padded by 1, in channels-last tensors, optionally after normalization and ReLU.
 
-Each program walks down some rows of P columns and V channels, and keeps what the next row of windows needs again. The
-columns of all images are numbered in one sequence. C and strides, the distances between pixels, are in units of A, so
-that the compiler knows how wide accesses may be.
+The columns of all images are numbered consecutively. A unit consists of P columns and up to ``share`` rows. A program
+processes V channels of a unit row by row, and keeps values that the next row of windows needs too. C and the strides
+between pixels are in units of A elements, so that the compiler knows the alignment of accesses.
 
-The place of a maximum is the sum of UP, DOWN or neither and LEFT, RIGHT or neither, relative to the middle of its
-window. Two neighbouring channels share a byte; the first has the lower four bits.
+The position of a maximum in its window is the sum of UP, DOWN or 0 and of LEFT, RIGHT or 0; the middle of the window is
+0. The positions of two neighbouring channels share a byte, with the first channel in the lower four bits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ LEFT = tl.constexpr(1)
 RIGHT = tl.constexpr(2)
 UP = tl.constexpr(4)
 DOWN = tl.constexpr(8)
-NOWHERE = tl.constexpr(15)  # ReLU's derivative is 0, so the window's gradient vanishes
+NOWHERE = tl.constexpr(15)  # the position if ReLU's derivative is 0: no pixel gets the window's gradient
 
 
 @triton.jit
 def slice_of(program, C, A: tl.constexpr, V: tl.constexpr):
-    """Return a program's number within its slice of channels, the slice, its channels [V], and its bytes [V / 2].
+    """Return a program's index within its slice of channels, the slice's index, its channels [V] and bytes [V / 2].
 
-    Also return which channels and bytes exist, the number of slices, and of bytes per pixel.
+    Also return masks of the channels and bytes that exist, the number of slices, and the number of bytes per pixel. The
+    bytes hold the positions of maxima.
     """
     pixel_bytes = C * (A // 2) if A > 1 else (C + 1) // 2
     C = C * A
@@ -42,9 +43,9 @@ def slice_of(program, C, A: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def columns_of(unit, columns, rows, share, width, P: tl.constexpr):
-    """Return the images and columns [P] of a unit, which of them exist, and its first and last row.
+    """Return the images and columns [P] of a unit, a mask of existing columns, the first row, and the end of the rows.
 
-    Columns that do not exist are replaced by the last one.
+    Columns that do not exist are replaced by the last column.
     """
     chunks = (rows + share - 1) // share
     block = unit // chunks
@@ -67,7 +68,7 @@ def pointers(x, image, column, lane, height, width, step):
 def pixels_of(x, image, column, channel, half, height, width, stride, A: tl.constexpr):
     """Return the addresses of pixels in the first row of their images, and the distances between pixels and rows.
 
-    Pairs of bfloat16 values are read as one integer, because it takes fewer instructions to convert them.
+    Pairs of bfloat16 values are read as one integer, because converting a pair takes fewer instructions.
     """
     if x.dtype.element_ty == tl.bfloat16 and A > 1:
         step = stride * (A // 2)
@@ -81,7 +82,7 @@ def pixels_of(x, image, column, channel, half, height, width, stride, A: tl.cons
 
 @triton.jit
 def load_raw(p, here, half_here):
-    """Read pixels as they are, 0 if they do not exist; :func:`as_floats` converts them."""
+    """Read pixels without conversion, 0 if they do not exist; :func:`as_floats` converts them."""
     if p.dtype.element_ty == tl.int32:
         return tl.load(p, mask=half_here, other=0)
     else:
@@ -90,7 +91,7 @@ def load_raw(p, here, half_here):
 
 @triton.jit
 def as_floats(raw, flip, P: tl.constexpr, V: tl.constexpr):
-    """Convert pixels to float32 [P, V]; change signs by ``flip`` if it is given."""
+    """Convert pixels to float32 [P, V], and change their signs by ``flip`` if it is given."""
     if raw.dtype == tl.int32:
         if flip is not None:
             raw ^= flip
@@ -112,7 +113,7 @@ def load_pixels(p, here, half_here, flip, P: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def load_row(row, image_row, here, half_here, flip, P: tl.constexpr, V: tl.constexpr):
-    """Read three pixels of a row: see :func:`load_pixels`."""
+    """Read three neighbouring pixels of a row with :func:`load_pixels`."""
     middle, left, right, pitch = image_row
     p = middle + row * pitch
     a = load_pixels(p + left, here, half_here, flip, P, V)
@@ -122,9 +123,9 @@ def load_row(row, image_row, here, half_here, flip, P: tl.constexpr, V: tl.const
 
 @triton.jit
 def three_columns(x, image, column, channel, half, H, W, stride, A: tl.constexpr):
-    """Return what :func:`load_row` needs, and the places that remain inside of the image.
+    """Return ``image_row`` for :func:`load_row`, and a mask of the position bits that stay inside the image.
 
-    Pixels left and right of the image are replaced by their neighbours inside.
+    Pixels to the left and to the right of the image are replaced by their neighbours inside.
     """
     p, step, pitch = pixels_of(x, image, column, channel, half, H, W, stride, A)
     left = tl.maximum(column - 1, 0) - column
@@ -135,13 +136,13 @@ def three_columns(x, image, column, channel, half, H, W, stride, A: tl.constexpr
 
 @triton.jit
 def greatest(a, b):
-    """Return the maximum, or NaN if one is NaN."""
+    """Return the larger value, or NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def greatest_in_row(row, image_row, here, half_here, flip, P: tl.constexpr, V: tl.constexpr):
-    """Return the maximum of three pixels of a row and its place: the first of equal ones."""
+    """Return the maximum of three neighbouring pixels of a row, and the position of the first pixel with this value."""
     a, b, c = load_row(row, image_row, here, half_here, flip, P, V)
     best = greatest(greatest(a, b), c)
     return best, tl.where(a == best, LEFT, tl.where(b == best, 0, RIGHT))
@@ -149,20 +150,20 @@ def greatest_in_row(row, image_row, here, half_here, flip, P: tl.constexpr, V: t
 
 @triton.jit
 def store_places(p, place, half_here, P: tl.constexpr, V: tl.constexpr):
-    """Write the places of two channels to each byte."""
+    """Write positions of maxima, those of two channels to each byte."""
     first, second = tl.split(tl.reshape(place, [P, V // 2, 2]))
     tl.store(p, (first | (second << 4)).to(tl.uint8), mask=half_here)
 
 
 @triton.jit
 def load_places(p, half_here, P: tl.constexpr, V: tl.constexpr):
-    """Read the places that :func:`store_places` wrote; NOWHERE for those that do not exist."""
+    """Read the positions that :func:`store_places` wrote, NOWHERE for windows that do not exist."""
     both = tl.load(p, mask=half_here, other=255).to(tl.int32)
     return tl.reshape(tl.join(both & 15, both >> 4), [P, V])
 
 
 _SIZES = ["columns", "C", "H", "W", "out_H", "out_W", "share"]
-# Small tensors may be views into one flat buffer, at any alignment; do not recompile for that.
+# These small tensors may be views of one flat buffer, with any alignment; do not recompile for each alignment.
 _SMALL = ["dgamma", "dbeta", "words"]
 
 
@@ -171,10 +172,11 @@ def max_forward(
     x, y, where, stats, columns, C, H, W, out_H, out_W, share, x_stride, y_stride,
     STRIDE: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Write each window's maximum and its place: the first of equal ones, any place inside the image if one is NaN.
+    """Write each window's maximum and the position of the first pixel that has this value.
 
-    If ``stats`` is given, normalize and apply ReLU before pooling. Both are monotone, so only the maximum (if scale is
-    negative, the minimum) has to be normalized. NOWHERE is the place if ReLU's derivative is 0.
+    If a window contains NaN, its position is any position inside the image. If ``stats`` is given, normalize and apply
+    ReLU before pooling. Both are monotone, so only the maximum has to be normalized, or the minimum if scale is
+    negative. If ReLU's derivative at the maximum is 0, the position is NOWHERE.
     """
     unit, _, channel, half, here, half_here, _, pixel_bytes = slice_of(tl.program_id(0), C, A, V)
     C = C * A
@@ -224,9 +226,9 @@ def merge(
     partial, part, parts, words, piece, slices, stats, dgamma, dbeta, s1, s2, channel, C,
     TREE: tl.constexpr,
 ):  # fmt: skip
-    """Store a part's sums; the last part to arrive adds up all of them and stores the gradients of gamma and beta.
+    """Store a part's sums; the last program to arrive adds up all sums and stores the gradients of gamma and beta.
 
-    This is what ops/cuda/triton/backward.py does in its first launch.
+    The first launch of ops/cuda/triton/backward.py does the same. If TREE, groups of 32 parts are added up first.
     """
     word = words + 2 + piece
     store_part(partial, part, s1, s2, channel, C)
@@ -256,10 +258,10 @@ def max_sums(
     columns, C, H, W, out_H, out_W, share, dy_stride, parts, units, each,
     P: tl.constexpr, V: tl.constexpr, A: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of gamma and beta of normalization, ReLU and max pooling at stride 2.
+    """Write the gradients of gamma and beta for normalization, ReLU and max pooling at stride 2.
 
-    A window's gradient belongs to one pixel, so the sums run over windows. Each program adds up ``each`` units; the
-    last one to finish adds up the sums of all programs in a fixed order.
+    A window's gradient goes to at most one pixel, so the sums run over windows. Each program adds up at most ``each``
+    units; the last program of a slice to finish adds up the sums of all its programs in a fixed order.
     """
     part, piece, channel, half, here, half_here, slices, pixel_bytes = slice_of(tl.program_id(0), C, A, V)
     base = tl.load(stats + 3 * C * A + channel, mask=channel < C * A, other=0.0)[None, :]
@@ -293,19 +295,19 @@ def max_sums(
 
 @triton.jit
 def load_window(d, p, here, half_here, P: tl.constexpr, V: tl.constexpr):
-    """Return the gradients [P, V] of windows, 0 for those that do not exist, and the places that they belong to."""
+    """Return the gradients [P, V] of windows, 0 for windows that do not exist, and the positions of their maxima."""
     return load_pixels(d, here, half_here, None, P, V), load_places(p, half_here, P, V)
 
 
 @triton.jit
 def selected(d, place, wanted: tl.constexpr):
-    """Return the gradients of windows whose maximum is at a place."""
+    """Return the gradients of the windows whose maximum is at position ``wanted``, and 0 for the other windows."""
     return tl.where(place == wanted, d, 0.0)
 
 
 @triton.jit
 def store_pixel(dx, raw, dz, here, base, scale, k2, k0, P: tl.constexpr, V: tl.constexpr):
-    """Write one pixel's gradient: see :func:`max_backward_2`, but k2 and k0 are negative here."""
+    """Write pixels' gradients by the formula of :func:`max_backward_2`, but with the opposite signs of k2 and k0."""
     if raw is not None:
         v = as_floats(raw, None, P, V)
         if scale is None:
@@ -322,10 +324,10 @@ def max_backward_2(
 ):  # fmt: skip
     """Write the gradient of max pooling's input at stride 2, plus ``other`` if it is given.
 
-    If ``stats`` is given, ``other`` is x, and dx = scale dz - (k2 (x - base) + k0) is the gradient of x, as in
-    ops/cuda/triton/backward.py.
+    If ``stats`` is given, ``other`` is x, the input of the normalization. The kernel then writes the gradient of x,
+    dx = scale dz - (k2 (x - base) + k0), as ops/cuda/triton/backward.py does.
     """
-    # In reverse order: what the sums read last is still in the cache.
+    # Run in reverse order: the values that max_sums read last are still in the cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     unit, _, channel, half, here, half_here, _, pixel_bytes = slice_of(program, C, A, V)
     base, scale, k2, k0 = None, None, None, None
@@ -347,8 +349,8 @@ def max_backward_2(
     if other is not None:
         read, step, read_pitch = pixels_of(other, image, 2 * column, channel, half, H, W, C, A)
 
-    # Four windows reach a block of 2x2 pixels: a, whose middle is the first pixel, b right of it, c below it, and d
-    # diagonally below it.
+    # Four windows overlap a block of 2x2 pixels: a, whose middle is the block's first pixel, b to the right of a,
+    # c below a, and d below b.
     beside = exists & (column + 1 < out_W)[:, None]
     within = exists & (2 * column + 1 < W)[:, None]
     p = gradients + first * dy_pitch
@@ -367,7 +369,7 @@ def max_backward_2(
         corner = within & (2 * r + 1 < H)
         v1, v2, v3, v4 = None, None, None, None
         if other is not None:
-            # Before anything is written: the compiler does not move loads before stores.
+            # Load before anything is written: the compiler does not move loads before stores.
             v = read + (2 * r) * read_pitch
             v1 = load_raw(v, here & exists, half_here & exists)
             v2 = load_raw(v + step, here & within, half_here & within)
@@ -391,8 +393,8 @@ def window_gradient(
     windows, row, exists, here, half_here, H, W,
     BELOW: tl.constexpr, BESIDE: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradients that pixels get from the windows BELOW rows below and BESIDE columns right of them."""
-    # Windows below (1) have the pixel at UP, those above (-1) at DOWN.
+    """Return the pixels' gradients from the windows that are BELOW rows below and BESIDE columns to their right."""
+    # The pixel's position is UP in a window below it (BELOW is 1), and DOWN in a window above it (BELOW is -1).
     PLACE: tl.constexpr = (0 if BELOW == 0 else UP if BELOW == 1 else DOWN) + (
         0 if BESIDE == 0 else LEFT if BESIDE == 1 else RIGHT
     )
@@ -411,7 +413,7 @@ def max_backward_1(
     dy, where, dx, other, columns, C, H, W, out_H, out_W, share, dy_stride,
     P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Sum at each pixel the gradients of the nine windows around it, and ``other`` if it is given; stride 1."""
+    """Write the gradient of max pooling's input at stride 1, plus ``other`` if given; nine windows contain a pixel."""
     unit, _, channel, half, here, half_here, _, pixel_bytes = slice_of(tl.program_id(0), C, A, V)
     image, column, exists, first, last = columns_of(unit, columns, H, share, W, P)
     gradients, step, dy_pitch = pixels_of(dy, image, column, channel, half, H, W, dy_stride, A)

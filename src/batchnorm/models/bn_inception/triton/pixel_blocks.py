@@ -1,4 +1,4 @@
-"""Images as blocks of 2x2 pixels, padded with zeros: one pass that also casts."""
+"""Rearrange images into blocks of 2x2 pixels, padded with zeros, and cast them in the same pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ def to_blocks(
     x, blocks, count, rows, columns, H, W, before, x_n, x_c, x_h, x_w,
     INPUTS: tl.constexpr, CHANNELS: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Write P blocks of V >= CHANNELS values: the channels of a block's pixels, row by row."""
+    """Write P blocks of CHANNELS values each: the channels of the first pixel, then those of the next one, row by row.
+
+    V is CHANNELS rounded up to a power of two.
+    """
     block = tl.program_id(0) * P + tl.arange(0, P)
     line = block // columns
     image = line // rows
