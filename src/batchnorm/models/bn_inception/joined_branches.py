@@ -1,9 +1,9 @@
-"""Split and concatenate tensors without copies: kernels read and write slices, and adjacent weights serve as one.
+"""Split and concatenate tensors without copies: kernels read and write slices, and adjacent weights form one view.
 
 An Inception module splits the output of one convolution among several normalizations, and concatenates the outputs of
 its branches. Here, normalizations that can run at the same time share one launch. In the forward pass, the launch reads
-slices of the convolution's output and writes slices of the concatenation. In the backward pass, it reads slices of the
-concatenation's gradient and writes slices of the convolution's gradient.
+slices of the convolution's output and writes slices of the concatenation. In the backward pass, a launch reads slices
+of the concatenation's gradient and writes slices of the convolution's gradient.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def normalize_together(parts: Sequence[Part], *sources: Tensor) -> tuple[Tensor,
     In evaluation, normalize by the running averages, with one launch per part. :func:`can_join` says which layers and
     tensors are supported.
     """
-    sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)  # cuDNN's outputs already are
+    sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)  # does not copy cuDNN's outputs
     if not parts[0].bn.uses_batch_statistics:
         return tuple(_inferred(part, sources[part.source]) for part in parts)
     parameters = [p for part in parts for p in (part.bn.weight, part.bn.bias)]

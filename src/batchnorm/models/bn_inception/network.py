@@ -74,7 +74,7 @@ def inception(
         per_activation: rows, such as ("5b",), whose normalization has statistics, gamma and beta for each activation
             instead of each feature map.
         width: factor for all numbers of filters: 1 for the paper's network, less for quick trials on a CPU.
-        init: "kaiming", or "xavier", which was usual in 2014; the paper does not say which it used.
+        init: "kaiming", or "xavier", which was usual in 2014; the paper does not say which one it used.
         init_scale: factor for the initial weights of the convolutions, except the depthwise one.
         eps: number added to the variance; the paper gives no value (1e-3 is TF-Slim's).
         momentum: weight of a new batch in the running averages, None to average all batches; the paper gives no value.

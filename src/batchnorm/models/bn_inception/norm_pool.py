@@ -48,8 +48,8 @@ def can_pool(bn: BatchNorm2d, pool: nn.Module, x: Tensor) -> bool:
 def normalize_and_pool(bn: BatchNorm2d, x: Tensor) -> Tensor:
     """Return the maxima of 3x3 windows of ReLU(BN(x)), padded by 1, at stride 2; update the running averages.
 
-    If several values of a window are equal after rounding, the gradient goes to the pixel with the largest x,
-    or with the smallest x if gamma is negative.
+    If several pixels of a window have the maximum after rounding, the gradient goes to the pixel with the largest x, or
+    with the smallest x if gamma is negative.
     """
     y: Tensor = _NormalizeAndPool.apply(x, bn.weight, bn.bias, bn)  # type: ignore[no-untyped-call]
     return y

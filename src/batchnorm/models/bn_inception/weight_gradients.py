@@ -86,7 +86,7 @@ def is_aside() -> bool:
 
 
 def note_stem(x: Tensor, y: Tensor) -> None:
-    """Tell an enclosing :class:`WeightGradients` block that ``y`` is a convolution of ``x``, maybe the image."""
+    """Tell an enclosing :class:`WeightGradients` block that ``y`` is a convolution of ``x``, which may be the image."""
     if _local.gradients is not None and not x.requires_grad and y.requires_grad:
         _local.gradients.stems.append(y)
 

@@ -68,7 +68,7 @@ def pointers(x, image, column, lane, height, width, step):
 def pixels_of(x, image, column, channel, half, height, width, stride, A: tl.constexpr):
     """Return the addresses of pixels in the first row of their images, and the distances between pixels and rows.
 
-    Pairs of bfloat16 values are read as one integer, because converting a pair takes fewer instructions.
+    Pairs of bfloat16 values are read as one integer, because converting them then takes fewer instructions.
     """
     if x.dtype.element_ty == tl.bfloat16 and A > 1:
         step = stride * (A // 2)
@@ -174,8 +174,8 @@ def max_forward(
 ):  # fmt: skip
     """Write each window's maximum and the position of the first pixel that has this value.
 
-    If a window contains NaN, its position is any position inside the image. If ``stats`` is given, normalize and apply
-    ReLU before pooling. Both are monotone, so only the maximum has to be normalized, or the minimum if scale is
+    If a window contains NaN, the position is arbitrary, but inside the image. If ``stats`` is given, normalize and
+    apply ReLU before pooling. Both are monotone, so only the maximum has to be normalized, or the minimum if scale is
     negative. If ReLU's derivative at the maximum is 0, the position is NOWHERE.
     """
     unit, _, channel, half, here, half_here, _, pixel_bytes = slice_of(tl.program_id(0), C, A, V)
