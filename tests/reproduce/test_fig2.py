@@ -242,8 +242,8 @@ def test_a_plan_that_is_none(tmp_path, text, says):
         ("checkpoint_every = 1000", "checkpoint_every = 0", "checkpoint_every=0: must be a positive integer"),
         ('name = "plain"', 'name = "../plain"', "cannot be the name of a run"),
         ("rate = 1e9", "decay = 1.0", "decay=1.0: must be between 0 and 1"),
-        ("rate = 1e9", "rate = 1e9, times = 5", "times multiplies a rate that comes from a sweep"),
-        ("rate = 1e9", "times = 5", "times multiplies a rate that comes from a sweep"),
+        ("rate = 1e9", "rate = 1e9, times = 5", "'times' is only for rates from a sweep"),
+        ("rate = 1e9", "times = 5", "'times' is only for rates from a sweep"),
     ],
 )
 def test_a_plan_that_would_run_otherwise_than_it_reads(tmp_path, old, new, says):

@@ -87,7 +87,9 @@ def _training_images(path: Path) -> Iterator[Entry]:
     with path.open("rb") as file:
         for part in members(file, str(path)):
             if not part.name.endswith(".tar"):
-                raise ValueError(f"{path} contains {part.name}, but should contain only one tar file per class")
+                raise ValueError(
+                    f"{path} contains {part.name}, but should contain one tar file per class and nothing else"
+                )
             wnid = Path(part.name).stem
             for member in members(file, f"{path}:{part.name}", part.offset_data, part.size):
                 yield wnid, f"{wnid}/{member.name}", member.offset_data, member.size

@@ -69,8 +69,8 @@ class Order:
         if self.train and least < 2 * self.world_size:
             raise ValueError(
                 f"{self.num_examples} example(s) in batches of {self.batch_size} over {self.world_size} rank(s) leave a"
-                " rank fewer than 2 examples in some step, too few for batch normalization: use batch_size >="
-                f" {4 * self.world_size} and at least as many examples, or fewer ranks"
+                " rank fewer than 2 examples in some step, too few for batch normalization: use fewer ranks, or"
+                f" batch_size >= {4 * self.world_size} and at least {4 * self.world_size} examples"
             )
 
     @property

@@ -95,7 +95,7 @@ def batch_norm_(
 ) -> tuple[Tensor, Moments]:
     """Normalize like :func:`batch_norm` and update the running averages in place, as the layers do in training.
 
-    No gradient flows through the returned moments. The other arguments are those of :func:`batch_norm`.
+    No gradient flows through the returned moments. All other arguments are those of :func:`batch_norm`.
 
     Args:
         running: the averages, updated in place.
@@ -137,7 +137,7 @@ def normalize_batch_(
 ) -> Tensor:
     """Normalize like :func:`batch_norm_` but return only the output, as ``torch.nn.functional.batch_norm`` does.
 
-    It is faster than :func:`batch_norm_` for small batches. The other arguments are those of :func:`batch_norm`.
+    It is faster than :func:`batch_norm_` for small batches. All other arguments are those of :func:`batch_norm`.
 
     Args:
         running: the averages, updated in place.
@@ -190,7 +190,7 @@ def normalize(
 
     y = g(gamma * (x - mean) / sqrt(var + eps) + beta + residual)
 
-    The other arguments are those of :func:`batch_norm`.
+    All other arguments are those of :func:`batch_norm`.
 
     Args:
         mean: E[x], of the features' shape.

@@ -21,7 +21,7 @@ Found = TypeVar("Found")
 BLUE, ORANGE, GREEN, GREY = "#2a6fc9", "#d9622b", "#14835b", "#8b8a84"
 
 
-# Options of all commands that must be positive, and options that must be at least 1.
+# The options, over all commands, that must be positive, and those that must be at least 1.
 POSITIVE = ("rate", "rates", "equal_rate", "std", "stds", "factors", "tail")
 COUNTS = ("steps", "batch_steps", "bias_steps", "marks", "seeds", "examples", "processes")
 

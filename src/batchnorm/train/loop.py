@@ -47,7 +47,7 @@ def train(recipe: Recipe, options: Options) -> Result:
         options: data, device, and how often to report.
 
     Returns:
-        The result, which is also in ``result.json``; the metrics are in ``metrics.jsonl``, the network is in
+        The result, which is also in ``result.json``; the metrics are in ``metrics.jsonl`` and the network in
         ``final/``.
 
     Raises:

@@ -91,7 +91,7 @@ class GlobalAvgPool2d(nn.AdaptiveAvgPool2d):
 
 
 def average_pool(x: Tensor) -> Tensor:
-    """Return the mean of each 3x3 window at stride 1 over its pixels inside the image."""
+    """Return the mean of each 3x3 window (stride 1), counting only the pixels inside the image."""
     y: Tensor = torch.ops.batchnorm.average_pool(x, False)
     return y
 

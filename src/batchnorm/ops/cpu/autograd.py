@@ -36,7 +36,7 @@ _f32 = torch.float32
 
 # With fewer values than this, one thread finishes before a second thread has started.
 PARALLEL = 1 << 14
-LARGE = 1 << 18  # the number of values in a large batch
+LARGE = 1 << 18  # a batch with at least this many values is large
 LIMIT = torch_kernels.CONDITION**2  # largest squared norm of mean / std
 ROWS_KEPT = 5  # numbers per channel for the backward pass: kernel.c's LINES
 

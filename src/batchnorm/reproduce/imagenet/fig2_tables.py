@@ -34,7 +34,7 @@ PAPER = {
     "bn-x5-sigmoid": ("", "", "69.8%"),
 }
 
-# Fractions of the baseline's best accuracy, for the table of steps on the way to it.
+# The table of training steps has a column for each of these fractions of the baseline's best accuracy.
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)
 # The modifications of Section 4.2.1, in its order, by the field of the recipe that each one changes.
 MODIFICATIONS = {

@@ -156,7 +156,9 @@ def _rate(group: dict[str, Any], run: dict[str, Any], best: dict[str, float | No
         sweep = run.get("best_of", run["recipe"])
     elif "rate" in run or sweep is None:
         if "times" in run:
-            raise ValueError(f"{run['name']}: times multiplies a rate that comes from a sweep, but this rate does not")
+            raise ValueError(
+                f"{run['name']}: 'times' is only for rates from a sweep, and this run's rate is not from one"
+            )
         return run.get("rate"), None
     if sweep not in best:
         raise ValueError(

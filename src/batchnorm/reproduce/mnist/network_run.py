@@ -155,7 +155,7 @@ def _start(folder: Path, setting: Setting) -> tuple[int, float, int]:
 
 
 def _resume(folder: Path, net: nn.Module, setting: Setting) -> tuple[int, float, int]:
-    """Load the checkpoint into ``net``; return its step, its seconds and the length of the metrics at that step."""
+    """Load the checkpoint into ``net``; return its step, the seconds trained so far and the metrics file's size."""
     there = check_config(folder, setting, resume=True)
     path = folder / "checkpoint.pt"
     if not path.exists():

@@ -52,7 +52,7 @@ def dz_of(
 
 @triton.jit
 def add_parts(partial, first, last, channel, C):
-    """Add up the two sums of each part from ``first`` to ``last``, exclusive, in a fixed order."""
+    """Add up each of the two sums over the parts from ``first`` to ``last``, exclusive, in a fixed order."""
     PARTS: tl.constexpr = 32
     s1 = tl.zeros_like(channel).to(tl.float32)
     s2 = tl.zeros_like(s1)
