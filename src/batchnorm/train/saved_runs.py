@@ -128,7 +128,7 @@ def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
     path = folder / "recipe.json"
     if not path.is_file():
         if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} does not exist")
+            raise FileNotFoundError(f"{folder} does not exist: give the folder of a run")
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
         raise FileNotFoundError(
             f"{folder} is not the folder of a run: it holds {found}, but a run's folder holds recipe.json and final/"
