@@ -17,6 +17,7 @@ from torch._dynamo.backends import registry
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+import batchnorm as bn
 from batchnorm.dynamo import compile_graph
 from batchnorm.ops.activation import NAMES, Activation, to_module
 
@@ -295,6 +296,16 @@ def test_a_gpu_trains_as_before(dynamic):
     close = {"rtol": 1e-2, "atol": 1e-2}
     counts = assert_as_stock(Bottleneck().cuda(), inputs, compile_graph, close=close, dynamic=dynamic)
     assert counts[1] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("converts", [False, True])
+def test_a_gpu_trains_as_before_with_inductors_cuda_graphs(converts):
+    inputs = [torch.randn(32, 4, 32, 32, device="cuda") for _ in range(4)]  # warm up, record, and replay twice
+    net = Bottleneck().cuda()
+    net, backend = (bn.convert(net, inputs[0]), "inductor") if converts else (net, compile_graph)
+    assert_as_stock(net, inputs, backend, close={"rtol": 1e-2, "atol": 1e-2}, mode="reduce-overhead")
+    assert counters["inductor"]["cudagraph_skips"] == 0
 
 
 def test_mode_and_options_reach_inductor():

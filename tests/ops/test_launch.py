@@ -10,6 +10,7 @@ from batchnorm.ops import Activation, Running
 from batchnorm.ops.call import Call
 from batchnorm.ops.cuda import autograd, driver, launch
 from batchnorm.ops.cuda.triton_launch import TritonLaunch
+from batchnorm.ops.cuda.workspace import workspace
 from batchnorm.ops.torch_state import is_unseen
 
 
@@ -86,6 +87,18 @@ def test_compiled_kernels_are_launched_by_the_driver():
     ]
     assert len(runs) >= 2
     assert all("_past_triton" in run.__qualname__ for run in runs)
+
+
+@pytest.mark.gpu
+def test_kept_memory_comes_from_no_pool_of_the_user():
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        here = torch.zeros(4, device="cuda")
+        kept = workspace.grown(here.device, 1 << 20, 1 << 14, None)
+    segments = [(s["address"], s["address"] + s["total_size"]) for s in pool.snapshot()]
+    inside = [any(start <= t.data_ptr() < end for start, end in segments) for t in (here, *kept)]
+    assert inside == [True, False, False]
+    assert not kept[1].any()
 
 
 def running(c):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -51,16 +52,26 @@ class Workspace:
             extension.module.set_room(index, stream, *rooms)
 
     def grown(self, device: torch.device, floats: int, words: int, old: Any) -> tuple[Tensor, Tensor]:
-        """Allocate a stream's memory, at least as large as before."""
+        """Allocate a stream's memory, at least as large as before.
+
+        ``torch.compile(mode="reduce-overhead")`` and ``torch.cuda.use_mem_pool`` redirect the current thread's
+        allocations to a pool of their own. This memory must outlive such a pool, so another thread allocates it.
+        """
         floats = max(floats, 0 if old is None else old[0].shape[0], 1 << 16)
         words = max(up(words, 32) * 32, 0 if old is None else old[1].shape[0], 4096)  # whole cache lines
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(self.allocated, device, floats, words).result()
+
+    def allocated(self, device: torch.device, floats: int, words: int) -> tuple[Tensor, Tensor]:
+        """Allocate memory for a stream and, the first time, the words for graphs on this device."""
         if device.index not in self.arenas:
             self.arenas[device.index] = (torch.zeros(self.ARENA, dtype=torch.int32, device=device), 0)
-            torch.cuda.current_stream(device).synchronize()  # wait for the zeros: graphs may be replayed on any stream
-        return (
+        made = (
             torch.empty(floats, dtype=torch.float32, device=device),
             torch.zeros(words, dtype=torch.int32, device=device),
         )
+        torch.cuda.current_stream(device).synchronize()  # wait for the zeros: any stream may read them
+        return made
 
     def captured(self, device: torch.device, n: int) -> Tensor:
         """Return ``n`` words for a launch that is being captured."""
