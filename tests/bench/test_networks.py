@@ -120,6 +120,7 @@ def test_goes_on_with_the_rows_that_are_missing_or_of_other_code(tmp_path, capsy
     report = json.loads(out.read_text())
     report["rows"][0]["code"] = "another"
     out.write_text(json.dumps(report))
+    assert [row["code"] for row in run(out, "tiny", batches=(2, 4), keep=True)] == ["another", first["code"]]
     assert [row["batch"] for row in run(out, "tiny", batches=(2, 4))] == [4, 2]
     report["rows"] = [{**first, "failed": "the network was down"}]
     out.write_text(json.dumps(report))

@@ -151,14 +151,15 @@ def machine(settings: Settings) -> dict[str, Any]:
     }
 
 
-def earlier_rows(path: Path, here: dict[str, Any]) -> Report:
-    """Return the rows of a result file that were measured with the same code, except those that failed."""
+def earlier_rows(path: Path, here: dict[str, Any], keep: bool = False) -> Report:
+    """Return the rows of a result file that were measured with the same code, or ``keep`` all that did not fail."""
     if not path.exists():
         return {}
     report = read_json(path)
     if report["machine"] != here:
         raise ValueError(f"{path} was measured on {report['machine']}, but this is {here}: choose another --out")
-    return {_key(row): row for row in report["rows"] if row["code"] == digest(row["mode"]) and "failed" not in row}
+    good = (row for row in report["rows"] if "failed" not in row)
+    return {_key(row): row for row in good if keep or row["code"] == digest(row["mode"])}
 
 
 def _key(row: Row) -> Key:
@@ -296,6 +297,7 @@ def networks(
     minutes: float = math.inf,
     jobs: int = os.cpu_count() or 1,
     cudnn_benchmark: bool = False,
+    keep: bool = False,
     out: Path = Path("runs/bench/networks.json"),
 ) -> list[Row]:
     """Compare the time and memory of training steps of networks, stock and converted.
@@ -315,6 +317,8 @@ def networks(
         minutes: stop after this many minutes and keep the rows measured so far; run the same command again to continue.
         jobs: on a GPU, number of processes; they build and compile networks in parallel, and are timed one at a time.
         cudnn_benchmark: let cuDNN try its algorithms and choose the fastest, which takes a long time.
+        keep: keep rows of the result file that were measured with other code, instead of measuring them again; each row
+            names its commit.
         out: the result file; a picture is written next to it. Published result files are in results/.
     """
     end = time.monotonic() + 60 * minutes
@@ -326,7 +330,7 @@ def networks(
     check_writable(out)
     settings = Settings(device, size, seconds_per_row, cudnn_benchmark=cudnn_benchmark)
     machine_here = machine(settings)
-    rows = earlier_rows(out, machine_here)
+    rows = earlier_rows(out, machine_here, keep)
     missing = plan(networks, modes, batches, rows)
     print(f"{len(rows)} rows are already measured, {_count(missing)} are not", flush=True)
     origin = {"commit": environment()["commit"], "date": time.strftime("%Y-%m-%d")}
