@@ -57,6 +57,17 @@ def test_gradients(activation, has_residual):
         assert_near(residual.grad, e.dresidual, torch.float32, "dresidual")
 
 
+def test_many_gradients_at_once():
+    inputs = leaves()
+    x, gamma, beta, residual = inputs
+    y, _ = autograd.run(Call(x, gamma, beta, EPS, Activation("relu"), residual))
+    several = draw(3, *y.shape)
+    one_by_one = [torch.autograd.grad(y, inputs, dy, retain_graph=True) for dy in several]
+    together = torch.autograd.grad(y, inputs, several, is_grads_batched=True)
+    for found, expected in zip(together, zip(*one_by_one, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("activation", KINKS)
 def test_gradients_where_the_derivative_jumps_are_torchs(activation):
     check_the_kinks(lambda call: autograd.run(call)[0], activation, DEVICE)

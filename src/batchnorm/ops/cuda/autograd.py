@@ -269,7 +269,7 @@ def _gradients(
         x = as_dense(x, y_stride)
     dgamma: Tensor | None
     dbeta: Tensor | None
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):  # with is_grads_batched=True
         passes = None if bits is None else unpack(bits, x)
         call = Call(x, gamma, beta, eps, g, residual)
         dx, dgamma, dbeta, dresidual = composite.backward(call, dy, passes)
