@@ -158,7 +158,8 @@ def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool, metadata
 
 
 def _run_pt2(path: Path, batch: Any) -> Any:
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch 2.11's, about its own file
         return network_call.call(torch.export.load(path).module(), batch)
 
 
