@@ -43,8 +43,8 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     raise TypeError(
-        f"cannot call a network on a batch of type {type(batch).__name__}: give a tensor, a tuple or list whose first"
-        " item is the input, or a dict of named inputs; or say how with forward=lambda net, batch: net(...)"
+        f"cannot call a network on a batch of type {type(batch).__name__}: pass a tensor, a tuple or list whose first"
+        " item is the input, or a dict of named inputs; for anything else, pass forward=lambda net, batch: net(...)"
     )
 
 
@@ -65,8 +65,8 @@ def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
             raise
         called = "net(batch)" if isinstance(batch, Tensor) else "net(batch[0])" if args else "net(**batch)"
         raise TypeError(
-            f"the network cannot be called as {called} on a batch of type {type(batch).__name__}: {form}; say how with"
-            " forward=, for example forward=lambda net, batch: net(*batch)"
+            f"the network cannot be called as {called} on a batch of type {type(batch).__name__}: {form}; pass a"
+            " function that calls it, for example forward=lambda net, batch: net(*batch)"
         ) from error
 
 

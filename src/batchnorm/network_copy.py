@@ -35,10 +35,10 @@ def private_copy(net: nn.Module) -> nn.Module:
         ("DataParallel", "module"),
     ):
         if type(net).__name__ == wrapper:
-            raise TypeError(f"the network is wrapped in {wrapper}; pass the network inside it, net.{inner}")
+            raise TypeError(f"the network is wrapped in {wrapper}; pass the wrapped network, net.{inner}")
     lazy = [name for name, p in net.named_parameters() if is_lazy(p)]
     if lazy:
-        raise ValueError(f"{lazy[0]} has no shape yet: run the network on a batch once, to initialize its lazy layers")
+        raise ValueError(f"{lazy[0]} is not initialized: run the network once on a batch to initialize its lazy layers")
     memo = _uncopied(net)
     try:
         return copy.deepcopy(net, memo)
@@ -138,9 +138,9 @@ def isolated(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]
         handle.remove()
         if used:
             raise SharedWithOriginalError(
-                f"a copy of the network still uses {used[0]} of the original, so nothing was changed. Replace functions"
-                " such as self.block = lambda x: self.bn(x), which refer to the original, with methods or modules; in"
-                " forward=, call the network that it gets"
+                f"a copy of the network still uses {used[0]} of the original, so nothing was changed: replace functions"
+                " that refer to the original, such as self.block = lambda x: self.bn(x), with methods or modules, and"
+                " make sure that forward= calls the network that is passed to it"
             ) from None
 
 
@@ -223,8 +223,8 @@ def require_numbers(olds: list[Tensor]) -> None:
     else:
         return
     raise ValueError(
-        f"the network cannot be checked on this example, so nothing was changed: {problem}; give an example on which it"
-        " returns numbers"
+        f"the network cannot be checked on this example, so nothing was changed: {problem}; pass an example for which"
+        " it returns tensors that are neither empty nor NaN"
     )
 
 

@@ -91,7 +91,8 @@ def verify(
         )
     except DifferenceError as difference:
         reason = _restlessness(run, old, was) or advice
-        raise ValueError(f"{what} computes different results: {difference}; nothing was changed. {reason}") from None
+        message = f"{what} computes different results: {difference}; nothing was changed"
+        raise ValueError(f"{message}. {reason}" if reason else message) from None
 
 
 def rounding(net: nn.Module, example: Any) -> float:

@@ -263,7 +263,7 @@ def test_an_input_that_is_changed_before_the_output_is_read():
 
 
 def test_lazy_layers_that_never_ran_are_refused():
-    with pytest.raises(ValueError, match=r"0\.weight has no shape yet"):
+    with pytest.raises(ValueError, match=r"0\.weight is not initialized"):
         bn.fold(nn.Sequential(nn.LazyConv2d(3, 3), nn.BatchNorm2d(3)), image())
 
 

@@ -63,7 +63,7 @@ def test_functional_batch_norm_is_folded_or_counted():
         folded = bn.fold(net, x, traced=traced)
         assert [site.action for site in folded.report] == ["folded into 'functional_conv2d'", "folded into 'conv'"]
         torch.testing.assert_close(folded(x), net(x), rtol=1e-4, atol=1e-4)
-    with pytest.warns(UserWarning, match=r"1 left: a functional batch_norm"):
+    with pytest.warns(UserWarning, match=r"1 left: batch_norm is called as a function"):
         folded = bn.fold(net, x, traced=False)
     torch.testing.assert_close(folded(x), net(x), rtol=1e-4, atol=1e-4)
 

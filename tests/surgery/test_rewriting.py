@@ -59,7 +59,7 @@ def assert_same(net, converted, x):
 def converted_and_checked(net, x=None):
     net, x = scramble_(net).double(), image() if x is None else x
     converted = bn.convert(net, x)
-    assert not any("is not rewritten" in note for note in converted.report.notes)
+    assert not any("was not rewritten" in note for note in converted.report.notes)
     assert_same(net, converted, x)
     return converted
 
@@ -260,7 +260,9 @@ def test_a_batch_norm_at_the_end_of_children():
 
 def test_branches_that_are_added_one_by_one():
     sums = {"branches.0.bn": "identity sum", "branches.1.bn": "identity sum"}
-    assert fused(converted_and_checked(MobileOneLike())) == {**sums, "identity": "relu sum"}
+    converted = converted_and_checked(MobileOneLike())
+    assert fused(converted) == {**sums, "identity": "relu sum"}
+    assert "; 3 feed a sum (2 fused); " in converted.report.summary
     last = {"branches.1.bn": "relu sum"}
     assert fused(converted_and_checked(MobileOneLike(identity=False))) == {**sums, **last}
     assert fused(converted_and_checked(MobileOneLike(identity=False, scale=False))) == last
@@ -510,7 +512,7 @@ def test_converting_twice_changes_nothing_and_says_so():
     twice = bn.convert(once, image())
     assert [type(m) for m in twice.modules()] == [type(m) for m in once.modules()]
     assert fused(twice) == fused(once)
-    assert "nothing changed: the network was converted already" in twice.report.notes
+    assert "nothing changed: convert found nothing more to convert or fuse" in twice.report.notes
     assert not any("nothing changed" in note for note in once.report.notes)
 
 
@@ -589,6 +591,7 @@ def test_a_module_that_fails_the_check_leaves_the_others_fused():
     converted = bn.convert(net, x)
     assert fused(converted) == dict.fromkeys(("0.bn", "4.bn", "5.bn"), "relu")
     (note,) = converted.report.notes
-    assert note.startswith("'2' is not rewritten: after rewriting, ")
-    assert "is not rewritten: after rewriting" in converted.report["2.bn1"].reason
+    assert note.startswith("the code of '2' was not rewritten: after rewriting, ")
+    assert note.endswith("; nothing was changed")
+    assert "was not rewritten: after rewriting" in converted.report["2.bn1"].reason
     assert_same(net, converted, x)

@@ -117,7 +117,7 @@ def arguments_in(
             (_, *given) = bound.arguments.items()
             found.setdefault(path, {name: pattern_of(value) for name, value in given if name not in _rest(module)})
         except Unwatchable as error:
-            found.setdefault(path, f"it is called with {error}")
+            found.setdefault(path, f"it is called with {error}, which cannot be compared before each call")
         except TypeError as error:
             found.setdefault(path, str(error))
 
@@ -238,7 +238,7 @@ class _Builder:
             try:
                 self._expect_read(owner, text, name)
             except Unwatchable as error:
-                raise Untraceable(f"its code reads '{name}', {error}, whose changes cannot be detected") from error
+                raise Untraceable(f"its code reads '{name}' ({error}), whose changes cannot be detected") from error
         for path in self.traced.opened:
             child = self.module.get_submodule(path)
             self._expect(f"_original_kind({_spell(path)}) is {self._name(type(child))} and _is_quiet({_spell(path)})")

@@ -95,7 +95,7 @@ def problem_with(kind: type) -> str:
     """Return why a module's class cannot be subclassed or its calls cannot be traced; "" if both are possible."""
     own = [k for k in kind.__mro__ if k not in (nn.Module, object)]
     if any("__init_subclass__" in vars(k) for k in own) or type(kind) not in (type, ABCMeta):
-        return f"{kind.__name__} customizes its subclasses"
+        return f"{kind.__name__} has an __init_subclass__ method or a custom metaclass"
     if any("__call__" in vars(k) for k in own):
         return f"{kind.__name__} has its own __call__"
     return ""
@@ -132,7 +132,7 @@ def trace_forward(
     paths = {m: name for name, m in module.named_modules()}
     strangers = [type(m).__name__ for m in reads if m not in paths]
     if strangers:
-        raise Untraceable(f"its code reads attributes of a {strangers[0]} that is not one of its children")
+        raise Untraceable(f"its code reads attributes of a {strangers[0]}, which is not one of its submodules")
     read = [(paths[m], name) for m, names in reads.items() for name in names]
     return Traced(graph, read, [paths[m] for m in tracer.entered], tracer.stacks)
 
@@ -164,9 +164,9 @@ def _call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     before = _ids((args, kwargs))
     out = forward(*args, **kwargs)
     if _ids((args, kwargs)) != before:
-        raise Untraceable("its code changes a list that it gets as an argument")
+        raise Untraceable("its code modifies a list that is passed to it")
     if {id(t) for t in _lists_in(out)} & {id(t) for t in _lists_in((*args[1:], *kwargs.values()))}:
-        raise Untraceable("its code returns a list that it gets as an argument")
+        raise Untraceable("its code returns a list that is passed to it")
     return out
 
 
@@ -301,7 +301,7 @@ class _Outsiders(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if not _has_proxy((args, kwargs)) and name not in QUESTIONS and not _is_machinery(_caller()):
-            raise Untraceable(f"its code calls {name or func} without a tensor that comes from its arguments")
+            raise Untraceable(f"its code calls {name or func} with no tensor that depends on its arguments")
         return func(*args, **kwargs)
 
 

@@ -85,7 +85,7 @@ def _call(net: nn.Module, example: Any, forward: network_call.Forward | None) ->
             raise
         shapes = ", ".join(str(tuple(t.shape)) for t in network_call.tensors_in(example))
         why = str(error).partition("\n")[0]
-        raise RuntimeError(f"the network fails on an example of shape {shapes}: {why}") from error
+        raise RuntimeError(f"the network raised an error on the example of shape {shapes}: {why}") from error
 
 
 def _held(net: nn.Module) -> list[Tensor]:

@@ -290,5 +290,5 @@ def _functions_left(graph: Graph, kept: dict[nn.Module, str], forwards: TracedFo
     for call in functional_norms(graph):
         if scripted and isinstance(call.target, torch._ops.OpOverload):
             continue  # it is inside a scripted module, which has its own entry
-        why = forwards.refused.get(call.path, "a functional batch_norm is not a module that can be replaced")
+        why = forwards.refused.get(call.path, "batch_norm is called as a function, so there is no module to replace")
         yield Site(call.path, "kept", BY_MINI_BATCH if call.argument(5, "training") else why)

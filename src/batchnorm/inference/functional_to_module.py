@@ -66,7 +66,7 @@ def as_graph_module(net: nn.Module) -> fx.GraphModule:
     """Trace a whole network in evaluation mode and turn each of its functional calls into a separate module."""
     try:
         if "forward" in vars(net):
-            raise ValueError("its forward is patched")
+            raise ValueError("its forward was replaced on the instance")
         with _unchecked_shapes(net):
             graph = _ForwardTracer(_keeps_its_forward).trace(net)
     except Exception as error:
@@ -182,7 +182,7 @@ def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any])
     if isinstance(module, fx.GraphModule):
         graph = module.graph
     elif "forward" in vars(module):
-        raise ValueError("its forward is patched")
+        raise ValueError("its forward was replaced on the instance")
     else:
         fixed = _fixed_arguments(module, calls)
         with warnings.catch_warnings():

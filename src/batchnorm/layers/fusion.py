@@ -103,17 +103,19 @@ def _only_activation(layer: nn.Module, calls: list[TracedCall]) -> tuple[nn.Modu
         output = call.outputs[0]
         consumer = output.sole_consumer
         if consumer is None:
-            readers = [*map(str, output.consumers), *["something outside the network"] * output.escapes]
-            return None, f"its output is read by {', '.join(readers) or 'nothing'}"
+            readers = list(map(str, output.consumers))
+            if output.escapes:
+                readers.append("untraced code (the caller, a hook or a stored reference)")
+            return None, f"its output is read by {' and '.join(readers) or 'nothing'}"
         if consumer.module is None:
             return None, f"its output goes to the function {consumer}, not to a module"
         between = [c for c in output.handed_on if not is_plain_identity(c.module)]
         if between:
-            return None, f"{between[0]} is between it and its activation"
+            return None, f"{between[0]} is called between it and its activation"
         modules.add(consumer.module)
         activation = from_module(consumer.module)
         if activation is None or activation.name == "identity":
-            return None, f"its output goes to {consumer}, which is not an activation that it can apply"
+            return None, f"its output goes to {consumer}, which cannot be fused"
     if len(modules) > 1:
         return None, "its calls are followed by different modules"
     (module,) = modules

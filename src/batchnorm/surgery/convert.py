@@ -116,7 +116,7 @@ def convert(
     except Exception:
         for path, problem in restore_wrong_(result, check).items():
             done[path] = Rewritten({}, dict.fromkeys(modes, f"after rewriting, {problem}"))
-            notes.append(f"{f'{path!r}' if path else 'the network'} is not rewritten: after rewriting, {problem}")
+            notes.append(f"{_code_of(path)} was not rewritten: after rewriting, {problem}")
         error = check()
     if statistics is not None:
         for module in result.modules():
@@ -128,7 +128,7 @@ def convert(
         counts.append((count(graph, taken), taken))
     sites = list(_sites(net, layers, refused, counts, unfused, done, graphs))
     if not _changes(net, result):
-        notes.append("nothing changed: the network was converted already")
+        notes.append("nothing changed: convert found nothing more to convert or fuse")
     return attach(result, VerbReport("convert", tuple(sites), error, tuple(notes), headline(counts)))
 
 
@@ -161,7 +161,7 @@ def _sites(
             reason = _why_not(module, unfused, done, graphs) if None in taken else ""
             yield Site(name, "converted" + describe(taken), reason)
     functional = [call for graph in graphs for call in graph.functions("batch_norm", "native_batch_norm")]
-    why = "a functional batch_norm is not a module that can be replaced"
+    why = "batch_norm is called as a function, so there is no module to replace"
     yield from dict.fromkeys(Site(call.path, "not converted", why) for call in functional)
 
 
@@ -172,9 +172,12 @@ def _why_not(layer: nn.Module, unfused: dict[nn.Module, str], done: dict[str, Re
         entry = done.get(caller or "")
         if entry is not None and entry.reasons:
             (reason, *_) = entry.reasons.values()
-            where = f"'{caller}'" if caller else "the network"
-            return f"activation: the code of {where} is not rewritten: {reason}"
+            return f"activation: {_code_of(caller)} was not rewritten: {reason}"
     return f"activation: {unfused[layer]}" if layer in unfused else ""
+
+
+def _code_of(path: str | None) -> str:
+    return f"the code of '{path}'" if path else "the code of the network"
 
 
 def _convertible(net: nn.Module, graph: Graph) -> tuple[dict[TorchBatchNorm, type[BatchNorm]], dict[nn.Module, str]]:
@@ -188,7 +191,7 @@ def _convertible(net: nn.Module, graph: Graph) -> tuple[dict[TorchBatchNorm, typ
         if parametrize.is_parametrized(module):
             refused[module] = "it is parametrized"
         elif "forward" in vars(module):
-            refused[module] = "its forward is patched"
+            refused[module] = "its forward was replaced on the instance"
         elif kind in OURS:
             layers[module] = OURS[kind]
         elif isinstance(module, BatchNorm) and (kind in THEIRS or isinstance(module, NormAct)):
@@ -198,9 +201,9 @@ def _convertible(net: nn.Module, graph: Graph) -> tuple[dict[TorchBatchNorm, typ
         elif kind is nn.SyncBatchNorm and calls:
             layers[module] = BY_DIMENSIONS[len(calls[0].inputs[0].shape)]
         elif kind is nn.SyncBatchNorm:
-            refused[module] = "not called on the example, so whether it is 1d, 2d or 3d is unknown"
+            refused[module] = "not called on the example, so it is unknown whether it is 1d, 2d or 3d"
         else:
-            refused[module] = f"{kind.__name__} is a subclass, which may behave differently"
+            refused[module] = f"{kind.__name__} is a subclass of a batch normalization layer and may behave differently"
     return layers, refused
 
 

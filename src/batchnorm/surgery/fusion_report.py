@@ -101,7 +101,7 @@ def headline(counts: list[tuple[Count, Fusions]]) -> str:
         text += f", {len(residual)} with a residual"
     if sums:
         within = [m for m in sums if all(m in f for c, f in counts if m in c.sum)]
-        text += f"; {len(sums)} feed{'s' * (len(sums) == 1)} a sum" + (f", {len(within)} fused" if within else "")
+        text += f"; {len(sums)} feed{'s' * (len(sums) == 1)} a sum" + (f" ({len(within)} fused)" if within else "")
     return text
 
 

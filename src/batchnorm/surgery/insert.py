@@ -82,7 +82,7 @@ def insert(
     if placement not in ("before", "after"):
         raise ValueError(f"placement={placement!r} is unknown: choose 'before' or 'after'")
     if init == "identity" and batches is None:
-        raise ValueError("init='identity' takes E[x] and Var[x] from data: give batches=")
+        raise ValueError("init='identity' computes E[x] and Var[x] from data: pass batches=")
     graphs = trace_modes(net, example, forward)
     find = affine_places if placement == "before" else activation_places
     places, sites = _select(find(net, graphs), where)
@@ -92,7 +92,7 @@ def insert(
     result = copy_with(net, {place.module: partial(_make, place, norm) for place, norm in norms.items()})
     error = None
     if init == "identity":
-        advice = "Does its code read the weights or biases of layers outside their calls?"
+        advice = "Check whether its code reads weights or biases of layers without calling the layers"
         error = verify(net, result, example, forward, what="the network with init='identity'", advice=advice)
     done = {}
     for place, norm in norms.items():
@@ -125,10 +125,13 @@ def _select(candidates: Iterable[Candidate], where: Where | None) -> tuple[list[
         elif chosen:
             sites[-1] = Site(place.path, "skipped", place.problem)
         elif where is not None:
-            sites[-1] = Site(place.path, "skipped", "not chosen by where=")
+            sites[-1] = Site(place.path, "skipped", "where= does not select it")
     if names is not None and names - known:
         unknown = ", ".join(sorted(names - known))
-        raise ValueError(f"where= names {unknown}, but only these can be normalized: {', '.join(sorted(known))}")
+        choices = ", ".join(sorted(known)) or "none"
+        raise ValueError(
+            f"where= names {unknown}, which cannot be normalized; choose from the layers that can: {choices}"
+        )
     return places, list(dict.fromkeys(sites))
 
 
@@ -172,7 +175,7 @@ def _set_from(place: Place, norm: BatchNorm, accumulator: MomentAccumulator) -> 
     moments = accumulator.averages()
     if moments is None:
         raise ValueError(
-            f"layer '{place.path}': no batch reaches it; give batches that do, or leave it out with where="
+            f"layer '{place.path}' gets no data from the batches: pass batches that reach it, or exclude it with where="
         )
     assert norm.running_mean is not None and norm.running_var is not None  # noqa: PT018
     bias = torch.zeros(1) if place.bias is None else place.bias.detach().cpu().double()

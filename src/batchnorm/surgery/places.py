@@ -41,7 +41,8 @@ class Place:
         fits = dims >= 2 if self.features_last else 2 <= dims <= 5
         if isinstance(self.module, Convolution | Transposed):
             fits = dims == len(self.module.kernel_size) + 2
-        return "" if fits else f"its output of shape {self.shape} is not a batch of features"
+        problem = "more than 5 dimensions" if dims > 5 else "no batch dimension"
+        return "" if fits else f"its output of shape {self.shape} has {problem}"
 
     def features(self, per_activation: bool) -> tuple[int, ...]:
         """Return the shape of the statistics: (C,), or for example (C, H, W) per activation."""
@@ -109,7 +110,7 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
         if module is None and call.name in FUNCTIONAL:
             owner = net.get_submodule(call.path)
             own = f"{type(owner).__name__} has its own forward"
-            reason = own if isinstance(owner, Affine) else f"{call.name} is a function here, not a module"
+            reason = own if isinstance(owner, Affine) else f"{call.name} is called as a function, not as a module"
             yield Candidate(None, Site(call.path, "skipped", reason))
         if module is None or module in seen or not is_affine(module):
             continue
@@ -117,7 +118,7 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
         calls = graph.calls_of(module)
         readers = [str(reader) for g in graphs for p in module.parameters() for reader in g.readers_of(p)]
         readers += [
-            f"{names[owner] or 'the network'} ({type(owner).__name__}) in evaluation"
+            f"{names[owner] or 'the network'} ({type(owner).__name__}) in evaluation mode"
             for owner in bypassing
             if module in owner.children()
         ]
@@ -132,7 +133,7 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
         if is_affine(module) and module not in seen:
             yield Candidate(None, Site(name, "skipped", "not called on the example"))
         elif isinstance(module, nn.RNNBase | nn.RNNCellBase):
-            yield Candidate(None, Site(name, "skipped", "a recurrent layer: its nonlinearities are inside it"))
+            yield Candidate(None, Site(name, "skipped", "a recurrent layer applies its nonlinearities internally"))
 
 
 def activation_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
@@ -145,9 +146,9 @@ def activation_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate
                 fed[reached] = fed.get(reached, False) or isinstance(call.module, nn.Linear)
     for call in (call for call in graph.calls if call in fed):
         if call.module is None:
-            yield Candidate(None, Site(call.path, "skipped", f"{call.name} is a function here, not a module"))
+            yield Candidate(None, Site(call.path, "skipped", f"{call.name} is called as a function, not as a module"))
         elif len(graph.calls_of(call.module)) > 1:
-            yield Candidate(None, Site(call.path, "skipped", "one module called in several places"))
+            yield Candidate(None, Site(call.path, "skipped", "it is called more than once"))
         else:
             place = Place(call.path, call.module, call.outputs[0].shape, fed[call])
             yield Candidate(place, Site(call.path, "skipped"), default=True)
@@ -159,7 +160,7 @@ def _reason_to_skip(calls: list[TracedCall]) -> str:
         return ""
     if found.normalized:
         return f"already normalized by {found.normalized[0]}"
-    return "feeds no nonlinearity" + (f", but {found.elsewhere[0]}" if found.elsewhere else "")
+    return f"feeds {found.elsewhere[0]}, not a nonlinearity" if found.elsewhere else "feeds no nonlinearity"
 
 
 def _absorbed_bias(module: nn.Module) -> Tensor | None:

@@ -72,7 +72,7 @@ def _reason_to_refuse(layer: BatchNorm, graphs: list[Graph]) -> str:
     if layer.statistics is not None and not isinstance(layer.statistics, Sync):
         return f"statistics={layer.statistics}"
     if layer.frozen_statistics:
-        return "its statistics are frozen; unfreeze_ it first"
+        return "its statistics are frozen (call batchnorm.unfreeze_ first)"
     if layer.on_single != "error":
         return f"on_single={layer.on_single!r}"
     if isinstance(layer, NormAct) and isinstance(layer.statistics, Sync):

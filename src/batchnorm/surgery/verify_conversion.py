@@ -93,11 +93,16 @@ def _compare_autocast(old: nn.Module, new: nn.Module, example: Any, forward: For
     now = _autocast(new, example, forward, training)
     kinds = [[(t.dtype, tuple(t.shape)) for t in network_call.tensors_in(out)] for out in (now, was)]
     if kinds[0] != kinds[1]:
-        raise ValueError(f"under autocast its outputs are {kinds[0]}, but the original's are {kinds[1]}")
+        raise ValueError(
+            f"under autocast, the converted network's outputs are {kinds[0]}, but the original's are {kinds[1]}"
+        )
     exact, other = (_autocast(net, example, forward, training, enabled=False) for net in (old, new))
     moved, moves, rounding = (relative_error(out, exact) for out in (was, now, other))
     if not moves <= 4 * max(moved, rounding) + 0.02:
-        raise ValueError(f"autocast changes its outputs by {moves:.2e} (relative), but the original's by {moved:.2e}")
+        raise ValueError(
+            f"autocast changes the converted network's outputs by {moves:.2e} (relative), but the original's only by"
+            f" {moved:.2e}"
+        )
 
 
 def _autocast(net: nn.Module, example: Any, forward: Forward | None, training: bool, enabled: bool = True) -> Any:
