@@ -302,7 +302,7 @@ def test_constructor_refuses_what_forward_could_not_use(options, error, words):
 
 
 def test_a_forgotten_dimension_is_not_taken_for_another_normalization():
-    with pytest.raises(ValueError, match="whole shape of an example"):
+    with pytest.raises(ValueError, match="the shape of an example"):
         bn.BatchNorm2d((6, 4))
 
 
@@ -345,8 +345,10 @@ def test_numbers_of_features():
     assert bn.BatchNorm1d(0)(torch.randn(4, 0)).shape == (4, 0)
     assert bn.estimate_(bn.BatchNorm1d(0), [torch.randn(4, 0)]).layers[0].mean_gap == 0
     for wrong in (-1, (3, -1)):
-        with pytest.raises(ValueError, match="give the number of channels"):
+        with pytest.raises(ValueError, match="must be the number of channels"):
             bn.BatchNorm1d(wrong)
+    with pytest.raises(ValueError, match=r"the shape of an example$"):
+        bn.layers.BatchNorm(-1)
 
 
 @pytest.mark.parametrize("mask", [torch.ones(4, 5), torch.ones(4, 3, 5, dtype=torch.bool)])

@@ -79,9 +79,10 @@ class BatchNorm(TorchBatchNorm):
             whole = True
         dims = [d - 1 for d in getattr(self, "_input_dims", ())]
         if (whole and dims and len(numbers) not in (1, *dims)) or min(numbers, default=0) < 0:
+            count = f" ({' or '.join(map(str, dims))} numbers)" if dims else ""
             raise ValueError(
-                f"num_features={features}: give the number of channels or, for statistics per activation, the whole"
-                f" shape of an example ({' or '.join(map(str, dims))} numbers)"
+                f"num_features={features}: must be the number of channels or, for statistics per activation, the shape"
+                f" of an example{count}"
             )
         return tuple(numbers) if whole else numbers[0]
 
@@ -150,7 +151,8 @@ class BatchNorm(TorchBatchNorm):
         if not self.uses_batch_statistics or self._falls_back_on_running(input, mask):
             if self.running_mean is None or self.running_var is None:
                 raise RuntimeError(
-                    f"{path_of(self)}: the statistics are frozen, but the layer has none; call batchnorm.unfreeze_"
+                    f"{path_of(self)} has no running statistics to normalize by; if it is frozen, call"
+                    " batchnorm.unfreeze_"
                 )
             return ops.normalize(
                 input, self.running_mean, self.running_var, self.weight, self.bias, self.eps, **options

@@ -30,7 +30,9 @@ def freeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> 
     layers = list(_layers(net, "freeze"))
     for name, layer in layers:
         if statistics and layer.running_mean is None:
-            raise ValueError(f"{name}: no running statistics to freeze; create it with track_running_stats=True")
+            raise ValueError(
+                f"{name} has no running statistics to freeze; create the layer with track_running_stats=True"
+            )
     for _, layer in layers:
         if statistics:
             layer._frozen |= STATISTICS
@@ -70,8 +72,8 @@ def _layers(net: nn.Module, verb: str) -> Iterator[tuple[str, BatchNorm]]:
     foreign = [name for name, m in found if not isinstance(m, BatchNorm)]
     if foreign:
         raise ValueError(
-            f"cannot {verb} torch.nn layers, because train() would undo it: {', '.join(foreign)}; convert the network"
-            " first: net = batchnorm.convert(net, example)"
+            f"cannot {verb} {', '.join(foreign)}: torch.nn layers do not stay frozen when train() is called; convert"
+            " the network first: net = batchnorm.convert(net, example)"
         )
     if not found:
         raise ValueError(f"nothing to {verb}: the network has no batch normalization layers")

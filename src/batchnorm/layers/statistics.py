@@ -128,7 +128,7 @@ class Renorm:
 
     def __post_init__(self) -> None:
         if self.r_max < 1 or self.d_max < 0:
-            raise ValueError(f"renormalization needs r_max >= 1 and d_max >= 0, not {self.r_max} and {self.d_max}")
+            raise ValueError(f"Renorm needs r_max >= 1 and d_max >= 0, not r_max={self.r_max} and d_max={self.d_max}")
 
     def batch_norm(
         self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any
@@ -139,7 +139,7 @@ class Renorm:
         if (self.r_max, self.d_max) != (1, 0) and not torch.compiler.is_compiling() and is_recomputation():
             raise RuntimeError(
                 "a Renorm layer cannot be recomputed in the backward pass, because its output depends on running"
-                " statistics that have changed since; leave it out of torch.utils.checkpoint"
+                " statistics, which the forward pass has already changed; leave it out of torch.utils.checkpoint"
             )
         features = Features(x, options["feature_dims"])
         x_hat, moments = ops.batch_norm(
