@@ -81,7 +81,9 @@ class Features:
         self.check("gamma", gamma)
         self.check("beta", beta)
         if residual is not None and residual.shape != x.shape:
-            raise ValueError(f"the residual has shape {tuple(residual.shape)}, but the input has {tuple(x.shape)}")
+            raise ValueError(
+                f"the residual has shape {tuple(residual.shape)}, but the input has shape {tuple(x.shape)}"
+            )
         if mask is not None:
             positions = (x.shape[0], *x.shape[1 + self.dims :])
             if mask.dtype != torch.bool or mask.shape != positions:

@@ -65,7 +65,7 @@ def built(source: Source) -> tuple[Any, str | None]:
     except (OSError, AttributeError, ImportError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         raise Unavailable(
-            f"{command[0]} could not compile {source.path.name} to a loadable library: {said.strip()}"
+            f"{command[0]} could not compile {source.path.name} into a loadable library: {said.strip()}"
         ) from error
 
 
@@ -164,7 +164,7 @@ def _check_private(path: Path) -> None:
     """Raise for links and for anything that other users own or can write to."""
     found = path.lstat()
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or stat.S_ISLNK(found.st_mode):
-        raise PermissionError(f"{path} is a link, belongs to another user, or others can write to it")
+        raise PermissionError(f"{path} is a link, belongs to another user, or is writable by others")
 
 
 def _key(source: Source, command: list[str]) -> str:

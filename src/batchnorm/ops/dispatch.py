@@ -257,4 +257,4 @@ def choose(call: Call) -> Choice:
     if x.device.type not in ("cpu", "cuda"):
         return Choice("composite", f"no faster path for {x.device.type} tensors")
     refused = PATHS[x.device.type].refusal(call)
-    return Choice(x.device.type, "it supports the tensor") if refused is None else Choice("composite", refused)
+    return Choice(x.device.type, "this path supports the tensor") if refused is None else Choice("composite", refused)

@@ -56,7 +56,7 @@ def describe(call: Call) -> str:
     reason = "a CPU tensor; layers in training use the compiled kernel, or torch's if that is as fast"
     found = compiler.kernels()
     if found is not None and found.uncached is not None:
-        reason += f"; compiled for this process only: {found.uncached}"
+        reason += f"; the compiled kernel could not be cached: {found.uncached}"
     return reason
 
 

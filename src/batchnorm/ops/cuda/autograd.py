@@ -66,7 +66,7 @@ def describe(call: Call) -> str:
     if is_compiling():
         return "a CUDA tensor"
     forward, backward = launch.paths(call)
-    python = "" if extension.unavailable is None else f"; called through Python: {extension.unavailable}"
+    python = "" if extension.unavailable is None else f"; launched from Python, because {extension.unavailable}"
     return f"fused kernels, forward {forward}, backward {backward} ({schedule.MEANING}){python}"
 
 

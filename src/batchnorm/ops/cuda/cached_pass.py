@@ -53,7 +53,9 @@ def _find_pass(
 ) -> Pass:
     g = find_geometry(shape, stride)
     if g is None:
-        raise ValueError(f"the fused kernels do not support strides {stride}; ops.batch_norm chooses another path")
+        raise ValueError(
+            f"the fused kernels do not support strides {stride}; call ops.batch_norm, which falls back to another path"
+        )
     r = way if isinstance(way, Residence) else None
     if way is None and resident.runs_on(device):
         r = resident.choose(g, itemsize, backward, residual, processors(device))

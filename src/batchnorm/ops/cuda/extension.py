@@ -27,7 +27,8 @@ TORCH = Path(torch.__file__).parent
 
 module: Any = None  # the extension, once it is loaded
 _registered = False
-unavailable: str | None = "autograd.cpp has not been needed yet"  # why the extension is not loaded
+# Why the extension is not loaded.
+unavailable: str | None = "autograd.cpp is compiled or loaded on the first training call"
 _started = Lock()
 _thread: Thread | None = None
 _stopped = False

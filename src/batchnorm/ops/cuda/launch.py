@@ -216,7 +216,8 @@ def _check_devices(
     for t in (gamma, beta, residual, *(others or ())):
         if t is not None and t.get_device() != device:
             raise ValueError(
-                f"the input is on {x.device}, but a parameter, statistic or residual is on {t.device}; move one of them"
+                f"the input is on {x.device}, but a parameter, statistic or residual is on {t.device}; move them to the"
+                " same device"
             )
 
 

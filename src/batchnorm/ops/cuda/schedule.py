@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from .layout import Geometry, vector
 
-MEANING = "resident, once: one launch that reads x once if it fits on chip; stream: two launches that read x twice"
+MEANING = (
+    "resident and once: one launch, which reads x once if x fits on chip; stream: two launches, which read x twice"
+)
 # Up to this many parts, every program merges the sums of all parts itself; with more parts, the last program to arrive
 # merges the sums for all programs.
 MERGED_BY_ALL = 64
