@@ -1,0 +1,69 @@
+"""A network that differs from the original in its gradients, or only under autocast, is rejected."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from batchnorm.surgery.verify_conversion import verify_conversion
+
+
+class Scaled(torch.autograd.Function):
+    """Return x, with a wrong gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 1.001 * dy
+
+
+class Net(nn.Module):
+    def __init__(self, rows=None):
+        super().__init__()
+        self.conv, self.bn, self.rows = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), rows
+        self.change = nn.Identity()
+
+    def forward(self, x):
+        y = self.change(self.bn(self.conv(x)))
+        return y.flatten(1) if self.rows is None else y.view(self.rows, -1)
+
+
+class Change(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def verify(function, net=None):
+    old = Net() if net is None else net
+    new = copy.deepcopy(old)
+    new.change = Change(function)
+    return verify_conversion(old, new, torch.randn(4, 3, 6, 6), None, modes=2)
+
+
+@pytest.mark.parametrize("rows", [None, 4])  # with four rows, the network does not run on two
+def test_gradients(rows):
+    assert verify(lambda x: x + 0, Net(rows)) == 0
+    with pytest.raises(ValueError, match=r"the gradient of '(conv|bn)\.\w+' differs by 1\.00e-03"):
+        verify(Scaled.apply, Net(rows))
+    with pytest.raises(ValueError, match="no longer gets a gradient"):
+        verify(lambda x: x.detach() + 0 * x.sum(0, keepdim=True).detach().requires_grad_(), Net(rows))
+
+
+def test_outputs_under_autocast():
+    def rounded(x):
+        return (x * 3).round() / 3 if torch.is_autocast_enabled("cpu") else x
+
+    with pytest.raises(
+        ValueError, match=r"outputs are \[\(torch.float32, .*, but the original's are \[\(torch.bfloat16"
+    ):
+        verify(lambda x: x.float() if torch.is_autocast_enabled("cpu") else x)
+    with pytest.raises(ValueError, match="autocast changes"):
+        verify(rounded)
