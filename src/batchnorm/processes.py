@@ -60,8 +60,8 @@ class Remote(ChildProcess):
         super().__init__(_serve, theirs, make, args)
         theirs.close()
         self._busy = True
-        # Close the process at exit, because Python waits for child processes and would wait forever. In a child
-        # process, atexit functions run too late for that.
+        # Close the process at exit: Python waits for child processes, and would wait forever for this one. Finalize
+        # runs before that wait; in a child process, atexit functions run after it.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def call(self, method: str, *args: Any) -> Any:

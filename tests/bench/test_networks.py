@@ -129,6 +129,14 @@ def test_goes_on_with_the_rows_that_are_missing_or_of_other_code(tmp_path, capsy
         networks(("test_networks:tiny",), size=9, device="cpu", out=out)
 
 
+def test_a_network_from_a_file_in_a_folder(tmp_path):
+    code = "from torch import nn, randn\ndef build():\n    return nn.Sequential(nn.BatchNorm1d(4)), randn(8, 4)\n"
+    (tmp_path / "nets.py").write_text(code)
+    out = tmp_path / "networks.json"
+    (row,) = networks((f"{tmp_path}/nets.py:build",), batches=(2,), device="cpu", seconds_per_row=0.01, out=out)
+    assert row["speedup"] > 0
+
+
 def test_stops_in_time_and_says_what_is_left(tmp_path, capsys):
     rows = run(tmp_path / "networks.json", "tiny", "two_heads", batches=(2,), minutes=1e-9)
     assert len(rows) == 1

@@ -259,7 +259,7 @@ def test_an_input_that_is_changed_before_the_output_is_read():
         return n.conv(y) + x.mean()
 
     net = Net(code, bn=nn.BatchNorm2d(3), conv=nn.Conv2d(3, 2, 1))
-    assert "changes its input in place" in check(net).report["bn"].reason
+    assert "changes this layer's input in place" in check(net).report["bn"].reason
 
 
 def test_lazy_layers_that_never_ran_are_refused():

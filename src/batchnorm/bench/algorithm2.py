@@ -62,7 +62,7 @@ def algorithm2(
     """Time estimate_ against a plain forward pass, and fold against torch.fx's folding, alternately.
 
     Args:
-        rounds: number of rounds, each of which times every contender; a ratio is the median of ratios within rounds.
+        rounds: number of rounds, each of which times every contender once; a reported ratio is the median over rounds.
         batch: examples in a batch.
         size: height and width of the images.
         batches: batches per pass.

@@ -167,7 +167,11 @@ def _key(row: Row) -> Key:
 
 
 def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int], rows: Report) -> list[NetworkJob]:
-    """Return the jobs for the missing rows: first every mode that does not compile, then one job per batch size."""
+    """Return the jobs for the missing rows.
+
+    First comes one job per network for all modes that do not compile. Networks are compiled in jobs of their own, one
+    per batch size and group of modes.
+    """
     quick: Layout = batches, [(mode,) for mode in modes if mode not in COMPILING]
     alone = [mode for mode in modes if mode in COMPILING and mode not in COMPILED_TOGETHER]
     compiling = [tuple(mode for mode in modes if mode in COMPILED_TOGETHER), *((mode,) for mode in alone)]
@@ -361,7 +365,7 @@ def _check(networks: Sequence[str], modes: Sequence[Mode], device: str, **number
         if not name.startswith(("torchvision/", "timm/")) and not name.partition(":")[2]:
             raise ValueError(f"'{name}' is not a network: give torchvision/NAME, timm/NAME or MODULE:FUNCTION")
         library = name.partition("/")[0]
-        if library != name and find_spec(library) is None:
+        if library in ("torchvision", "timm") and find_spec(library) is None:
             raise ValueError(f"{name} needs {library}, which is not installed; run: pip install {library}")
     at_least(1, **numbers)
 

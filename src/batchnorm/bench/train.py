@@ -8,7 +8,8 @@ replayed as one CUDA graph) of
 - ours: this library's network as ``batchnorm train`` runs it.
 
 Each contender has its own process, so that all contenders compile in parallel; then they are timed alternately. Their
-losses on the same weights and images must agree. A ratio is the median of the ratios within rounds.
+losses on the same weights and images must agree. Each round gives a ratio of two contenders' times; the reported ratio
+is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .gpu_timing import require_gpu
 
 QUESTION = "images per second of the appendix network's training step, and speedup over stock parts"
 IMAGES = {32: 10_500, 256: 18_500}  # the images per second that ours must reach on an H200 at 224 px, by batch size
-OVER_COMPOSED = 2.0  # speedup that ours must reach over stock, composed stem
+OVER_COMPOSED = 2.0  # speedup that ours must reach over "stock, composed stem"
 LOSS_TOLERANCE = 0.02  # relative, in bfloat16
 
 

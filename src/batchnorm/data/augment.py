@@ -31,7 +31,7 @@ class Strength(NamedTuple):
     lighting: float
 
 
-# Not in the paper, which says only that distortions were reduced. "full" has the strengths of Howard ("Some
+# Not in the paper, which says only that distortions were reduced. "full" uses the strengths in Howard ("Some
 # improvements on deep convolutional neural network based image classification", 2013), whose distortions GoogLeNet
 # used. "reduced" is our choice.
 STRENGTHS = {"full": Strength(0.5, 0.1), "reduced": Strength(0.2, 0.04)}

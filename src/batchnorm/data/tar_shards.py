@@ -49,7 +49,10 @@ class TarSource:
             return cls(root, tuple(map(str, range(highest + 1))), index)
         classes = read_classes(names)
         if highest >= len(classes):
-            raise ValueError(f"{names} lists {len(classes)} classes, but {split}-*.tar contain the label {highest}")
+            raise ValueError(
+                f"{names} lists {len(classes)} classes, but {split}-*.tar contain the label {highest}"
+                " (labels start at 0)"
+            )
         return cls(root, classes, index)
 
     @property

@@ -111,7 +111,7 @@ def fold_with_report(
     forward: network_call.Forward | None = None,
 ) -> tuple[nn.Module, VerbReport]:
     """Fold a network as :func:`fold` does, and return the report instead of warning."""
-    # Trace the network itself, not ``source``, to detect copies that still use the network's own modules.
+    # Trace ``net``, not ``source``: only then does the trace fail if a copy still uses ``net``'s own modules.
     paths = modules_that_normalize(net, trace(net, example, forward, training=False))
     source = _copy(net)
     if traced:

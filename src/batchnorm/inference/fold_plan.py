@@ -132,7 +132,8 @@ def _fold_down(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
     for call in graph.calls_of(layer):
         for writer in (c for c in call.argument(0, "input").consumers if c.writes):
             raise Refusal(
-                f"{writer} changes its input in place; without this layer, its output would be the same memory"
+                f"{writer} changes this layer's input in place; if the layer were removed, the layers after"
+                " it would see that change"
             )
         for sink, moves in _sinks(plan, layer, call.outputs[0], []):
             assert sink.module is not None

@@ -45,7 +45,7 @@ class Normalized(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Do not look up special methods: copying or pickling the container must not use the module's methods.
+            # Do not look up private or special names in ``affine``: copying and pickling must not use its methods.
             if name.startswith("_") or name in ("affine", "norm"):
                 raise
             return getattr(self.affine, name)

@@ -40,7 +40,7 @@ class Running(NamedTuple):
     num_skipped: Tensor
 
 
-# A Running, or a plain tuple of the same tensors, because a tuple is faster to create.
+# A Running or a plain tuple of the same tensors; the tuple is faster to create.
 Kept = tuple[Tensor, Tensor, Tensor, Tensor]
 
 

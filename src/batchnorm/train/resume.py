@@ -86,7 +86,7 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
     If there is no checkpoint, nothing changes and the run starts at step 0.
 
     Raises:
-        ValueError: if no checkpoint can be read, or the newest one does not fit the network.
+        ValueError: if there are checkpoints but none can be read, or if the newest intact one does not fit the network.
     """
     found = checkpoint.load_latest(folder / "checkpoints")
     if found is None:

@@ -117,7 +117,7 @@ class Unit(nn.Sequential):
         return product
 
     def pools(self, pool: nn.Module, x: Tensor | torch.fx.Proxy) -> bool:
-        """Return whether :meth:`pooled` may replace calls of the unit and of ``pool``, neither of which has hooks."""
+        """Return whether :meth:`pooled` may replace calls of the unit and of ``pool``; False if either has hooks."""
         if torch.compiler.is_compiling() or type(pool) is not MaxPool2d:
             return False
         if len(self) != 2 or not isinstance(self[1], BatchNorm2d):
@@ -138,7 +138,7 @@ class Unit(nn.Sequential):
         return plain and is_quiet(self) and is_quiet(conv)
 
     def _is_plain(self) -> bool:
-        """Return whether this is a convolution with a bias and then a nonlinearity, neither of which has hooks."""
+        """Return whether this is a convolution with a bias and then a nonlinearity, both without hooks."""
         if len(self) != 2 or is_watched():
             return False
         conv, last = self

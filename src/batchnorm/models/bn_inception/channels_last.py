@@ -68,7 +68,7 @@ class ColumnTiles:
         self.columns = 16 * self.THREADS // itemsize // self.channels  # 16 bytes per thread
         self.slices = up(c, self.channels)
         blocks = up(n * width, self.columns)
-        # With more rows per program, fewer rows are read by two programs, but there should be many programs.
+        # More rows per program mean fewer rows that are read twice, but also fewer programs to keep the GPU busy.
         rows = max(1, min(8, blocks * self.slices * height // 2048))
         share = up(height, up(height, rows))
         self.units = blocks * up(height, share)

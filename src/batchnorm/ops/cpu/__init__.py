@@ -94,7 +94,7 @@ def _run(call: Call) -> tuple[Tensor, Moments]:
 def _again(eps: float, activation: Activation) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None) -> Tensor:
         found = torch_kernels.run(Call(x, gamma, beta, eps, activation, residual), constant_moments=True)
-        assert found is not None  # nor was it None the first time
+        assert found is not None  # in the forward pass it was not None either
         return found[0]
 
     return again

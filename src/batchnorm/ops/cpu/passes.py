@@ -268,7 +268,7 @@ class Matrix(_Dense):
 
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
         """Merge the moments of each column in each block of rows (Chan, Golub & LeVeque)."""
-        # Putting several positions in a row gives fewer, longer rows and so fewer calls.
+        # With several positions per row, there are fewer, longer rows, and so fewer calls.
         wide = Matrix(_wide(x.numel() // self.channels, self.channels), self.channels, 1) if self.run == 1 else self
         blocks = wide.view(x).split(ROWS)
         parts = [torch.batch_norm_update_stats(b, None, None, 0.0) for b in blocks]

@@ -14,8 +14,8 @@ from ..call import Call
 from ..composite import moments_backward
 from ..moments import Moments, statistics_dtype
 
-# Largest ||mean / std|| for which a*x + b in float32 has an error of at most about 2e-5 standard deviations:
-# 100 * 2^-24 times a small factor.
+# Largest norm of mean / std, over the features, for which a*x + b in float32 has an error of at most about 2e-5
+# standard deviations: 100 * 2^-24 times a small factor.
 CONDITION = 100.0
 
 # Torch's loop over (N, C, L) is not vectorized. Up to this many elements per busy thread, one call of this slow kernel
