@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...data import MNIST, mnist
+from ...errors import differences
 from ...inference import fold
 from ...jobs import Stopped, StopSignal, stop_signal
 from ...monitor import Monitor
@@ -132,8 +133,7 @@ def check_config(folder: Path, setting: Setting, *, resume: bool) -> dict[str, A
     except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error}): use another --out, or remove {folder}") from error
     here = {k: v for k, v in _config(setting).items() if not (resume and k == "steps")}
-    differs = [f"{k} is {there.get(k)} instead of {v}" for k, v in here.items() if there.get(k) != v]
-    if differs:
+    if differs := differences(there, here):
         raise ValueError(f"{folder} holds another run ({', '.join(differs)}); use the same options, or another --out")
     return there
 
