@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..data.fingerprint import check_same_data
+from ..data.image_sources import check_same_data
 from ..errors import differences
 from ..results import read_json, write_atomically
 from . import checkpoint

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...data.fingerprint import check_same_data
+from ...data.image_sources import check_same_data
 from ...errors import differences
 from ...evaluate import Predictions
 from ...evaluate.crops import Count
