@@ -17,7 +17,7 @@ import pytest
 import torch
 from training import striped_folder
 
-from batchnorm.cli import COMMANDS, NEEDS, main
+from batchnorm.cli import COMMANDS, main
 from batchnorm.optional_packages import EXTRAS
 from batchnorm.reproduce.imagenet.result_files import KEYS
 
@@ -154,14 +154,13 @@ def test_a_plan_that_is_none(text, capsys):
 
 
 def test_the_needs_are_those_of_commands():
-    assert NEEDS.keys() <= COMMANDS.keys()
-    assert OPTIONAL.issuperset(module for modules in NEEDS.values() for module in modules)
+    assert OPTIONAL.issuperset(module for command in COMMANDS.values() for module in command.needs)
 
 
 @pytest.mark.parametrize(
     ("command", "missing"),
     [
-        *((command, NEEDS[command]) for command in NEEDS),
+        *((name, command.needs) for name, command in COMMANDS.items() if command.needs),
         ("fold net:make -o net.onnx --input 2 2", ("onnx", "onnxscript", "onnxruntime")),
         ("fold net:make -o net.pt2 --weights net.safetensors", ("safetensors",)),
         ("shard images shards --short-side 8", ("PIL",)),
@@ -215,7 +214,7 @@ def ran(tmp_path_factory):
     striped_folder(folder / "images")
     (folder / "net.py").write_text(NET)
     for command, words in SMALL.items():
-        needs = set(NEEDS.get(command, ()))
+        needs = set(COMMANDS[command].needs)
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
             patch.chdir(folder)
             patch.setattr("batchnorm.bench.input._workers_rate.__defaults__", (0.0,))

@@ -27,6 +27,11 @@ class Command(NamedTuple):
     function: str  # module:function; the module is imported only when the command runs
     does: str
     example: str
+    needs: tuple[str, ...] = ()
+    """optional packages that it always needs; the function checks for a GPU and for packages that some options need"""
+
+
+IMAGES, RUNS, PLOTS = ("PIL",), ("PIL", "safetensors"), ("matplotlib",)
 
 
 COMMANDS = {
@@ -34,21 +39,25 @@ COMMANDS = {
         "batchnorm.train.train_command:train",
         "train the paper's network, or your own, on your images",
         "--network mynet.py:build --normalize insert --data images --validate 0.1 --size 64 --epochs 20",
+        RUNS,
     ),
     "compare": Command(
         "batchnorm.reproduce.compare:compare",
         "train your network without and with batch normalization, each at its best rate",
         "--network mynet.py:build --data images --validate 0.1 --size 64 --epochs 20",
+        RUNS,
     ),
     "evaluate": Command(
         "batchnorm.train.evaluate_command:evaluate",
         "top-1 and top-5 error of runs: 1, 10 or 144 crops, ensembles",
         "runs/one runs/two --data images --crops 144",
+        RUNS,
     ),
     "predict": Command(
         "batchnorm.train.predict_command:predict",
         "classify images with a finished run",
         "runs/mine photo.jpg more-photos --top 3 --csv predictions.csv",
+        RUNS,
     ),
     "fold": Command(
         "batchnorm.train.fold_command:fold",
@@ -66,19 +75,19 @@ COMMANDS = {
         "images shards --per-shard 5000 --short-side 256",
     ),
     "report": Command(
-        "batchnorm.report.page:report",
-        "compare runs on one page of HTML",
-        "runs/one runs/two --out report.html",
+        "batchnorm.report.page:report", "compare runs on one page of HTML", "runs/one runs/two --out report.html"
     ),
     "reproduce fig1": Command(
         "batchnorm.reproduce.mnist.fig1:fig1",
         "Figure 1: MNIST with and without batch normalization",
         "--steps 5000 --out runs/fig1-short",
+        PLOTS,
     ),
     "reproduce comparison": Command(
         "batchnorm.reproduce.mnist.comparison:comparison",
         "Figure 1 with each network at its best rate, three seeds",
         "--marks 1000 5000 --seeds 2",
+        PLOTS,
     ),
     "reproduce fig2": Command(
         "batchnorm.reproduce.imagenet.fig2:fig2",
@@ -86,44 +95,49 @@ COMMANDS = {
         "--data shards --jobs 8 --minutes 50",
     ),
     "reproduce fig4": Command(
-        "batchnorm.reproduce.imagenet.fig4:fig4",
-        "Figure 4: many crops, many networks",
-        "--data shards --jobs 6",
+        "batchnorm.reproduce.imagenet.fig4:fig4", "Figure 4: many crops, many networks", "--data shards --jobs 6"
     ),
     "reproduce section2": Command(
         "batchnorm.reproduce.mnist.section2:section2",
         "Section 2: normalizing outside the gradient",
         "--steps 200 --rates 0.01 0.1",
+        PLOTS,
     ),
     "reproduce optimizers": Command(
         "batchnorm.reproduce.mnist.optimizers:optimizers",
         "Section 3.1: optimizers from batch gradient descent to Adagrad",
         "--steps 500 --out runs/optimizers-short",
+        PLOTS,
     ),
     "reproduce placement": Command(
         "batchnorm.reproduce.mnist.placement:placement",
         "Section 3.2: BN before or after g",
         "--steps 500 --seeds 2",
+        PLOTS,
     ),
     "reproduce scale": Command(
         "batchnorm.reproduce.mnist.scale:scale",
         "Section 3.3: the scale of W, and its growth",
         "--factors 0.1 10 1000",
+        PLOTS,
     ),
     "reproduce jacobian": Command(
         "batchnorm.reproduce.mnist.jacobian:jacobian",
         "Section 3.3: singular values between layers",
         "--steps 500 --examples 50",
+        PLOTS,
     ),
     "reproduce saturation": Command(
         "batchnorm.reproduce.mnist.saturation:saturation",
         "Section 1: saturated sigmoids during training",
         "--steps 1000 --points 20",
+        PLOTS,
     ),
     "reproduce init": Command(
         "batchnorm.reproduce.mnist.initialization:init",
         "Abstract: accuracy against the standard deviation of the initial weights",
         "--stds 0.01 0.1 1 --seeds 2",
+        PLOTS,
     ),
     "bench cpu": Command("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side", "--threads 1"),
     "bench kernels": Command(
@@ -137,7 +151,10 @@ COMMANDS = {
         "--batch 32 --size 64 --device cpu",
     ),
     "bench fig1": Command(
-        "batchnorm.bench.fig1:fig1", "time Figure 1's experiment against plain eager PyTorch", "--steps 5000 --rounds 3"
+        "batchnorm.bench.fig1:fig1",
+        "time Figure 1's experiment against plain eager PyTorch",
+        "--steps 5000 --rounds 3",
+        PLOTS,
     ),
     "bench monitor": Command(
         "batchnorm.bench.monitor:monitor", "time a training loop with and without a Monitor", "--steps 500 --rounds 5"
@@ -166,11 +183,13 @@ COMMANDS = {
         "batchnorm.bench.learning:learning",
         "train a network as it is and converted, and compare their accuracies",
         "--data images --epochs 10 --seeds 3",
+        IMAGES,
     ),
     "bench fine-tuning": Command(
         "batchnorm.bench.fine_tuning:fine_tuning",
         "fine-tune with small batches, with batch and with frozen statistics, and compare",
         "--data images --batches 2 8 32",
+        RUNS,
     ),
     "bench memory": Command(
         "batchnorm.bench.memory:memory",
@@ -181,34 +200,14 @@ COMMANDS = {
         "batchnorm.bench.input:input_rate",
         "time decoding and cropping of images against a plain loader",
         "images --workers 4",
+        IMAGES,
     ),
     "bench crops": Command(
         "batchnorm.bench.crops:crops",
         "time multi-crop evaluation against the bare forward pass",
         "--crops 144 --images 64",
+        IMAGES,
     ),
-}
-# The optional packages that each command always needs. The command's function checks for a GPU, and for packages that
-# only some options need.
-NEEDS: dict[str, tuple[str, ...]] = {
-    "train": ("PIL", "safetensors"),
-    "compare": ("PIL", "safetensors"),
-    "evaluate": ("PIL", "safetensors"),
-    "predict": ("PIL", "safetensors"),
-    "reproduce fig1": ("matplotlib",),
-    "reproduce comparison": ("matplotlib",),
-    "reproduce section2": ("matplotlib",),
-    "reproduce optimizers": ("matplotlib",),
-    "reproduce placement": ("matplotlib",),
-    "reproduce scale": ("matplotlib",),
-    "reproduce jacobian": ("matplotlib",),
-    "reproduce saturation": ("matplotlib",),
-    "reproduce init": ("matplotlib",),
-    "bench fig1": ("matplotlib",),
-    "bench input": ("PIL",),
-    "bench learning": ("PIL",),
-    "bench fine-tuning": ("PIL", "safetensors"),
-    "bench crops": ("PIL",),
 }
 
 
@@ -234,7 +233,7 @@ def _run(words: list[str]) -> int:
     given = words[len(command.split()) :]
     try:
         if not {"-h", "--help"} & set(given):
-            check_installed(*NEEDS.get(command, ()))
+            check_installed(*COMMANDS[command].needs)
         _call(getattr(import_module(module), function), command, given)
     except KeyboardInterrupt as stopped:
         print(str(stopped) or "stopped", file=sys.stderr)

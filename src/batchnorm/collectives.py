@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from .ops import Moments, merge
+from .ops import Moments
 
 
 def world_size(group: distributed.ProcessGroup | None = None) -> int:
@@ -32,11 +32,6 @@ def gather_moments(local: Moments, group: distributed.ProcessGroup | None = None
     rows: Tensor = _Gather.apply(flat, group)  # type: ignore[no-untyped-call]
     mean, var = rows[:, 1:].reshape(rows.shape[0], 2, *local.mean.shape).unbind(1)
     return Moments(rows[:, 0], mean, var)
-
-
-def merge_across_ranks(local: Moments, group: distributed.ProcessGroup | None = None) -> Moments:
-    """Return the moments of all ranks' samples together, weighted by their counts."""
-    return merge(gather_moments(local, group))
 
 
 def add_across_ranks(values: Tensor) -> Tensor:

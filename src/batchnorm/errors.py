@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 LARGEST = {int: 2**63 - 1, float: 3.4e38}  # the largest int64 and about the largest float32
 SEED_MAX = 2**32 - 1
@@ -23,6 +24,15 @@ def sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
     return str(error)
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Return a phrase for each of the options ``here`` that a stored run does not have, or has with another value.
+
+    >>> differences({"rate": 0.0015, "seed": 0}, {"rate": 0.1, "seed": 0})
+    ['rate is 0.0015 instead of 0.1']
+    """
+    return [f"{name} is {there.get(name)!r} instead of {v!r}" for name, v in here.items() if there.get(name) != v]
 
 
 def at_least(least: float, /, **options: object) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from batchnorm.report.page import write_report
 from batchnorm.report.runs import read_runs
-from batchnorm.reproduce.mnist.network_run import run
+from batchnorm.reproduce.mnist.network_run import NetworkRun
 from batchnorm.reproduce.mnist.training import Setting
 
 
@@ -16,7 +16,7 @@ def folder(tmp_path_factory):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for name, batch_norm in (("with-bn", True), ("without-bn", False)):
-        run(Setting(batch_norm, steps=200), out / name)
+        NetworkRun(out / name, Setting(batch_norm, steps=200)).train()
     torch.set_num_threads(threads)
     return out
 

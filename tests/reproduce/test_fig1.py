@@ -12,7 +12,7 @@ import torch
 from batchnorm.cli import main
 from batchnorm.report.runs import read_runs
 from batchnorm.reproduce.mnist.fig1 import Fig1, fig1
-from batchnorm.reproduce.mnist.network_run import NetworkRun, run, save
+from batchnorm.reproduce.mnist.network_run import NetworkRun, save
 from batchnorm.reproduce.mnist.training import Setting
 
 SCRIPT = """
@@ -91,12 +91,12 @@ def test_every_measure_is_recorded(finished):
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_a_resumed_run_ends_bit_for_bit_the_same(tmp_path, batch_norm):
     setting = Setting(batch_norm, steps=260)
-    assert run(setting, tmp_path / "whole")
+    assert NetworkRun(tmp_path / "whole", setting).train()
     asked = iter([False, True])
-    assert not run(setting, tmp_path / "halves", stopped=lambda: next(asked))
+    assert not NetworkRun(tmp_path / "halves", setting).train(lambda: next(asked))
     with (tmp_path / "halves" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 999, "loss": 1.0}\n{"step": 10')  # written after the checkpoint, by a run that was killed
-    assert run(setting, tmp_path / "halves", resume=True)
+    assert NetworkRun(tmp_path / "halves", setting, resume=True).train()
     one, other = (tmp_path / name / "metrics.jsonl" for name in ("whole", "halves"))
     assert one.read_bytes() == other.read_bytes()
     a, b = (torch.load(p.parent / "checkpoint.pt", weights_only=True) for p in (one, other))
@@ -106,9 +106,9 @@ def test_a_resumed_run_ends_bit_for_bit_the_same(tmp_path, batch_norm):
 
 
 def test_resuming_with_other_options_is_refused(tmp_path):
-    run(Setting(steps=100), tmp_path, stopped=lambda: True)
+    NetworkRun(tmp_path, Setting(steps=100)).train(lambda: True)
     with pytest.raises(ValueError, match=r"rate is 0\.1 instead of 0\.5.*use the same options, or another --out"):
-        run(Setting(steps=100, rate=0.5), tmp_path, resume=True)
+        NetworkRun(tmp_path, Setting(steps=100, rate=0.5), resume=True).train()
 
 
 def test_a_checkpoint_is_replaced_or_left_alone(tmp_path, monkeypatch):
@@ -125,7 +125,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdin=-1, stdout=-1, text=True) as holder:
         assert holder.stdout.readline() == "locked\n"
         with pytest.raises(ValueError, match="another process is training in"):
-            run(Setting(steps=1), tmp_path)
+            NetworkRun(tmp_path, Setting(steps=1)).train()
         holder.stdin.close()
     assert not (tmp_path / "config.json").exists()
 
@@ -138,10 +138,10 @@ def test_the_summary_of_an_earlier_run_does_not_count(tmp_path):
 
 
 def test_metrics_that_were_cut_are_refused(tmp_path):
-    assert not run(Setting(steps=200), tmp_path, stopped=lambda: True)
+    assert not NetworkRun(tmp_path, Setting(steps=200)).train(lambda: True)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"metrics\.jsonl has lost lines since the checkpoint was written"):
-        run(Setting(steps=200), tmp_path, resume=True)
+        NetworkRun(tmp_path, Setting(steps=200), resume=True).train()
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_a_report(tmp_path):
@@ -182,7 +182,7 @@ def test_a_file_in_the_way_is_found_before_the_training(tmp_path):
 def test_a_damaged_checkpoint_is_named(tmp_path, processes, capfd):
     words = ["reproduce", "fig1", "--steps", "10", "--out", str(tmp_path), "--processes", str(processes)]
     for name in ("with-bn", "without-bn"):
-        run(Setting(name == "with-bn", steps=200), tmp_path / name, stopped=lambda: True)
+        NetworkRun(tmp_path / name, Setting(name == "with-bn", steps=200)).train(lambda: True)
         (tmp_path / name / "checkpoint.pt").write_text("no checkpoint")
     assert main([*words, "--resume"]) == {1: 2, 2: 1}[processes]  # refused in this process, or a job that failed
     error = capfd.readouterr().err
@@ -192,11 +192,11 @@ def test_a_damaged_checkpoint_is_named(tmp_path, processes, capfd):
 
 def test_a_run_of_other_options_is_not_overwritten(tmp_path):
     metrics, checkpoint = tmp_path / "metrics.jsonl", tmp_path / "checkpoint.pt"
-    run(Setting(steps=200), tmp_path, stopped=lambda: True)
+    NetworkRun(tmp_path, Setting(steps=200)).train(lambda: True)
     before = metrics.read_bytes(), checkpoint.read_bytes()
     with pytest.raises(ValueError, match=r"holds another run .steps is 200 instead of 100.*another --out"):
-        run(Setting(steps=100), tmp_path)
+        NetworkRun(tmp_path, Setting(steps=100)).train()
     assert (metrics.read_bytes(), checkpoint.read_bytes()) == before
-    run(Setting(steps=200), tmp_path, stopped=lambda: True)  # the same options: repeated from the start
+    NetworkRun(tmp_path, Setting(steps=200)).train(lambda: True)  # the same options: repeated from the start
     assert metrics.read_bytes() == before[0]
     assert torch.load(checkpoint, weights_only=True)["seconds"] > 0

@@ -56,9 +56,8 @@ class Sync:
         call = features.call(x, gamma, beta, eps, **options)
         # Use float64, because the difference of two large means must stay precise.
         local, centred = batch_moments(call.x, call.reduced_dims, call.mask, mean_dtype=torch.float64)
-        merged = collectives.merge_across_ranks(
-            Moments(local.count.double(), local.mean.flatten(), local.var.double().flatten()), self.group
-        )
+        own = Moments(local.count.double(), local.mean.flatten(), local.var.double().flatten())
+        merged = ops.merge(collectives.gather_moments(own, self.group))
         centred = centred + (local.mean - per_channel(merged.mean, call.x)).to(centred.dtype)
         merged = Moments(*(v.to(centred.dtype) for v in merged))
         y = finish(call, scale_and_shift(call, centred, per_channel(merged.var, call.x)))

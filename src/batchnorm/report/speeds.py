@@ -8,8 +8,7 @@ from pathlib import Path
 from .tables import Result, Row, cells, machine, read, table
 
 NETWORKS = "networks-h200.json"
-MODES = {"eager": "eager", "graph": "graph", "compiled": "compiled", "backend": "backend"}
-WHAT_MODES_ARE = {
+MODES = {
     "eager": "*eager*: `bn.convert(net, example)`",
     "graph": "*graph*: the same, with the whole step captured as one CUDA graph",
     "compiled": "*compiled*: the same under `torch.compile`, against the stock network under `torch.compile`",
@@ -89,7 +88,7 @@ def networks(results: Path) -> str:
     measured = [mode for mode in MODES if any(key[1] == mode for key in rows)]
     names.sort(key=lambda name: -rows.get((name, "eager", batches[0]), {}).get("speedup", 0))
     columns = [(mode, batch) for mode in measured for batch in batches if any(key[1:] == (mode, batch) for key in rows)]
-    shown = [["network", *(f"{MODES[mode]}, {batch}" for mode, batch in columns)]]
+    shown = [["network", *(f"{mode}, {batch}" for mode, batch in columns)]]
     shown += [
         [_short(name, names), *(_speedup(rows.get((name, *column))) for column in columns)]
         for name in names
@@ -101,7 +100,7 @@ def networks(results: Path) -> str:
             f" {' and '.join(map(str, batches))} ({result['machine']['steps']}, {machine(result)};"
             f" [all numbers, with 95% intervals and memory](results/{NETWORKS}); `batchnorm bench networks`):",
             table(shown),
-            "; ".join(WHAT_MODES_ARE[mode] for mode in measured) + f". {_footnotes(result, measured)}",
+            "; ".join(MODES[mode] for mode in measured) + f". {_footnotes(result, measured)}",
             *_other_uses(result["rows"], names),
         ]
     )
@@ -131,7 +130,7 @@ def _footnotes(result: Result, measured: list[str]) -> str:
     ]
     told = [f"{len(judged) - len(missed)} of {len(judged)} goals are reached"]
     told[0] += f"; missed: {'; '.join(missed)}." if missed else "."
-    if left := [MODES[mode] for mode in MODES if mode not in measured]:
+    if left := [mode for mode in MODES if mode not in measured]:
         told.append(f"Not measured yet: {', '.join(left)}.")
     halved = [
         row for row in result["rows"] if row["mode"] in MODES and row.get("examples", row["batch"]) != row["batch"]

@@ -14,8 +14,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from ..arguments import OmitArgPrefixes, arg
-from ..data.fingerprint import describe_data
-from ..data.image_sources import training_splits
+from ..data.image_sources import describe_data, training_splits
 from ..errors import above, at_least
 from ..jobs import run_side_by_side
 from ..report.page import write_report

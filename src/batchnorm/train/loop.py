@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data import Augment, ImageBatches, Normalize, open_images, seed_at
-from ..data.fingerprint import describe_data
-from ..data.image_sources import training_splits
+from ..data.image_sources import describe_data, training_splits
 from ..evaluate import Accuracy, count_correct
 from ..jobs import Stopped, StopSignal, stop_signal
 from ..monitor import Monitor

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..data.fingerprint import check_same_data
+from ..data.image_sources import check_same_data
+from ..errors import differences
 from ..results import read_json, write_atomically
 from . import checkpoint
 from .distributed import Ranks
@@ -35,9 +36,8 @@ def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) 
     out.mkdir(parents=True, exist_ok=True)
     path = out / "recipe.json"
     if path.exists():
-        there, here = asdict(Recipe.read(path)), asdict(recipe)
-        other = [f"{k} is {there[k]!r} instead of {here[k]!r}" for k in here if k != "epochs" and there[k] != here[k]]
-        if other:
+        fixed = {name: value for name, value in asdict(recipe).items() if name != "epochs"}
+        if other := differences(asdict(Recipe.read(path)), fixed):
             raise ValueError(
                 f"{path} belongs to another run: {'; '.join(other)}; choose another --out, or remove that folder"
             )

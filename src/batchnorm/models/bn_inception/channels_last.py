@@ -37,9 +37,7 @@ class ChannelTiles:
 
     def __init__(self, x: Tensor, strides: tuple[int, ...], pixels: int) -> None:
         channels = x.shape[1]
-        self.align = 1
-        while self.align < 16 and all(n % (2 * self.align) == 0 for n in (channels, *strides)):
-            self.align *= 2
+        self.align = gcd(16, channels, *strides)
         self.channels = min(power_up(channels), 128 // x.element_size())
         self.pixels = 1024 // self.channels
         self.slices = up(channels, self.channels)

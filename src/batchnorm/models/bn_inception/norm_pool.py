@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from ...layers import BatchNorm2d
 from ...ops import composite
-from ...ops.activation import NAMES
 from ...ops.call import Call
-from ...ops.cuda.cached_pass import pass_of, processors
-from ...ops.cuda.launch import NONE, STATS
-from ...ops.cuda.schedule import stream, up
+from ...ops.cuda.cached_pass import processors
+from ...ops.cuda.launch import statistics
+from ...ops.cuda.schedule import up
 from ...ops.cuda.triton_launch import TritonLaunch
 from ...ops.cuda.workspace import workspace
 from ...ops.torch_state import is_recomputation
@@ -88,19 +87,6 @@ class _NormalizeAndPool(torch.autograd.Function):
         write = backward_launch(*sizes, 2, x.element_size(), x.device)
         write((dy, where, dx, x, stats, dgamma, dbeta), (), ())
         return dx, dgamma, dbeta, None
-
-
-def statistics(call: Call) -> Tensor:
-    """Return a batch's statistics and update the running averages, with the first launch of the streaming schedule."""
-    x, gamma, beta, eps, (activation, slope), *_, running, momentum = call
-    g = pass_of(x, False, False).geometry
-    p = pass_of(x, False, False, stream(g, x.element_size(), False, processors(x.device)))
-    stats = x.new_empty((STATS, g.channels), dtype=torch.float32)
-    # The first launch writes no output, so x is a placeholder for y.
-    tensors = (x, x, None, None, gamma, beta, stats, *workspace(x, *p.room), *(running or NONE))
-    scalars = (float(eps), float(momentum or 0.0), float(slope))
-    p.launches[0](tensors, scalars, (NAMES.index(activation), momentum is None))
-    return stats
 
 
 @cache

@@ -157,17 +157,12 @@ def _inference(
 ) -> TritonLaunch:
     from .triton.inference import normalize_rows
 
-    align = _common_power((channels, x_stride, y_stride))
+    align = gcd(16, channels, x_stride, y_stride)
     lanes = min(schedule.power_up(channels), 128 // itemsize)
     tall = 2048 // lanes
     programs = up(rows, tall) * up(channels, lanes)
     numbers = (rows, channels // align, x_stride // align, y_stride // align)
     return TritonLaunch(normalize_rows, programs, numbers, (tall, lanes, align), {}, device)
-
-
-def _common_power(numbers: Sequence[int]) -> int:
-    """Return the largest power of two, at most 16, that divides all the numbers."""
-    return gcd(16, *numbers)
 
 
 def _launch_resident(
@@ -232,7 +227,7 @@ def _plan(sizes: _Sizes, device: torch.device, backward: bool, way: Tiling | Res
         r = resident.choose_layers(g, sizes.channels, _strides(sizes), b, backward, processors(device))
     p = way if isinstance(way, Tiling) else best_tiling(g, b, backward, False, device)
     slices = [up(c, p.V) for c in sizes.channels]
-    align = _common_power((*sizes.channels, *_strides(sizes)))
+    align = gcd(16, *sizes.channels, *_strides(sizes))
     # Because some slices are only partly filled, there may be more slices than planned. Programs then take their
     # numbers when they start.
     ticket = p.ticket or sum(slices) > p.slices

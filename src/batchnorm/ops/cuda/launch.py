@@ -11,7 +11,7 @@ from torch import Tensor
 from ..activation import NAMES, TWO_SLOPES, Activation
 from ..call import Call
 from . import driver, extension, resident, schedule
-from .cached_pass import inference_pass, pass_of, processors
+from .cached_pass import Pass, inference_pass, pass_of, processors
 from .layout import Geometry, as_dense, geometry_of, is_dense
 from .resident import Residence
 from .schedule import Tiling
@@ -118,16 +118,31 @@ def backward(
 
 def recompute(x: Tensor, residual: Tensor | None, stats: Tensor, activation: Activation) -> Tensor:
     """Recompute a forward pass's y from its statistics, bit for bit, with the second of the two "stream" launches."""
-    g = pass_of(x, False, residual is not None).geometry
-    way = schedule.stream(g, x.element_size(), False, processors(x.device))
-    p = pass_of(x, False, residual is not None, way)
-    strides, launches = p.strides, p.launches
-    y = x.new_empty_strided(x.shape, strides)
-    residual = None if residual is None else as_dense(residual, strides)
+    p = _streaming(x, residual is not None)
+    y = x.new_empty_strided(x.shape, p.strides)
+    residual = None if residual is None else as_dense(residual, p.strides)
     # The second launch merges no sums and updates no averages, so placeholders replace the tensors for these.
     tensors = (x, y, residual, None, None, None, stats, stats, stats, *NONE)
-    launches[1](tensors, (0.0, 0.0, float(activation.slope)), (NAMES.index(activation.name), False))
+    p.launches[1](tensors, (0.0, 0.0, float(activation.slope)), (NAMES.index(activation.name), False))
     return y
+
+
+def statistics(call: Call) -> Tensor:
+    """Return a batch's statistics and update the running averages, with the first of the two "stream" launches."""
+    x, gamma, beta, eps, (activation, slope), *_, running, momentum = call
+    p = _streaming(x, False)
+    stats = x.new_empty((STATS, p.geometry.channels), dtype=torch.float32)
+    # The first launch writes no output, so x is a placeholder for y.
+    tensors = (x, x, None, None, gamma, beta, stats, *workspace(x, *p.room), *(running or NONE))
+    scalars = (float(eps), float(momentum or 0.0), float(slope))
+    p.launches[0](tensors, scalars, (NAMES.index(activation), momentum is None))
+    return stats
+
+
+def _streaming(x: Tensor, residual: bool) -> Pass:
+    """Return the forward pass of the streaming schedule, even if another schedule is faster."""
+    g = pass_of(x, False, residual).geometry
+    return pass_of(x, False, residual, schedule.stream(g, x.element_size(), False, processors(x.device)))
 
 
 def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:

@@ -206,7 +206,7 @@ def summary(studies: Studies) -> dict[str, Any]:
         "best rates": studies.main.plan.best,
         "networks": networks,
         "best-tuned baseline": tuned[0] if tuned else None,
-        "end slope": end_slope(inception.curve) if inception.curve else None,
+        "end slope": end_slope(inception.curve),
         "figure 3": figure3(finished)._asdict(),
         "claims": claims_table(studies).rows,
         "verdicts": [verdict._asdict() for verdict in verdicts(studies.shown.plan, finished)],

@@ -150,7 +150,7 @@ def _times_of_seeds(baseline: Seeds, network: Seeds) -> str:
 
 def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
     parts = ["Top-1 validation accuracy with a single crop: the mean over seeds and, in parentheses, each seed."]
-    slope = end_slope(inception.curve) if inception.curve else None
+    slope = end_slope(inception.curve)
     if slope is not None:
         verdict = "less than 1, so it has leveled off" if slope < LEVEL else "1 or more, so the runs are too short"
         own = [f"{100 * rise:.2f}" for curve in inception.curves if (rise := end_slope(curve)) is not None]

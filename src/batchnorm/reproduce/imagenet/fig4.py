@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...data.fingerprint import check_same_data, describe_data
-from ...data.image_sources import check_complete, open_source
+from ...data.image_sources import check_complete, check_same_data, describe_data, open_source
 from ...results import write_atomically, write_json
 from ...train.saved_runs import open_runs
 from .fig4_table import CONTEXT, PAPER, alone, figure4, markdown, notes

@@ -8,7 +8,7 @@ import re
 import statistics
 import tomllib
 from collections.abc import Container, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -216,13 +216,3 @@ def _planned(
         changed["decay_epochs"] = values["decay_epochs"]
     recipe = Recipe.from_json(json.dumps(values))
     return PlannedRun(name, group, run["recipe"], changed, recipe, settings["evaluate_every"])
-
-
-def differing(there: Recipe, here: Recipe) -> list[str]:
-    """Return the fields in which two recipes differ, as sentences.
-
-    >>> differing(Recipe(), Recipe(rate=0.1))
-    ['rate is 0.0015 instead of 0.1']
-    """
-    pairs = {field.name: (getattr(there, field.name), getattr(here, field.name)) for field in fields(Recipe)}
-    return [f"{name} is {first} instead of {second}" for name, (first, second) in pairs.items() if first != second]

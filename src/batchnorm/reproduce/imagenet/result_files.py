@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...data.fingerprint import check_same_data
+from ...data.image_sources import check_same_data
+from ...errors import differences
 from ...evaluate import Predictions
 from ...evaluate.crops import Count
 from ...results import environment, write_atomically
 from ...train import Recipe, Result
 from ...train import metrics as lines
-from .plan import Plan, PlannedRun, differing
+from .plan import Plan, PlannedRun
 
 KEYS = ("curve", "result", "data", "environment", "seconds", "steps_per_second")
 CROPS: tuple[Count, ...] = (1, 144)
@@ -88,10 +89,9 @@ class RunFiles(NamedTuple):
         if not self.result.is_file():
             return None
         content = read_result(self.result, ("recipe", "evaluate_every", *KEYS))
-        other = differing(Recipe.from_json(json.dumps(content["recipe"])), self.run.recipe)
-        if content["evaluate_every"] != self.run.evaluate_every:
-            other.append(f"evaluate_every is {content['evaluate_every']} instead of {self.run.evaluate_every}")
-        if other:
+        recipe = Recipe.from_json(json.dumps(content["recipe"]))
+        planned = {**asdict(self.run.recipe), "evaluate_every": self.run.evaluate_every}
+        if other := differences({**asdict(recipe), "evaluate_every": content["evaluate_every"]}, planned):
             raise ValueError(
                 f"{self.result} belongs to another plan: {'; '.join(other)}; choose another --results, or move the"
                 " file away"

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from ...data.device_cache import discard_decoded, open_decoded
-from ...data.fingerprint import check_same_data, describe_data
-from ...data.image_sources import check_complete, open_source
+from ...data.image_sources import check_complete, check_same_data, describe_data, open_source
 from ...errors import at_least
 from ...jobs import Job, run_side_by_side
 from ...optional_packages import check_installed

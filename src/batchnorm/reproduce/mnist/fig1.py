@@ -91,7 +91,7 @@ def _train(options: Fig1) -> bool:
     with torch_threads(1), stop_signal() as stop, Display() as display:
         for run in runs:
             display.add(run.name, run.steps, "step")
-        return all(run.train(stop, partial(display.update, run.name)) for run in runs)
+        return all(run.train(lambda: stop.requested, partial(display.update, run.name)) for run in runs)
 
 
 def _result(options: Fig1, runs: Sequence[Run]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ...data import MNIST, mnist
+from ...errors import differences
 from ...inference import fold
-from ...jobs import Stopped, StopSignal, stop_signal
+from ...jobs import Stopped, stop_signal
 from ...monitor import Monitor
 from ...monitor.sinks import as_json
 from ...population import estimate_
@@ -40,7 +41,10 @@ Show = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class NetworkRun:
-    """The training run of one network, as a :class:`batchnorm.jobs.Job` that can run in parallel with others."""
+    """The training run of one network, as a :class:`batchnorm.jobs.Job` that can run in parallel with others.
+
+    Paper: Sec. 4.1; Alg. 2
+    """
 
     folder: Path
     setting: Setting
@@ -69,54 +73,38 @@ class NetworkRun:
     def __call__(self) -> None:
         """Train in this process, with one thread."""
         with torch_threads(1), stop_signal() as stop:
-            if not self.train(stop):
+            if not self.train(lambda: stop.requested):
                 raise Stopped("stopped before the end")
 
-    def train(self, stop: StopSignal, show: Show = lambda step, text: None) -> bool:
-        """Train until the end or until a stop is requested; return whether the end was reached."""
-        return run(self.setting, self.folder, resume=self.resume, stopped=lambda: stop.requested, show=show)
+    def train(self, stopped: Callable[[], bool] = lambda: False, show: Show = lambda step, text: None) -> bool:
+        """Train until the end or until a stop is requested; return whether the end was reached.
 
-
-def run(
-    setting: Setting,
-    folder: Path,
-    *,
-    resume: bool = False,
-    stopped: Callable[[], bool] = lambda: False,
-    show: Show = lambda step, text: None,
-) -> bool:
-    """Train one network in ``folder``; return whether it reached its last step.
-
-    Args:
-        setting: what to train.
-        folder: the run's folder; created if missing.
-        resume: continue from the folder's checkpoint, if there is one.
-        stopped: called at least every 100 steps; if it returns True, the run saves a checkpoint and ends.
-        show: called every 100 steps with the step and a text with the loss and the last test accuracy.
-
-    Paper: Sec. 4.1; Alg. 2
-    """
-    net, data = setting.network(), mnist()
-    with locked(folder):
-        step, seconds, position = _resume(folder, net, setting) if resume else _start(folder, setting)
-        began = time.perf_counter() - seconds
-        with closing(Metrics(folder / "metrics.jsonl", position)) as metrics:
-            watch = _Watch(setting, net, data, metrics, show)
-            if step == 0:
-                watch.measure(0, float("nan"))
-            for now, loss in train_(net, data.train, setting, watch.marks, start=step):
-                step = now
-                watch.measure(step, loss)
-                stop = stopped()
-                if stop or step in watch.save_at or step == setting.steps:
-                    save(folder, net, step, time.perf_counter() - began, metrics.position())
-                if stop:
-                    break
-        if step < setting.steps:
-            return False
-        summary = {"steps": step, "accuracy": finish(net, setting, data)}
-        write_json(folder / "summary.json", {**summary, "seconds": round(time.perf_counter() - began, 2)})
-    return True
+        Args:
+            stopped: called at least every 100 steps; if it returns True, the run saves a checkpoint and ends.
+            show: called every 100 steps with the step and a text with the loss and the last test accuracy.
+        """
+        setting, folder = self.setting, self.folder
+        net, data = setting.network(), mnist()
+        with locked(folder):
+            step, seconds, position = _resume(folder, net, setting) if self.resume else _start(folder, setting)
+            began = time.perf_counter() - seconds
+            with closing(Metrics(folder / "metrics.jsonl", position)) as metrics:
+                watch = _Watch(setting, net, data, metrics, show)
+                if step == 0:
+                    watch.measure(0, float("nan"))
+                for now, loss in train_(net, data.train, setting, watch.marks, start=step):
+                    step = now
+                    watch.measure(step, loss)
+                    stop = stopped()
+                    if stop or step in watch.save_at or step == setting.steps:
+                        save(folder, net, step, time.perf_counter() - began, metrics.position())
+                    if stop:
+                        break
+            if step < setting.steps:
+                return False
+            summary = {"steps": step, "accuracy": finish(net, setting, data)}
+            write_json(folder / "summary.json", {**summary, "seconds": round(time.perf_counter() - began, 2)})
+        return True
 
 
 def check_config(folder: Path, setting: Setting, *, resume: bool) -> dict[str, Any]:
@@ -132,8 +120,7 @@ def check_config(folder: Path, setting: Setting, *, resume: bool) -> dict[str, A
     except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error}): use another --out, or remove {folder}") from error
     here = {k: v for k, v in _config(setting).items() if not (resume and k == "steps")}
-    differs = [f"{k} is {there.get(k)} instead of {v}" for k, v in here.items() if there.get(k) != v]
-    if differs:
+    if differs := differences(there, here):
         raise ValueError(f"{folder} holds another run ({', '.join(differs)}); use the same options, or another --out")
     return there
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ....ops.cuda.triton import barrier
-from ....ops.cuda.triton.backward import add_parts, publish, store_part
+from ....ops.cuda.triton.backward import settle
 from ....ops.cuda.triton.tile import RELU, activate
 
 LEFT = tl.constexpr(1)
@@ -221,37 +220,6 @@ def max_forward(
             top, at_top = low, at_low
 
 
-@triton.jit
-def merge(
-    partial, part, parts, words, piece, slices, stats, dgamma, dbeta, s1, s2, channel, C,
-    TREE: tl.constexpr,
-):  # fmt: skip
-    """Store a part's sums; the last program to arrive adds up all sums and stores the gradients of gamma and beta.
-
-    The first launch of ops/cuda/triton/backward.py does the same. If TREE, groups of 32 parts are added up first.
-    """
-    word = words + 2 + piece
-    store_part(partial, part, s1, s2, channel, C)
-    if TREE:
-        twig = part // 32
-        final = tl.minimum((twig + 1) * 32, parts)
-        leaf = words + 2 + slices + piece * 32 + twig
-        if barrier.arrive(leaf, 1) == final - twig * 32 - 1:
-            tl.store(leaf, 0)
-            s1, s2 = add_parts(partial, twig * 32, final, channel, C)
-            upper = partial + parts * (2 * C)
-            twigs = (parts + 31) // 32
-            store_part(upper, twig, s1, s2, channel, C)
-            if barrier.arrive(word, 1) == twigs - 1:
-                s1, s2 = add_parts(upper, 0, twigs, channel, C)
-                publish(stats, dgamma, dbeta, s1, s2, channel, C, True)
-                barrier.release(word, twigs)
-    elif barrier.arrive(word, 1) == parts - 1:
-        s1, s2 = add_parts(partial, 0, parts, channel, C)
-        publish(stats, dgamma, dbeta, s1, s2, channel, C, True)
-        barrier.release(word, parts)
-
-
 @triton.jit(do_not_specialize=[*_SIZES, "dy_stride", "parts", "units", "each"], do_not_specialize_on_alignment=_SMALL)
 def max_sums(
     dy, where, x, stats, dgamma, dbeta, partial, words,
@@ -290,7 +258,8 @@ def max_sums(
             t1 += d
             t2 = tl.fma(d, value - base, t2)
     s1, s2 = tl.split(tl.sum(tl.join(t1, t2), 0))
-    merge(partial, part, parts, words, piece, slices, stats, dgamma, dbeta, s1, s2, channel, C * A, TREE)
+    word = words + 2 + piece
+    settle(partial, part, parts, word, words, piece, slices, stats, dgamma, dbeta, s1, s2, channel, C * A, TREE)
 
 
 @triton.jit

@@ -87,6 +87,36 @@ def publish(stats, dgamma, dbeta, s1, s2, channel, C, write):
 
 
 @triton.jit
+def settle(
+    partial, part, parts, word, words, piece, slices, stats, dgamma, dbeta, s1, s2, channel, C,
+    TREE: tl.constexpr,
+):  # fmt: skip
+    """Store a part's sums; the last program to arrive adds up all sums and stores the gradients of gamma and beta.
+
+    If TREE, groups of 32 parts are added up first. ``word`` counts the programs of the slice that have arrived.
+    """
+    store_part(partial, part, s1, s2, channel, C)
+    if TREE:
+        twig = part // 32
+        final = tl.minimum((twig + 1) * 32, parts)
+        leaf = words + 2 + slices + piece * 32 + twig
+        if barrier.arrive(leaf, 1) == final - twig * 32 - 1:
+            tl.store(leaf, 0)
+            s1, s2 = add_parts(partial, twig * 32, final, channel, C)
+            upper = partial + parts * (2 * C)
+            twigs = (parts + 31) // 32
+            store_part(upper, twig, s1, s2, channel, C)
+            if barrier.arrive(word, 1) == twigs - 1:
+                s1, s2 = add_parts(upper, 0, twigs, channel, C)
+                publish(stats, dgamma, dbeta, s1, s2, channel, C, True)
+                barrier.release(word, twigs)
+    elif barrier.arrive(word, 1) == parts - 1:
+        s1, s2 = add_parts(partial, 0, parts, channel, C)
+        publish(stats, dgamma, dbeta, s1, s2, channel, C, True)
+        barrier.release(word, parts)
+
+
+@triton.jit
 def write_tile(dz, tile, first, last, dx, dresidual, strides, base, scale, k2, k0, channel, shape, FORM: tl.constexpr):
     """Write a tile of dx = scale dz - (k2 (x - base) + k0), and a tile of dz, the residual's gradient, if wanted."""
     at = offsets(first + tl.arange(0, FORM[1]), strides, channel, shape, FORM)
@@ -154,28 +184,10 @@ def differentiate_part(
                 t1 += dz
                 t2 = tl.fma(dz, tile.to(tl.float32) - base[None, :], t2)
         s1, s2 = totals(t1, t2, FORM)
-        if not ALONE:
-            store_part(partial, part, s1, s2, channel, C)
-        if TREE:
-            twig = part // 32
-            final = tl.minimum((twig + 1) * 32, parts)
-            leaf = words + 2 + slices + piece * 32 + twig
-            if barrier.arrive(leaf, 1) == final - twig * 32 - 1:
-                tl.store(leaf, 0)
-                s1, s2 = add_parts(partial, twig * 32, final, channel, C)
-                upper = partial + parts * (2 * C)
-                twigs = (parts + 31) // 32
-                store_part(upper, twig, s1, s2, channel, C)
-                if barrier.arrive(word, 1) == twigs - 1:
-                    s1, s2 = add_parts(upper, 0, twigs, channel, C)
-                    publish(stats, dgamma, dbeta, s1, s2, channel, C, True)
-                    barrier.release(word, twigs)
-        elif LAST:
-            if barrier.arrive(word, 1) == parts - 1:
-                s1, s2 = add_parts(partial, 0, parts, channel, C)
-                publish(stats, dgamma, dbeta, s1, s2, channel, C, True)
-                barrier.release(word, parts)
+        if LAST:
+            settle(partial, part, parts, word, words, piece, slices, stats, dgamma, dbeta, s1, s2, channel, C, TREE)
         elif not ALONE:
+            store_part(partial, part, s1, s2, channel, C)
             barrier.arrive_to_turn(word, part, parts)
         if PHASE == 3 and not ALONE:
             barrier.wait(word, side)
