@@ -18,10 +18,10 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def where(request, monkeypatch):
+def where(request):
     """Return the device; convolutions on a GPU do not round to TF32."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    return torch.device(request.param)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield torch.device(request.param)
 
 
 @pytest.fixture
