@@ -16,7 +16,8 @@ class Block(nn.Module):
         self.relu = activation or nn.ReLU(inplace=True)
         self.same, self.drop = nn.Identity(), nn.Dropout(0.5)
         self.f, self.g = ConvNorm(), ConvNorm()
-        self.flag, self.scale = False, 2
+        self.flag, self.scale, self.extra = False, 2, torch.ones(1, 4, 1, 1, dtype=torch.double)
+        self.drop.counts = {"calls": 0}
         self.code = code
 
     def forward(self, x):

@@ -45,11 +45,30 @@ def test_outputs_and_gradients_stay_and_revert_is_the_inverse(name):
 
 def test_every_layer_becomes_ours_with_its_activation():
     x = torch.randn(2, 3, 8, 8)
-    converted = bn.convert(sequential(), x)
+    converted = bn.convert(sequential(), x, rewrite=False)
     assert [type(m) for m in converted] == [nn.Conv2d, bn.BatchNorm2d, Fused, nn.Conv2d, bn.BatchNorm2d, Fused]
     assert [converted[i].activation.name for i in (1, 4)] == ["relu", "silu"]
     assert converted.report.paths("converted") == ["1", "4"]
     assert repr(bn.revert(converted)) == repr(sequential())
+
+
+EDITS = {
+    "another norm": lambda net: net.__setitem__(1, nn.GroupNorm(2, 4)),
+    "another activation": lambda net: net.__setitem__(2, nn.GELU()),
+    "no activation": lambda net: net.__delitem__(2),
+    "a hook": lambda net: net[1].register_forward_hook(lambda m, args, out: out.clamp(-0.1)),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_sequential_can_be_edited_after_converting(name):
+    net, x = sequential(), torch.randn(2, 3, 8, 8)
+    converted = bn.convert(net, x)
+    assert converted.report.summary.startswith("convert: 2 of 2 BN layers that feed an activation are fused")
+    torch.testing.assert_close(converted[:2](x), net[:2](x))
+    for n in (net, converted):
+        EDITS[name](n)
+    torch.testing.assert_close(converted(x), net(x))
 
 
 def test_exchanging_alone_fuses_in_sequentials_only_and_lists_the_rest():
@@ -77,7 +96,7 @@ def test_an_activation_read_elsewhere_only_in_training_is_not_fused():
 def test_one_activation_module_for_several_layers_goes_into_all_of_them():
     relu = nn.ReLU()
     net = nn.Sequential(nn.BatchNorm1d(3), relu, nn.Linear(3, 3), nn.BatchNorm1d(3), relu)
-    converted = bn.convert(net, torch.randn(4, 3))
+    converted = bn.convert(net, torch.randn(4, 3), rewrite=False)
     assert converted[1] is converted[4]
     assert [converted[i].activation.name for i in (0, 3)] == ["relu", "relu"]
     back = bn.revert(converted)
@@ -225,7 +244,7 @@ def test_weight_norm_on_other_layers_is_no_obstacle():
 
 def test_layers_of_this_library_take_in_their_activation():
     net = nn.Sequential(bn.BatchNorm1d(3), nn.Sigmoid(), bn.BatchNorm1d(3, activation="relu"), nn.Tanh())
-    converted = bn.convert(net, torch.randn(4, 3))
+    converted = bn.convert(net, torch.randn(4, 3), rewrite=False)
     assert [converted[i].activation.name for i in (0, 2)] == ["sigmoid", "relu"]
     assert isinstance(converted[3], nn.Tanh)
 

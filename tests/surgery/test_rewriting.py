@@ -293,6 +293,25 @@ def test_shared_blocks():
     assert len(fused(converted_and_checked(Twice()))) == 3
 
 
+def returns_what_the_activation_reads(n, x):
+    y = n.bn1(n.conv1(x))
+    return n.relu(y) + 2 * y
+
+
+def sums_into_a_child(n, x):
+    x = x * 1
+    y = n.conv2(x)
+    y += n.bn1(n.conv1(x))
+    return n.relu(y) + x
+
+
+def loops_over_children(n, x):
+    y = x
+    for child in n.shortcut.children():
+        y = child(y)
+    return n.relu(y)
+
+
 GUARDED = {
     "mode": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.training else n.bn1(n.conv1(x)).exp(),
@@ -343,6 +362,13 @@ GUARDED = {
         lambda n, x: n.relu(n.same(n.bn1(n.conv1(x)))),
         lambda n: n.same.register_forward_hook(lambda m, args, out: -out),
     ),
+    "an activation in place": (returns_what_the_activation_reads, lambda n: setattr(n.relu, "inplace", False)),
+    "a child that returns its input": (sums_into_a_child, lambda n: setattr(n, "conv2", nn.Identity())),
+    "children that code loops over": (loops_over_children, lambda n: n.shortcut.append(nn.Tanh())),
+    "a tensor that is gone": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x)) if n.extra is None else n.bn1(n.conv1(x)) + n.extra),
+        lambda n: setattr(n, "extra", None),
+    ),
 }
 
 
@@ -391,6 +417,11 @@ def counts_calls(n, x):
     return n.relu(n.bn1(n.conv1(x)))
 
 
+def ticks(n, x):
+    n.drop.counts["calls"] += 1
+    return n.relu(n.bn1(n.conv1(x)))
+
+
 def without_gradients(n, x):
     with torch.no_grad():
         y = n.bn1(n.conv1(x))
@@ -422,6 +453,20 @@ REFUSED = {
     "a with statement": (in_a_context, "has a with statement"),
     "an exception": (catches, "control flow depends on the data"),
     "a type": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if isinstance(x.shape, tuple) else x, "checks the type"),
+    "a dict of a child": (ticks, "changes a list, dict or set"),
+    "vars": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if not vars(n)["flag"] else x, "through __dict__ or vars()"),
+    "parameters": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))) if all(p.requires_grad for p in n.conv1.parameters()) else x,
+        "loops over parameters",
+    ),
+    "the size of a buffer": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.bn1.running_mean.numel() else x,
+        "calls numel",
+    ),
+    "autocast on another device": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))) if not torch.is_autocast_enabled("cuda") else n.bn1(x),
+        "depends on the gradient mode or on autocast",
+    ),
     "a constant": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.ones(1, dtype=torch.double), "calls ones"),
 }
 

@@ -231,7 +231,7 @@ def freeze(value: Any) -> Any:
         return type(value), value
     if isinstance(value, torch.dtype | torch.device | torch.memory_format | torch.layout):
         return value
-    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+    if isinstance(value, FunctionType | BuiltinFunctionType):
         return value
     if type(value) is partial:
         return partial, freeze(value.func), freeze(value.args), freeze(value.keywords)

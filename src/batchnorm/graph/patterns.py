@@ -71,6 +71,14 @@ class Match(NamedTuple):
         nodes = [*self.passed, *([self.activation] if self.activation is not None else [])]
         return [node for node in nodes if node.op == "call_module"]
 
+    @property
+    def passed_by(self) -> list[fx.Node]:
+        """The module calls between BN and the sum, and the call whose output the sum overwrites."""
+        if self.sum is None:
+            return []
+        nodes = [*_between(self.norm, self.sum), *([self.sum.args[0]] if writes_its_sum(self.sum) else [])]
+        return [n for n in nodes if isinstance(n, fx.Node) and n.op == "call_module" and n is not self.norm]
+
     def replace_by(self, new: fx.Node) -> None:
         """Replace the pattern with a node, which may be the batch normalization's own node."""
         self.end.replace_all_uses_with(new)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from inspect import Parameter, getattr_static, signature
 from types import CodeType, FunctionType
@@ -174,12 +175,13 @@ class _Worker:
             opened = needed
         if not matches:
             return None
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with torch.inference_mode(), _autocast_everywhere():
             if str(self._trace(path, patterns, opened).graph) != str(traced.graph):
                 raise Untraceable("its code depends on the gradient mode or on autocast")
         builder = _Builder(module, self.twin.get_submodule(path), traced)
         builder.expect_arguments(patterns)
         builder.expect_reads()
+        builder.expect_leaves()
         for match in matches:
             builder.expect_match(match, self.is_norm)
         return builder.variant(tuple(fuse_modules_(traced.graph, matches)))
@@ -192,6 +194,19 @@ class _Worker:
     def _trace(self, path: str, patterns: dict[str, Any], opened: set[str]) -> Traced:
         children = [self.twin.get_submodule(p) for p in opened]
         return trace_forward(self.twin.get_submodule(path), self.spies, patterns, children)
+
+
+@contextmanager
+def _autocast_everywhere() -> Iterator[None]:
+    """Make ``torch.is_autocast_enabled`` True for every device, also for devices that this machine does not have."""
+    before = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
+    for device in before:
+        torch.set_autocast_enabled(device, True)
+    try:
+        yield
+    finally:
+        for device, enabled in before.items():
+            torch.set_autocast_enabled(device, enabled)
 
 
 def _crossed(module: nn.Module, matcher: Matcher, traced: Traced, match: Match) -> Iterator[str]:
@@ -243,13 +258,22 @@ class _Builder:
             child = self.module.get_submodule(path)
             self._expect(f"_original_kind({_spell(path)}) is {self._name(type(child))} and _is_quiet({_spell(path)})")
 
+    def expect_leaves(self) -> None:
+        """Expect activations to write into their inputs as before, because that decides which tensors are the same."""
+        for node in self.traced.graph.nodes:
+            module = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+            if module is not None and isinstance(vars(module).get("inplace"), bool):
+                self._expect(f"{_spell(str(node.target))}.inplace is {module.inplace}")
+
     def _expect_read(self, owner: nn.Module, text: str, name: str) -> None:
         if name == "_modules":
             self._expect(f"[*{text}._modules] == {list(owner._modules)!r}")
         elif name.startswith("__"):
             return
         elif name in vars(owner):
-            if not isinstance(vars(owner)[name], Tensor):
+            if isinstance(vars(owner)[name], Tensor):
+                self._expect(f"_isinstance({text}.__dict__[{name!r}], _Tensor)")
+            else:
                 self._expect_value(f"{text}.__dict__[{name!r}]", vars(owner)[name])
         elif any(name in held for held in (owner._modules, owner._parameters, owner._buffers)):
             (held,) = (h for h in ("_modules", "_parameters", "_buffers") if name in vars(owner)[h])
@@ -280,6 +304,11 @@ class _Builder:
             self._expect(f"_type({text}) is {self._name(type(module))} and _is_quiet({text})")
             if isinstance(module, nn.LeakyReLU | nn.Hardtanh):
                 self._expect(f"{self._name(from_module)}({text}) == {tuple(from_module(module) or ())!r}")
+        # Whether BN may move to the sum, and the sum may be a new tensor, depends on the modules in between and on the
+        # module whose output the sum overwrites.
+        for node in match.passed_by:
+            module = self.module.get_submodule(str(node.target))
+            self._expect(f"_original_kind({_spell(str(node.target))}) is {self._name(type(module))}")
 
     def _expect(self, condition: str) -> None:
         self.conditions[condition] = None

@@ -30,9 +30,6 @@ from torch.overrides import TorchFunctionMode
 
 from .kinds import IN_PLACE, is_affine, is_in_place, keeps_torch_forward
 
-# Queries that are allowed on tensors other than the arguments, because their results do not depend on the contents.
-QUESTIONS = frozenset({"__get__", "size", "dim", "numel", "is_floating_point", "element_size", "__len__"})
-
 
 class Untraceable(BaseException):
     """Raised if a forward cannot be traced. This is not an Exception, so that traced code does not catch it."""
@@ -77,8 +74,16 @@ class Spies:
 
         def read(self: Any, name: str) -> Any:
             caller = _caller()
-            if not _is_machinery(caller) or (name == "_modules" and caller == "torch.nn.modules.container"):
+            if not _is_machinery(caller):
+                if name == "__dict__":
+                    raise Untraceable("its code reads attributes through __dict__ or vars()")
                 reads[self][name] = None
+            elif name == "_modules" and (caller == "torch.nn.modules.container" or _is_asked_by_user()):
+                reads[self][name] = None
+            elif caller.startswith("torch.nn.modules.") and caller.rpartition(".")[2] not in ("module", "container"):
+                reads[self][name] = None  # the module's class inherits the forward of a torch.nn class
+            elif name in ("_parameters", "_buffers") and _is_asked_by_user():
+                raise Untraceable("its code loops over parameters or buffers")
             return kind.__getattribute__(self, name)
 
         def write(self: Any, name: str, value: Any) -> None:
@@ -107,7 +112,7 @@ def trace_forward(
     """Trace a module's forward, given the patterns of its arguments; children in ``opened`` are traced too."""
     for problem in (spies.problems[m] for m in module.modules() if m in spies.problems):
         raise Untraceable(problem)
-    before = {m: _containers_of(m) for m in (module, *opened)}
+    before = {m: _containers_of(m) for m in module.modules()}
     generators = _generators()
     spies.reads.clear()
     tracer = _Tracer(opened)
@@ -125,7 +130,7 @@ def trace_forward(
     if generators != _generators():
         raise Untraceable("its code draws random numbers")
     if any(_containers_of(m) != held for m, held in before.items()):
-        raise Untraceable("its code changes one of its own lists or dicts")
+        raise Untraceable("its code changes a list, dict or set of a module")
     reads = {m: list(names) for m, names in spies.reads.items()}
     for node in graph.nodes:
         node.type = None
@@ -181,6 +186,8 @@ def _lists_in(tree: Any) -> Iterator[list[Any]]:
 def _ids(tree: Any) -> Any:
     if isinstance(tree, dict):
         return [(k, _ids(v)) for k, v in tree.items()]
+    if isinstance(tree, set):
+        return {id(v) for v in tree}
     return [_ids(v) for v in tree] if type(tree) in (list, tuple) else id(tree)
 
 
@@ -300,7 +307,7 @@ class _Outsiders(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if not _has_proxy((args, kwargs)) and name not in QUESTIONS and not _is_machinery(_caller()):
+        if not _has_proxy((args, kwargs)) and not _is_machinery(_caller()):
             raise Untraceable(f"its code calls {name or func} with no tensor that depends on its arguments")
         return func(*args, **kwargs)
 
@@ -317,6 +324,14 @@ def _caller() -> str:
     """Return the name of the Python module whose code called the caller of this function."""
     name: str = sys._getframe(2).f_globals.get("__name__", "")
     return name
+
+
+def _is_asked_by_user() -> bool:
+    """Return whether the user's code called the method of nn.Module, such as ``children``, that is running."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == "torch.nn.modules.module":
+        frame = frame.f_back
+    return frame is not None and not _is_machinery(frame.f_globals.get("__name__", ""))
 
 
 def _is_machinery(name: str) -> bool:
@@ -355,4 +370,4 @@ def _generators() -> tuple[Any, ...]:
 
 
 def _containers_of(module: nn.Module) -> dict[str, Any]:
-    return {name: _ids(value) for name, value in vars(module).items() if isinstance(value, list | dict)}
+    return {name: _ids(value) for name, value in vars(module).items() if isinstance(value, list | dict | set)}

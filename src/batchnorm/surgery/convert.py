@@ -14,7 +14,6 @@ from torch.nn.utils import parametrize
 from .. import network_call
 from ..change_report import NO_TRAINING, Site, VerbReport, attach
 from ..graph import Graph, trace_modes
-from ..graph.references import runs_in_order
 from ..graph.rewrite import Rewritten, arguments_in, restore_, restore_wrong_, rewrite_
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Sync
 from ..layers.fusion import Fused, activations_after, takes_activation
@@ -55,8 +54,7 @@ def convert(
     they are modules, functions, methods or operators, in place or not. Each module whose forward contains such a
     pattern is traced with ``torch.fx``, with its children as leaves, and becomes an instance of a generated subclass of
     its class. The new forward runs if everything that the trace depended on is unchanged: mode, arguments other than
-    tensors, attributes, hooks. If anything has changed, the original forward runs. In networks made only of
-    ``Sequential``, the layers themselves apply the activations.
+    tensors, attributes, hooks. If anything has changed, the original forward runs.
 
     Outputs, running statistics and gradients for ``example`` are compared in both modes. ``net`` is not changed.
     :func:`revert` undoes the conversion.
@@ -84,8 +82,8 @@ def convert(
 
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-    >>> convert(net, torch.randn(2, 3, 5, 5))[1].activation.name
-    'relu'
+    >>> str(convert(net, torch.randn(2, 3, 5, 5)).report)[:63]
+    'convert: 1 of 1 BN layers that feed an activation are fused; 1 '
 
     Beyond the paper: for networks that already have batch normalization.
     """
@@ -96,8 +94,8 @@ def convert(
     layers, refused = _convertible(net, graphs[0])
     fused, unfused = activations_after(net, graphs, [m for m in layers if _has_room(m, graphs)])
     if rewrite:
-        # User code may call the children of a Sequential directly. Rewriting that code is safe; fusing modules is not.
-        fused = {layer: activation for layer, activation in fused.items() if _is_all_in_order(net, layer)}
+        # User code may call or replace the children of a Sequential. Rewriting its code is safe; fusing modules is not.
+        fused = {}
     makers: dict[nn.Module, Any] = {
         layer: partial(_ours, layer, kind, as_activation(fused.get(layer))) for layer, kind in layers.items()
     }
@@ -130,11 +128,6 @@ def convert(
     if not _changes(net, result):
         notes.append("nothing changed: convert found nothing more to convert or fuse")
     return attach(result, VerbReport("convert", tuple(sites), error, tuple(notes), headline(counts)))
-
-
-def _is_all_in_order(net: nn.Module, layer: nn.Module) -> bool:
-    """Return whether every module that contains the layer, including the network, is a plain Sequential."""
-    return all(runs_in_order(m) for m in net.modules() if m is not layer and layer in set(m.modules()))
 
 
 def _changes(net: nn.Module, result: nn.Module) -> bool:
