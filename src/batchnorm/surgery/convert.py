@@ -59,9 +59,9 @@ def convert(
     Outputs, running statistics and gradients for ``example`` are compared in both modes. ``net`` is not changed.
     :func:`revert` undoes the conversion.
 
-    A trace cannot see changes of Python globals, ``print`` and other side effects, ``type(x)`` of a tensor, or random
-    numbers from generators other than the global ones of ``random``, NumPy and torch. Use ``rewrite=False`` for
-    networks whose forwards depend on these.
+    A trace cannot see changes of Python globals and classes, ``print`` and other side effects, ``type(x)`` of a tensor,
+    or random numbers from generators other than the global ones of ``random``, NumPy and torch. Use ``rewrite=False``
+    for networks whose forwards depend on these.
 
     Args:
         net: any network.
