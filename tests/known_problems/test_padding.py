@@ -1,9 +1,12 @@
 """Row 16: padded positions are counted in the statistics (pytorch 70529)."""
 
+from itertools import product
+
 import pytest
 import torch
 
 import batchnorm as bn
+from batchnorm.ops.activation import NAMES
 
 
 @pytest.mark.parametrize("padding", [0.0, 1e30, float("nan"), float("inf")])
@@ -25,6 +28,23 @@ def test_padding_changes_nothing(padding):
     torch.testing.assert_close(ours.weight.grad, packed.weight.grad)
     assert x.grad.isfinite().all()
     assert y.eq(0).movedim(1, 2)[~mask].all()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_padding_reaches_no_gradient(training):
+    mask = torch.arange(6) < torch.tensor([6, 2, 4, 5])[:, None]
+    x, residual, dy = (torch.randn(4, 3, 6) for _ in range(3))
+
+    def gradients(activation, statistics, padding):
+        layer = bn.BatchNorm1d(3, activation=activation, statistics=statistics).train(training)
+        given = [torch.where(mask[:, None], v, padding).requires_grad_() for v in (x, residual)]
+        return torch.autograd.grad(layer(*given, mask), [*given, *layer.parameters()], dy)
+
+    for activation, statistics in product(NAMES, (None, bn.Ghost(2), bn.Renorm())):
+        found = gradients(activation, statistics, float("nan"))
+        torch.testing.assert_close(found, gradients(activation, statistics, 0.0))
+        for padded in found[:2]:
+            assert padded.movedim(1, 2)[~mask].eq(0).all()
 
 
 def test_evaluation_masks_too():

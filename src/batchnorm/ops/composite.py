@@ -105,7 +105,9 @@ def scale_and_shift(call: Call, centred: Tensor, var: Tensor) -> Tensor:
 def finish(call: Call, z: Tensor) -> Tensor:
     """Add the residual, apply the nonlinearity, zero masked positions and cast to the input's dtype."""
     if call.residual is not None:
-        z = z + call.residual.to(z.dtype)
+        # Mask the residual too: its padding may hold NaN, and the activation's gradient there would be 0 * NaN.
+        residual = call.residual if call.mask is None else torch.where(call.mask, call.residual, 0)
+        z = z + residual.to(z.dtype)
     y = call.activation(z)
     if call.mask is not None:
         y = torch.where(call.mask, y, 0)
