@@ -230,6 +230,36 @@ def test_devices_dtypes_and_modes_follow_the_affine_layer():
     norm = bn.insert(net, torch.zeros(2, 3).double())[0].norm
     assert norm.weight.dtype == norm.running_mean.dtype == torch.float64
     assert not norm.training
+    norm = bn.insert(net, torch.zeros(2, 3).double(), placement="after")[1].norm
+    assert {t.dtype for t in (norm.weight, norm.bias, norm.running_mean, norm.running_var)} == {torch.float64}
+    assert not norm.training
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).to("meta")
+    inserted = bn.insert(net, torch.zeros(2, 3, device="meta"), placement="after")
+    assert {t.device.type for t in inserted.state_dict().values()} == {"meta"}
+
+
+def test_identity_after_the_nonlinearity_in_double_precision():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).double()
+    x = torch.randn(4, 3, 8, 8).double()
+    inserted = bn.insert(net, x, placement="after", init="identity", batches=[x]).eval()
+    torch.testing.assert_close(inserted(x), net(x))
+
+
+@pytest.mark.parametrize("placement", ["before", "after"])
+def test_a_difference_names_a_possible_cause(placement):
+    class Typed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.act = nn.Linear(3, 3), nn.Tanh()
+
+        def forward(self, x):
+            y = self.act(self.linear(x))
+            return y if type(self.linear) is nn.Linear and type(self.act) is nn.Tanh else 2 * y
+
+    x = torch.randn(4, 3)
+    with pytest.raises(ValueError, match="tests the type of a module") as error:
+        bn.insert(Typed(), x, placement=placement, init="identity", batches=[x])
+    assert ("reads weights" in str(error.value)) == (placement == "before")
 
 
 def test_weights_that_other_code_reads_are_not_touched():

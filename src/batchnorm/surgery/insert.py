@@ -92,7 +92,9 @@ def insert(
     result = copy_with(net, {place.module: partial(_make, place, norm) for place, norm in norms.items()})
     error = None
     if init == "identity":
-        advice = "Check whether its code reads weights or biases of layers without calling the layers"
+        advice = "Check whether its code tests the type of a module that a Normalized container replaced"
+        if placement == "before":
+            advice += ", or reads weights or biases of layers without calling the layers"
         error = verify(net, result, example, forward, what="the network with init='identity'", advice=advice)
     done = {}
     for place, norm in norms.items():
@@ -137,7 +139,7 @@ def _select(candidates: Iterable[Candidate], where: Where | None) -> tuple[list[
 
 def _norm(place: Place, per_activation: bool) -> BatchNorm:
     features = place.features(per_activation)
-    like = next(place.module.parameters(), torch.empty(0))
+    like = next(place.affine.parameters(), torch.empty(0))
     kind = BatchNorm1d if place.features_last else BY_DIMENSIONS[len(place.shape)]
     layer = kind(features if len(features) > 1 else features[0], device=like.device, dtype=like.dtype)
     return layer.train(place.module.training)

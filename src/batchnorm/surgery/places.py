@@ -28,6 +28,8 @@ class Place:
 
     path: str
     module: nn.Module
+    affine: nn.Module
+    """The affine layer; if the module is an activation, an affine layer that feeds it."""
     shape: tuple[int, ...]
     features_last: bool
     calls: int = 1
@@ -127,7 +129,8 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
             continue
         reason = _reason_to_skip(calls)
         last = isinstance(module, nn.Linear)
-        place = Place(names[module], module, call.outputs[0].shape, last, len(calls), _absorbed_bias(module))
+        shape, bias = call.outputs[0].shape, _absorbed_bias(module)
+        place = Place(names[module], module, module, shape, last, len(calls), bias)
         yield Candidate(place, Site(place.path, "skipped", reason), not reason)
     for module, name in names.items():
         if is_affine(module) and module not in seen:
@@ -139,18 +142,19 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
 def activation_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
     """Yield each nonlinearity that an affine layer feeds; batch normalization can be inserted after it."""
     graph = graphs[-1]
-    fed: dict[TracedCall, bool] = {}
+    fed: dict[TracedCall, list[nn.Module]] = {}
     for call in graph.calls:
-        if is_affine(call.module):
+        if call.module is not None and is_affine(call.module):
             for reached in reach(call.outputs).nonlinear:
-                fed[reached] = fed.get(reached, False) or isinstance(call.module, nn.Linear)
+                fed.setdefault(reached, []).append(call.module)
     for call in (call for call in graph.calls if call in fed):
         if call.module is None:
             yield Candidate(None, Site(call.path, "skipped", f"{call.name} is called as a function, not as a module"))
         elif len(graph.calls_of(call.module)) > 1:
             yield Candidate(None, Site(call.path, "skipped", "it is called more than once"))
         else:
-            place = Place(call.path, call.module, call.outputs[0].shape, fed[call])
+            last = any(isinstance(module, nn.Linear) for module in fed[call])
+            place = Place(call.path, call.module, fed[call][0], call.outputs[0].shape, last)
             yield Candidate(place, Site(call.path, "skipped"), default=True)
 
 
