@@ -1,5 +1,7 @@
 """Ghost and Renorm against their definitions; Sync in one process (several ranks: test_sync.py)."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -29,6 +31,38 @@ def test_ghost_with_a_tail():
     parts = x.tensor_split(3)
     weighted = sum(len(p) * p.var(0, correction=0) for p in parts) / sum(len(p) - 1 for p in parts)
     torch.testing.assert_close(layer.running_var, weighted)
+
+
+@pytest.mark.parametrize("examples", [3, 5, 7])
+def test_ghost_leaves_no_group_of_one_value(examples):
+    x = torch.randn(examples, 2, dtype=torch.float64)
+    layer = bn.BatchNorm1d(2, statistics=bn.Ghost(2), momentum=1.0).double()
+    parts = x.tensor_split(examples // 2)
+    torch.testing.assert_close(layer(x), torch.cat([nn.BatchNorm1d(2).double()(part) for part in parts]))
+    weighted = sum(len(p) * p.var(0, correction=0) for p in parts) / sum(len(p) - 1 for p in parts)
+    torch.testing.assert_close(layer.running_var, weighted)
+    # A single image has many values.
+    images = torch.randn(examples, 2, 4)
+    want = torch.cat([nn.BatchNorm1d(2)(part) for part in images.split(2)])
+    torch.testing.assert_close(bn.BatchNorm1d(2, statistics=bn.Ghost(2))(images), want)
+
+
+def test_ghost_with_a_mask_that_leaves_a_group_one_value():
+    x, residual = torch.randn(6, 2, 3, dtype=torch.float64), torch.randn(6, 2, 3, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]).bool()
+    layer = bn.BatchNorm1d(2, statistics=bn.Ghost(2), on_single="running", activation="silu", momentum=1.0).double()
+    layer.running_mean.normal_()
+    evaluated = copy.deepcopy(layer).eval()(x, residual, mask)
+    plain = bn.BatchNorm1d(2, activation="silu", momentum=1.0).double()
+    want = plain(x[:2], residual[:2], mask[:2])
+    y = layer(x, residual, mask)
+    torch.testing.assert_close(y[:2], want)
+    torch.testing.assert_close(y[2:], evaluated[2:], rtol=0, atol=0)
+    # The groups of one and of no value have no unbiased variance.
+    torch.testing.assert_close(layer.running_mean, plain.running_mean)
+    torch.testing.assert_close(layer.running_var, plain.running_var)
+    with pytest.raises(ValueError, match=r"all but one value masked in a group of Ghost\(size=2\). Use a larger group"):
+        bn.BatchNorm1d(2, statistics=bn.Ghost(2)).double()(x, mask=mask)
 
 
 def test_ghost_larger_than_the_batch_is_algorithm_1():

@@ -19,8 +19,7 @@ from ..ops.activation import Activation, as_activation
 from ..ops.call import Call
 from ..ops.cpu import forget
 from ..ops.dispatch import infer, train_
-from ..ops.torch_state import is_transformed
-from .statistics import Statistics, Sync
+from .statistics import Ghost, Statistics, Sync, count_unmasked
 from .torch_tools import tool_at
 
 # Bits of the state-dict entry "frozen".
@@ -252,16 +251,20 @@ class BatchNorm(TorchBatchNorm):
         if isinstance(self.statistics, Sync):
             return False  # other ranks may have more values
         m = input.shape[0] * prod(input.shape[1 + len(self.features) :])
-        masked = ""
-        if mask is not None and mask.device.type == "cpu" and not (torch.compiler.is_compiling() or is_transformed()):
-            m, masked = int(mask.sum()), " with all but one value masked"
-        if m != 1:
+        groups = self.statistics.groups(input, len(self.features)) if isinstance(self.statistics, Ghost) else 1
+        counts = [] if mask is None else count_unmasked(mask, groups)
+        if not (1 in counts if counts else m == 1):
             return False
         if self.on_single == "running":
-            return True
+            # Ghost normalizes only the groups that have one value by the running statistics, if it gets them.
+            return groups == 1 or self._running() is None
+        masked = " with all but one value masked" if counts else ""
+        larger = "batch"
+        if groups > 1:
+            larger, masked = "group", f"{masked} in a group of {self.statistics}"
         raise ValueError(
             f"{path_of(self)}: expected more than 1 value per channel when training, got input size"
-            f" {tuple(input.shape)}{masked}. Use a larger batch, drop or balance the loader's last batch"
+            f" {tuple(input.shape)}{masked}. Use a larger {larger}, drop or balance the loader's last batch"
             " (batchnorm.data.BalancedBatches), freeze the statistics (batchnorm.freeze_), or create the layer with"
             " on_single='running' to normalize such a batch by the running statistics"
         )

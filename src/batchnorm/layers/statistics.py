@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from ..ops import Moments, Running
 from ..ops.call import Features
 from ..ops.composite import finish, per_channel, scale_and_shift
 from ..ops.moments import batch_moments
-from ..ops.torch_state import is_recomputation
+from ..ops.torch_state import is_recomputation, is_transformed
 
 
 class Statistics(Protocol):
@@ -68,11 +69,14 @@ class Sync:
 class Ghost:
     """Normalize each group of at most ``size`` examples by its own statistics (Hoffer et al., 2017).
 
-    A batch is split into ceil(N / size) groups whose sizes differ by at most one. The running variance is the paper's
-    average over groups, sum(m_b var_b) / sum(m_b - 1).
+    A batch is split into ceil(N / size) groups whose sizes differ by at most one. If a group would have only one value
+    per feature, as with ``Ghost(2)`` and an odd number of examples of shape (C,), there is one group fewer, and the
+    first group has 3 examples. If a mask leaves a group one value, the layer's ``on_single`` applies to that group;
+    masks on a GPU and in compiled code are not checked. The running variance is the paper's average over groups,
+    sum(m_b var_b) / sum(m_b - 1), without groups of fewer than two values.
 
     Args:
-        size: the largest number of examples in a group, at least 2.
+        size: the number of examples in a group, at least 2.
 
     >>> import batchnorm as bn
     >>> layer = bn.BatchNorm1d(4, statistics=bn.Ghost(32))
@@ -92,14 +96,24 @@ class Ghost:
         self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any
     ) -> tuple[Tensor, Moments]:
         """Normalize each group by its own statistics."""
-        groups = max(1, -(-x.shape[0] // self.size))
+        groups = self.groups(x, options["feature_dims"])
         pieces = (_split(v, groups) for v in (x, options.pop("residual"), options.pop("mask")))
         outputs, moments = [], []
         for piece, residual, mask in zip(*pieces, strict=True):
-            y, m = ops.batch_norm(piece, gamma, beta, eps, residual=residual, mask=mask, **options)
+            given = {"residual": residual, "mask": mask, **options}
+            y, m = ops.batch_norm(piece, gamma, beta, eps, **given)
+            if running is not None and mask is not None and count_unmasked(mask) == [1]:
+                y = ops.normalize(piece, running.mean, running.var, gamma, beta, eps, **given)
             outputs.append(y)
             moments.append(m)
         return torch.cat(outputs), _average(moments)
+
+    def groups(self, x: Tensor, feature_dims: int) -> int:
+        """Return the number of groups."""
+        examples = x.shape[0]
+        groups = max(1, -(-examples // self.size))
+        smallest = examples // groups * prod(x.shape[1 + feature_dims :])
+        return groups - 1 if groups > 1 and smallest == 1 else groups
 
 
 @dataclass(frozen=True)
@@ -156,6 +170,13 @@ class Renorm:
         return features.restore(finish(call, z)), moments
 
 
+def count_unmasked(mask: Tensor, groups: int = 1) -> list[int]:
+    """Return how many positions of each group are not masked; an empty list if the mask's values cannot be read now."""
+    if mask.device.type != "cpu" or torch.compiler.is_compiling() or is_transformed():
+        return []
+    return [int(part.sum()) for part in mask.tensor_split(groups)]
+
+
 def _split(v: Any, groups: int) -> Any:
     return [None] * groups if v is None else v.tensor_split(groups)
 
@@ -163,7 +184,9 @@ def _split(v: Any, groups: int) -> Any:
 def _average(parts: list[Moments]) -> Moments:
     """Return moments whose mean and unbiased variance are the averages over groups, as in Alg. 2, l. 10."""
     count, mean, var = (torch.stack(list(v)) for v in zip(*parts, strict=True))
+    count = torch.where(count > 1, count, 0)  # smaller groups have no unbiased variance
     total = count.sum()
     weight = (count / total.clamp(min=1)).reshape(-1, *[1] * (mean.dim() - 1))
     # With m the average group size, var * m/(m-1) = sum(m_b var_b) / sum(m_b - 1).
-    return Moments(total / len(parts), (weight * mean).sum(0), (weight * var).sum(0))
+    m = total / count.count_nonzero().clamp(min=1)
+    return Moments(m, (weight * mean).sum(0), (weight * var).sum(0))
