@@ -335,11 +335,45 @@ def test_a_layer_that_is_not_called_is_left_alone():
 
 
 @pytest.mark.parametrize("upstream", ["batch", "population"])
-def test_an_empty_batch_says_nothing(upstream):
-    net, x = bn.BatchNorm1d(3), torch.randn(6, 3)
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, bn.BatchNorm1d])
+def test_an_empty_batch_says_nothing(kind, upstream):
+    net, x = kind(3), torch.randn(6, 3)
     report = bn.estimate_(net, [x[:0], x, x[:0]], rule="pooled", upstream=upstream)
     torch.testing.assert_close(net.running_mean, x.mean(0), rtol=1e-5, atol=1e-6)
     assert report.layers[0].batches == 1
+
+
+def test_a_fully_masked_batch_says_nothing():
+    net, x = bn.BatchNorm1d(3), torch.randn(6, 3, 4)
+    batches = [{"input": x, "mask": torch.full((6, 4), kept)} for kept in (True, False)]
+    assert bn.estimate_(net, batches, rule="pooled").layers[0].batches == 1
+    torch.testing.assert_close(net.running_mean, x.mean((0, 2)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, bn.BatchNorm1d])
+def test_layers_that_stopped_tracking_are_measured_from_outside(kind):
+    net, x = kind(3), torch.randn(6, 3)
+    net.track_running_stats = False  # evaluation still normalizes by the running statistics
+    bn.estimate_(net, x.split(3), rule="pooled")
+    torch.testing.assert_close(net.running_mean, x.mean(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(net.running_var, x.var(0, correction=0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("upstream", ["batch", "population"])
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, bn.BatchNorm1d])
+def test_a_layer_whose_forward_is_called_directly(kind, upstream):
+    class Direct(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = kind(3)
+
+        def forward(self, x):
+            return self.norm.forward(x)
+
+    net = Direct()
+    with pytest.raises(ValueError, match=r"layer\(x\).*layer\.forward\(x\)"):
+        bn.estimate_(net, [torch.randn(6, 3)], upstream=upstream)
+    assert net.norm.running_mean.eq(0).all()
 
 
 def test_many_batches_are_merged_in_chunks():

@@ -94,8 +94,8 @@ def estimate_(
 
     Raises:
         ValueError: if there are no layers or no batches; if ``batches`` is a bare tensor; if a batch has only one value
-            per feature (with ``upstream="population"`` and rule "paper", only if all batches do); or if a moment is not
-            finite.
+            per feature (with ``upstream="population"`` and rule "paper", only if all batches do); if a moment is not
+            finite; or if the network's code calls a layer's ``forward`` method instead of the layer.
         TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
@@ -137,7 +137,8 @@ def estimate_(
         raise ValueError(f"the network has no statistics to estimate: {why}")
     if not found:
         raise ValueError(
-            "no batch reached a batch normalization layer, so nothing was estimated: check that batches is not empty"
+            "no batch reached a batch normalization layer, so nothing was estimated: check that batches is not empty,"
+            " and that the network calls its layers as layer(x), not as layer.forward(x)"
         )
     compared = tuple(_compare(path, m, found[m], rule) for m, path in layers.items() if m in found)
     unreached = [path for m, path in layers.items() if m not in found]
@@ -236,10 +237,10 @@ class _Observer:
         self.layer, self.path, self.rule = layer, path, rule
         narrow = layer.running_mean is None or layer.running_mean.dtype.itemsize < 4
         own = getattr(layer, "statistics", None) is not None
-        uncounted = layer.num_batches_tracked is None
+        uncounted = layer.num_batches_tracked is None or not layer.track_running_stats
         self.direct = direct or type(layer) not in KNOWN or narrow or own or uncounted
         self._moments = MomentAccumulator(unbiased=not self.direct)
-        self._calls = 0
+        self._counted: Tensor | int = 0  # the calls that the layer should have counted
         self._m: Tensor | int = 0
 
     def register(self) -> Iterator[Any]:
@@ -273,21 +274,28 @@ class _Observer:
     def _after(self, layer: nn.Module, args: Any, out: Any) -> None:
         mu, var = self.layer.running_mean, self.layer.running_var
         assert mu is not None and var is not None  # noqa: PT018
-        if isinstance(self._m, Tensor) or self._m > 0:  # the layer does not count empty batches
-            self._calls += 1
-            self._moments.add(self._m, mu, var)
+        # torch.nn's layers count empty batches, the library's do not.
+        self._counted = self._counted + (self._m > 0 if isinstance(layer, BatchNorm) else 1)
+        self._moments.add(self._m, mu, var)
 
     def averages(self) -> AveragedMoments | None:
         """Return the averages over the batches of all ranks; None if no batch had values for this layer.
 
         Raises:
-            ValueError: if a batch gave no usable moments, or there are too few values for a variance.
+            ValueError: if a batch gave no usable moments, if the layer ran without its hooks, or if there are too few
+                values for a variance.
         """
-        lost = not self.direct and int(self.layer.num_batches_tracked) != self._calls  # type: ignore[arg-type]
-        ranks = collectives.gather_objects((self._moments.averages(), lost))
+        surplus = 0 if self.direct else int(self.layer.num_batches_tracked) - int(self._counted)  # type: ignore[arg-type]
+        ranks = collectives.gather_objects((self._moments.averages(), surplus))
         found = merge_averages(part for part, _ in ranks)
         finite = found is None or bool((found.mean + found.var + found.mean_spread).isfinite().all())
-        if not finite or any(lost for _, lost in ranks):
+        if any(surplus > 0 for _, surplus in ranks):
+            raise ValueError(
+                f"layer '{self.path}': the network's code runs the layer's forward method without calling the layer, so"
+                " its inputs cannot be observed; the network was not changed. Write layer(x) instead of"
+                " layer.forward(x)"
+            )
+        if not finite or any(surplus < 0 for _, surplus in ranks):
             raise ValueError(
                 f"layer '{self.path}': a batch gave no usable statistics; the network was not changed. Look for inf or"
                 " NaN in the batches or in the weights before this layer, or for a mask that leaves a single value"
