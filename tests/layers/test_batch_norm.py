@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import multiprocessing, nn
+from torch.utils.checkpoint import checkpoint
 
 import batchnorm as bn
 
@@ -321,6 +322,23 @@ def test_no_count_of_batches_as_in_torch(momentum):
     for layer in (ours, theirs):
         bn.estimate_(layer, [x])
         torch.testing.assert_close(layer.running_mean, x.mean((0, 2, 3)))
+
+
+@pytest.mark.parametrize("statistics", [None, bn.Ghost(2)])
+def test_no_averages_but_a_count_as_in_torch(statistics):
+    ours, theirs = bn.BatchNorm2d(3, statistics=statistics), nn.BatchNorm2d(3)
+    x = torch.randn(4, 3, 5, 5, requires_grad=True)
+    for layer in (ours, theirs):
+        layer.running_mean = layer.running_var = None
+        layer(x)
+        layer(x)
+        layer.eval()(x)  # normalizes by the batch's statistics, but does not count
+        layer.train().track_running_stats = False
+        layer(x)
+    assert ours.num_batches_tracked == theirs.num_batches_tracked == 2
+    ours.track_running_stats = True
+    checkpoint(ours, x, use_reentrant=False).sum().backward()
+    assert ours.num_batches_tracked == 3, "counted once, although it ran twice"
 
 
 def test_swapped_parameters():

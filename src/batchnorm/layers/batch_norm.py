@@ -19,6 +19,7 @@ from ..ops.activation import Activation, as_activation
 from ..ops.call import Call
 from ..ops.cpu import forget
 from ..ops.dispatch import infer, train_
+from ..ops.torch_state import is_recomputation
 from .statistics import Ghost, Statistics, Sync, count_unmasked
 from .torch_tools import tool_at
 
@@ -157,6 +158,8 @@ class BatchNorm(TorchBatchNorm):
                 input, self.running_mean, self.running_var, self.weight, self.bias, self.eps, **options
             )
         running = self._running()
+        if running is None:
+            self._count_without_averages()
         if self.statistics is not None:
             self._check_ranks()
             y, moments = self.statistics.batch_norm(input, self.weight, self.bias, self.eps, running, **options)
@@ -211,6 +214,12 @@ class BatchNorm(TorchBatchNorm):
             for count in (self.num_batches_tracked, self.num_batches_skipped)
         )
         return ops.Running(mean, var, *counts)
+
+    def _count_without_averages(self) -> None:
+        """Count the batch if the running averages were set to None, as torch.nn does."""
+        again = not torch.compiler.is_compiling() and is_recomputation()
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None and not again:
+            self.num_batches_tracked.add_(1)
 
     @property
     def _factor(self) -> float | None:
