@@ -15,14 +15,6 @@ from batchnorm.reproduce.mnist.fig1 import Fig1, fig1
 from batchnorm.reproduce.mnist.network_run import NetworkRun, save
 from batchnorm.reproduce.mnist.training import Setting
 
-SCRIPT = """
-import tyro
-from batchnorm.reproduce.mnist.fig1 import Fig1, fig1
-if __name__ == "__main__":
-    fig1(tyro.cli(Fig1))
-"""
-
-
 HOLDER = """
 import sys
 from pathlib import Path
@@ -96,7 +88,7 @@ def test_a_resumed_run_ends_bit_for_bit_the_same(tmp_path, batch_norm):
     assert not NetworkRun(tmp_path / "halves", setting).train(lambda: next(asked))
     with (tmp_path / "halves" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 999, "loss": 1.0}\n{"step": 10')  # written after the checkpoint, by a run that was killed
-    assert NetworkRun(tmp_path / "halves", setting, resume=True).train()
+    assert NetworkRun(tmp_path / "halves", setting).train()
     one, other = (tmp_path / name / "metrics.jsonl" for name in ("whole", "halves"))
     assert one.read_bytes() == other.read_bytes()
     a, b = (torch.load(p.parent / "checkpoint.pt", weights_only=True) for p in (one, other))
@@ -108,7 +100,7 @@ def test_a_resumed_run_ends_bit_for_bit_the_same(tmp_path, batch_norm):
 def test_resuming_with_other_options_is_refused(tmp_path):
     NetworkRun(tmp_path, Setting(steps=100)).train(lambda: True)
     with pytest.raises(ValueError, match=r"rate is 0\.1 instead of 0\.5.*use the same options, or another --out"):
-        NetworkRun(tmp_path, Setting(steps=100, rate=0.5), resume=True).train()
+        NetworkRun(tmp_path, Setting(steps=100, rate=0.5)).train()
 
 
 def test_a_checkpoint_is_replaced_or_left_alone(tmp_path, monkeypatch):
@@ -141,14 +133,12 @@ def test_metrics_that_were_cut_are_refused(tmp_path):
     assert not NetworkRun(tmp_path, Setting(steps=200)).train(lambda: True)
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"metrics\.jsonl has lost lines since the checkpoint was written"):
-        NetworkRun(tmp_path, Setting(steps=200), resume=True).train()
+        NetworkRun(tmp_path, Setting(steps=200)).train()
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_a_report(tmp_path):
-    script = tmp_path / "go.py"
-    script.write_text(SCRIPT)
-    out = tmp_path / "run"
-    command = [sys.executable, str(script), "--out", str(out), "--steps", "1000000"]
+    out = tmp_path / "a run"
+    command = [sys.executable, "-m", "batchnorm", "reproduce", "fig1", "--steps", "1000000", "--out", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     names = ("with-bn", "without-bn")
     while not all((out / n / "metrics.jsonl").exists() and _steps(out / n) >= 200 for n in names):
@@ -157,12 +147,53 @@ def test_ctrl_c_leaves_a_checkpoint_and_a_report(tmp_path):
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate()
     assert process.returncode == 0, text
-    assert "stopped before the end" in text
+    assert f"to resume: batchnorm reproduce fig1 --steps 1000000 --out '{out}'" in text
     assert (out / "report.html").exists()
     for name in names:
         state = torch.load(out / name / "checkpoint.pt", weights_only=True)
         assert state["step"] // 100 * 100 == _steps(out / name) >= 200  # it may stop between two lines
         assert not (out / name / "summary.json").exists()
+
+
+def test_the_same_command_resumes_a_stopped_run(tmp_path, capfd):
+    words = ["reproduce", "fig1", "--steps", "200", "--out", str(tmp_path), "--processes", "1"]
+    assert NetworkRun(tmp_path / "without-bn", Setting(False, steps=200)).train()
+    NetworkRun(tmp_path / "with-bn", Setting(True, steps=200)).train(lambda: True)
+    stopped = torch.load(tmp_path / "with-bn" / "checkpoint.pt", weights_only=True)["step"]
+    done = (tmp_path / "without-bn" / "checkpoint.pt").read_bytes()
+    assert main(words) == 0
+    printed = capfd.readouterr().out
+    assert f"with-bn: resuming from step {stopped}\n" in printed
+    assert "without-bn: resuming" not in printed
+    assert (tmp_path / "without-bn" / "checkpoint.pt").read_bytes() == done
+
+
+def test_a_finished_run_is_only_drawn_again(tmp_path, capfd):
+    words = ["reproduce", "fig1", "--steps", "10", "--out", str(tmp_path), "--processes", "1"]
+    assert main(words) == 0
+    (tmp_path / "fig1.png").unlink()
+    summaries = [(tmp_path / name / "summary.json") for name in ("with-bn", "without-bn")]
+    before = [path.read_bytes() for path in summaries]
+    capfd.readouterr()
+    assert main(words) == 0
+    printed = capfd.readouterr().out
+    assert "this run is finished, so only its figure and report are written again" in printed
+    assert f"to start over, choose another --out or remove {tmp_path}" in printed
+    assert [path.read_bytes() for path in summaries] == before
+    assert (tmp_path / "fig1.png").exists()
+
+
+def test_resume_accepts_another_number_of_steps(tmp_path, capfd):
+    words = ["reproduce", "fig1", "--out", str(tmp_path), "--processes", "1", "--steps"]
+    assert main([*words, "10"]) == 0
+    assert main([*words, "20"]) == 2
+    assert "steps is 10 instead of 20" in capfd.readouterr().err
+    assert main([*words, "20", "--resume"]) == 0
+    assert "with-bn: resuming from step 10\n" in capfd.readouterr().out
+    assert json.loads((tmp_path / "with-bn" / "summary.json").read_text())["steps"] == 20
+    assert main([*words, "10", "--resume"]) == 2
+    assert "is already at step 20: increase --steps, or use another --out" in capfd.readouterr().err
+    assert (tmp_path / "with-bn" / "summary.json").exists()
 
 
 def _steps(folder):
@@ -178,13 +209,12 @@ def test_a_file_in_the_way_is_found_before_the_training(tmp_path):
     assert not (tmp_path / "without-bn" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_damaged_checkpoint_is_named(tmp_path, processes, capfd):
-    words = ["reproduce", "fig1", "--steps", "10", "--out", str(tmp_path), "--processes", str(processes)]
+def test_a_damaged_checkpoint_is_named(tmp_path, capfd):
+    words = ["reproduce", "fig1", "--steps", "200", "--out", str(tmp_path)]
     for name in ("with-bn", "without-bn"):
         NetworkRun(tmp_path / name, Setting(name == "with-bn", steps=200)).train(lambda: True)
         (tmp_path / name / "checkpoint.pt").write_text("no checkpoint")
-    assert main([*words, "--resume"]) == {1: 2, 2: 1}[processes]  # refused in this process, or a job that failed
+    assert main(words) == 2
     error = capfd.readouterr().err
     assert "checkpoint.pt cannot be read" in error
     assert "Traceback" not in error
@@ -197,6 +227,3 @@ def test_a_run_of_other_options_is_not_overwritten(tmp_path):
     with pytest.raises(ValueError, match=r"holds another run .steps is 200 instead of 100.*another --out"):
         NetworkRun(tmp_path, Setting(steps=100)).train()
     assert (metrics.read_bytes(), checkpoint.read_bytes()) == before
-    NetworkRun(tmp_path, Setting(steps=200)).train(lambda: True)  # the same options: repeated from the start
-    assert metrics.read_bytes() == before[0]
-    assert torch.load(checkpoint, weights_only=True)["seconds"] > 0

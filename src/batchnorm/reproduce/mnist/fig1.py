@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,6 +28,9 @@ class Fig1:
     The paper gives neither the learning rate nor the standard deviation of the initial weights; the defaults are this
     project's choice.
 
+    After an interruption, run the same command again to resume from the last checkpoint. If the networks are already
+    trained, only the figure and the report are written again.
+
     Paper: Sec. 4.1; Fig. 1
     """
 
@@ -41,9 +45,9 @@ class Fig1:
     seed: int = 0
     """Seed of the weights and of the order of the examples; the same for both networks."""
     out: Path = Path("runs/fig1")
-    """Folder for the runs, the figure and the report."""
+    """Folder for the runs, the figure and the report; an unfinished run with the same options is resumed."""
     resume: bool = False
-    """Continue from the checkpoints in the folder."""
+    """Also resume a run that was started with another number of --steps, for example to train it for longer."""
     processes: int = 2
     """2 trains both networks in parallel, on one core each; 1 trains them one after the other."""
 
@@ -60,13 +64,16 @@ class Fig1:
 
 
 def fig1(options: Fig1) -> Path:
-    """Run the experiment of Figure 1 and return the path of its report.
+    """Run the experiment of Figure 1, or resume it, and return the path of its report.
 
     After Ctrl-C every network saves a checkpoint and stops within 100 steps; a second Ctrl-C stops at once.
+
+    Raises:
+        ValueError: if the folder holds a run with other options.
     """
     check_writable(options.out / "result.json")
     if not _train(options):
-        print(f"stopped before the end; results so far follow. Resume with --resume --out {options.out}")
+        print(f"stopped before the end; results so far follow. Run the same command to resume: {_command(options)}")
     folders = [options.out / name for name in options.settings()]
     runs = read_runs([folder for folder in folders if (folder / "metrics.jsonl").exists()])
     draw(runs, options.out)
@@ -82,16 +89,38 @@ def fig1(options: Fig1) -> Path:
 
 
 def _train(options: Fig1) -> bool:
-    """Train each network in its folder; return whether all reached their last step."""
+    """Train each network in its folder, or resume it; return whether all reached their last step."""
     runs = [NetworkRun(options.out / name, setting, options.resume) for name, setting in options.settings().items()]
+    found = {run: run.prepare() for run in runs}
+    runs = [run for run in runs if not run.finished()]
     for run in runs:
-        run.prepare()
+        if found[run]:
+            print(f"{run.name}: resuming from step {found[run]:,}", flush=True)
+    if not runs:
+        print(
+            "this run is finished, so only its figure and report are written again: to start over, choose another"
+            f" --out or remove {options.out}",
+            flush=True,
+        )
     if options.processes > 1:
         return run_side_by_side(runs, jobs=len(runs))
     with torch_threads(1), stop_signal() as stop, Display() as display:
         for run in runs:
             display.add(run.name, run.steps, "step")
         return all(run.train(lambda: stop.requested, partial(display.update, run.name)) for run in runs)
+
+
+def _command(options: Fig1) -> str:
+    """Return the command line with these options.
+
+    >>> _command(Fig1(steps=100, out=Path("my runs"), resume=True))
+    "batchnorm reproduce fig1 --steps 100 --out 'my runs' --resume"
+    """
+    words = ["batchnorm", "reproduce", "fig1"]
+    for name, value in asdict(options).items():
+        if value != getattr(Fig1, name):
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return shlex.join(words)
 
 
 def _result(options: Fig1, runs: Sequence[Run]) -> dict[str, Any]:

@@ -43,12 +43,15 @@ Show = Callable[[int, str], None]
 class NetworkRun:
     """The training run of one network, as a :class:`batchnorm.jobs.Job` that can run in parallel with others.
 
+    If the folder holds an unfinished run with the same setting, that run is resumed. With ``any_steps``, the run in the
+    folder may have been started with another number of steps.
+
     Paper: Sec. 4.1; Alg. 2
     """
 
     folder: Path
     setting: Setting
-    resume: bool = False
+    any_steps: bool = False
 
     @property
     def name(self) -> str:
@@ -60,11 +63,20 @@ class NetworkRun:
         """The number of training steps."""
         return self.setting.steps
 
-    def prepare(self) -> None:
-        """Create the folder, and check that it does not hold a run with other options."""
+    def prepare(self) -> int:
+        """Create the folder, and return the step to resume from: 0 if there is no checkpoint.
+
+        Raises:
+            ValueError: if the folder holds a run with another setting, or a checkpoint that cannot be used.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        check_config(self.folder, self.setting, resume=self.resume)
-        (self.folder / "summary.json").unlink(missing_ok=True)  # an old summary would mark this run as finished
+        there = self._config_there()
+        step, _, _ = _load(self.folder, self.setting.network())
+        if step > self.steps:
+            raise ValueError(f"{self.folder} is already at step {step:,}: increase --steps, or use another --out")
+        if there.get("steps") != self.steps:
+            (self.folder / "summary.json").unlink(missing_ok=True)  # this old summary would mark the run as finished
+        return step
 
     def finished(self) -> bool:
         """Return whether the run has reached its last step."""
@@ -86,7 +98,7 @@ class NetworkRun:
         setting, folder = self.setting, self.folder
         net, data = setting.network(), mnist()
         with locked(folder):
-            step, seconds, position = _resume(folder, net, setting) if self.resume else _start(folder, setting)
+            step, seconds, position = self._resume(net)
             began = time.perf_counter() - seconds
             with closing(Metrics(folder / "metrics.jsonl", position)) as metrics:
                 watch = _Watch(setting, net, data, metrics, show)
@@ -106,23 +118,28 @@ class NetworkRun:
             write_json(folder / "summary.json", {**summary, "seconds": round(time.perf_counter() - began, 2)})
         return True
 
+    def _config_there(self) -> dict[str, Any]:
+        """Return the configuration of the run in the folder, or {} if that run has no checkpoint."""
+        if not (self.folder / "checkpoint.pt").exists():
+            return {}
+        path = self.folder / "config.json"
+        try:
+            there = read_json(path)
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read ({error}): use another --out, or remove {self.folder}") from error
+        here = {k: v for k, v in _config(self.setting).items() if not (self.any_steps and k == "steps")}
+        if differs := differences(there, here):
+            raise ValueError(
+                f"{self.folder} holds another run ({', '.join(differs)}); use the same options, or another --out"
+            )
+        return there
 
-def check_config(folder: Path, setting: Setting, *, resume: bool) -> dict[str, Any]:
-    """Return the configuration of the run in the folder, or {} if the run has no checkpoint.
-
-    A resumed run may have a different number of steps.
-    """
-    if not (folder / "checkpoint.pt").exists():
-        return {}
-    path = folder / "config.json"
-    try:
-        there = read_json(path)
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read ({error}): use another --out, or remove {folder}") from error
-    here = {k: v for k, v in _config(setting).items() if not (resume and k == "steps")}
-    if differs := differences(there, here):
-        raise ValueError(f"{folder} holds another run ({', '.join(differs)}); use the same options, or another --out")
-    return there
+    def _resume(self, net: nn.Module) -> tuple[int, float, int]:
+        """Write the configuration and load the checkpoint, if there is one; return what :func:`_load` returns."""
+        there = self._config_there() or {"environment": environment()}
+        write_json(self.folder / "config.json", {**there, **_config(self.setting)})
+        (self.folder / "summary.json").unlink(missing_ok=True)
+        return _load(self.folder, net)
 
 
 def save(folder: Path, net: nn.Module, step: int, seconds: float, metrics_size: int) -> None:
@@ -132,23 +149,14 @@ def save(folder: Path, net: nn.Module, step: int, seconds: float, metrics_size: 
     write_atomically(folder / "checkpoint.pt", content.getvalue())
 
 
-def _start(folder: Path, setting: Setting) -> tuple[int, float, int]:
-    """Start at step 0, with 0 seconds and no metrics, even if there is an earlier run with the same options."""
-    check_config(folder, setting, resume=False)
-    for old in ("checkpoint.pt", "summary.json"):
-        (folder / old).unlink(missing_ok=True)
-    write_json(folder / "config.json", {**_config(setting), "environment": environment()})
-    return 0, 0.0, 0
+def _load(folder: Path, net: nn.Module) -> tuple[int, float, int]:
+    """Load the checkpoint into ``net``; return its step, the seconds trained so far and the metrics file's size.
 
-
-def _resume(folder: Path, net: nn.Module, setting: Setting) -> tuple[int, float, int]:
-    """Load the checkpoint into ``net``; return its step, the seconds trained so far and the metrics file's size."""
-    there = check_config(folder, setting, resume=True)
+    Without a checkpoint, nothing is loaded and all three are 0.
+    """
     path = folder / "checkpoint.pt"
     if not path.exists():
-        return _start(folder, setting)
-    write_json(folder / "config.json", {**there, **_config(setting)})
-    (folder / "summary.json").unlink(missing_ok=True)
+        return 0, 0.0, 0
     try:
         state = torch.load(path, weights_only=True)
         net.load_state_dict(state["net"])
