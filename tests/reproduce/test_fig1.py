@@ -146,9 +146,13 @@ def test_ctrl_c_leaves_a_checkpoint_and_a_report(tmp_path):
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate()
-    assert process.returncode == 0, text
-    assert f"to resume: batchnorm reproduce fig1 --steps 1000000 --out '{out}'" in text
+    assert process.returncode == 130, text
+    *_, last = text.splitlines()
+    assert last.startswith("stopped before the end")
+    assert last.endswith(f"to resume: batchnorm reproduce fig1 --steps 1000000 --out '{out}'")
+    assert "the paper:" not in text  # an unfinished run allows no comparison with the paper
     assert (out / "report.html").exists()
+    assert not (out / "result.json").exists()
     for name in names:
         state = torch.load(out / name / "checkpoint.pt", weights_only=True)
         assert state["step"] // 100 * 100 == _steps(out / name) >= 200  # it may stop between two lines

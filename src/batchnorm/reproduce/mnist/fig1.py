@@ -69,15 +69,19 @@ def fig1(options: Fig1) -> Path:
     After Ctrl-C every network saves a checkpoint and stops within 100 steps; a second Ctrl-C stops at once.
 
     Raises:
+        KeyboardInterrupt: if the training was stopped, once the state is saved.
         ValueError: if the folder holds a run with other options.
     """
     check_writable(options.out / "result.json")
-    if not _train(options):
-        print(f"stopped before the end; results so far follow. Run the same command to resume: {_command(options)}")
-    folders = [options.out / name for name in options.settings()]
-    runs = read_runs([folder for folder in folders if (folder / "metrics.jsonl").exists()])
-    draw(runs, options.out)
-    page = write_report(runs, options.out / "report.html")
+    complete = _train(options)
+    folders = [folder for run in options.settings() if ((folder := options.out / run) / "metrics.jsonl").exists()]
+    page = options.out / "report.html"
+    runs = read_runs(folders) if folders else []  # there are none yet if Ctrl-C came early
+    if runs:
+        draw(runs, options.out)
+        write_report(runs, page)
+    if not complete:
+        raise KeyboardInterrupt(f"stopped before the end; run the same command again to resume: {_command(options)}")
     result = _result(options, runs)
     write_json(options.out / "result.json", result)
     for run in runs:
