@@ -59,6 +59,7 @@ def refused(words, capsys):
 @pytest.mark.parametrize(
     ("command", "says"),
     [
+        ("train --data no --normalize foo", "Expected one of ('as-is', 'insert', 'convert', 'remove')."),
         ("train --recipe bn-x5 --data no --log-every 0", "log_every=0: must be 1 or more"),
         ("train --recipe bn-x5 --data no --estimate-batches 0", "estimate_batches=0: must be 1 or more"),
         ("train --recipe bn-x5 --data no --decay-epochs 0", "decay_epochs=0.0: must be above 0"),

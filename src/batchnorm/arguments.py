@@ -49,10 +49,30 @@ def call_with(words: Sequence[str], function: Callable[..., Any], prog: str, des
     """
     if TYRO is not None:
         config = (OmitArgPrefixes, TYRO.conf.PositionalMetavarFromFieldName)
-        return TYRO.cli(function, prog=prog, description=description, config=config, args=words)
+        registry = TYRO.constructors.ConstructorRegistry()
+        registry.primitive_rule(_optional_choice)
+        return TYRO.cli(function, prog=prog, description=description, config=config, args=words, registry=registry)
     parser = ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     make = _add_arguments(parser, function)
     return make(vars(parser.parse_args(words)))
+
+
+def _optional_choice(info: Any) -> Any:
+    """Return tyro's specification of an optional choice, so that None, the default, is not listed as a choice."""
+    if get_origin(info.type) not in (Union, UnionType):
+        return None
+    kind, *others = (one for one in get_args(info.type) if one is not NoneType)
+    if others or not (kind is bool or get_origin(kind) is Literal):
+        return None
+    choices = {str(value): value for value in ((True, False) if kind is bool else get_args(kind))}
+    return TYRO.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=f"{{{','.join(choices)}}}",
+        instance_from_str=lambda words: choices[words[0]],
+        is_instance=lambda value: value is None or value in choices.values(),
+        str_from_instance=lambda value: [str(value)],
+        choices=tuple(choices),
+    )
 
 
 def _add_arguments(parser: ArgumentParser, function: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
