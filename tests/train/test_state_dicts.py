@@ -124,6 +124,14 @@ def test_what_cannot_be_the_start(source, data, pretrained, tmp_path, capsys, mo
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_with_frozen_statistics_says_so(source, data, pretrained, tmp_path, capsys):
+    words = ["train", "--network", f"{source}:build", "--data", str(data), "--out", str(tmp_path / "run")]
+    words += ["--size", "32", "--batch-size", "8", "--max-steps", "1", "--device", "cpu", "--workers", "0"]
+    assert main([*words, "--normalize", "convert", "--from", str(pretrained), "--freeze-statistics"]) == 0
+    printed = capsys.readouterr().out
+    assert "after 1 steps (folded, frozen statistics)\nbest by frozen statistics: " in printed
+
+
 def test_a_run_that_was_finetuned_records_it(source, data, pretrained, tmp_path):
     recipe = small(factory=f"{source}:build", start=str(pretrained), epochs=0.25)
     train_small(data, tmp_path, recipe, **{**OPTIONS, "evaluate_every": 0})

@@ -175,7 +175,8 @@ class Result:
     best_top1: float | None = None
     best_step: int | None = None
     top1: float | None = None
-    """top-1 and top-5 validation accuracy of the folded network, with estimated population statistics"""
+    """top-1 and top-5 validation accuracy of the folded network, with estimated population statistics or the
+    frozen ones"""
     top5: float | None = None
     train_top1: float | None = None
     """top-1 accuracy of the folded network on the training images, if ``score_training`` is set"""

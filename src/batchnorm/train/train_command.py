@@ -115,7 +115,7 @@ def train(
         raise KeyboardInterrupt(str(stopped)) from stopped
     if not silent:
         folder, trust = options.folder(chosen), " --trust" if chosen.needs_trust else ""
-        print(_summary(result, folder))
+        print(_summary(result, folder, frozen=chosen.freeze_statistics))
         if not result.diverged:
             print(f"next: batchnorm predict {folder} IMAGE...{trust}\n      batchnorm fold {folder} -o net.onnx{trust}")
     if result.diverged:
@@ -197,17 +197,18 @@ def _name(own: Recipe) -> str:
     return "-".join(part for part in parts if part not in ("", "as-is"))
 
 
-def _summary(result: Result, out: Path) -> str:
+def _summary(result: Result, out: Path, *, frozen: bool = False) -> str:
     if result.diverged:
         return f"{result.recipe}: diverged by step {result.steps:,}; see {out / 'metrics.jsonl'}"
     assert result.top1 is not None
     assert result.top5 is not None
     lines = [
         f"{result.recipe}: top-1 {result.top1:.2%}, top-5 {result.top5:.2%} after {result.steps:,} steps"
-        " (folded, population statistics)"
+        f" (folded, {'frozen' if frozen else 'population'} statistics)"
     ]
     if result.best_top1 is not None:
-        lines.append(f"best by running averages: {result.best_top1:.2%} at step {result.best_step:,}")
+        by = "frozen statistics" if frozen else "running averages"
+        lines.append(f"best by {by}: {result.best_top1:.2%} at step {result.best_step:,}")
     lines += [f"steps to {float(k):.1%}: {v if v is None else f'{v:,}'}" for k, v in result.steps_to.items()]
     if result.corrupt:
         listed = "".join(f"\n  {file}" for file in result.corrupt_files[:5])
