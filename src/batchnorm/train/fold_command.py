@@ -34,10 +34,10 @@ def fold(
     """Fold a network's batch normalization into its weights and write the folded network as ONNX or torch.export.
 
     The file is checked against the network. For a run, it also holds the class names and the preprocessing as JSON:
-    classes, size, mean, std and crop. To preprocess an image, cut out its center square and resize the square to size x
-    size. The square's side is crop times the image's short side, but at least size, or the whole short side if that is
-    less than size. The input is (n, 3, size, size), RGB, (x / 255 - mean) / std; the output is the class scores before
-    softmax.
+    classes, size, mean, std and crop. To preprocess an image, first cut out its center square, then resize the square
+    to size x size with Pillow's BILINEAR filter. The square's side is max(round(crop * short), min(short, size)), where
+    short is the image's short side; its left edge is at (width - side) // 2, its top edge at (height - side) // 2. The
+    input is (n, 3, size, size), RGB, (x / 255 - mean) / std; the output is the class scores before softmax.
 
     Args:
         network: the folder of a finished run, or the function that builds the network, MODULE:FUNCTION or
