@@ -73,7 +73,7 @@ def estimate_(
 
     Rule "paper": E[x] = E_B[mu_B] and Var[x] = m/(m-1) E_B[sigma_B^2]; for batches of unequal m, means are weighted
     by m and Var[x] = sum(m sigma_B^2) / sum(m - 1). In convolutional layers m counts locations too.
-    Rule "pooled": the mean and variance of all samples together.
+    Rule "pooled": the mean and variance of all N samples together; the variance divides by N, not by N - 1.
 
     Only batch normalization runs in training mode; dropout, for example, is off. Frozen layers (frozen by ``freeze_``,
     or in evaluation mode inside a network in training mode) keep their statistics and normalize by them. The statistics
