@@ -17,21 +17,87 @@ FORMATS = ["net.onnx", "net.pt2"]
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("network", ["residual", "dense", "fused_residual"])
-def test_files_are_checked_on_two_batch_sizes(tmp_path, name, network):
+def test_files_are_checked_on_several_batch_sizes(tmp_path, name, network):
     make, example, _ = ZOO[network]
     net = scramble_(make()).eval()
     done = bn.export(net, example()[:2], tmp_path / name)
     assert done.path.stat().st_size > 0
-    assert done.batch_sizes == (2, 4)
+    assert done.batch_sizes == (1, 2, 3, 16)
     assert done.relative_error < 1e-5
     assert [p.name for p in tmp_path.iterdir()] == [name], "one file, nothing left beside it"
-    assert name in str(done)
+    assert f"{name}: relative error" in str(done)
+    assert "on batches of 1, 2, 3 and 16" in str(done)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_single_example_still_gives_a_dynamic_batch(tmp_path, name):
     done = bn.export(scramble_(Residual()).eval(), torch.randn(1, 3, 8, 8), tmp_path / name)
-    assert done.batch_sizes == (2, 4)
+    assert done.batch_sizes == (1, 2, 3, 16)
+
+
+class ByBatchSize(nn.Module):
+    """Run code that depends on the batch size."""
+
+    def __init__(self, special):
+        super().__init__()
+        self.linear, self.norm, self.special = nn.Linear(3, 4), nn.BatchNorm1d(4), special
+
+    def forward(self, x):
+        y = self.norm(self.linear(x))
+        return y * 2 if self.special(x.shape[0]) else y
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "special", "wrong"),
+    [
+        ("net.onnx", 2, lambda n: n > 8, 16),
+        ("net.onnx", 3, lambda n: n % 2 == 0, 2),
+        ("net.onnx", 1, lambda n: n == 1, 1),
+        ("net.pt2", 4, lambda n: n == 1, 1),
+    ],
+    ids=["threshold", "even", "own", "pt2"],
+)
+def test_a_file_that_differs_at_another_batch_size_is_not_written(tmp_path, name, size, special, wrong):
+    net = scramble_(ByBatchSize(special)).eval()
+    with pytest.raises(ValueError, match=f"on a batch of {wrong} differs .* with dynamic_batch=False"):
+        bn.export(net, torch.randn(size, 3), tmp_path / name)
+    assert not list(tmp_path.iterdir())
+    assert bn.export(net, torch.randn(size, 3), tmp_path / name, dynamic_batch=False).batch_sizes == (size,)
+
+
+def test_a_file_that_fails_at_another_batch_size_is_not_written(tmp_path):
+    class Rows(ByBatchSize):
+        def forward(self, x):
+            y = self.norm(self.linear(x))
+            return torch.stack([y[i] * (i + 1) for i in range(min(x.shape[0], 8))])
+
+    with pytest.raises(ValueError, match=r"fails on a batch of 1, .* with dynamic_batch=False"):
+        bn.export(scramble_(Rows(None)).eval(), torch.randn(2, 3), tmp_path / "net.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_batch_sizes_that_the_network_refuses_are_not_checked(tmp_path):
+    class Pairs(ByBatchSize):
+        def forward(self, x):
+            return self.norm(self.linear(x)).reshape(-1, 2, 4).sum(1)
+
+    done = bn.export(scramble_(Pairs(None)).eval(), torch.randn(4, 3), tmp_path / "net.onnx")
+    assert done.batch_sizes == (2, 4, 16)
+
+
+def test_folding_is_checked_at_other_batch_sizes(tmp_path):
+    class Sometimes(ByBatchSize):
+        def forward(self, x):
+            y = self.linear(x)
+            return self.norm(y) if x.shape[0] > 1 else y
+
+    with pytest.raises(ValueError, match="on a batch of 1 differs"):
+        bn.export(scramble_(Sometimes(None)).eval(), torch.randn(2, 3), tmp_path / "net.onnx")
+
+
+def test_large_inputs_are_not_repeated_many_times(tmp_path):
+    net = scramble_(nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1))).eval()
+    assert bn.export(net, torch.randn(1, 1, 1024, 1024), tmp_path / "net.pt2").batch_sizes == (1, 2, 3, 4)
 
 
 def test_metadata_is_in_the_file(tmp_path):

@@ -17,13 +17,16 @@ from torch import Tensor, nn
 
 from .. import network_call
 from ..change_report import VerbReport
-from ..network_copy import outputs, relative_error
+from ..network_copy import outputs, relative_error, require_numbers
 from ..optional_packages import MissingExtraError, require
 from ..verify import rounding
 from .fold import fold_with_report, warn_of_left
 
 # A protobuf file is limited to 2 GiB; the weights of larger networks go into a second file.
 LARGEST_FILE = 1_900_000_000
+# Check small inputs with this many examples: code that depends on the batch size often has a threshold below it.
+MANY_EXAMPLES = 16
+LARGEST_INPUT = 2**22  # numbers
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,14 @@ class Exported:
     relative_error: float
     """max |file - network| / max |network| of the outputs: the largest value for the batch sizes that were run."""
     batch_sizes: tuple[int, ...]
+    """The batch sizes on which the file was run and compared with the network."""
     fold: VerbReport
     sizes: tuple[int, int, int]
     """The bytes of parameters and buffers before and after folding, and of the files written."""
 
     def __str__(self) -> str:
-        batches = " and ".join(map(str, self.batch_sizes))
+        *others, last = map(str, self.batch_sizes)
+        batches = f"{', '.join(others)} and {last}" if others else last
         before, after, written = self.sizes
         return (
             f"{self.path}: relative error {self.relative_error:.1e} on batches of {batches}\n{self.fold}\n"
@@ -66,7 +71,8 @@ def export(
         net: any network; it is written in evaluation mode, with a warning if it is in training mode.
         example: a batch; a dict is passed as keyword arguments.
         path: ends in ``.onnx`` (needs the extra "export") or ``.pt2``.
-        dynamic_batch: let the first dimension of each input vary; the file is then run on two batch sizes.
+        dynamic_batch: let the first dimension of each input vary. The file is then also run on other batch sizes,
+            smaller and larger than the example's, except those that the network does not accept.
         tolerance: the largest relative error to accept; by default, the error that rounding can cause in the network's
             precision.
         metadata: strings to store in the file, such as class names: ONNX's metadata properties, or the extra files of
@@ -77,18 +83,19 @@ def export(
 
     Raises:
         FileNotFoundError: if the folder does not exist.
-        ValueError: if ``path`` has another extension, if the exporter cannot express the network, or if outputs differ.
+        ValueError: if ``path`` has another extension, if the exporter cannot express the network, or if outputs differ
+            at one of the batch sizes.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()).eval()
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     export(net, torch.randn(2, 4), f"{folder}/net.pt2").batch_sizes
-    (2, 4)
+    (1, 2, 3, 16)
 
     Beyond the paper: inference without Python.
     """
     path = Path(path)
-    writers: dict[str, tuple[Writer, Runner]] = {".onnx": (_write_onnx, _run_onnx), ".pt2": (_write_pt2, _run_pt2)}
-    if path.suffix not in writers:
+    formats: dict[str, tuple[Writer, Loader]] = {".onnx": (_write_onnx, _load_onnx), ".pt2": (_write_pt2, _load_pt2)}
+    if path.suffix not in formats:
         raise ValueError(f"cannot tell the format from '{path.name}': end it in .onnx or .pt2")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path.name}: the folder '{path.parent}' does not exist")
@@ -102,37 +109,73 @@ def export(
     warn_of_left(report)
     # Copy the example, because it may be a view of a data set, and torch.export saves the whole storage of its example.
     example = network_call.to_device(example, network_call.device_of(folded), copy=True)
-    if dynamic_batch and _batch_size(example) == 1:
-        example = _repeated(example)  # exporters treat a dimension of 1 as fixed
-    limit = rounding(folded, example) if tolerance is None else tolerance
-    batches = [example, _repeated(example)] if dynamic_batch else [example]
-    write, run = writers[path.suffix]
+    limit = rounding(folded, example) + (report.relative_error or 0.0) if tolerance is None else tolerance
+    own_size = _batch_size(example)
+    traced_size = 2 if dynamic_batch and own_size == 1 else own_size  # exporters treat a dimension of 1 as fixed
+    traced = example if traced_size == own_size else _resized(example, traced_size)
+    write, load = formats[path.suffix]
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         draft = Path(folder) / path.name
         try:
             with torch.no_grad(), warnings.catch_warnings(), _without_import_warnings():
                 warnings.simplefilter("ignore")  # torch's exporters warn about their own internals
-                write(folded, example, draft, dynamic_batch, dict(metadata or {}))
+                write(folded, traced, draft, dynamic_batch, dict(metadata or {}))
         except MissingExtraError:
             raise
         except Exception as failure:
             hint = "; try dynamic_batch=False" if dynamic_batch else ""
             raise ValueError(f"torch cannot export this network to {path.suffix}{hint}: {failure}") from failure
-        error = max(relative_error(run(draft, batch), outputs(folded, batch)) for batch in batches)
-        if not error <= limit:
-            raise ValueError(
-                f"the exported file's output differs from the network's by {error:.2e} (relative), more than"
-                f" {limit:.0e}; nothing was written"
-            )
+        errors = _errors(net, load(draft), example, _other_sizes(example) if dynamic_batch else [])
+        for size, error in errors.items():
+            if not error <= limit:
+                branch = "; its code may depend on the batch size: export a file for each size with dynamic_batch=False"
+                raise ValueError(
+                    f"the exported file's output on a batch of {size} differs from the network's by {error:.2e}"
+                    f" (relative), more than {limit:.0e}; nothing was written{branch if size != traced_size else ''}"
+                )
         written = sum(file.stat().st_size for file in Path(folder).iterdir())
         for file in Path(folder).iterdir():
             os.replace(file, path.parent / file.name)
-    batch_sizes = tuple(_batch_size(batch) for batch in batches)
-    return Exported(path, error, batch_sizes, report, (_bytes(net), _bytes(folded), written))
+    return Exported(path, max(errors.values()), tuple(sorted(errors)), report, (_bytes(net), _bytes(folded), written))
 
 
 Writer = Callable[[nn.Module, Any, Path, bool, dict[str, str]], None]
-Runner = Callable[[Path, Any], Any]
+Loader = Callable[[Path], Callable[[Any], Any]]
+
+
+def _errors(net: nn.Module, run: Callable[[Any], Any], example: Any, others: list[int]) -> dict[int, float]:
+    """Return the relative error of a file's outputs by batch size, without the other sizes that the network refuses."""
+    expected = _on_cpu(outputs(net, example, training=False))
+    found = {_batch_size(example): relative_error(_on_cpu(run(example)), expected)}
+    for size in others:
+        batch = _resized(example, size)
+        try:
+            expected = _on_cpu(outputs(net, batch, training=False))
+            require_numbers(expected)
+        except Exception:  # the user's code may raise any exception
+            continue
+        try:
+            found[size] = relative_error(_on_cpu(run(batch)), expected)
+        except Exception as failure:
+            raise ValueError(
+                f"the exported file fails on a batch of {size}, which the network accepts; nothing was written; export"
+                f" a file for each size with dynamic_batch=False: {failure}"
+            ) from failure
+    return found
+
+
+def _on_cpu(output: Any) -> list[Tensor]:
+    return [t.cpu() for t in network_call.tensors_in(output)]
+
+
+def _other_sizes(example: Any) -> list[int]:
+    """Return batch sizes to check a file on: small ones, even and odd, and a larger multiple of the example's."""
+    own = _batch_size(example)
+    if own == 0:
+        return []
+    numbers = sum(t.numel() for t in network_call.tensors_in(network_call.arguments(example)))
+    many = min(MANY_EXAMPLES, LARGEST_INPUT * own // max(numbers, 1))
+    return sorted({1, 2, 3, own * max(3, many // own)} - {own})
 
 
 @contextmanager
@@ -157,10 +200,16 @@ def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool, metadata
     torch.export.save(program, path, extra_files=metadata)
 
 
-def _run_pt2(path: Path, batch: Any) -> Any:
-    with torch.no_grad(), warnings.catch_warnings():
+def _load_pt2(path: Path) -> Callable[[Any], Any]:
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch 2.11's, about its own file
-        return network_call.call(torch.export.load(path).module(), batch)
+        program = torch.export.load(path).module()
+
+    def run(batch: Any) -> Any:
+        with torch.no_grad():
+            return network_call.call(program, batch)
+
+    return run
 
 
 def _write_onnx(net: nn.Module, example: Any, path: Path, dynamic: bool, metadata: dict[str, str]) -> None:
@@ -183,18 +232,24 @@ def _write_onnx(net: nn.Module, example: Any, path: Path, dynamic: bool, metadat
         onnx.save(model, str(path))
 
 
-def _run_onnx(path: Path, batch: Any) -> Any:
+def _load_onnx(path: Path) -> Callable[[Any], Any]:
     runtime = require("onnxruntime", "export")
-    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    args, kwargs = network_call.arguments(batch)
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4  # failures are raised, so do not print them too
+    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [node.name for node in session.get_inputs()]
-    given = (
-        kwargs
-        if set(names) <= kwargs.keys()
-        else dict(zip(names, network_call.tensors_in((args, kwargs)), strict=True))
-    )
-    out = session.run(None, {name: given[name].detach().cpu().numpy() for name in names})
-    return [torch.as_tensor(value) for value in out]
+
+    def run(batch: Any) -> Any:
+        args, kwargs = network_call.arguments(batch)
+        given = (
+            kwargs
+            if set(names) <= kwargs.keys()
+            else dict(zip(names, network_call.tensors_in((args, kwargs)), strict=True))
+        )
+        out = session.run(None, {name: given[name].detach().cpu().numpy() for name in names})
+        return [torch.as_tensor(value) for value in out]
+
+    return run
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> Any:
@@ -218,5 +273,11 @@ def _batch_size(batch: Any) -> int:
     return max(sizes, default=0)
 
 
-def _repeated(batch: Any) -> Any:
-    return network_call.map_tensors(batch, lambda t: torch.cat([t, t]) if t.dim() else t)
+def _resized(batch: Any, size: int) -> Any:
+    """Return a batch of another size, with the same examples in turn."""
+    own = _batch_size(batch)
+
+    def resize(t: Tensor) -> Tensor:
+        return t[torch.arange(len(t) * size // own, device=t.device) % len(t)] if t.dim() else t
+
+    return network_call.map_tensors(batch, resize)
