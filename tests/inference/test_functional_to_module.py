@@ -71,7 +71,8 @@ def test_a_layer_with_its_own_forward_is_opened_alone():
     assert folded.report.summary.startswith(
         "fold: 1 of 2 batch norms folded into weights, 1 as a fixed affine map, rel"
     )
-    assert not folded.report.notes[1:], "the user's forward runs as it is written"
+    (_, note) = folded.report.notes
+    assert note.startswith("batch norm subclasses"), "the block's forward runs as it is written"
 
 
 @pytest.mark.parametrize("name", ["net.onnx", "net.pt2"])
@@ -110,7 +111,9 @@ def test_the_module_stays_of_its_class_and_travels():
     assert isinstance(block, Functional2)
     assert (block.answer(), block.stride) == (42, 7)
     assert folded.report["1.functional_batch_norm"].action == "folded into '1.conv'"
-    assert folded.report.notes == ("'1' runs a traced form of its forward",)
+    assert folded.report.notes == (
+        "'1' runs a traced form of its forward, which ignores attributes that are set later",
+    )
     assert not list(block.buffers())
     x = image().double()
     for twin in (copy.deepcopy(folded), pickle.loads(pickle.dumps(folded))):
@@ -147,7 +150,9 @@ def test_calls_that_differ_are_traced_with_the_module_around():
             return self.inner(x, scale=2.0) - self.inner(x)
 
     folded = check(nn.Sequential(Outer(), nn.ReLU()))
-    assert folded.report.notes == ("'0' runs a traced form of its forward",)
+    assert folded.report.notes == (
+        "'0' runs a traced form of its forward, which ignores attributes that are set later",
+    )
     assert isinstance(folded[0], Outer)
 
 
@@ -208,6 +213,43 @@ def test_what_cannot_be_traced_is_counted_and_warned_of_once():
     assert "2 left: torch.fx cannot trace it: symbolically traced variables" in folded.report.summary
     assert caught[0].filename == __file__
     assert [site.path for site in folded.report if site.action == "kept"] == ["2.0", "2.0"]
+
+
+def test_code_that_assigns_to_attributes_is_not_traced():
+    class Counting(Functional2):
+        def forward(self, x):
+            self.stride += 1
+            return super().forward(x) * self.stride
+
+    class CountingNorm(nn.BatchNorm2d):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), CountingNorm(4), Counting())
+    with pytest.warns(UserWarning, match="0 of 2 batch norms folded"):
+        folded = bn.fold(net, image())
+    assert folded.report["1"].reason == "CountingNorm has its own forward; its code assigns to the attribute 'calls'"
+    assert folded.report["2"].reason == "its code assigns to the attribute 'stride'"
+    assert [type(module) for module in folded] == [type(module) for module in net]
+    assert (folded[1].calls, folded[2].stride) == (0, 7)
+    with pytest.raises(ValueError, match=r"cannot trace the network \(its code assigns to the attribute 'calls'"):
+        bn.fold(net, image(), traced=True)
+
+
+def test_the_report_says_which_modules_are_traced():
+    class Scaled(nn.BatchNorm2d):
+        gain = 2.0
+
+        def forward(self, x):
+            return super().forward(x) * self.gain
+
+    folded = check(nn.Sequential(nn.Conv2d(3, 4, 3), Scaled(4), nn.Conv2d(4, 4, 3), Scaled(4)))
+    assert folded.report.notes == (
+        "batch norm subclasses run a traced form of their forward, which ignores attributes that are set later",
+    )
 
 
 def test_export_and_the_command_warn_of_what_is_left(tmp_path, monkeypatch, capsys):

@@ -62,7 +62,8 @@ def fold(
 
     If a module's forward does the normalization itself (a batch normalization subclass with its own forward, a call of
     ``F.batch_norm``), ``torch.fx`` traces that forward only, and the batch normalization becomes a child of the module.
-    All other Python code stays the same.
+    The traced form keeps the values that the module's attributes have now. A forward that assigns to attributes is not
+    traced. All other Python code stays the same.
 
     Args:
         net: any network, in either mode; it is folded in evaluation mode.
@@ -179,11 +180,7 @@ def _fold(
         f"Python code reads values of a tensor ({call}), so the network may compute something else for other inputs"
         for call in graph.functions(*READS)
     ]
-    notes = [
-        f"'{path}' runs a traced form of its forward" if path else "the network runs a traced form of its forward"
-        for path in forwards.modules
-    ]
-    return result, VerbReport("fold", tuple(sites), difference, (*reads[:1], *notes))
+    return result, VerbReport("fold", tuple(sites), difference, (*reads[:1], *_notes_on(forwards)))
 
 
 def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> Graph:
@@ -282,6 +279,15 @@ def _sites(
         elif module in plan.remaining:
             with_activation = f" with {type(fused[module]).__name__}" if module in fused else ""
             yield Site(path, "fixed affine map" + with_activation, plan.reasons[module])
+
+
+def _notes_on(forwards: TracedForwards) -> Iterator[str]:
+    """Yield notes on the modules that run a traced form of their forward."""
+    ignores = "which ignores attributes that are set later"
+    for path in forwards.modules:
+        yield f"{repr(path) if path else 'the network'} runs a traced form of its forward, {ignores}"
+    if forwards.layers:
+        yield f"batch norm subclasses run a traced form of their forward, {ignores}"
 
 
 def _functions_left(graph: Graph, kept: dict[nn.Module, str], forwards: TracedForwards) -> Iterator[Site]:

@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from .. import network_call
 from ..graph.generated import by_name, scope_of
 from ..graph.kinds import is_affine, keeps_torch_forward
+from ..graph.symbolic import Spies, Untraceable
 from ..layers import BatchNorm
 from ..network_copy import private_copy
 
@@ -67,9 +68,9 @@ def as_graph_module(net: nn.Module) -> fx.GraphModule:
     try:
         if "forward" in vars(net):
             raise ValueError("its forward was replaced on the instance")
-        with _unchecked_shapes(net):
+        with _unchecked_shapes(net), _no_assignments(net):
             graph = _ForwardTracer(_keeps_its_forward).trace(net)
-    except Exception as error:
+    except (Exception, Untraceable) as error:
         raise ValueError(
             f"torch.fx cannot trace the network ({error}); remove traced=True: without it, fold accepts any Python code"
         ) from error
@@ -105,6 +106,8 @@ def trace_forwards_(
                 traced.layers.add(at) if is_layer else traced.modules.append(at)
                 traced.refused.pop(path, None)
                 break
+            except Untraceable as error:
+                traced.refused.setdefault(path, str(error))
             except Exception as error:  # the user's code runs on torch.fx's proxies, so it may raise any exception
                 reason = str(error).strip().partition("\n")[0] or type(error).__name__
                 traced.refused.setdefault(path, f"torch.fx cannot trace it: {reason}")
@@ -176,6 +179,18 @@ def _unchecked_shapes(net: nn.Module) -> Iterator[None]:
                 attributes[check] = own
 
 
+@contextmanager
+def _no_assignments(net: nn.Module) -> Iterator[None]:
+    """Raise Untraceable if the user's code assigns to an attribute of a module, because a graph would not repeat it."""
+    kinds = {module: type(module) for module in net.modules()}
+    try:
+        Spies(net)
+        yield
+    finally:
+        for module, kind in kinds.items():
+            object.__setattr__(module, "__class__", kind)  # the spies refuse a plain assignment
+
+
 def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any]) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError("it is scripted")
@@ -187,7 +202,8 @@ def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any])
         fixed = _fixed_arguments(module, calls)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.fx warns about values that it cannot check at run time
-            graph = _ForwardTracer(lambda m: m not in inside).trace(module, fixed or None)
+            with _no_assignments(module):
+                graph = _ForwardTracer(lambda m: m not in inside).trace(module, fixed or None)
         for node in graph.nodes:
             if node.op == "placeholder" and node.target.removesuffix("_1") in fixed:
                 node.target = node.target.removesuffix("_1")  # torch.fx renames fixed arguments
