@@ -230,6 +230,25 @@ def test_both_sides_of_one_convolution():
     assert [site.action for site in folded.report] == ["folded into '1'", "folded into '1'"]
 
 
+@pytest.mark.parametrize("sizes", [(4, 3, 1), (1, 3, 5)])
+def test_a_dimension_of_size_1_does_not_hide_that_a_reshape_mixes_features(sizes):
+    dim = sizes.index(1)
+    net = Net(
+        lambda n, x: n.bn(n.conv(x).transpose(dim, 1).reshape(x.shape)), conv=nn.Conv1d(3, 3, 1), bn=nn.BatchNorm1d(3)
+    )
+    folded = bn.fold(scramble_(net).double(), torch.randn(sizes).double())
+    assert "moves a dimension of size 1 past the features" in folded.report["bn"].reason
+    x = torch.randn(4, 3, 5).double()
+    torch.testing.assert_close(folded(x), net.eval()(x))
+
+
+def test_dimensions_of_size_1_that_a_view_adds_or_removes():
+    net = Net(lambda n, x: n.bn(n.conv(x).view(-1, 4)), conv=nn.Conv2d(3, 4, 8), bn=nn.BatchNorm1d(4))
+    assert check(net).report["bn"].action == "folded into 'conv'"
+    net = Net(lambda n, x: n.conv(n.bn(x).view(-1, 4, 1, 1)), conv=nn.Conv2d(4, 3, 1), bn=nn.BatchNorm1d(4))
+    assert check(net, torch.randn(3, 4)).report["bn"].action == "folded into 'conv'"
+
+
 def test_before_a_transposed_convolution_only_a_scale_could_go():
     net = nn.Sequential(nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 6, 3, groups=2))
     assert "spread the shift unevenly" in check(net, image(2, 4, 5, 5)).report["0"].reason

@@ -269,13 +269,30 @@ def _function_of(inner: Tensor, outer: Tensor, size: int) -> Tensor:
 
 def _replayed(x: Tensor, moves: list[TracedCall]) -> Tensor:
     for move in moves:
+        before = x
         try:
             x = move.replay(x.contiguous())
         except Exception as error:
             raise Refusal(f"{move} fails on a tensor of scales or shifts ({error})") from error
         if not isinstance(x, Tensor):
             raise Refusal(f"{move} returns more than a tensor")
+        if plain_name(move.name) in ("view", "reshape"):
+            changes = [new - old for new, old in zip(_ones_around(x), _ones_around(before), strict=True)]
+            if prod(changes) < 0:
+                raise Refusal(
+                    f"{move} moves a dimension of size 1 past the features, and may mix it with them at other sizes;"
+                    " pass an example in which it is larger"
+                )
     return x
+
+
+def _ones_around(features: Tensor) -> tuple[int, int]:
+    """Return how many dimensions of size 1 a tensor of feature indices has before and after its features."""
+    firsts = (features.narrow(d, 0, min(n, 1)).expand_as(features) for d, n in enumerate(features.shape))
+    varied = [d for d, first in enumerate(firsts) if not torch.equal(features, first)]
+    if not varied:
+        return 0, 0
+    return features.shape[: varied[0]].count(1), features.shape[varied[-1] + 1 :].count(1)
 
 
 def _numbered(shape: tuple[int, ...], dims: list[int]) -> Tensor:
