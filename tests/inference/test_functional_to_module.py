@@ -239,6 +239,19 @@ def test_code_that_assigns_to_attributes_is_not_traced():
         bn.fold(net, image(), traced=True)
 
 
+def test_code_that_asks_for_types_and_buffers_is_traced():
+    class Asking(Functional2):
+        def forward(self, x):
+            if type(self.conv) is not nn.Conv2d or self.__class__ is not Asking or self.__dict__["training"]:
+                return self.conv(x)
+            return F.batch_norm(self.conv(x), dict(self.named_buffers())["mean"], self.var, self.gamma)
+
+    net, x = nn.Sequential(nn.Conv2d(3, 4, 3), Asking()).eval(), image()
+    folded = bn.fold(net, x)
+    assert "1 of 1" in folded.report.summary
+    torch.testing.assert_close(folded(x), net(x))
+
+
 def test_the_report_says_which_modules_are_traced():
     class Scaled(nn.BatchNorm2d):
         gain = 2.0

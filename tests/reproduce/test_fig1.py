@@ -198,6 +198,9 @@ def test_resume_accepts_another_number_of_steps(tmp_path, capfd):
     assert main([*words, "10", "--resume"]) == 2
     assert "is already at step 20: increase --steps, or use another --out" in capfd.readouterr().err
     assert (tmp_path / "with-bn" / "summary.json").exists()
+    (tmp_path / "with-bn" / "checkpoint.pt").write_text("no checkpoint")
+    assert main([*words, "30", "--resume"]) == 2
+    assert (tmp_path / "without-bn" / "summary.json").exists()  # nothing changes before both runs are checked
 
 
 def _steps(folder):

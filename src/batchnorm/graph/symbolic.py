@@ -74,7 +74,7 @@ class Spies:
 
         def read(self: Any, name: str) -> Any:
             caller = _caller()
-            if not _is_machinery(caller):
+            if not is_machinery(caller):
                 if name == "__dict__":
                     raise Untraceable("its code reads attributes through __dict__ or vars()")
                 reads[self][name] = None
@@ -87,7 +87,7 @@ class Spies:
             return kind.__getattribute__(self, name)
 
         def write(self: Any, name: str, value: Any) -> None:
-            if not _is_machinery(_caller()):
+            if not is_machinery(_caller()):
                 raise Untraceable(f"its code assigns to the attribute '{name}'")
             kind.__setattr__(self, name, value)
 
@@ -263,7 +263,7 @@ class _Typed:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        if _is_machinery(_caller()) and sys._getframe(1).f_code is not torch.is_tensor.__code__:
+        if is_machinery(_caller()) and sys._getframe(1).f_code is not torch.is_tensor.__code__:
             return type(self)
         if not isinstance(self, Attribute) and _is_tensor(self.node, self.tracer.root):
             return Tensor
@@ -307,7 +307,7 @@ class _Outsiders(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if not _has_proxy((args, kwargs)) and not _is_machinery(_caller()):
+        if not _has_proxy((args, kwargs)) and not is_machinery(_caller()):
             raise Untraceable(f"its code calls {name or func} with no tensor that depends on its arguments")
         return func(*args, **kwargs)
 
@@ -331,10 +331,11 @@ def _is_asked_by_user() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == "torch.nn.modules.module":
         frame = frame.f_back
-    return frame is not None and not _is_machinery(frame.f_globals.get("__name__", ""))
+    return frame is not None and not is_machinery(frame.f_globals.get("__name__", ""))
 
 
-def _is_machinery(name: str) -> bool:
+def is_machinery(name: str) -> bool:
+    """Return whether a Python module is part of torch or of this package, rather than the user's code."""
     return name.partition(".")[0] == "torch" or name.rpartition(".")[0] == __package__
 
 
@@ -352,7 +353,7 @@ def _refuse_contexts() -> None:
             if found:
                 raise Untraceable("its code has a with statement, which torch.fx does not record")
             return
-        found |= not _is_machinery(frame.f_globals.get("__name__", "")) and _has_context(frame.f_code)
+        found |= not is_machinery(frame.f_globals.get("__name__", "")) and _has_context(frame.f_code)
         frame = frame.f_back
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import network_call
 from ..change_report import VerbReport
-from ..network_copy import outputs, relative_error, require_numbers
+from ..network_copy import outputs, relative, relative_error, require_numbers
 from ..optional_packages import MissingExtraError, require
 from ..verify import rounding
 from .fold import fold_with_report, warn_of_left
@@ -147,6 +148,7 @@ def _errors(net: nn.Module, run: Callable[[Any], Any], example: Any, others: lis
     """Return the relative error of a file's outputs by batch size, without the other sizes that the network refuses."""
     expected = _on_cpu(outputs(net, example, training=False))
     found = {_batch_size(example): relative_error(_on_cpu(run(example)), expected)}
+    scales = [_largest(t) for t in expected]
     for size in others:
         batch = _resized(example, size)
         try:
@@ -155,13 +157,29 @@ def _errors(net: nn.Module, run: Callable[[Any], Any], example: Any, others: lis
         except Exception:  # the user's code may raise any exception
             continue
         try:
-            found[size] = relative_error(_on_cpu(run(batch)), expected)
+            found[size] = _scaled_error(_on_cpu(run(batch)), expected, scales)
         except Exception as failure:
             raise ValueError(
                 f"the exported file fails on a batch of {size}, which the network accepts; nothing was written; export"
                 f" a file for each size with dynamic_batch=False: {failure}"
             ) from failure
     return found
+
+
+def _scaled_error(new: list[Tensor], old: list[Tensor], scales: list[float]) -> float:
+    """Return the relative error; outputs that are small on this batch are compared with their scale on the example."""
+    if [t.shape for t in new] != [t.shape for t in old] or len(old) != len(scales):
+        return inf
+    errors = []
+    for a, b, scale in zip(new, old, scales, strict=True):
+        here = _largest(b)
+        errors.append(relative(a, b) * (here or 1.0) / (max(here, scale) or 1.0))
+    return max(errors)
+
+
+def _largest(t: Tensor) -> float:
+    finite = t[t.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _on_cpu(output: Any) -> list[Tensor]:

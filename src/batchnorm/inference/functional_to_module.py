@@ -8,6 +8,7 @@ are fixed.
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from .. import network_call
 from ..graph.generated import by_name, scope_of
 from ..graph.kinds import is_affine, keeps_torch_forward
-from ..graph.symbolic import Spies, Untraceable
+from ..graph.symbolic import Untraceable, is_machinery
 from ..layers import BatchNorm
 from ..network_copy import private_copy
 
@@ -182,13 +183,18 @@ def _unchecked_shapes(net: nn.Module) -> Iterator[None]:
 @contextmanager
 def _no_assignments(net: nn.Module) -> Iterator[None]:
     """Raise Untraceable if the user's code assigns to an attribute of a module, because a graph would not repeat it."""
-    kinds = {module: type(module) for module in net.modules()}
+    assign, modules = nn.Module.__setattr__, set(net.modules())
+
+    def refuse(module: nn.Module, name: str, value: Any) -> None:
+        if module in modules and not is_machinery(sys._getframe(1).f_globals.get("__name__", "")):
+            raise Untraceable(f"its code assigns to the attribute '{name}'")
+        assign(module, name, value)
+
+    nn.Module.__setattr__ = refuse  # type: ignore[assignment]  # torch.fx itself patches nn.Module while it traces
     try:
-        Spies(net)
         yield
     finally:
-        for module, kind in kinds.items():
-            object.__setattr__(module, "__class__", kind)  # the spies refuse a plain assignment
+        nn.Module.__setattr__ = assign  # type: ignore[method-assign]
 
 
 def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any]) -> None:

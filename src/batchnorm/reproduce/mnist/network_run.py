@@ -70,17 +70,16 @@ class NetworkRun:
             ValueError: if the folder holds a run with another setting, or a checkpoint that cannot be used.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        there = self._config_there()
+        self._config_there()
         step, _, _ = _load(self.folder, self.setting.network())
         if step > self.steps:
             raise ValueError(f"{self.folder} is already at step {step:,}: increase --steps, or use another --out")
-        if there.get("steps") != self.steps:
-            (self.folder / "summary.json").unlink(missing_ok=True)  # this old summary would mark the run as finished
         return step
 
     def finished(self) -> bool:
         """Return whether the run has reached its last step."""
-        return (self.folder / "summary.json").exists()
+        summary = self.folder / "summary.json"
+        return summary.exists() and read_json(summary).get("steps") == self.steps
 
     def __call__(self) -> None:
         """Train in this process, with one thread."""
