@@ -178,6 +178,7 @@ def _scaled_error(new: list[Tensor], old: list[Tensor], scales: list[float]) -> 
 
 
 def _largest(t: Tensor) -> float:
+    t = t.to(torch.promote_types(t.dtype, torch.float32))
     finite = t[t.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 

@@ -146,11 +146,11 @@ def _other_uses(rows: list[Result], names: list[str]) -> list[str]:
     for row in rows:
         if row["mode"] not in MODES:
             found.setdefault((row["network"], row["batch"]), []).append(f"{row['mode']} {_speedup(row)}")
-    return [
-        f"Speedups of {_short(name, names)} in other uses, at batch {batch}: {', '.join(told)}"
-        " (`batchnorm bench networks --help` explains them)."
+    lines = [
+        f"Speedups of {_short(name, names)} in other uses, at batch {batch}: {', '.join(told)}."
         for (name, batch), told in found.items()
     ]
+    return [*lines, "`batchnorm bench networks --help` explains these uses."] if lines else []
 
 
 def _cpu(r: Result) -> str:
