@@ -105,6 +105,7 @@ def test_folding_is_checked_at_other_batch_sizes(tmp_path):
 def test_large_inputs_are_not_repeated_many_times(tmp_path):
     net = scramble_(nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1))).eval()
     assert bn.export(net, torch.randn(1, 1, 1024, 1024), tmp_path / "net.pt2").batch_sizes == (1, 2, 3, 4)
+    assert bn.export(net, torch.randn(5, 1, 1024, 1024), tmp_path / "net.pt2").batch_sizes == (1, 2, 3, 5, 6)
 
 
 def test_metadata_is_in_the_file(tmp_path):

@@ -188,13 +188,13 @@ def _on_cpu(output: Any) -> list[Tensor]:
 
 
 def _other_sizes(example: Any) -> list[int]:
-    """Return batch sizes to check a file on: small ones, even and odd, and a larger multiple of the example's."""
+    """Return batch sizes to check a file on: small ones, even and odd, and one that is larger than the example's."""
     own = _batch_size(example)
     if own == 0:
         return []
     numbers = sum(t.numel() for t in network_call.tensors_in(network_call.arguments(example)))
     many = min(MANY_EXAMPLES, LARGEST_INPUT * own // max(numbers, 1))
-    return sorted({1, 2, 3, own * max(3, many // own)} - {own})
+    return sorted({1, 2, 3, own * (many // own) if many >= 2 * own else own + 1} - {own})
 
 
 @contextmanager
