@@ -72,8 +72,12 @@ class Match(NamedTuple):
         return [node for node in nodes if node.op == "call_module"]
 
     @property
-    def passed_by(self) -> list[fx.Node]:
-        """The module calls between BN and the sum, and the call whose output the sum overwrites."""
+    def depended_on(self) -> list[fx.Node]:
+        """The module calls that the fusion relies on.
+
+        Those between BN and the sum must not write to BN's input. If the sum is in place, the call whose output it
+        overwrites must return a new tensor.
+        """
         if self.sum is None:
             return []
         nodes = [*_between(self.norm, self.sum), *([self.sum.args[0]] if writes_its_sum(self.sum) else [])]

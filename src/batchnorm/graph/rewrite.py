@@ -198,7 +198,7 @@ class _Worker:
 
 @contextmanager
 def _autocast_everywhere() -> Iterator[None]:
-    """Make ``torch.is_autocast_enabled`` True for every device, also for devices that this machine does not have."""
+    """Make ``torch.is_autocast_enabled`` True for the CPU and for CUDA, even on a machine without a GPU."""
     before = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
     for device in before:
         torch.set_autocast_enabled(device, True)
@@ -304,9 +304,7 @@ class _Builder:
             self._expect(f"_type({text}) is {self._name(type(module))} and _is_quiet({text})")
             if isinstance(module, nn.LeakyReLU | nn.Hardtanh):
                 self._expect(f"{self._name(from_module)}({text}) == {tuple(from_module(module) or ())!r}")
-        # Whether BN may move to the sum, and the sum may be a new tensor, depends on the modules in between and on the
-        # module whose output the sum overwrites.
-        for node in match.passed_by:
+        for node in match.depended_on:
             module = self.module.get_submodule(str(node.target))
             self._expect(f"_original_kind({_spell(str(node.target))}) is {self._name(type(module))}")
 

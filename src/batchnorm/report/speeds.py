@@ -51,7 +51,7 @@ def alternatives(results: Path) -> str:
         [
             "`torch.nn.BatchNorm2d`",
             f"stay frozen: `net.train()` [thaws it]({tests}/test_frozen_layers_thaw.py)",
-            "`bn.convert(net, example)`, then `bn.freeze_(net)`: `train()` does not undo it",
+            "`net = bn.convert(net, example)`, then `bn.freeze_(net)`: `train()` does not undo it",
         ],
         [
             "`torch.compile`",
