@@ -56,8 +56,8 @@ def convert(
     its class. The new forward runs if everything that the trace depended on is unchanged: mode, arguments other than
     tensors, attributes, hooks. If anything has changed, the original forward runs.
 
-    Outputs, running statistics and gradients for ``example`` are compared in both modes. ``net`` is not changed.
-    :func:`revert` undoes the conversion.
+    Outputs, running statistics and gradients for ``example`` (for the gradients, two rows of it if it is a tensor) are
+    compared in both modes. ``net`` is not changed. :func:`revert` undoes the conversion.
 
     A trace cannot see changes of Python globals and classes, ``print`` and other side effects, ``type(x)`` of a tensor,
     or random numbers from generators other than the global ones of ``random``, NumPy and torch. Use ``rewrite=False``
