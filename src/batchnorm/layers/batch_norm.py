@@ -99,11 +99,12 @@ class BatchNorm(TorchBatchNorm):
             RuntimeError: if the code that reads the average is a tool of torch that would drop this layer's activation,
                 ``statistics`` option or freezing.
         """
-        if not torch.compiler.is_compiling():
-            tool = tool_at(sys._getframe(1))
-            lost = [] if tool is None else self._extras(for_inference=tool.for_inference)
-            if tool is not None and lost:
-                raise RuntimeError(f"{type(self).__name__}: {tool.name} would drop {', '.join(lost)}; {tool.instead}")
+        if torch.compiler.is_compiling():
+            return self._buffers["running_mean"]  # the compiler would guard on every line of nn.Module.__getattr__
+        tool = tool_at(sys._getframe(1))
+        lost = [] if tool is None else self._extras(for_inference=tool.for_inference)
+        if tool is not None and lost:
+            raise RuntimeError(f"{type(self).__name__}: {tool.name} would drop {', '.join(lost)}; {tool.instead}")
         return nn.Module.__getattr__(self, "running_mean")  # type: ignore[return-value]
 
     @property
@@ -133,7 +134,7 @@ class BatchNorm(TorchBatchNorm):
             activation: g for this call, instead of the layer's own activation.
         """
         g = self.activation if activation is None else as_activation(activation)
-        if mask is None and type(input) is Tensor:
+        if mask is None and type(input) is Tensor and not torch.compiler.is_compiling():
             y = self._fast(input, residual, g)
             if y is not None:
                 return y
