@@ -81,14 +81,6 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def _fuse_every_size(monkeypatch):
-    """Use the fused kernels under torch.compile even for the small tensors of tests."""
-    from batchnorm.ops import dispatch
-
-    monkeypatch.setattr(dispatch, "LEFT_TO_INDUCTOR", 0)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file():
     """Look for docstring examples in src only.

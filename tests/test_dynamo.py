@@ -15,12 +15,10 @@ from networks import scramble_
 from torch import nn
 from torch._dynamo.backends import registry
 from torch._dynamo.utils import counters
-from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import batchnorm as bn
 from batchnorm.dynamo import compile_graph
-from batchnorm.ops import dispatch
 from batchnorm.ops.activation import NAMES, Activation, to_module
 
 ROOT = Path(__file__).parents[1]
@@ -309,26 +307,6 @@ def test_a_gpu_trains_as_before_with_inductors_cuda_graphs(converts):
     net, backend = (bn.convert(net, inputs[0]), "inductor") if converts else (net, compile_graph)
     assert_as_stock(net, inputs, backend, close={"rtol": 1e-2, "atol": 1e-2}, mode="reduce-overhead")
     assert counters["inductor"]["cudagraph_skips"] == 0
-
-
-@pytest.mark.parametrize(("side", "path"), [(8, "composite"), (9, "cuda")])
-def test_small_tensors_are_left_to_inductor(monkeypatch, side, path):
-    monkeypatch.setattr(dispatch, "LEFT_TO_INDUCTOR", 2 * 4 * 9 * 9 * 4)
-    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
-    with FakeTensorMode():
-        x = torch.empty(2, 4, side, side, device="cuda")
-    assert bn.ops.explain(x).path == path
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("converts", [False, True])
-def test_a_gpu_trains_as_before_on_small_tensors(monkeypatch, converts):
-    monkeypatch.setattr(dispatch, "LEFT_TO_INDUCTOR", 2**40)
-    inputs = [torch.randn(8, 4, 16, 16, device="cuda") for _ in range(2)]
-    net = Bottleneck().cuda()
-    net, backend = (bn.convert(net, inputs[0]), "inductor") if converts else (net, compile_graph)
-    counts = assert_as_stock(net, inputs, backend, close={"rtol": 1e-2, "atol": 1e-2})
-    assert counts[1] == 0
 
 
 def test_mode_and_options_reach_inductor():

@@ -214,8 +214,8 @@ def test_one_rank(where, wrapper):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
-def test_graphed_callables():
-    where = torch.device("cuda")
+@pytest.mark.parametrize("where", ["cuda"], indirect=True)
+def test_graphed_callables(where):
     stock, net, batches = pair(where)
     before = copy.deepcopy(net.state_dict())
     graphed = torch.cuda.make_graphed_callables(net, (batches[0].clone(),))

@@ -118,6 +118,18 @@ def test_resident_kernels(resident_device, channels, dtype, parts, groups):
 
 
 @pytest.mark.parametrize("kind", ["triton", "resident"])
+def test_words_that_earlier_launches_used_as_barriers(monkeypatch, resident_device, kind):
+    def used(x, floats, words):
+        left = torch.full((words,), -(2**31), dtype=torch.int32, device=x.device)
+        left[:2] = 0  # in every launch, the ticket and the first layer's count
+        return x.new_empty(floats, dtype=torch.float32), left
+
+    monkeypatch.setattr(grouped, "workspace", used)
+    layers = Layers((32, 64, 40), torch.bfloat16, resident_device)
+    layers.check(layers.residence(2, 2) if kind == "resident" else layers.tiling(MET))
+
+
+@pytest.mark.parametrize("kind", ["triton", "resident"])
 def test_a_bad_channel_holds_up_the_averages_of_its_own_layer_alone(resident_device, kind):
     layers = Layers((32, 16, 24), torch.float32, resident_device)
     layers.xs[1][0, 3, 0, 0] = float("nan")

@@ -87,13 +87,12 @@ def has_hooks(module: nn.Module) -> bool:
 
 def is_quiet(module: nn.Module) -> bool:
     """Return whether a module has no hooks and no patched forward."""
-    held = module.__dict__
     return not (
-        held["_forward_hooks"]
-        or held["_forward_pre_hooks"]
-        or held["_backward_hooks"]
-        or held["_backward_pre_hooks"]
-        or "forward" in held
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
     )
 
 

@@ -271,10 +271,13 @@ class _Builder:
         elif name.startswith("__"):
             return
         elif name in vars(owner):
+            # Reading __dict__ would slow down torch.compile's guards on the whole module.
+            plain = name.isidentifier() and not isinstance(getattr_static(type(owner), name, None), property)
+            held = f"{text}.{name}" if plain else f"{text}.__dict__[{name!r}]"
             if isinstance(vars(owner)[name], Tensor):
-                self._expect(f"_isinstance({text}.__dict__[{name!r}], _Tensor)")
+                self._expect(f"_isinstance({held}, _Tensor)")
             else:
-                self._expect_value(f"{text}.__dict__[{name!r}]", vars(owner)[name])
+                self._expect_value(held, vars(owner)[name])
         elif any(name in held for held in (owner._modules, owner._parameters, owner._buffers)):
             (held,) = (h for h in ("_modules", "_parameters", "_buffers") if name in vars(owner)[h])
             absent = vars(owner)[held][name] is None

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from . import composite, cpu
 from .activation import Activation, as_activation
@@ -19,8 +18,6 @@ from .torch_state import is_forward_mode, is_observed, is_transformed
 
 # BATCHNORM_FAST=0 disables every fast path; plain torch operations then compute everything.
 FAST = os.environ.get("BATCHNORM_FAST", "1") != "0"
-# Under torch.compile, tensors of fewer bytes are left to Inductor (docs/compile.md).
-LEFT_TO_INDUCTOR = 32 * 1024
 PATHS: dict[str, Path] = {"composite": composite, "cpu": cpu, "cuda": cuda}
 
 
@@ -244,12 +241,10 @@ def choose(call: Call) -> Choice:
     if not FAST:
         return Choice("composite", "BATCHNORM_FAST=0 disables every fast path")
     if torch.compiler.is_compiling():
-        # The compiler fuses plain operations, but on CUDA the result is slower than our fused kernels.
+        # The compiler fuses plain operations, but on CUDA the result is slower than our fused kernels, at every size
+        # (docs/compile.md).
         if x.device.type != "cuda":
             return Choice("composite", "torch.compile fuses plain operations itself")
-        # A size that is not known must not become a guard.
-        if statically_known_true(x.numel() * x.element_size() < LEFT_TO_INDUCTOR):
-            return Choice("composite", "torch.compile is faster on a tensor this small")
     elif is_transformed():
         return Choice("composite", "torch.func transforms need plain operations")
     elif is_observed(x):

@@ -601,7 +601,8 @@ struct Move {
         }
         u32 step = 1 + (__any_sync(~0u, bad) ? 1u << 16 : 0);
         __syncwarp();
-        return threadIdx.x % 32 == 0 ? add_release(done, step) + step : 0;
+        // The highest bit is not part of the count: an earlier launch may have used this word as a barrier.
+        return threadIdx.x % 32 == 0 ? (add_release(done, step) & 0x7fffffffu) + step : 0;
     }
 
     __device__ __forceinline__ void finish(const Running& r, u32* done, const float* before, int C, u32 all, u32 expected) {
