@@ -173,7 +173,7 @@ class _Training:
     def _train_on(self, images: Tensor, labels: Tensor, k: int) -> None:
         """Take one step. Random numbers depend only on the seed, step and rank, so no generator state is saved."""
         rate = self.recipe.rate_at(self.step, len(self.batches))
-        torch.manual_seed(seed_at(self.recipe.seed, 1, self.step, self.ranks.rank))  # dropout
+        self._seed(seed_at(self.recipe.seed, 1, self.step, self.ranks.rank))  # for dropout
         generator = torch.Generator().manual_seed(seed_at(self.recipe.seed, 2, self.step))
         draws = self.augment.draw(self.batches.order.step_size(k), generator)[self.batches.order.rows(k)]
         self.train_step(images, labels, draws[: len(labels)], rate)
@@ -181,6 +181,12 @@ class _Training:
         if self.logger is not None:
             self.logger.advance(self.step)
             self._tell_time_left(self.logger)
+
+    def _seed(self, seed: int) -> None:
+        # torch.manual_seed() would also format a stack trace for every kind of device that is not in use.
+        torch.default_generator.manual_seed(seed)
+        if self.ranks.device.type == "cuda":
+            torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
     def _tell_time_left(self, logger: Logger) -> None:
         """Print once an estimate of the time left, measured after the slow first steps."""
