@@ -4,7 +4,8 @@ from torch import nn
 
 from batchnorm.bench.contenders import OURS, STOCK, STOCK_COMPOSED, Timed
 from batchnorm.bench.kernels import kernels
-from batchnorm.bench.train import StepTime, check_same_function, report, train
+from batchnorm.bench.step_profile import Launch, summary
+from batchnorm.bench.train import StepTime, check_same_function, profile_report, report, train
 from batchnorm.layers import BatchNorm
 from batchnorm.models.bn_inception import pooling
 
@@ -31,6 +32,26 @@ def test_the_table_says_whether_the_bar_is_reached():
     fast, slow = (StepTime("ours", 32, 1.0, speed, 2.2, ratio) for speed, ratio in ((11_000.0, 2.0), (10_000.0, 1.9)))
     assert report([*stock, fast], 32).count(": reached") == 2
     assert report([*stock, slow], 32).count(": MISSED") == 2
+
+
+def test_a_profile_sums_kernels_by_kind():
+    names = ["sm90_xmma_dgrad_x", "backward_layers", "max_backward_2", "forward_layers_2", "Memset (Device)", "forward"]
+    found = summary([Launch(name, 10 * k, 10 * k + 5) for k, name in enumerate(names)], steps=2)
+    assert found["launches"] == 3
+    assert found["busy"] == 6 * 5 / 55
+    assert list(found["milliseconds"].values()) == pytest.approx([0.0025] * 6)
+    assert found["longest_rest"] == {"forward_layers_2": 0.0025}  # no kernel of ours
+    assert "BN, backward" in profile_report(found)
+    assert "3 launches" in profile_report(found)
+    with pytest.raises(RuntimeError, match="no kernels"):
+        summary([], 1)
+
+
+@pytest.mark.gpu
+def test_a_step_is_profiled():
+    found = Timed(OURS, 2, 64, torch.device("cuda")).profile()
+    assert found["milliseconds"]["BN, forward"] > 0
+    assert found["milliseconds"]["convolutions, forward"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")

@@ -14,6 +14,7 @@ from ..models.bn_inception.blocks import InceptionModule, SeparableConv2d
 from ..train import RECIPES
 from ..train.distributed import Ranks
 from ..train.step import TrainStep, make_optimizer
+from .step_profile import profile
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,10 @@ class Timed:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3 / steps
+
+    def profile(self) -> dict[str, Any]:
+        """Return where the time of a step goes on the GPU, from :func:`step_profile.profile`."""
+        return profile(lambda: self.take(1))
 
 
 def warmed_up(contender: Contender, batch: int, size: int) -> Timed:

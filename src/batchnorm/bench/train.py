@@ -9,7 +9,7 @@ replayed as one CUDA graph) of
 
 Each contender has its own process, so that all contenders compile in parallel; then they are timed alternately. Their
 losses on the same weights and images must agree. Each round gives a ratio of two contenders' times; the reported ratio
-is the median over the rounds.
+is the median over the rounds. Last, a profile of ours shows where the time of a step goes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import at_least
 from ..processes import Remote
@@ -89,6 +90,7 @@ def train(
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     by_batch = {b: {c.name: Remote(warmed_up, c, b, size) for c in contenders} for b in batches}
     rows: list[StepTime] = []
+    profiles: dict[int, dict[str, Any]] = {}
     try:
         for batch, ready in by_batch.items():
             print(f"compiling for batch {batch}", flush=True)
@@ -96,8 +98,11 @@ def train(
         for batch, ready in by_batch.items():
             rows += measure(ready, batch, rounds)
             print(report(rows, batch), flush=True)
+            profiles[batch] = ready[OURS.name].call("profile")
+            print(profile_report(profiles[batch]), flush=True)
             if out is not None:  # after each batch size, so that an interrupted run keeps its results
-                write_result(out, QUESTION, size=size, rounds=rounds, rows=[asdict(row) for row in rows])
+                times = [asdict(row) for row in rows]
+                write_result(out, QUESTION, size=size, rounds=rounds, rows=times, profiles=profiles)
     finally:
         for contender in (contender for ready in by_batch.values() for contender in ready.values()):
             contender.close()
@@ -109,6 +114,13 @@ def _first_loss(name: str, batch: int, contender: Remote) -> float:
         return float(contender.call("first_loss"))
     except Exception as error:
         raise RuntimeError(f"{name}, batch {batch}: {error!r}") from error
+
+
+def profile_report(profile: Mapping[str, Any]) -> str:
+    """Return the profile of a step as a table."""
+    lines = [f"{kind:<58} {milliseconds:6.2f} ms" for kind, milliseconds in profile["milliseconds"].items()]
+    busy = f"{profile['launches']:.0f} launches; the GPU is busy for {100 * profile['busy']:.0f}% of the step"
+    return "\n".join(["where the time of a step goes, summed over streams:", *lines, busy])
 
 
 def report(rows: Sequence[StepTime], batch: int) -> str:

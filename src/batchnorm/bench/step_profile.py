@@ -1,0 +1,76 @@
+"""Where the time of a training step goes on a GPU: its kernels, by kind."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+# The first pattern that occurs in a kernel's name decides its kind.
+KINDS = (
+    ("convolutions, forward", r"fprop"),
+    ("convolutions, gradients of inputs", r"dgrad"),
+    ("convolutions, gradients of kernels", r"wgrad"),
+    ("pooling", r"pool|^max_|^average\b"),
+    ("BN, forward", r"^(forward|forward_layers)\b"),
+    ("BN, backward", r"^(backward|backward_layers)\b"),
+    ("update of the weights", r"^update\b"),
+    ("1x1 convolutions as matrix products, split sums, memsets", r"gemm|nvjet|splitk|cutlass|cublas|(?i:memset)"),
+)
+REST = "rest"
+
+
+class Launch(NamedTuple):
+    """A kernel, copy or memset that ran on the GPU, with its start and end in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def profile(step: Callable[[], Any], steps: int = 5) -> dict[str, Any]:
+    """Run a step several times on a GPU and return :func:`summary` of what ran."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    on_gpu = [event for event in recorded.events() if event.device_type.name == "CUDA"]
+    launches = [Launch(event.name, event.time_range.start, event.time_range.end) for event in on_gpu]
+    return summary(launches, steps)
+
+
+def summary(launches: Sequence[Launch], steps: int) -> dict[str, Any]:
+    """Return, per step: milliseconds of each kind, summed over streams, and the number of launches.
+
+    ``busy`` is the share of the time in which at least one kernel runs. ``longest_rest`` names the kernels of no kind
+    that take longest, with their milliseconds.
+
+    >>> found = summary([Launch("sm90_fprop", 0, 400), Launch("forward_layers", 300, 500), Launch("add", 700, 800)], 1)
+    >>> found["milliseconds"], found["launches"], found["busy"]
+    ({'convolutions, forward': 0.4, 'BN, forward': 0.2, 'rest': 0.1}, 3.0, 0.75)
+    """
+    if not launches:
+        raise RuntimeError("the profiler recorded no kernels")
+    kinds, rest = defaultdict[str, float](float), defaultdict[str, float](float)
+    for name, start, end in launches:
+        kind = next((kind for kind, pattern in KINDS if re.search(pattern, name)), REST)
+        kinds[kind] += end - start
+        if kind == REST:
+            rest[name[:80]] += end - start
+    busy, until = 0.0, min(start for _, start, _ in launches)
+    first = until
+    for _, start, end in sorted(launches, key=lambda launch: launch.start):
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return {
+        "milliseconds": {kind: kinds[kind] / 1e3 / steps for kind in (*dict(KINDS), REST) if kind in kinds},
+        "launches": len(launches) / steps,
+        "busy": busy / (until - first),
+        "longest_rest": {
+            name: rest[name] / 1e3 / steps for name in sorted(rest, key=rest.__getitem__, reverse=True)[:5]
+        },
+    }
