@@ -311,3 +311,29 @@ def test_one_switch_turns_every_fast_path_off():
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split(maxsplit=2)[:2] == ["1", "composite"]
     assert "BATCHNORM_FAST=0" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param("cpu", torch.bfloat16, marks=pytest.mark.inductor),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+    ],
+)
+def test_inductor_compiles_the_plain_operations(device, dtype):
+    x, dy, residual = (torch.randn(8, 16, 6, 6, device=device).to(dtype) for _ in range(3))
+    x = (2 * x + 3).contiguous(memory_format=torch.channels_last).requires_grad_()
+    gamma, beta = (torch.randn(16, device=device, requires_grad=True) for _ in range(2))
+    dy = off_the_kinks(dy, x, gamma, beta, 1e-5, "relu", residual)
+    mask = torch.ones(8, 6, 6, dtype=torch.bool, device=device)  # a mask needs plain operations
+    compiled = torch.compile(ops.batch_norm, fullgraph=True)
+    with torch.autocast(device, torch.bfloat16, enabled=dtype is torch.bfloat16):
+        y, moments = compiled(x, gamma, beta, activation="relu", residual=residual, mask=mask)
+    dx, dgamma, dbeta = torch.autograd.grad(y, (x, gamma, beta), dy)
+    e = expect(x, gamma, beta, 1e-5, dy, "relu", residual)
+    assert_near(y, e.y, dtype, "y")
+    assert_near(moments.mean, e.mean, torch.float32, "mean")
+    assert_near(dx, e.dx, dtype, "dx", top=e.dx_terms)
+    assert_near(dgamma, e.dgamma, torch.float32, "dgamma", top=e.sum_terms)
+    assert_near(dbeta, e.dbeta, torch.float32, "dbeta", top=e.sum_terms)
