@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make run` and `make test`. Both set up .venv themselves and are safe to run twice.
+# On a fresh machine, run `make run` or `make test`. Both set up .venv themselves and can be run again.
 PYTHON ?= python3
 VENV := .venv
 ifeq ($(OS),Windows_NT)
@@ -10,8 +10,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 RUN := $(VENV)/.run
 DEV := $(VENV)/.dev
 DOCS := $(VENV)/.docs
-# The regular builds of torch bring a Triton of their own; a CPU build on Linux has none, and the kernels' tests need one.
-# 3.7's interpreter fails on these kernels.
+# The tests of the Triton kernels need Triton. torch's CUDA builds install it; the CPU build for Linux does not, so we
+# install it. Version 3.7 does not work: its interpreter fails on these kernels.
 LACKS_TRITON := import sys, importlib.util as u; sys.exit(sys.platform != 'linux' or u.find_spec('triton') is not None)
 TRITON := triton==3.6.0
 
@@ -21,13 +21,13 @@ TRITON := triton==3.6.0
 help:
 	@echo "make run       Figure 1: train MNIST with and without BN, fold, write the figure and the report (runs/fig1)"
 	@echo "make test      run the tests"
-	@echo "make test-all  run the slow ones too"
+	@echo "make test-all  run the tests, including the slow ones"
 	@echo "make check     ruff (format and lint) and mypy"
 	@echo "make docs      build the documentation into site/; open site/index.html"
 	@echo "make format    let ruff rewrite the files"
 	@echo "make clean     remove .venv and caches"
 
-# torch first and alone: with it in place no other requirement can pull another build of it.
+# Install torch first, so that no other requirement can install a different build of it.
 $(RUN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
@@ -41,7 +41,7 @@ $(DEV): $(RUN)
 	@! $(BIN)/python -c "$(LACKS_TRITON)" || $(PIP) $(TRITON)
 	@touch $@
 
-# The site is built from sources: it needs neither torch nor the package.
+# The site is built from the source files, so it needs neither torch nor the installed package.
 $(DOCS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip

@@ -2,8 +2,8 @@
 
 python docs/paper_map.py
 
-A row names a part of the paper. Its code is found by the ``Paper:`` lines of docstrings; its tests and commands are
-named here. tests/test_docs.py checks that they exist and that the page is current.
+A row is one part of the paper. Its code is found by the ``Paper:`` lines of docstrings; its tests and commands are
+listed here. tests/test_docs.py checks that these exist and that the page is current.
 """
 
 import ast
@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "paper.md"
 
 
 class Row(NamedTuple):
-    """One part of the paper: what it says, the tags that its code carries, its tests and its commands."""
+    """One part of the paper: what it says, the tags that select its code, its tests and its commands."""
 
     says: str
     tags: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ SECTIONS: dict[str, list[Row]] = {
             ("Sec. 3, gradients",),
             ("ops/test_reference.py::test_the_six_equations_are_the_derivatives",),
         ),
-        Row(r"Whitening, $\mathrm{Cov}[x]^{-1/2}(x - E[x])$", note="none: the paper rejects it"),
+        Row(r"Whitening, $\mathrm{Cov}[x]^{-1/2}(x - E[x])$", note="not implemented: the paper rejects it"),
     ],
     "3. Normalization via mini-batch statistics": [
         Row(
@@ -402,17 +402,21 @@ def tagged() -> dict[str, str]:
 
 
 def belongs(tag: str, name: str, line: str) -> bool:
-    """Return whether a tag is a name itself, or is in its ``Paper:`` line; "=tag" must equal a part of that line."""
+    """Return whether a tag selects a class or function, given its name and its ``Paper:`` line.
+
+    A tag is either the name or a part of the line. If the tag starts with "=", the rest of it must equal one of the
+    line's references, which are separated by "; ".
+    """
     return tag[1:] in line.split("; ") if tag.startswith("=") else tag in line or tag == name
 
 
 def symbols(row: Row) -> list[str]:
-    """Return the names that carry one of a row's tags."""
+    """Return the names of the classes and functions that a row's tags select."""
     return [name for name, line in TAGGED.items() if any(belongs(tag, name, line) for tag in row.tags)]
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the text of paper.md."""
     lines = [
         "# Map of the paper",
         "",
