@@ -20,7 +20,7 @@ README_RESULTS = re.compile(r"<!-- results:[^\n]*-->\n(.*?)<!-- end of results -
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the project's own pages, and every file outside ``docs`` that a page links to."""
+    """Add CONTRIBUTING.md, CHANGELOG.md, and every file outside ``docs`` that a page links to."""
     pages = [Path(file.abs_src_path).read_text() for file in files if file.src_uri.endswith(".md")]
     for source in ("CONTRIBUTING.md", "CHANGELOG.md"):
         pages.append(_from_root((ROOT / source).read_text()))
