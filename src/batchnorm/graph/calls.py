@@ -30,7 +30,7 @@ class Value:
 
 @dataclass(eq=False)
 class TracedCall:
-    """One call of a module or function; a module that is called twice has two of these.
+    """One call of a module or function; a module that is called twice has two TracedCalls.
 
     ``path`` names the module or, for a function, the module whose code calls it. ``target`` is the function, or the
     module in the copy of the network that ran. In ``args`` and ``kwargs``, each tensor is replaced with its Value.

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from .kinds import is_quiet, is_watched
 from .patterns import Fusion
 
-LARGEST = 64  # a list or dict with more entries is not compared before every call
+LARGEST = 64  # a list or dict with more entries raises Unwatchable
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
     given = _Signature(kind.forward)
     named: tuple[Any, ...] = (Tensor, is_quiet, is_same, is_watched, original_kind)
     named += (isinstance, type, len, list, tuple, hasattr)
-    # Prefix everything, even builtins, with an underscore: a parameter of the forward may have the same name.
+    # Prefix all names, even of builtins, with an underscore, because the forward may have a parameter named ``type``.
     scope: dict[str, Any] = {f"_{thing.__name__}": thing for thing in named}
     scope |= {"_original": kind, "_written": kind.forward, **given.defaults}
     lines = [f"def forward{given.declared}:"]
@@ -93,7 +93,7 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
 
 
 def is_rewritten(module: nn.Module) -> bool:
-    """Return whether a module's class is a generated one."""
+    """Return whether :func:`generated_class` made a module's class."""
     return "_rewritten_from" in vars(type(module))
 
 
@@ -104,7 +104,7 @@ def original_kind(module: nn.Module) -> type[nn.Module]:
 
 
 def is_same(value: Any, frozen: Any) -> bool:
-    """Return whether a value still equals its frozen form."""
+    """Return whether a value still equals ``frozen``, an earlier result of :func:`freeze`."""
     try:
         return bool(freeze(value) == frozen)
     except Unwatchable:
@@ -163,7 +163,7 @@ class _Pickled:
 
 
 def _new(kind: type[nn.Module], pickled: _Pickled, *args: Any) -> nn.Module:
-    # If the code has changed, or an object that it uses is missing, the module runs its original forward.
+    # If the code has changed since pickling, or an object that it uses is missing, run the original forward.
     with suppress(ImportError, AttributeError):
         if pickled.variants and pickled.written == _digest(kind, pickled.variants):
             kind = generated_class(kind, pickled.variants)

@@ -1,4 +1,4 @@
-"""Classify modules and calls: which are affine, are nonlinear, move elements, or pass on an affine layer's output."""
+"""Classify modules and calls: affine layers, nonlinearities, calls that only move elements, modules with hooks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Affine = nn.Linear | Convolution | Transposed
 IN_PLACE = frozenset(
     getattr(operator, name) for name in dir(operator) if name[:1] == "i" and hasattr(operator, name[1:])
 )
-# These are names as plain_name() returns them, so that F.leaky_relu and nn.LeakyReLU have the same name.
+# These are names that plain_name() returns, which maps both F.leaky_relu and nn.LeakyReLU to "leakyrelu".
 NONLINEAR = frozenset(
     """relu relu6 leakyrelu prelu rrelu elu selu celu gelu silu mish sigmoid tanh hardtanh hardsigmoid hardswish
     softplus softsign logsigmoid threshold tanhshrink softshrink hardshrink clamp clampmin clip sin""".split()  # noqa: SIM905
 )
-# Calls that only move elements.
+# Calls that move or copy elements but do not change their values.
 MOVING = frozenset(
     """view reshape flatten unflatten permute transpose swapaxes swapdims t mt movedim moveaxis squeeze unsqueeze
     contiguous clone detach pixelshuffle pixelunshuffle channelshuffle viewas reshapeas""".split()  # noqa: SIM905
 )
-# Calls through which an affine layer's output still reaches the nonlinearity: sums, joins, pools, selections.
+# Calls that may come between an affine layer and the nonlinearity that it feeds: sums, concatenations, pools, slices.
 HANDING_ON = MOVING | frozenset(
     """add sub rsub cat concat concatenate stack hstack vstack mean chunk split unbind narrow select getitem pad
     interpolate upsample upsamplingnearest2d upsamplingbilinear2d dropout dropout1d dropout2d dropout3d alphadropout
@@ -62,7 +62,7 @@ def keeps_torch_forward(module: nn.Module) -> bool:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Return whether a call of the module is recorded as one step, without the calls inside it."""
+    """Return whether a trace records each call of the module as a single call, without the calls inside it."""
     if isinstance(module, TorchBatchNorm | torch.jit.ScriptModule):
         return True
     children = [name for name, _ in module.named_children() if name != "parametrizations"]
@@ -70,7 +70,7 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def is_affine(module: nn.Module | None) -> bool:
-    """Return whether the module computes Wu + b as ``torch.nn`` does: Linear, convolution, transposed convolution."""
+    """Return whether the module is a Linear, convolution or transposed convolution that runs ``torch.nn``'s forward."""
     return isinstance(module, Affine) and keeps_torch_forward(module)
 
 
@@ -100,13 +100,13 @@ _unwatched = False
 
 
 def is_watched() -> bool:
-    """Return whether there are global hooks, which see the calls of all modules."""
+    """Return whether global module hooks are registered; always False inside :func:`despite_global_hooks`."""
     return not _unwatched and _has_any_global_hook()
 
 
 @contextmanager
 def despite_global_hooks() -> Iterator[None]:
-    """Run rewritten forwards even if there are global hooks, for callers whose hooks allow this."""
+    """Inside the block, run rewritten forwards even if global module hooks are registered."""
     global _unwatched
     before, _unwatched = _unwatched, True
     try:

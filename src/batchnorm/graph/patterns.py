@@ -1,4 +1,4 @@
-"""Find BN -> activation and BN -> sum -> activation in a torch.fx graph.
+"""Find BN -> activation, BN -> sum and BN -> sum -> activation in a torch.fx graph.
 
 ``convert`` searches graphs that call modules; the ``torch.compile`` backend searches graphs that call functions.
 """
@@ -19,7 +19,7 @@ from ..ops.activation import NAMES, Activation, from_module
 from .kinds import IN_PLACE, has_hooks, is_affine, is_in_place, keeps_torch_forward
 from .references import is_plain_identity, runs_in_order
 
-# Every activation that can be fused, in each of torch's spellings: F.relu, torch.relu_, x.relu().
+# All functions of torch that compute an activation that can be fused, such as F.relu, torch.relu_ and Tensor.relu.
 FUNCTIONS: dict[Any, str] = {
     getattr(owner, spelling): name
     for name in (*NAMES, "hardtanh")
@@ -45,7 +45,7 @@ class Fusion(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The nodes of one pattern; ``passed`` are the identities between them."""
+    """The nodes of one matched pattern; ``passed`` lists the identity nodes between them."""
 
     norm: fx.Node
     sum: fx.Node | None
@@ -75,8 +75,8 @@ class Match(NamedTuple):
     def depended_on(self) -> list[fx.Node]:
         """The module calls that the fusion relies on.
 
-        Those between BN and the sum must not write to BN's input. If the sum is in place, the call whose output it
-        overwrites must return a new tensor.
+        The fused call runs where the sum was, so the calls between BN and the sum must not write to BN's input. If the
+        sum is in place, the call whose output it overwrites must return a new tensor.
         """
         if self.sum is None:
             return []
@@ -96,9 +96,9 @@ class Match(NamedTuple):
 def normalize_and_add(
     norm: Callable[..., Tensor], x: Tensor, residual: Tensor, activation: str | Activation, first: bool, in_place: bool
 ) -> Tensor:
-    """Return g(BN(x) + residual), fused unless the sum would change the dtype, shape or strides.
+    """Return g(BN(x) + residual), in one fused call if the residual has the dtype, shape and strides of ``x``.
 
-    ``first`` is whether BN(x) is the first summand, ``in_place`` whether the sum is written into the first summand.
+    ``first`` says whether BN(x) is the first summand, and ``in_place`` whether the sum overwrites the first summand.
     """
     if residual.dtype is x.dtype and residual.shape == x.shape and residual.stride() == x.stride():
         return norm(x, residual, activation=activation)
@@ -131,9 +131,10 @@ class Matcher:
         root: the module to which the graph's targets are relative.
         graph: the graph.
         is_norm: whether a node is a batch normalization that supports fusion; its first argument is x.
-        fits: whether a residual can be fused into a batch normalization. By default the fused call decides.
+        fits: whether a residual can be fused into a batch normalization. By default, every residual matches, and the
+            fused call checks the residual each time it runs.
         depth: how many opened children (children that were traced into) enclose a batch normalization. If both summands
-            are batch normalizations, the one with the smaller depth is fused.
+            are batch normalizations, the summand with the smaller depth is fused.
     """
 
     def __init__(
@@ -183,14 +184,15 @@ class Matcher:
             norm, passed = self._lead_back(node.args[mine])
             if norm is not None:
                 candidates.append((self._depth(norm), -self._order[norm], norm, passed, mine))
-        # Prefer the BN with the smallest depth, so that no module is opened unnecessarily. If the depths are equal,
-        # prefer the last BN, so that no BN moves past other calls.
+        # Prefer the BN with the smaller depth, so that no module is opened unnecessarily. If the depths are equal,
+        # prefer the later BN, which moves past fewer calls.
         for _, _, norm, passed, mine in sorted(candidates, key=lambda c: c[:2]):
             residual = node.args[1 - mine]
             assert isinstance(residual, fx.Node)
             if not self._fits(norm, residual):
                 continue
-            # The sum overwrites the residual, which is safe only if the residual was created for this sum alone.
+            # This sum overwrites the residual, but the fused call does not. So the residual must be a new tensor that
+            # nothing else reads.
             if writes_its_sum(node) and mine and not (self._is_fresh(residual) and _only_user(residual) is node):
                 continue
             if self._moves_past_a_write(norm, node, passed):
@@ -222,7 +224,7 @@ class Matcher:
         return values[0] if is_sum and len(node.args) == 2 and len(values) == len(zeros) == 1 else None
 
     def _follow(self, node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-        """Follow a node's value through identities; return the last node and all identities."""
+        """Follow a node's value through identities; return the last node and the identities on the way."""
         passed = []
         while (user := _only_user(node)) is not None and self._handed_on(user) is node:
             passed.append(user)
@@ -300,7 +302,7 @@ class Matcher:
                     yield self._root(node)
 
     def _moves_past_a_write(self, norm: fx.Node, end: fx.Node, passed: tuple[fx.Node, ...]) -> bool:
-        """Return whether BN cannot move to the sum: a call in between may write to BN's input, or call the same BN."""
+        """Return whether a call between BN and the sum may write to BN's input, call the same BN or switch a mode."""
         layer = self._module(norm)
         for node in _between(norm, end):
             module = self._module(node)
@@ -318,7 +320,7 @@ class Matcher:
         if node.op == "call_method":
             name = str(node.target)
             if _is_count(node.args[0]):
-                return False  # such as num_batches_tracked.add_(1)
+                return False  # an update of a counter, such as num_batches_tracked.add_(1)
             return (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
         if node.op != "call_function" or (node.target in NEW and not node.kwargs):
             return False
@@ -339,7 +341,7 @@ _PARAMETERS = {
 
 
 def writes_its_sum(node: fx.Node) -> bool | None:
-    """Return whether a sum of two values is written into the first value; None if the node is not such a sum."""
+    """Return whether a sum of two nodes is written into the first; None if the node is not a sum of two nodes."""
     table = _sums(node.op)
     if node.target not in table or len(node.args) != 2 or node.kwargs or node.args[0] is node.args[1]:
         return None
@@ -359,7 +361,10 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 
 
 def _switches_a_mode(node: fx.Node) -> bool:
-    """Return whether a node may switch gradients, autocast or a transform: its function's name starts with "_"."""
+    """Return whether a node may switch the gradient mode, autocast or a transform.
+
+    The names of such functions start with "_".
+    """
     return node.op == "call_function" and getattr(node.target, "__name__", "_").startswith("_")
 
 

@@ -17,7 +17,7 @@ OPAQUE = (Tensor, type, ModuleType, str, bytes, int, float, complex)
 
 
 class Holder(NamedTuple):
-    """A module that refers to another module: as its child ``key``, or by an attribute, closure or list (key None)."""
+    """A module that refers to another module: as its child ``key`` or, if ``key`` is None, through an attribute."""
 
     module: nn.Module
     key: str | None
@@ -97,7 +97,7 @@ def runs_its_graph(module: nn.Module) -> bool:
 
 
 def next_in_order(holder: Holder) -> nn.Module | None:
-    """Return the module that a Sequential calls after a child, skipping identities; None if this is unknown."""
+    """Return the module that a Sequential calls after a child, skipping identities; None if unknown or at the end."""
     if holder.key is None or not runs_in_order(holder.module):
         return None
     keys = list(holder.module._modules)

@@ -1,4 +1,7 @@
-"""Rewrite a module's forward so that BN, a sum and an activation become a single call; generated.py makes the class."""
+"""Rewrite a module's forward so that BN, a sum and an activation become a single call.
+
+:mod:`batchnorm.graph.generated` makes the class that runs the new forward.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +157,7 @@ class _Worker:
         self.ending: set[str] = set()
 
     def variant(self, path: str, module: nn.Module) -> Variant | None:
-        """Return the rewritten path through a module's forward, or None if there is nothing to rewrite."""
+        """Return the variant for a module's forward in this mode, or None if there is nothing to fuse."""
         patterns = self.calls.get(path, "not called on the example")
         if isinstance(patterns, str):
             raise Untraceable(patterns)
@@ -167,7 +170,7 @@ class _Worker:
             matches = matcher.matches()
             if matcher.ends_in_norm() and not has_hooks(module):
                 self.ending.add(path)
-            # Open (trace into) only children whose batch normalization is fused with code outside of the child.
+            # Open (trace into) only the children that the matches need; see _crossed.
             needed = {p for match in matches for p in _crossed(module, matcher, traced, match)}
             needed = {f"{path}.{p}".lstrip(".") for p in needed}
             if needed == {f"{path}.{p}".lstrip(".") for p in traced.opened}:
@@ -259,7 +262,7 @@ class _Builder:
             self._expect(f"_original_kind({_spell(path)}) is {self._name(type(child))} and _is_quiet({_spell(path)})")
 
     def expect_leaves(self) -> None:
-        """Expect activations to write into their inputs as before, because that decides which tensors are the same."""
+        """Expect the same ``inplace`` settings, because they decide which modules return their input tensor."""
         for node in self.traced.graph.nodes:
             module = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
             if module is not None and isinstance(vars(module).get("inplace"), bool):
@@ -271,7 +274,7 @@ class _Builder:
         elif name.startswith("__"):
             return
         elif name in vars(owner):
-            # Reading __dict__ would slow down torch.compile's guards on the whole module.
+            # Avoid __dict__ if possible, because reading it would slow down torch.compile's guards on the module.
             plain = name.isidentifier() and not isinstance(getattr_static(type(owner), name, None), property)
             held = f"{text}.{name}" if plain else f"{text}.__dict__[{name!r}]"
             if isinstance(vars(owner)[name], Tensor):

@@ -1,9 +1,9 @@
 """Trace the forward of one module with torch.fx, with its children as leaves, and record what the code depended on.
 
-torch.fx runs the code once and records the path that it took. So everything that may have decided the path is recorded
-too: the attributes that were read, the arguments that were not tensors, the children of containers. Anything that
-torch.fx would silently drop is refused: a gradient mode or autocast around a call, random numbers, assignments to
-attributes, tensors that are not computed from the arguments.
+torch.fx runs the code once and records only the path that the code took. This module also records everything that may
+have decided the path: the attributes that were read, the arguments that were not tensors, the children of containers.
+It refuses code with effects that torch.fx would silently drop: a gradient mode or autocast around a call, random
+numbers, assignments to attributes, tensors that are not computed from the arguments.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Traced(NamedTuple):
 
     graph: fx.Graph
     reads: list[tuple[str, str]]
-    """Pairs of a module's path and the name of an attribute that was read from it; for containers, ``_modules``."""
+    """Pairs of a module's path and the name of an attribute that was read; ``_modules`` if children were listed."""
     opened: list[str]
-    """The paths of children that are not leaves, because their code is part of the graph."""
+    """The paths of the children that were traced too, so that their code is part of the graph."""
     stacks: dict[str, tuple[str, ...]]
-    """For each node, the opened children whose code created it."""
+    """For each node's name, the paths of the opened children whose code created the node, from the outside in."""
 
 
 class Spies:
@@ -60,7 +60,7 @@ class Spies:
         for module in net.modules():
             kind = type(module)
             if isinstance(module, torch.jit.ScriptModule | fx.GraphModule):
-                continue  # such code does not branch on attributes
+                continue  # these modules are always leaves
             problem = problem_with(kind)
             if problem:
                 self.problems[module] = problem
@@ -81,7 +81,7 @@ class Spies:
             elif name == "_modules" and (caller == "torch.nn.modules.container" or _is_asked_by_user()):
                 reads[self][name] = None
             elif caller.startswith("torch.nn.modules.") and caller.rpartition(".")[2] not in ("module", "container"):
-                reads[self][name] = None  # the module's class inherits the forward of a torch.nn class
+                reads[self][name] = None  # read by a forward that the class inherits from torch.nn
             elif name in ("_parameters", "_buffers") and _is_asked_by_user():
                 raise Untraceable("its code loops over parameters or buffers")
             return kind.__getattribute__(self, name)
@@ -295,7 +295,7 @@ def _in_place(function: Any) -> Callable[[Any, Any], Any]:
     return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
 
 
-# torch.fx itself would treat x += y as x = x + y, a new tensor.
+# torch.fx itself would treat x += y as x = x + y, which creates a new tensor.
 for _function in IN_PLACE - {operator.iconcat}:
     for _kind in (_Value, _Attribute):
         setattr(_kind, f"__{_function.__name__}__", _in_place(_function))

@@ -1,7 +1,7 @@
 """Record the data flow of a real forward pass.
 
 Hooks record module calls, and a torch-function mode records functions and operators, so the user's Python runs
-unchanged. Tensors are tracked by identity. After a call that writes in place, the tensor and each of its views have a
+unchanged. Tensors are tracked by identity. After a call that writes in place, the tensor and each of its views get a
 new Value.
 """
 
@@ -24,7 +24,7 @@ from ..network_copy import SharedWithOriginalError, isolated, private_copy
 from .calls import Graph, TracedCall, Value
 from .kinds import has_hooks, is_leaf
 
-# Functions that return a tensor's contents, not its shape or dtype, to Python.
+# Functions that return the numbers in a tensor to Python, not only its shape or dtype.
 READS = frozenset(
     "item tolist numpy __bool__ __float__ __int__ __index__ __array__ __contains__ is_nonzero equal".split()  # noqa: SIM905
 )
@@ -66,14 +66,15 @@ def trace(
 
 
 def trace_modes(net: nn.Module, example: Any, forward: network_call.Forward | None) -> list[Graph]:
-    """Trace the network in evaluation mode and, if the example allows it, in training mode."""
+    """Trace the network in evaluation mode, and also in training mode unless that raises an error."""
     evaluation = trace(net, example, forward, training=False)
     try:
         return [evaluation, trace(net, example, forward, training=True)]
     except SharedWithOriginalError:
         raise
     except Exception:
-        # Training mode may fail on this example: one value per feature, SyncBatchNorm without a GPU, missing targets.
+        # Training mode may fail on this example: a layer gets one value per feature, SyncBatchNorm has no GPU, or the
+        # network needs targets in training.
         return [evaluation]
 
 
@@ -93,7 +94,7 @@ def _held(net: nn.Module) -> list[Tensor]:
 
 
 class _Resurface(TorchDispatchMode):
-    """Repeat calls that C++ code (scripted functions) makes from Python, so that the torch-function mode sees them."""
+    """Repeat in Python each call that C++ code (a scripted function) makes, so that the torch-function mode sees it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -107,7 +108,7 @@ class _Recorder(TorchFunctionMode):
         self._refuse = refuse
         self.calls: list[TracedCall] = []
         self.values: dict[int, Value] = {}
-        # These references keep the tensors alive, so that each id() is unique.
+        # These references keep the tensors alive, so that no id() is reused.
         self._aliases: dict[int, dict[int, Tensor]] = defaultdict(dict)
         self._names = {m: name for name, m in net.named_modules()}
         self._hooked = {m for m in net.modules() if has_hooks(m)}
@@ -131,14 +132,15 @@ class _Recorder(TorchFunctionMode):
     def mark_escaped(self, out: Any) -> None:
         """Mark the values that are in the network's output, or whose tensors are still referred to after the run.
 
-        If a tensor outlives this recorder's reference, a module, a global list or a closure has another reference.
+        If a tensor is still alive after this recorder drops its reference, a module, a global list or a closure has
+        another reference to the tensor.
         """
         shown = {id(t) for t in network_call.tensors_in(out)}
         kept = [(weakref.ref(t), self.values[id(t)]) for aliases in self._aliases.values() for t in aliases.values()]
         computed = [(ref, value) for ref, value in kept if value.producer is not None]
         self._aliases.clear()
         if any(t is not None and id(t) not in shown for t in (ref() for ref, _ in computed)):
-            gc.collect()  # tensors in dead reference cycles do not escape
+            gc.collect()  # free tensors that only dead reference cycles refer to: these tensors do not escape
         for ref, value in kept:
             t = ref()
             if t is not None and (value.producer is not None or id(t) in shown):
@@ -148,7 +150,7 @@ class _Recorder(TorchFunctionMode):
         """Register hooks on every module; the network must be a copy, because the hooks are never removed."""
         for module in net.modules():
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # it does not support hooks; the functions that it calls are recorded instead
+                continue  # scripted modules do not support hooks; the functions that they call are recorded instead
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave, with_kwargs=True)
 
