@@ -172,7 +172,7 @@ def test_grey_and_palette_images_are_decoded():
     ("make", "message"),
     [
         (lambda: Crops(224, scales=(256, 200)), "a crop of 224 px does not fit into a short side of 200 px"),
-        (lambda: Crops(224, scales=(256,), squares=2), "take 1 square"),
+        (lambda: Crops(224, scales=(256,), squares=2), "squares=2: must be 1"),
         (lambda: Crops.of(12, size=224), "choose 1, 10 or 144"),
         (lambda: Crops(0), "size=0: must be 1 or more"),
     ],

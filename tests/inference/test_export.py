@@ -174,7 +174,7 @@ def test_a_network_that_fixes_its_batch_is_told_so(tmp_path):
 
 
 def test_other_endings_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"end it in \.onnx or \.pt2"):
+    with pytest.raises(ValueError, match=r"must end in \.onnx or \.pt2"):
         bn.export(Residual(), torch.randn(2, 3, 8, 8), tmp_path / "net.bin")
 
 

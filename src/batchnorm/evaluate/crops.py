@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-# GoogLeNet's short sides for crops of 224 px ("Going deeper with convolutions", Sec. 7). Other sizes keep the ratios.
+# GoogLeNet's short sides for crops of 224 px ("Going deeper with convolutions", Sec. 7); scaled for other crop sizes.
 SCALES = (256, 288, 320, 352)
 CROP = 224
 
@@ -62,7 +62,7 @@ class Crops:
 
     def __post_init__(self) -> None:
         if self.squares not in (1, 3):
-            raise ValueError(f"squares={self.squares}: take 1 square (the centre) or 3 from each scale")
+            raise ValueError(f"squares={self.squares}: must be 1 (the centre) or 3")
         small = [scale for scale in self.scales if scale < self.size]
         if self.size < 1:
             raise ValueError(f"size={self.size}: must be 1 or more")
@@ -76,8 +76,8 @@ class Crops:
     def of(cls, count: Count, size: int) -> Crops:
         """Return the usual 1, 10 or 144 crops at any size.
 
-        1 is the centre; 10 are the corners and the centre of the centre square at one scale, and their mirror images
-        (Krizhevsky et al., 2012); 144 are GoogLeNet's: 4 scales x 3 squares x 6 crops x 2 mirrors.
+        1 crop is the centre. 10 crops are the corners and the centre of the centre square at one scale, and their
+        mirror images (Krizhevsky et al., 2012). 144 crops are GoogLeNet's: 4 scales x 3 squares x 6 crops x 2 mirrors.
         """
         scales = tuple(round(size * scale / CROP) for scale in SCALES)
         if count == 1:
@@ -105,7 +105,7 @@ class Crops:
 
 
 def resized(width: int, height: int, scale: int) -> tuple[int, int]:
-    """Return the size of an image whose short side becomes ``scale``.
+    """Return the width and height of an image after resizing its short side to ``scale``.
 
     >>> resized(500, 375, 256), resized(30, 40, 256)
     ((341, 256), (256, 341))

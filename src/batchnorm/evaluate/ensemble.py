@@ -123,7 +123,7 @@ class Ensemble:
 
         Args:
             crops: the number of crops of each image that were averaged.
-            last: any member's predictions, which list enlarged and corrupt images.
+            last: any member's predictions, which say how many images were enlarged and which files are corrupt.
         """
         corrupt = tuple(file for part in gather_objects(last.corrupt) for file in part)
         enlarged = sum(gather_objects(last.enlarged))
@@ -164,10 +164,10 @@ def evaluate_networks(
     Paper: Sec. 4.2.3; Fig. 4
     """
     if not networks:
-        raise ValueError("there are no networks to evaluate: give at least one")
+        raise ValueError("there are no networks to evaluate: pass at least one")
     ensemble = Ensemble()
     for name, load in networks.items():
-        # Nothing else holds the network, so it is freed before the next one is loaded.
+        # No variable refers to the network, so it is freed before the next network is loaded.
         found = predict(load(), batches, batch_size=batch_size, name=name)
         ensemble.add(name, found.probabilities, found.labels)
     return ensemble.report(batches.crops.count, found)

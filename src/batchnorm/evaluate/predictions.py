@@ -119,7 +119,8 @@ def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, na
     mean = MeanProbabilities(net, batches.crops, batch_size).to(batches.device)
     rows = batches.num_examples
     probabilities = torch.empty(rows, len(batches.classes), device=batches.device)
-    labels, examples = torch.empty(2, rows, dtype=torch.int64)  # on the host: copying them would wait for the device
+    # Keep these on the host, because copying them to the device in each step would wait for the device.
+    labels, examples = torch.empty(2, rows, dtype=torch.int64)
     corrupt: list[CorruptFile] = []
     done = enlarged = 0
     with evaluating(net):
@@ -159,7 +160,7 @@ def check_fits(mean: MeanProbabilities, classes: int, name: str) -> None:
 
 @contextmanager
 def evaluating(net: nn.Module) -> Iterator[None]:
-    """Put a network into evaluation mode; its modules' modes are restored afterwards."""
+    """Put a network into evaluation mode inside the block; its modules' modes are restored afterwards."""
     before = {module: module.training for module in net.modules()}
     net.eval()
     try:

@@ -1,4 +1,4 @@
-"""The CPU's part of evaluation: decode each image once, resize it to every scale and cut it into squares."""
+"""Prepare images for evaluation on the CPU: decode each image once, resize it to every scale, cut it into squares."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class SquareBatches:
         self._loader = DataLoader(
             SquareReader(source, crops),
             batch_size=None,
-            # Torch's types expect an index, not an array of examples.
+            # The type annotation of ``sampler`` expects integers, not arrays of examples.
             sampler=cast("list[int]", steps),
             num_workers=workers,
             persistent_workers=workers > 0,
@@ -154,7 +154,7 @@ def open_squares(
     Beyond the paper: loading images for evaluation.
     """
     if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: a network takes at least one crop at a time")
+        raise ValueError(f"batch_size={batch_size}: must be 1 or more")
     source = open_source(path, split)
     check_complete(source, path, split)
     images = max(1, round(batch_size / crops.per_square))
@@ -186,7 +186,7 @@ def cut_squares(image: Tensor, crops: Crops) -> list[Tensor]:
     height, width = image.shape[:2]
     squares = 1 if width == height else crops.squares
     if max(width, height) > LONG * min(width, height):
-        # Unlike GoogLeNet's protocol, cut first and then resize: enlarging all of a very long image would fill memory.
+        # Unlike GoogLeNet's protocol, cut first and then resize: enlarging a very long image could exhaust memory.
         parts = [image[t:b, left:r] for left, t, r, b in square_boxes(width, height, squares)]
         return [torch.stack([_resize(part, scale, scale) for part in parts]) for scale in crops.scales]
     levels = []

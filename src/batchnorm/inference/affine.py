@@ -92,7 +92,7 @@ def fold_before(affine: Affine, weights: Weights, before: Map) -> Weights:
 
 
 def _wide(t: Tensor) -> Tensor:
-    """Return a copy in float64 on the CPU: not every device has float64."""
+    """Return the tensor in float64 on the CPU, because not every device supports float64."""
     return t.detach().cpu().double()
 
 
@@ -103,7 +103,8 @@ def _over_kernel(v: Tensor, weight: Tensor) -> Tensor:
 class FixedAffine(nn.Module):
     """Apply a fixed scale and shift per feature and a nonlinearity: y = g(scale * x + shift + residual).
 
-    This module replaces a batch normalization that no weights could absorb. It has no statistics and no parameters.
+    This module replaces a batch normalization that could not be folded, or that is called with a residual or a mask. It
+    has no statistics and no parameters.
 
     Args:
         scale: one value per feature, in the shape of the feature dimensions; None if weights absorbed the map.

@@ -25,9 +25,9 @@ from .fold import fold_with_report, warn_of_left
 
 # A protobuf file is limited to 2 GiB; the weights of larger networks go into a second file.
 LARGEST_FILE = 1_900_000_000
-# Check small inputs with this many examples: code that depends on the batch size often has a threshold below it.
+# Check the file on a batch of up to this size: code that depends on the batch size often has a smaller threshold.
 MANY_EXAMPLES = 16
-LARGEST_INPUT = 2**22  # numbers
+LARGEST_INPUT = 2**22  # that batch is smaller if it would have more numbers than this
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Exported:
 
     path: Path
     relative_error: float
-    """max |file - network| / max |network| of the outputs: the largest value for the batch sizes that were run."""
+    """max |file - network| / max |network| of the outputs: the largest value over the batch sizes that were run."""
     batch_sizes: tuple[int, ...]
     """The batch sizes on which the file was run and compared with the network."""
     fold: VerbReport
@@ -97,7 +97,7 @@ def export(
     path = Path(path)
     formats: dict[str, tuple[Writer, Loader]] = {".onnx": (_write_onnx, _load_onnx), ".pt2": (_write_pt2, _load_pt2)}
     if path.suffix not in formats:
-        raise ValueError(f"cannot tell the format from '{path.name}': end it in .onnx or .pt2")
+        raise ValueError(f"cannot tell the format from '{path.name}': the name must end in .onnx or .pt2")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path.name}: the folder '{path.parent}' does not exist")
     if net.training:
@@ -145,7 +145,7 @@ Loader = Callable[[Path], Callable[[Any], Any]]
 
 
 def _errors(net: nn.Module, run: Callable[[Any], Any], example: Any, others: list[int]) -> dict[int, float]:
-    """Return the relative error of a file's outputs by batch size, without the other sizes that the network refuses."""
+    """Return the relative error of a file's outputs by batch size; skip those ``others`` that the network refuses."""
     expected = _on_cpu(outputs(net, example, training=False))
     found = {_batch_size(example): relative_error(_on_cpu(run(example)), expected)}
     scales = [_largest(t) for t in expected]
@@ -167,7 +167,7 @@ def _errors(net: nn.Module, run: Callable[[Any], Any], example: Any, others: lis
 
 
 def _scaled_error(new: list[Tensor], old: list[Tensor], scales: list[float]) -> float:
-    """Return the relative error; outputs that are small on this batch are compared with their scale on the example."""
+    """Return the error relative to the outputs' largest value, on this batch or the example, whichever is larger."""
     if [t.shape for t in new] != [t.shape for t in old] or len(old) != len(scales):
         return inf
     errors = []
@@ -188,7 +188,7 @@ def _on_cpu(output: Any) -> list[Tensor]:
 
 
 def _other_sizes(example: Any) -> list[int]:
-    """Return batch sizes to check a file on: small ones, even and odd, and one that is larger than the example's."""
+    """Return batch sizes to check a file on: 1, 2 and 3, and a size that is larger than the example's."""
     own = _batch_size(example)
     if own == 0:
         return []
@@ -221,7 +221,7 @@ def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool, metadata
 
 def _load_pt2(path: Path) -> Callable[[Any], Any]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch 2.11's, about its own file
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # from torch 2.11's own code
         program = torch.export.load(path).module()
 
     def run(batch: Any) -> Any:
@@ -293,7 +293,7 @@ def _batch_size(batch: Any) -> int:
 
 
 def _resized(batch: Any, size: int) -> Any:
-    """Return a batch of another size, with the same examples in turn."""
+    """Return a batch of another size: the first examples, and all of them again from the start if more are needed."""
     own = _batch_size(batch)
 
     def resize(t: Tensor) -> Tensor:

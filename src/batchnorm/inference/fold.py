@@ -1,4 +1,4 @@
-"""The inference network: batch normalization folded into the weights, and the result verified against the original."""
+"""Make the inference network: fold batch normalization into weights, and verify the result against the original."""
 
 from __future__ import annotations
 
@@ -70,9 +70,8 @@ def fold(
         example: a batch for which the network's code takes the same branches as at inference.
         tolerance: the largest relative error to accept; by default, the error that rounding can cause in the network's
             precision.
-        traced: True traces the whole network and returns a ``torch.fx.GraphModule``, in which each call of a module
-            that is called twice is folded separately; False traces nothing; None traces only the forwards described
-            above.
+        traced: True traces the whole network and returns a ``torch.fx.GraphModule``; if a module is called more than
+            once, each call is folded separately. False traces nothing. None traces only the forwards described above.
         forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
             inputs.
 
@@ -170,21 +169,25 @@ def _fold(
         example,
         forward,
         what="the folded network",
-        advice="The network's code may read modules in a way that was not observed; keep such layers out of the fold by"
-        " giving them a forward hook",
+        advice="The network's code may use modules in ways that the trace did not record; to keep fold from changing a"
+        " layer, register a forward hook on it",
         make=lambda net, batch: fold_with_report(net, batch, inf, traced, forward)[0],
         tolerance=tolerance,
     )
     sites = [*_sites(source, plan, fused, kept, forwards), *_functions_left(after, kept, forwards)]
     reads = [
-        f"Python code reads values of a tensor ({call}), so the network may compute something else for other inputs"
+        f"Python code reads the values of a tensor ({call}), so the network may take other branches for other inputs"
         for call in graph.functions(*READS)
     ]
     return result, VerbReport("fold", tuple(sites), difference, (*reads[:1], *_notes_on(forwards)))
 
 
 def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> Graph:
-    """Trace the folded network; the ``obj`` of an AttributeError is the module of ``net`` that lacks the attribute."""
+    """Trace the folded network.
+
+    Raises:
+        AttributeError: if the network's code reads an attribute that a module lacks; ``obj`` is that module of ``net``.
+    """
     try:
         return trace(net, example, forward, training=False)
     except AttributeError:
@@ -295,6 +298,6 @@ def _functions_left(graph: Graph, kept: dict[nn.Module, str], forwards: TracedFo
     scripted = any(is_scripted_norm(module) for module in kept)
     for call in functional_norms(graph):
         if scripted and isinstance(call.target, torch._ops.OpOverload):
-            continue  # it is inside a scripted module, which has its own entry
+            continue  # the call is inside a scripted module, which has its own entry
         why = forwards.refused.get(call.path, "batch_norm is called as a function, so there is no module to replace")
         yield Site(call.path, "kept", BY_MINI_BATCH if call.argument(5, "training") else why)

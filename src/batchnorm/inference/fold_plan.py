@@ -26,7 +26,10 @@ class Refusal(Exception):
 
 @dataclass
 class FoldPlan:
-    """Hold the maps that affine layers absorb, before or after their own weights, and the maps that remain."""
+    """Hold the maps that are folded into affine layers, and the maps that remain.
+
+    An affine layer absorbs its ``before`` map at its input and its ``after`` map at its output.
+    """
 
     before: dict[nn.Module, Map] = field(default_factory=dict)
     after: dict[nn.Module, Map] = field(default_factory=dict)
@@ -62,7 +65,7 @@ def reason_to_keep(module: nn.Module, graph: Graph) -> str:
     if not isinstance(module, TorchBatchNorm):
         return ""
     if has_hooks(module):
-        return "it has hooks, which would see other values"
+        return "it has hooks, which would see other values after folding"
     ours = isinstance(module, BatchNorm) and type(module).forward is BatchNorm.forward and "forward" not in vars(module)
     if not (ours or keeps_torch_forward(module)):
         return f"{type(module).__name__} {OWN_FORWARD}"
@@ -94,7 +97,7 @@ def modules_that_normalize(net: nn.Module, graph: Graph) -> list[str]:
 
 
 def has_nonlinear_part(graph: Graph, layer: TorchBatchNorm) -> bool:
-    """Return whether the layer is one of this library's and does more in a call than scale and shift."""
+    """Return whether a layer of this library also applies an activation, a residual or a mask."""
     return isinstance(layer, BatchNorm) and (layer.activation.name != "identity" or graph.has_extra_inputs(layer))
 
 
@@ -185,7 +188,7 @@ def _sinks(
 ) -> Iterator[tuple[TracedCall, list[TracedCall]]]:
     """Yield the affine calls that consume a layer's output, and the moving calls in between; refuse other calls."""
     if value.escapes:
-        raise Refusal("its output is an output of the network")
+        raise Refusal("its output is an output of the network or is read by untraced code")
     for reader in value.consumers:
         if is_affine(reader.module) and reader.inputs == [value]:
             yield reader, moves
@@ -206,7 +209,7 @@ def _check_every_call(graph: Graph, module: nn.Module, reached: set[TracedCall])
 def _check_free(graph: Graph, module: nn.Module) -> None:
     (call, *_) = graph.calls_of(module)
     if has_hooks(module):
-        raise Refusal(f"{call} has hooks, which would see other values")
+        raise Refusal(f"{call} has hooks, which would see other values after folding")
     for tensor in module.parameters():
         for reader in graph.readers_of(tensor):
             raise Refusal(f"the weights of {call} are also read by {reader}")
@@ -215,7 +218,7 @@ def _check_free(graph: Graph, module: nn.Module) -> None:
 
 
 def _check_borders(module: nn.Module, before: Map) -> None:
-    """Refuse a nonzero shift if the kernel reaches into zero padding, because the layer did not shift the zeros."""
+    """Refuse a nonzero shift if the kernel reaches into zero padding: folding would shift the zeros too."""
     if not bool(before.shift.any()):
         return
     name = type(module).__name__
@@ -225,7 +228,7 @@ def _check_borders(module: nn.Module, before: Map) -> None:
         padding = module.padding
         padded = padding == "same" and prod(module.kernel_size) > 1 if isinstance(padding, str) else any(padding)
         if padded:
-            raise Refusal(f"the {name} after it pads with zeros, which the layer would have shifted")
+            raise Refusal(f"the {name} after it pads with zeros, to which the shift must not apply")
 
 
 # Between a batch normalization and the adjacent affine layer there may be calls that only move elements. Replaying
@@ -273,15 +276,15 @@ def _replayed(x: Tensor, moves: list[TracedCall]) -> Tensor:
         try:
             x = move.replay(x.contiguous())
         except Exception as error:
-            raise Refusal(f"{move} fails on a tensor of scales or shifts ({error})") from error
+            raise Refusal(f"{move} fails on a tensor of feature indices ({error})") from error
         if not isinstance(x, Tensor):
-            raise Refusal(f"{move} returns more than a tensor")
+            raise Refusal(f"{move} does not return a single tensor")
         if plain_name(move.name) in ("view", "reshape"):
             changes = [new - old for new, old in zip(_ones_around(x), _ones_around(before), strict=True)]
             if prod(changes) < 0:
                 raise Refusal(
-                    f"{move} moves a dimension of size 1 past the features, and may mix it with them at other sizes;"
-                    " pass an example in which it is larger"
+                    f"{move} moves a dimension of size 1 past the features; if that dimension were larger, its elements"
+                    " might mix with the features: pass an example in which it is larger than 1"
                 )
     return x
 
@@ -296,7 +299,7 @@ def _ones_around(features: Tensor) -> tuple[int, int]:
 
 
 def _numbered(shape: tuple[int, ...], dims: list[int]) -> Tensor:
-    """Return a tensor in which each element is the index of its feature."""
+    """Return a tensor in which each element is the index of the feature that it belongs to."""
     sizes = [n if d in dims else 1 for d, n in enumerate(shape)]
     return torch.arange(prod(sizes)).reshape(sizes).expand(shape)
 

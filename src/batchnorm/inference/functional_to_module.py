@@ -46,7 +46,7 @@ Arguments = dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 
 class AnyBatchNorm(TorchBatchNorm):
-    """Stand in for a functional batch normalization; the input may have any number of dimensions."""
+    """Replace a functional batch normalization; the input may have any number of dimensions."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass
@@ -227,7 +227,7 @@ def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any])
 
 
 def _fixed_arguments(module: nn.Module, calls: list[Any]) -> dict[str, Any]:
-    """Return the arguments without tensors. They become constants in the graph, so they must be equal in all calls."""
+    """Return the arguments that contain no tensors. They become constants, so they must be equal in all calls."""
     parameters = signature(type(module).forward).parameters
     single = {k for k, p in parameters.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
     found: list[dict[str, Any]] = []
@@ -256,14 +256,14 @@ def _drop_layers(module: nn.Module, graph: fx.Graph, inside: set[nn.Module]) -> 
 
 
 def _adopt(module: nn.Module, graph: fx.Graph, before: set[str]) -> None:
-    """Change the module's class to one whose forward is the graph; a batch normalization becomes a plain module."""
+    """Change the module's class to a class that runs the graph; a batch normalization becomes a plain nn.Module."""
     norm = isinstance(module, TorchBatchNorm)
     after = _attributes_read(graph)
     for name in [*module._parameters, *module._buffers]:
         if name not in after and (norm or name in before):
             delattr(module, name)
     for name in after:
-        if isinstance(vars(module).get(name), Tensor):  # a constant that torch.fx found
+        if isinstance(vars(module).get(name), Tensor):  # a tensor attribute that the graph reads
             module.register_buffer(name, vars(module).pop(name), persistent=False)
     code = graph.python_code("self")
     names = tuple((name, by_name("value", thing)) for name, thing in code.globals.items())
@@ -275,7 +275,7 @@ def _adopt(module: nn.Module, graph: fx.Graph, before: set[str]) -> None:
 @lru_cache(maxsize=1024)
 def _traced_class(base: type[nn.Module], name: str, source: str, names: tuple[tuple[str, Any], ...]) -> Any:
     scope = scope_of(names)
-    exec(compile(source, f"<traced forward of {name}>", "exec"), scope)  # code that torch.fx wrote
+    exec(compile(source, f"<traced forward of {name}>", "exec"), scope)  # code that torch.fx generated
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         return _blank, (base, name, source, names), self.__getstate__()

@@ -178,7 +178,7 @@ class BatchNorm(TorchBatchNorm):
         # Read the dictionaries directly: six calls of nn.Module.__getattr__, which is Python code, would be slow.
         p, b = self._parameters, self._buffers
         try:
-            weight, bias = p["weight"], p["bias"]  # torch.nn.utils.parametrize removes them
+            weight, bias = p["weight"], p["bias"]  # torch.nn.utils.parametrize removes these keys
             mean, var = b["running_mean"], b["running_var"]
             batches, skipped = b["num_batches_tracked"], b["num_batches_skipped"]
         except KeyError:
@@ -198,7 +198,7 @@ class BatchNorm(TorchBatchNorm):
         return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), (proxy,), given)
 
     def _check_ranks(self) -> None:
-        """Check once, before the first all-reduce, that all ranks have the same layer; if not, they would hang."""
+        """Check once that all ranks have the same layer; if not, the first all-reduce would hang or mix layers up."""
         if isinstance(self.statistics, Sync) and not self._ranks_checked:
             if collectives.world_size(self.statistics.group) > 1:
                 collectives.check_same_features(self.features, path_of(self), self.statistics.group)
@@ -224,7 +224,7 @@ class BatchNorm(TorchBatchNorm):
 
     @property
     def _factor(self) -> float | None:
-        """The momentum; 0 for a cumulative average without a batch count, as in torch.nn."""
+        """The momentum; as in torch.nn, 0 if it is None (a cumulative average) and batches are not counted."""
         return 0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -257,7 +257,7 @@ class BatchNorm(TorchBatchNorm):
             )
 
     def _falls_back_on_running(self, input: Tensor, mask: Tensor | None) -> bool:
-        """Return whether to normalize by running statistics, because the batch has one value per feature; or raise."""
+        """Return whether a batch has one value per feature and must use running statistics; raise if on_single='error'."""
         if isinstance(self.statistics, Sync):
             return False  # other ranks may have more values
         m = input.shape[0] * prod(input.shape[1 + len(self.features) :])
@@ -266,7 +266,7 @@ class BatchNorm(TorchBatchNorm):
         if not (1 in counts if counts else m == 1):
             return False
         if self.on_single == "running":
-            # Ghost normalizes only the groups that have one value by the running statistics, if it gets them.
+            # If Ghost gets running statistics, it normalizes the groups that have one value by them, and only these.
             return groups == 1 or self._running() is None
         masked = " with all but one value masked" if counts else ""
         larger = "batch"
@@ -337,7 +337,7 @@ class BatchNorm(TorchBatchNorm):
             destination[prefix + "frozen"] = torch.tensor(self._frozen, dtype=torch.uint8)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # If the checkpoint has no such entry, a frozen layer stays frozen.
+        # If the checkpoint has no "frozen" entry, a frozen layer stays frozen.
         frozen = state_dict.pop(prefix + "frozen", None)
         mean = self._buffers.get("running_mean")
         if mean is not None:
@@ -370,7 +370,8 @@ class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
         device: the device of the parameters.
         dtype: the dtype of the parameters; running statistics are kept in at least float32.
         bias: learn beta, if ``affine``.
-        activation: g: relu, relu6, leaky_relu, sigmoid, tanh, silu or hardswish, by name or as a ``torch.nn`` module.
+        activation: the nonlinearity g, as a name or a ``torch.nn`` module: relu, relu6, leaky_relu, sigmoid, tanh, silu
+            or hardswish.
         statistics: how to compute training statistics, if not over the batch: ``Sync()``, ``Ghost(size)`` or
             ``Renorm()``.
         on_single: what to do with a training batch that has one value per feature: "error", or "running" to normalize
@@ -389,9 +390,9 @@ class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
 class BatchNorm2d(BatchNorm, nn.BatchNorm2d):
     """Normalize (N, C, H, W) input; a drop-in replacement for ``torch.nn.BatchNorm2d``.
 
-    The arguments are those of :class:`BatchNorm1d`. With ``num_features=C``, each feature map has one gamma and beta,
-    and statistics over batch and locations. With ``num_features=(C, H, W)``, each activation has its own gamma, beta
-    and statistics.
+    The arguments are those of :class:`BatchNorm1d`. With ``num_features=C``, each feature map has one gamma and one
+    beta, and its statistics are over the batch and all locations. With ``num_features=(C, H, W)``, each activation has
+    its own gamma, beta and statistics.
 
     >>> block = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), BatchNorm2d(8, activation="relu"))
     >>> bool((block(torch.randn(4, 3, 9, 9)) >= 0).all())

@@ -17,7 +17,7 @@ from .norm_act import NormAct
 class Fused(nn.Module):
     """A placeholder for an activation module that is now fused into a batch normalization.
 
-    The placeholder refers to the module and to the layers that apply it, so that ``revert`` can restore them.
+    The placeholder refers to the activation and to the layers that now apply it, so that ``revert`` can restore them.
 
     >>> Fused(nn.ReLU(), [])
     Fused(was ReLU())
@@ -62,8 +62,8 @@ def activations_after(
 
     In every traced forward pass, the activation must be the only consumer of each of the layer's outputs. The layer and
     the activation must not be used anywhere else: a Sequential must call one after the other, or the network must be a
-    torch.fx graph, and nothing else in the network may refer to them. A forward that the user wrote is not enough,
-    because it may take a path that the example did not take.
+    torch.fx graph, and nothing else in the network may refer to them. It is not enough that a forward that the user
+    wrote calls them one after the other on the example, because it may take another path on other inputs.
 
     >>> from batchnorm.graph import trace
     >>> import torch

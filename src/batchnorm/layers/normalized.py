@@ -11,14 +11,14 @@ class Normalized(nn.Module):
     """Compute BN(module(...)); the container replaces the module.
 
     The module's state-dict entries move one level down: ``conv1.weight`` becomes ``conv1.affine.weight``, and the
-    layer's entries are ``conv1.norm.*``. Public attributes that the container does not have are looked up on the
+    new entries are ``conv1.norm.*``. Public attributes that the container does not have are looked up on the
     module, so that code that reads ``self.conv1.out_channels`` keeps working.
 
     Args:
         affine: the module: a Linear or a convolution, or an activation if BN goes after it.
         norm: the batch normalization.
-        features_last: whether the last dimension holds the features, as in Linear, and all other dimensions the
-            mini-batch.
+        features_last: whether the last dimension is the feature dimension, as in Linear; all other dimensions then
+            belong to the mini-batch.
 
     >>> layer = Normalized(nn.Linear(3, 5, bias=False), nn.BatchNorm1d(5), features_last=True)
     >>> layer.out_features

@@ -32,8 +32,8 @@ class Sync:
     """Compute exact statistics over the samples of all ranks, even if ranks have different numbers of samples.
 
     The ranks' counts, means and variances are merged with one all-reduce in the forward pass and one in the backward
-    pass. ``Sync`` works on CPU (gloo) and CUDA (nccl), also under DistributedDataParallel. In a single process, it is
-    Algorithm 1.
+    pass. ``Sync`` works on CPU (gloo) and CUDA (nccl), also under DistributedDataParallel. In a single process, it
+    computes Algorithm 1.
 
     Args:
         group: the process group whose ranks share statistics; None means the default group.
@@ -70,10 +70,10 @@ class Ghost:
     """Normalize each group of at most ``size`` examples by its own statistics (Hoffer et al., 2017).
 
     A batch is split into ceil(N / size) groups whose sizes differ by at most one. If a group would have only one value
-    per feature, as with ``Ghost(2)`` and an odd number of examples of shape (C,), there is one group fewer, and the
-    first group has 3 examples. If a mask leaves a group one value, the layer's ``on_single`` applies to that group;
-    masks on a GPU and in compiled code are not checked. The running variance is the paper's average over groups,
-    sum(m_b var_b) / sum(m_b - 1), without groups of fewer than two values.
+    per feature, there is one group fewer: ``Ghost(2)`` splits 5 examples of shape (C,) into groups of 3 and 2. If a
+    mask leaves a group only one value per feature, the layer's ``on_single`` applies to that group; masks on a GPU and
+    in compiled code are not checked. The running variance is the paper's average over groups, sum(m_b var_b) /
+    sum(m_b - 1), without groups of fewer than two values.
 
     Args:
         size: the number of examples in a group, at least 2.
@@ -184,7 +184,7 @@ def _split(v: Any, groups: int) -> Any:
 def _average(parts: list[Moments]) -> Moments:
     """Return moments whose mean and unbiased variance are the averages over groups, as in Alg. 2, l. 10."""
     count, mean, var = (torch.stack(list(v)) for v in zip(*parts, strict=True))
-    count = torch.where(count > 1, count, 0)  # smaller groups have no unbiased variance
+    count = torch.where(count > 1, count, 0)  # a group of one value has no unbiased variance
     total = count.sum()
     weight = (count / total.clamp(min=1)).reshape(-1, *[1] * (mean.dim() - 1))
     # With m the average group size, var * m/(m-1) = sum(m_b var_b) / sum(m_b - 1).

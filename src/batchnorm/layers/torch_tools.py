@@ -15,7 +15,7 @@ class Tool(NamedTuple):
 
 
 _FOLD = "use batchnorm.fold(net, example)"
-# Each tool reads a layer's running mean. The key is the module and name of the function that does so.
+# Each tool reads a layer's running mean. The key is the module and name of the function that reads it.
 TOOLS = {
     ("torch.nn.modules.batchnorm", "convert_sync_batchnorm"): Tool(
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "set layer.statistics = batchnorm.Sync()", False
@@ -27,5 +27,5 @@ TOOLS = {
 
 
 def tool_at(frame: FrameType) -> Tool | None:
-    """Return the tool whose code a frame runs; None if there is none."""
+    """Return the tool whose code a frame runs; None if the frame runs other code."""
     return TOOLS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))

@@ -27,7 +27,7 @@ NONLINEARITIES = (
 def nonlinearities(net: nn.Module) -> list[str]:
     """Return the layers at which a nonlinearity's input can be read: nonlinearities, and BN fused with a nonlinearity.
 
-    If all nonlinearities of a network are functional, the batch normalizations before them are returned.
+    If a network has no such layers, for example because its nonlinearities are functions, return its normalizations.
     """
     named = [(name, m) for name, m in net.named_modules() if name]
     found = [name for name, m in named if isinstance(m, NONLINEARITIES) or _fuses(m)]

@@ -1,4 +1,4 @@
-"""Insert batch normalization into a network (N to N_tr in Algorithm 2), or replace the network's own layers."""
+"""Insert batch normalization into a network (N to N_tr in Algorithm 2), or replace the layers that it has."""
 
 from .convert import convert
 from .insert import insert

@@ -47,17 +47,19 @@ def convert(
     """Return the network with this library's layers in place of ``torch.nn``'s, fused with sums and activations.
 
     ``BatchNorm1d/2d/3d``, ``SyncBatchNorm`` and timm's ``BatchNormAct2d`` are replaced; parameters, statistics, hooks,
-    sharing, modes, devices and dtypes stay the same. Other layers (a subclass, a patched forward, a parametrization)
-    are not converted, and the report says why. The report also lists calls of ``F.batch_norm``.
+    shared modules, modes, devices and dtypes stay the same, except that half-precision running statistics become
+    float32. Other layers (a subclass, a patched forward, a parametrization) are not converted, and the report says why.
+    The report also lists calls of ``F.batch_norm``.
 
-    An activation, and a sum with a tensor of the same shape, are fused into the call of the layer before them, whether
-    they are modules, functions, methods or operators, in place or not. Each module whose forward contains such a
-    pattern is traced with ``torch.fx``, with its children as leaves, and becomes an instance of a generated subclass of
-    its class. The new forward runs if everything that the trace depended on is unchanged: mode, arguments other than
-    tensors, attributes, hooks. If anything has changed, the original forward runs.
+    An activation, and a sum with a tensor of the same shape, are fused into the call of the layer before them. They may
+    be modules, functions, methods or operators, in place or not. Each module whose forward contains such a pattern is
+    traced with ``torch.fx``, with its children as leaves, and becomes an instance of a generated subclass of its class.
+    The new forward runs if everything that the trace depended on is unchanged: mode, arguments other than tensors,
+    attributes, hooks. If anything has changed, the original forward runs.
 
-    Outputs, running statistics and gradients for ``example`` (for the gradients, two rows of it if it is a tensor) are
-    compared in both modes. ``net`` is not changed. :func:`revert` undoes the conversion.
+    Outputs, running statistics and gradients are compared with the original's on ``example``, in both modes. If
+    ``example`` is a tensor, gradients are compared on its first two rows. ``net`` is not changed. :func:`revert` undoes
+    the conversion.
 
     A trace cannot see changes of Python globals and classes, ``print`` and other side effects, ``type(x)`` of a tensor,
     or random numbers from generators other than the global ones of ``random``, NumPy and torch. Use ``rewrite=False``
@@ -69,8 +71,8 @@ def convert(
         forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
             inputs.
         rewrite: False only replaces modules. An activation module is then fused if a ``Sequential`` calls it after the
-            layer and nothing else refers to the layer or the activation; no code may call the children of that
-            ``Sequential`` one by one.
+            layer and nothing else refers to the layer or the activation. The network's code must then not call the
+            children of such a ``Sequential`` one by one.
         statistics: the source of every layer's statistics: ``Sync()``, ``Ghost(size)`` or ``Renorm()``.
 
     Returns:
@@ -94,7 +96,8 @@ def convert(
     layers, refused = _convertible(net, graphs[0])
     fused, unfused = activations_after(net, graphs, [m for m in layers if _has_room(m, graphs)])
     if rewrite:
-        # User code may call or replace the children of a Sequential. Rewriting its code is safe; fusing modules is not.
+        # User code may call or replace single children of a Sequential. Rewritten forwards stay correct then, but fused
+        # modules do not.
         fused = {}
     makers: dict[nn.Module, Any] = {
         layer: partial(_ours, layer, kind, as_activation(fused.get(layer))) for layer, kind in layers.items()
@@ -227,8 +230,8 @@ def _ours(layer: TorchBatchNorm, kind: type[BatchNorm], activation: Activation, 
 
 
 def move_state(old: nn.Module, new: nn.Module, memo: Memo) -> None:
-    """Copy everything that ``old`` holds to ``new``: tensors, hooks, mode, and attributes that users set."""
-    memo[id(old)] = new  # before copying: a hook may be a bound method of the layer
+    """Copy all attributes of ``old`` to ``new``: tensors, hooks, mode, and attributes that users set."""
+    memo[id(old)] = new  # set before copying, because a hook may be a bound method of the layer
     vars(new).update(copy.deepcopy(vars(old), memo))
 
 

@@ -1,4 +1,4 @@
-"""Count the batch normalizations that feed an activation or a sum, and those that are fused with what they feed."""
+"""Count the batch normalizations that feed an activation or a sum, and how many of them are fused with it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def count(graph: Graph, fused: Fusions) -> Count:
             if producer is not None and isinstance(producer.module, TorchBatchNorm):
                 found.activation.add(producer.module)
             elif producer is not None and call.inputs[0].sole_consumer is call:
-                # If both summands are BN outputs, one layer is fused with the other's output and the activation.
+                # If both summands are BN outputs, count only one layer, because the other's output is its residual.
                 norms = list(_summands(producer))
                 found.activation.update([*(m for m in norms if m in fused), *reversed(norms)][:1])
     for call in graph.calls:

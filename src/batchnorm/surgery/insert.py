@@ -105,7 +105,7 @@ def insert(
 
 
 def _select(candidates: Iterable[Candidate], where: Where | None) -> tuple[list[Place], list[Site]]:
-    """Return the chosen places, and a report entry for each candidate that gives the reason if it is skipped."""
+    """Return the chosen places, and a report entry for each candidate, with the reason if the candidate is skipped."""
     if isinstance(where, str):
         where = [where]
     names = None if where is None or callable(where) else set(where)

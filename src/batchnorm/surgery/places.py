@@ -54,7 +54,7 @@ class Place:
 
 
 class Candidate(NamedTuple):
-    """A place (None if it cannot be normalized), its report entry if skipped, and whether it is chosen by default."""
+    """A place (None if it cannot be normalized), the report entry if skipped, and whether it is chosen by default."""
 
     place: Place | None
     site: Site
@@ -104,7 +104,7 @@ def reach(values: list[Value]) -> Reach:
 def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
     """Yield each affine layer, in the order of calls; layers that feed a nonlinearity are chosen by default."""
     names = {module: name for name, module in net.named_modules()}
-    graph = graphs[-1]  # in training mode, if traced: auxiliary heads may run only in training
+    graph = graphs[-1]  # prefer the trace in training mode, because auxiliary heads may run only in training
     bypassing = [m for m in names if isinstance(m, BYPASSING)]
     seen: set[nn.Module] = set()
     for call in graph.calls:

@@ -17,7 +17,7 @@ Gradients = dict[str, Tensor]
 
 
 def compare_outputs(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, modes: int) -> float:
-    """Return the outputs' relative error in evaluation mode; with two modes, the larger of evaluation and training."""
+    """Return the outputs' relative error in evaluation mode or, with two modes, the larger error of both modes."""
     return max(
         verify(old, new, example, forward, what="the changed network", training=training, same_weights=True)
         for training in (False, True)[:modes]
@@ -35,10 +35,10 @@ def verify_conversion(old: nn.Module, new: nn.Module, example: Any, forward: For
 
 
 def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, training: bool) -> None:
-    """Compare the gradients of all parameters in float64, for a sum of the outputs with random weights.
+    """Compare the gradients of all parameters in float64; the loss is a sum of the outputs with random weights.
 
-    Outputs are compared on the whole example. For gradients, which take longer, two rows of a tensor are enough, unless
-    the network needs more.
+    To save time, an example that is a tensor is cut to its first two rows. If the original fails on two rows, the whole
+    example is used.
     """
     few = isinstance(example, Tensor) and example.dim() > 0 and len(example) > 2
     for batch in (example[:2], example) if few else (example,):
@@ -56,7 +56,8 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
     name, error = _worst(now, was)
     if error <= EXACT:
         return
-    # A network may amplify rounding. To measure how much, change the weights by more than rounding does.
+    # A network may amplify rounding errors. To measure by how much, change the weights by TINY, which is more than
+    # rounding in float64 changes them.
     noise = _worst(_gradients(old, example, forward, training, change=TINY), was)[1]
     if error > AMPLIFICATION * noise:
         raise ValueError(f"the gradient of '{name}' differs by {error:.2e} (relative)")
@@ -81,7 +82,7 @@ def _gradients(net: nn.Module, example: Any, forward: Forward | None, training: 
 def _worst(new: Gradients, old: Gradients) -> tuple[str, float]:
     """Return the parameter whose gradient has the largest relative error, and the error.
 
-    The error of a gradient near 0 is taken relative to EXACT times the largest gradient.
+    For a gradient near 0, the error is relative to EXACT times the largest gradient instead.
     """
     largest = max((float(g.abs().max()) for g in old.values() if g.numel()), default=0.0)
     errors = {"": 0.0}
