@@ -1,4 +1,4 @@
-"""Scores of predictions: accuracy at 1 and at 5, log loss and calibration."""
+"""Scores of predictions: top-1 and top-5 accuracy, log loss and calibration error."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Accuracy(NamedTuple):
 
 
 def label_ranks(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return each label's rank, from 0, among the class scores; among equal scores the lower class comes first.
+    """Return each label's rank among the class scores, counted from 0.
 
-    An example is correct at k if its rank is below k. Ties are broken the same way on every device. A label whose score
-    is NaN comes last.
+    An example is top-k correct if its rank is below k. Among equal scores, the class with the lower index comes first,
+    on every device. A label whose score is NaN comes last.
 
     >>> label_ranks(torch.tensor([[0.2, 0.5, 0.3], [0.4, 0.4, 0.2]]), torch.tensor([2, 1]))
     tensor([1, 1])
@@ -61,11 +61,11 @@ def count_correct(
     bf16: bool = False,
     loss: Tensor | None = None,
 ) -> Tensor:
-    """Count the examples that are correct at 1, those correct at 5, and all examples, in a float64 tensor.
+    """Count the top-1 correct examples, the top-5 correct examples and all examples, in a float64 tensor.
 
     The tensors of several ranks can be summed. The network's mode is not changed; call ``eval()`` first. Empty batches,
-    which a rank may get at the end of an epoch, are skipped. With fewer than five classes, every example is correct at
-    5.
+    which a rank may get at the end of an epoch, are skipped. With fewer than five classes, every example is top-5
+    correct.
 
     Args:
         net: a network that returns class scores.
@@ -118,8 +118,8 @@ class Score(NamedTuple):
 def score(probabilities: Tensor, labels: Tensor, name: str = "the network") -> Score:
     """Score class probabilities, one row per example; in a distributed run, over the examples of all ranks.
 
-    An example's confidence is its largest probability. For the calibration error, examples are sorted by confidence
-    into bins B_1 to B_15 of equal width:
+    An example's confidence is its largest probability. To compute the calibration error, examples are sorted by
+    confidence into bins B_1 to B_15 of equal width, and the gaps between accuracy and confidence are averaged:
 
         sum_b |B_b| / n * |accuracy(B_b) - confidence(B_b)|
 

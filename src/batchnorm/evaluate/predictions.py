@@ -112,7 +112,7 @@ def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, na
         name: the network's name in messages.
 
     Raises:
-        ValueError: if the network does not take images of this size, or has another number of classes than the data.
+        ValueError: if the network does not take images of this size, or its number of classes differs from the data's.
 
     Paper: Sec. 4.2.3, "multicrop inference"
     """

@@ -20,7 +20,7 @@ Affine = nn.Linear | Convolution | Transposed
 IN_PLACE = frozenset(
     getattr(operator, name) for name in dir(operator) if name[:1] == "i" and hasattr(operator, name[1:])
 )
-# These are names that plain_name() returns, which maps both F.leaky_relu and nn.LeakyReLU to "leakyrelu".
+# Names as returned by plain_name(), which maps both F.leaky_relu and nn.LeakyReLU to "leakyrelu".
 NONLINEAR = frozenset(
     """relu relu6 leakyrelu prelu rrelu elu selu celu gelu silu mish sigmoid tanh hardtanh hardsigmoid hardswish
     softplus softsign logsigmoid threshold tanhshrink softshrink hardshrink clamp clampmin clip sin""".split()  # noqa: SIM905

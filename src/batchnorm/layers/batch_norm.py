@@ -257,7 +257,11 @@ class BatchNorm(TorchBatchNorm):
             )
 
     def _falls_back_on_running(self, input: Tensor, mask: Tensor | None) -> bool:
-        """Return whether a batch has one value per feature and must use running statistics; raise if on_single='error'."""
+        """Return whether to normalize by running statistics, because the batch has one value per feature.
+
+        Raises:
+            ValueError: if the batch has one value per feature and ``on_single`` is "error".
+        """
         if isinstance(self.statistics, Sync):
             return False  # other ranks may have more values
         m = input.shape[0] * prod(input.shape[1 + len(self.features) :])
@@ -266,7 +270,7 @@ class BatchNorm(TorchBatchNorm):
         if not (1 in counts if counts else m == 1):
             return False
         if self.on_single == "running":
-            # If Ghost gets running statistics, it normalizes the groups that have one value by them, and only these.
+            # Given running statistics, Ghost uses them for the groups that have one value, and only for these.
             return groups == 1 or self._running() is None
         masked = " with all but one value masked" if counts else ""
         larger = "batch"

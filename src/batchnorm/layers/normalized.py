@@ -10,9 +10,9 @@ from torch import Tensor, nn
 class Normalized(nn.Module):
     """Compute BN(module(...)); the container replaces the module.
 
-    The module's state-dict entries move one level down: ``conv1.weight`` becomes ``conv1.affine.weight``, and the
-    new entries are ``conv1.norm.*``. Public attributes that the container does not have are looked up on the
-    module, so that code that reads ``self.conv1.out_channels`` keeps working.
+    The module's state-dict entries move one level down: ``conv1.weight`` becomes ``conv1.affine.weight``, and the new
+    entries are ``conv1.norm.*``. Public attributes that the container does not have are looked up on the module, so
+    that code that reads ``self.conv1.out_channels`` keeps working.
 
     Args:
         affine: the module: a Linear or a convolution, or an activation if BN goes after it.

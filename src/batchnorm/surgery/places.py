@@ -14,7 +14,7 @@ from ..graph import Graph, TracedCall, Value
 from ..graph.kinds import HANDING_ON, NONLINEAR, Affine, Convolution, Transposed, is_affine, plain_name
 
 FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-# In evaluation mode without hooks, these modules do not call their children: one fused function reads the weights.
+# In evaluation mode without hooks, these modules do not call their children; a fused function reads their weights.
 BYPASSING = (nn.TransformerEncoderLayer,)
 SCALING = frozenset({"mul", "div", "truediv", "multiply", "divide"})
 

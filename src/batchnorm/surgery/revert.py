@@ -26,9 +26,8 @@ def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward
     """Return the network with plain ``torch.nn`` layers instead of this library's layers.
 
     This undoes ``convert``: modules get their original classes and forwards back, and fused activation modules are
-    restored.
-    A layer that was created with an activation becomes an ``nn.Sequential`` of ``norm`` and ``activation``. ``net`` is
-    not changed.
+    restored. A layer that was created with an activation becomes an ``nn.Sequential`` of ``norm`` and ``activation``.
+    ``net`` is not changed.
 
     Args:
         net: any network.

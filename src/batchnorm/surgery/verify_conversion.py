@@ -17,7 +17,7 @@ Gradients = dict[str, Tensor]
 
 
 def compare_outputs(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, modes: int) -> float:
-    """Return the outputs' relative error in evaluation mode or, with two modes, the larger error of both modes."""
+    """Return the outputs' relative error in evaluation mode or, with two modes, the larger of the two modes' errors."""
     return max(
         verify(old, new, example, forward, what="the changed network", training=training, same_weights=True)
         for training in (False, True)[:modes]
