@@ -1,12 +1,13 @@
-// Batch normalization of float32 in training, y = g(BN(x) + residual), and its gradient. compiler.py compiles this file
-// and defines the codes of g: IDENTITY, RELU, ...
+// Batch normalization of float32 tensors in training, y = g(BN(x) + residual), and its gradient. compiler.py compiles
+// this file and defines the codes of the activation g: IDENTITY, RELU, ...
 //
-// Tensors are planes (n, channels, length), or rows (n, channels) if `length` is 0. A task is a group of neighbouring
-// channels, whose values stay in the cache between passes, or a block of rows. Sums of blocks are merged in a fixed
-// order, so results do not depend on the number of threads.
+// A tensor has the shape (n, channels, length), called planes, or (n, channels), called rows; for rows, `length` is 0.
+// Threads share the work in tasks. For planes, a task is a group of neighbouring channels, whose values stay in the
+// cache between passes. For rows, a task is a block of rows. Sums of blocks are merged in a fixed order, so results do
+// not depend on the number of threads.
 //
-// Statistics take two passes: the first computes a rough mean, the second the sums of d = x - rough and of d^2. These
-// sums lose no precision, however far the mean is from zero. The output y = (x - center) * scale + offset loses none
+// The statistics need two passes: the first computes a rough mean, the second the sums of d = x - rough and of d^2.
+// These sums lose no precision, however far the mean is from zero. BN(x) = (x - center) * scale + offset loses none
 // either: center is the mean rounded to float32, and the offset corrects this rounding error.
 
 #include <math.h>
@@ -29,7 +30,7 @@ typedef struct {
     Shape shape;
     const float *x, *dy, *gamma, *beta, *residual;
     float *y, *dx, *dz, *dgamma, *dbeta;
-    unsigned char *passed; // whether g'(z) is 1; used with a residual if g' takes two values
+    unsigned char *passed; // whether g'(z) is 1; saved if there is a residual and g' has two values
     float *kept;             // per channel: center, scale, offset, 1/std, mean - center
     double eps, *mean, *var; // mean and var have one number per channel
     i64 tasks, threads;
@@ -38,18 +39,18 @@ typedef struct {
     float *lines, *sums;         // for rows: the coefficients for each column, and the sums of each block
 } Call;
 
-// z = (x - center) * scale + offset, and dx = dz * scale + (x - center) * slope + level.
+// The coefficients of z = (x - center) * scale + offset and of dx = dz * scale + (x - center) * slope + level.
 enum { CENTER, SCALE, OFFSET, SLOPE, LEVEL, LINES };
-// In `kept`, these two numbers replace SLOPE and LEVEL.
+// `kept` has 1/std and mean - center in place of the slope and the level.
 enum { INVSTD = SLOPE, LACK = LEVEL };
 
 enum {
-    RUN = 256,     // planes: minimum number of adjacent values in a group, if there are enough channels
-    WIDTH = 1024,  // maximum columns of a matrix, except for rows with more channels
-    NARROW = 64,   // rows: minimum columns
-    ADDED = 256,   // planes: about this many rows are summed in float32 before the sums are added to float64
-    BLOCK = 65536, // rows: maximum values in a block of more than ROWS rows
-    ROWS = 64,     // rows: minimum rows in a block
+    RUN = 256,     // planes: a group has at least this many adjacent values, if there are enough channels
+    WIDTH = 1024,  // maximum number of columns of a matrix, unless a tensor's rows have more channels
+    NARROW = 64,   // rows: minimum number of columns
+    ADDED = 256,   // planes: about this many rows are summed in float32 before they are added to float64 sums
+    BLOCK = 65536, // rows: maximum number of values in a block, unless ROWS rows have more
+    ROWS = 64,     // rows: minimum number of rows in a block
     TASKS = 16,    // rows: minimum number of blocks, if the tensor has enough rows
 };
 
@@ -62,16 +63,17 @@ INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 #define INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-// ---- g and its derivative; where g' is discontinuous, its value is torch's ----
+// ---- g and its derivative; where g' is discontinuous, it has the same value as in torch ----
 
-// exp(v) = 2^n * polynomial(r), with a relative error of 2e-7. Compilers vectorize this.
+// Computes exp(v) as 2^n * exp(r), where v = n ln(2) + r and a polynomial approximates exp(r). The relative error is
+// 2e-7. Compilers can vectorize this function.
 INLINE float exponential(float v) {
     union {
         float f;
         uint32_t u;
     } n, power;
     v = v < -87 ? -87 : v > 88 ? 88 : v;
-    n.f = v * 1.44269504f + 12582912; // 1.5 * 2^23: the lowest bits are the nearest integer
+    n.f = v * 1.44269504f + 12582912; // adding 1.5 * 2^23 puts the nearest integer into the lowest bits
     power.u = (n.u + 127) << 23;
     float whole = n.f - 12582912, r = v - whole * 0.693359375f + whole * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -86,13 +88,13 @@ INLINE float exponential(float v) {
 INLINE float sigmoid(float z) { return 1 / (1 + exponential(-z)); }
 
 INLINE float hyperbolic_tangent(float z) {
-    float q = z * z, near = 2 * sigmoid(2 * z) - 1; // inaccurate near 0
+    float q = z * z, near = 2 * sigmoid(2 * z) - 1; // `near` is inaccurate for small z
     float series = z + z * q * (-1 / 3.0f + q * (2 / 15.0f + q * (-17 / 315.0f + q * (62 / 2835.0f))));
     return q < 0.09f ? series : near;
 }
 
 INLINE float activate(float z, int activation, float below) {
-    if (activation == RELU) return z < 0 ? 0 : z; // NaN stays
+    if (activation == RELU) return z < 0 ? 0 : z; // NaN stays NaN
     if (activation == LEAKY_RELU) return z > 0 ? z : z * below;
     if (activation == SIGMOID) return sigmoid(z);
     if (activation == TANH) return hyperbolic_tangent(z);
@@ -106,7 +108,8 @@ INLINE float activate(float z, int activation, float below) {
     return z;
 }
 
-// Whether g'(z) is 1, if g' has two values; true for NaN with ReLU and ReLU6.
+// Returns whether g'(z) is 1, for activations g whose derivative has only two values. If z is NaN, the result is true
+// for ReLU and ReLU6.
 INLINE int passes(float z, int activation) {
     if (activation == RELU) return !(z <= 0);
     if (activation == RELU6) return !(z <= 0) & !(z >= 6);
@@ -135,7 +138,7 @@ INLINE float activate_backward(float dy, float z, int activation, float below) {
     return dy;
 }
 
-// ---- sums over the columns of a matrix: `rows` rows of `width` values; rows are `stride` values apart ----
+// ---- the sums of each column of a matrix: `rows` rows of `width` values; rows are `stride` values apart ----
 
 INLINE void add(const float *restrict x, i64 rows, i64 stride, i64 width, float *restrict sum) {
     i64 i = 0;
@@ -165,7 +168,7 @@ INLINE void add_squares(
         }
 }
 
-// ---- the same sums for a part of the call's tensors ----
+// ---- passes over one matrix, which is a part of the call's tensors ----
 
 typedef struct {
     i64 at, rows, stride, width;
@@ -195,13 +198,13 @@ INLINE void transform(
     }
 }
 
-// Returns dz = g'(z) dy of one value, computed from `passed` if `marked`, else from z.
+// Returns dz = g'(z) dy for one value. g' comes from `passed` if `marked`, else from z.
 INLINE float dz_of(float dy, float z, int passed, int activation, float below, int marked) {
     if (!marked) return activate_backward(dy, z, activation, below);
     return passed ? dy : activation == LEAKY_RELU ? dy * below : 0;
 }
 
-// Sums dz and dz * d; stores dz if `written`.
+// Adds each column's dz to `first` and dz * (x - center) to `second`; stores dz if `written`.
 INLINE void reduce(
     const Call *c, Matrix m, const float *restrict lines, i64 pitch, float *restrict first, float *restrict second,
     int activation, int added, int marked, int written) {
@@ -251,7 +254,7 @@ INLINE void differentiate(const Call *c, Matrix m, const float *lines, i64 pitch
     }
 }
 
-// Compile the loops above once for each g.
+// The functions below compile the loops above once for each activation.
 #define HAS_TWO_SLOPES(G) (G == RELU || G == LEAKY_RELU || G == RELU6)
 #define FOR_EACH_ACTIVATION(CASE)                              \
     switch (c->shape.activation) {                             \
@@ -273,7 +276,7 @@ static void transform_to(const Call *c, Matrix m, const float *lines, i64 pitch)
 #undef CASE
 }
 
-// Writes dz if dz is the residual's gradient, or if g' should not be computed twice.
+// Stores dz if it depends on a residual, or if g' is too slow to compute twice. Else differentiate_to recomputes dz.
 static void reduce_to(const Call *c, Matrix m, const float *lines, i64 pitch, float *first, float *second) {
 #define CASE(G)                                                          \
     case G:                                                              \
@@ -323,13 +326,13 @@ static void keep(Call *c, i64 channel, double mean, double var) {
     kept[LACK * all] = (float)(mean - center);
     c->mean[channel] = mean;
     c->var[channel] = var;
-    // A channel is bad if its statistics are not finite or near overflow, or if its deviation is so small that float32
-    // cannot hold the square of the deviation or the slope of dx.
+    // A channel is bad if its statistics are not finite or near overflow, or if its standard deviation is so small that
+    // squared deviations or the slope of dx come near the limits of float32.
     int good = fabs(mean) < 1e38 && var < 1e38 && invstd < 1e15 && fabs(scale) * invstd < 1e20;
     if (!good) __atomic_store_n(&c->bad, 1, __ATOMIC_RELAXED);
 }
 
-// Computes Section 3's gradients from the sums of dz and of dz * (x - center).
+// Computes the gradients of the paper's Section 3 from the sums of dz and of dz * (x - center).
 static void finish(Call *c, i64 channel, double m, double first, double second, float *slope, float *level) {
     i64 all = c->shape.channels;
     const float *kept = c->kept + channel;
@@ -347,8 +350,9 @@ typedef struct {
     i64 from, to;
 } Range;
 
-// Each thread gets consecutive tasks, so that threads do not write to the same cache lines. A thread gets the same
-// tasks in every pass, because their values are in the cache of its core. There may be fewer threads than requested.
+// Returns the tasks of the calling thread. They are consecutive, so that threads do not write to the same cache lines.
+// They are the same in every pass, because their values are still in the cache of the thread's core. OpenMP may start
+// fewer threads than requested.
 static Range share(const Call *c) {
     i64 thread = 0, team = 1;
     if (c->threads > 1) {
@@ -367,7 +371,7 @@ static void run(Call *c, void (*work)(void *), i64 tasks, i64 threads) {
         work(c);
 }
 
-// ---- planes: a group of channels is a series of matrices, with some columns for each channel ----
+// ---- planes: a group of channels is a series of matrices, in which each channel has its own columns ----
 
 // If a plane has up to WIDTH values, a matrix row holds the group's planes of one example. Longer planes are cut into
 // rows of RUN values.
@@ -403,7 +407,7 @@ static Matrix matrix_of(const Shape *f, const Group *g, i64 which) {
     return (Matrix){at + left * RUN, 1, RUN, f->length % RUN};
 }
 
-// Adds the columns to their channels' sums, which are at every second position of `sums`, and clears the columns.
+// Adds each column to its channel's sum, and clears the columns. The channels' sums are every second element of `sums`.
 static void fold(const Group *g, float *columns, double *sums) {
     for (i64 k = 0; k < g->here; ++k) {
         const float *v = columns + k * g->each;
@@ -432,7 +436,7 @@ static void clear(Sums *s, const Group *g) {
     s->added = 0;
 }
 
-// Folds the sums after about ADDED rows, and after the last matrix. Call this after each matrix.
+// Adds the columns to the channels' sums after about ADDED rows, and after the last matrix. Call this for each matrix.
 static void fold_when_due(Sums *s, const Group *g, i64 rows, int last) {
     s->added += rows;
     if (s->added < ADDED && !last) return;
@@ -475,7 +479,7 @@ static void planes_forward(void *given) {
         }
         for (i64 k = 0; k < g.here; ++k) {
             double mean = rough[k * g.each], d = s.sums[k][0] / m;
-            keep(c, g.from + k, mean + d, fmax(s.sums[k][1] / m - d * d, 0)); // the mean keeps a NaN that fmax drops
+            keep(c, g.from + k, mean + d, fmax(s.sums[k][1] / m - d * d, 0)); // fmax drops NaN, but the mean keeps it
         }
         for (i64 k = 0; k < g.here; ++k) spread_kept(c, &g, k, lines);
         for (i64 i = 0; i < g.matrices; ++i) write_out(c, matrix_of(f, &g, i), lines, WIDTH);
@@ -509,7 +513,8 @@ static void planes_backward(void *given) {
     }
 }
 
-// ---- rows: blocks of c->block rows of c->width columns; with few channels, a row holds several positions ----
+// ---- rows: a block is a matrix of c->block rows and c->width columns ----
+// A row of the tensor is called a position. If there are few channels, a row of the matrix holds several positions.
 
 typedef struct {
     Matrix full, tail; // the full rows, and an incomplete last row

@@ -3,7 +3,7 @@
 // Python chooses the kernels for tensors of given shapes, strides and types, launches them the first time, and
 // describes the launches here (add_forward, add_backward). This file then handles later calls of the same kind: it
 // allocates the outputs, launches the kernels and records the gradient. Python handles calls that are unusual or not
-// yet described: train_ returns None, and the operators call the functions that were passed to configure().
+// yet described: for these, train_ returns None, and the operators call the functions that were passed to configure().
 
 #define PY_SSIZE_T_CLEAN
 #include <torch/csrc/autograd/custom_function.h>
@@ -56,7 +56,7 @@ struct Launch {
   void* function;
   unsigned programs, threads, shared;
   bool cooperative;
-  std::string image;  // all arguments, concatenated; `writes` overwrites the arguments that change
+  std::string image;  // all arguments, concatenated; a launch overwrites those that change, which `writes` lists
   std::vector<int> offsets;  // of the arguments in the image
   std::vector<Write> writes;
 
@@ -82,7 +82,7 @@ struct Pass {
   std::vector<Launch> launches;
 };
 
-// ---- described passes, keyed by everything that a pass depends on
+// ---- the passes that Python has described, keyed by everything that a pass depends on
 
 struct Key {
   std::array<int64_t, 32> numbers{};
@@ -110,8 +110,8 @@ struct Room {
   int64_t float_count = 0, word_count = 0;
 };
 
-// A mutex, because autograd runs backward passes on other threads. Passes are never removed, so pointers to them stay
-// valid.
+// The mutex protects both maps, because autograd runs backward passes on other threads. Passes are never removed, so
+// pointers to them stay valid.
 static std::mutex mutex;
 static std::unordered_map<Key, Pass, Hash> passes;
 static std::unordered_map<int64_t, std::unordered_map<const void*, Room>> rooms;  // by device and stream
@@ -122,7 +122,7 @@ static const Pass* find(const Key& key) {
   return found == passes.end() ? nullptr : &found->second;
 }
 
-static std::atomic<int64_t> forward_passes{0}, backward_passes{0};  // the passes that this file ran
+static std::atomic<int64_t> forward_passes{0}, backward_passes{0};  // how many passes this file ran
 
 constexpr int MAX_DIMS = 5;
 
@@ -178,11 +178,11 @@ static bool find_room(const Tensor& x, const Pass& pass, void*& stream, Room& ro
   return room.float_count >= pass.floats && room.word_count >= pass.words;
 }
 
-// Returns false if nothing was launched.
+// Launches a pass's kernels; returns false if none was launched.
 static bool launch_all(const Pass& pass, const Value* values, void* stream) {
   for (size_t k = 0; k < pass.launches.size(); ++k)
     if (!pass.launches[k](values, stream)) {
-      TORCH_CHECK(k == 0, "a CUDA kernel was not launched, after another that changed the running averages");
+      TORCH_CHECK(k == 0, "a CUDA kernel failed to launch after an earlier kernel of the same pass had already run");
       return false;
     }
   return true;
@@ -402,7 +402,7 @@ static bool has_autograd() {
   return !c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
 }
 
-// Reads a plain tensor, a parameter or None; returns false for anything else.
+// Reads a plain tensor, a parameter or None; returns false for anything else, and if there is a forward-mode gradient.
 static bool read(PyObject* given, Tensor& t) {
   if (given == Py_None) return true;
   if (reinterpret_cast<PyObject*>(Py_TYPE(given)) != THPVariableClass &&
@@ -412,7 +412,8 @@ static bool read(PyObject* given, Tensor& t) {
   return !t._fw_grad(0).defined();
 }
 
-// train_(x, gamma, beta, residual, running mean, variance, batches, skipped, momentum, eps, code, keep, slope) -> y or None
+// train_(x, gamma, beta, residual, running mean, variance, batches, skipped, momentum, eps, code, keep, slope):
+// returns y, or None if Python has to handle the call
 static PyObject* train_(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Tensor t[8];
@@ -551,7 +552,8 @@ static std::vector<int64_t> integers(PyObject* list) {
   return found;
 }
 
-// (strides, bits, floats, words, [(function, programs, threads, shared, cooperative, image, offsets, [(offset, kind, slot)])])
+// Reads a tuple (strides, bits, floats, words, launches). A launch is a tuple (function, programs, threads, shared,
+// cooperative, image, offsets, writes), and a write is a tuple (offset, kind, slot).
 static Pass read_pass(PyObject* description) {
   PyObject *strides, *bits, *launches;
   long long floats, words;
@@ -600,7 +602,7 @@ static PyObject* add_forward(PyObject*, PyObject* args) {
   const auto tx = tensor(x), tg = tensor(gamma), tb = tensor(beta), tr = tensor(residual);
   const auto momentum = cumulative ? std::nullopt : std::optional<double>(0.0);
   const Tensor none;
-  const auto& mean = moves ? tx : none;  // the key says only whether there are averages
+  const auto& mean = moves ? tx : none;  // the key depends only on whether there are averages
   if (tx.dim() <= MAX_DIMS)
     remember(Call{tx, tg, tb, tr, mean, none, none, none, momentum, 0, code, 0, keep_bits != 0}.key(), read_pass(pass));
   Py_RETURN_NONE;
@@ -655,7 +657,7 @@ static PyObject* configure(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// counts(): how many forward and backward passes this file ran
+// counts(): returns how many forward and backward passes this file ran
 static PyObject* counts(PyObject*, PyObject*) {
   return Py_BuildValue("LL", (long long)forward_passes.load(), (long long)backward_passes.load());
 }

@@ -77,7 +77,7 @@ def train_(call: Call) -> Tensor | None:
     tensors for them takes as long as a launch.
     """
     x, gamma, beta, eps, (name, slope), residual, mask, running, momentum = call
-    native = None if is_compiling() else extension.module  # the compiler must not guard on the module
+    native = None if is_compiling() else extension.module  # torch.compile must not guard on the extension
     if native is not None and running is not None and mask is None and not is_active():
         y: Tensor | None = native.train_(x, gamma, beta, residual, *running, momentum, eps, *_CODES[name], slope)
         if y is not None:
@@ -204,7 +204,7 @@ def _launch(call: Call, keep_bits: bool) -> tuple[Tensor, Tensor, Tensor | None]
 
 
 class _Fused(torch.autograd.Function):
-    """Compute (x, gamma, beta, residual) -> y, statistics and bits; only y if ``alone``."""
+    """Compute y, the statistics and the sign bits from (x, gamma, beta, residual); return only y if ``alone``."""
 
     @staticmethod
     def forward(
@@ -269,7 +269,7 @@ def _gradients(
         x = as_dense(x, y_stride)
     dgamma: Tensor | None
     dbeta: Tensor | None
-    if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):  # with is_grads_batched=True
+    if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):  # is_grads_batched=True
         passes = None if bits is None else unpack(bits, x)
         call = Call(x, gamma, beta, eps, g, residual)
         dx, dgamma, dbeta, dresidual = composite.backward(call, dy, passes)

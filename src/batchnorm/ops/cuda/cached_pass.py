@@ -144,7 +144,10 @@ def numbers(g: Geometry, p: Tiling) -> tuple[int, ...]:
 def inference_pass(
     shape: torch.Size, stride: tuple[int, ...], device: torch.device
 ) -> tuple[tuple[int, ...], bool, TritonLaunch] | None:
-    """Return the dense strides, whether x has these strides, and the launch that normalizes by given statistics."""
+    """Return the dense strides, whether x has these strides, and the launch that normalizes by given statistics.
+
+    Returns None if the kernel does not support the shape or the strides.
+    """
     from .triton.inference import normalize as kernel
 
     g = find_geometry(shape, stride)

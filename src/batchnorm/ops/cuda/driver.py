@@ -85,7 +85,7 @@ class Kernel:
 
     Args:
         function: the kernel's handle.
-        threads: threads per program; a program, in Triton's term, is a thread block.
+        threads: threads per program; "program" is Triton's word for a thread block.
         shared: bytes of shared memory.
         device: the device index.
         cooperative: whether all programs must run at the same time; if they cannot, the launch fails.

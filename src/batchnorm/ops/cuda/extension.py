@@ -27,7 +27,7 @@ TORCH = Path(torch.__file__).parent
 
 module: Any = None  # the extension, once it is loaded
 _registered = False
-# Why the extension is not loaded.
+# Why the extension is not loaded; None if it is loaded.
 unavailable: str | None = "autograd.cpp is compiled or loaded on the first training call"
 _started = Lock()
 _thread: Thread | None = None
@@ -58,7 +58,7 @@ def _load(path: Path) -> Any:
 def start(configure: Callable[[Any], None]) -> None:
     """Load the extension if it is in the cache; if not, build it in the background.
 
-    Only the first call has an effect. ``configure`` is called with the module before its first use.
+    Only the first call has an effect. Before the module is used, it is passed to ``configure``.
     """
     global _thread, unavailable
     if not _started.acquire(blocking=False):

@@ -1,7 +1,7 @@
 """Normalize several layers in one launch; all tensors are channels last and have the same number of rows.
 
-An input, an output or a gradient may be a slice of the channels of a larger tensor. So concatenating outputs needs no
-copy, and neither does the output gradient of a convolution whose output is split among layers.
+An input, an output or a gradient may be a slice of the channels of a larger tensor. So no copy is needed to concatenate
+the layers' outputs. If a convolution's output is split among layers, no copy is needed for its gradient either.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def recompute(x: Tensor, residual: Tensor | None, stats: Tensor, activation: Act
     p = _streaming(x, residual is not None)
     y = x.new_empty_strided(x.shape, p.strides)
     residual = None if residual is None else as_dense(residual, p.strides)
-    # The second launch merges no sums and updates no averages, so placeholders replace the tensors for these.
+    # The second launch merges no sums and updates no averages, so placeholders replace the tensors that hold these.
     tensors = (x, y, residual, None, None, None, stats, stats, stats, *NONE)
     p.launches[1](tensors, (0.0, 0.0, float(activation.slope)), (NAMES.index(activation.name), False))
     return y
@@ -180,8 +180,8 @@ def paths(call: Call) -> tuple[str, str]:
     if _is_smooth(activation, residual) or not resident.takes(x):
         return ahead.tiling.path, back.tiling.path
     typed, r = _are_resident(x, gamma, beta, residual), back.residence
-    # resident.cu's backward pass needs x and the residual's gradient, which has the residual's dtype, in one dtype.
-    # If it is woven (r.plane > 0), it also needs bits in the woven order, which only resident.cu's forward pass writes.
+    # resident.cu's backward pass needs x and the residual's gradient in the same dtype; the gradient has the residual's
+    # dtype. If the pass is woven (r.plane > 0), it also needs woven bits, which only resident.cu's forward pass writes.
     fits = _of_one_type(x, residual) and (typed or r is None or not r.plane)
     # A residual that is not dense is copied, and the copy is aligned.
     aligned = residual is None or resident.takes(residual) or not is_dense(residual, ahead.strides)
@@ -192,7 +192,7 @@ def paths(call: Call) -> tuple[str, str]:
 
 
 def _teach(launches: Launches, tensors: Tensors, add: Callable[..., None], *description: Any) -> None:
-    """Describe a pass to the extension, unless Triton launched a kernel or a tensor is not aligned."""
+    """Describe a pass to the extension, unless Triton launched it, a tensor is not aligned or a graph is captured."""
     x = next(t for t in tensors if t is not None)
     aligned = not any(t is not None and t.data_ptr() & 15 for t in tensors)
     if all(launches) and aligned and not torch._C._cuda_isCurrentStreamCapturing():

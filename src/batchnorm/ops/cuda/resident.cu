@@ -1,31 +1,32 @@
-// Batch normalization in one launch that keeps the values it has read on chip. All programs (thread blocks) run at the
-// same time, one or two per multiprocessor. They synchronize once for each slice of channels, after the slice's sums
-// and before its outputs.
+// Batch normalization in one launch. The kernel keeps the values that it reads in shared memory, so that it need not
+// read them again to compute the outputs. All programs (thread blocks) run at the same time, one or two per
+// multiprocessor. The channels are divided into slices. The programs that share a slice synchronize once, after
+// computing the slice's sums and before writing its outputs.
 //
-// A program processes one part of the rows of one slice of channels, then continues with another slice. Each thread
-// copies its own 16-byte vectors into shared memory, so no thread waits for another thread's vectors. Vectors that do
-// not fit are read twice, the second time from the L2 cache if they are still there. The mathematics, the rows of
-// `stats`, the barriers and the running averages are the same as in forward.py, backward.py, barrier.py and running.py
-// in triton/.
+// The values of a slice are divided into parts. A program processes one part of one slice, then the same part of
+// another slice. Each thread copies its own 16-byte vectors into shared memory, so no thread waits for another thread's
+// vectors. Vectors that do not fit are read twice, the second time from the L2 cache if they are still there. The
+// mathematics, the rows of `stats`, the barriers and the running averages are the same as in forward.py, backward.py,
+// barrier.py and running.py in triton/.
 //
-// There are three forms:
-// - Channels last: a row is one location of one example, and has SV vectors of a slice's channels.
-// - Channels first, if a channel's locations in one example fill whole vectors: a slice is a channel, and a unit is one
-//   vector of the channel.
-// - WOVEN: channels first, if a channel's locations do not fill whole vectors, for example 7 x 7 locations. A slice has
-//   as many channels as fill SV whole vectors in one example. A row is an example, and a vector may hold values of two
-//   channels.
+// There are three variants:
+// - Channels last: a unit is a row, which is one location of one example. In each slice, a row has SV vectors.
+// - Channels first, if a channel's locations in one example fill whole vectors: a slice is one channel, and a unit is
+//   one vector of the channel.
+// - WOVEN: channels first, if a channel's locations do not fill whole vectors, for example 7 x 7 locations. A slice is
+//   a group of channels that together fill SV whole vectors in one example. A unit is a row, which is one example, and
+//   a vector may hold values of two channels.
 //
-// The file is compiled for one case at a time:
+// These macros are defined when the file is compiled:
 // - KIND: 0 bfloat16, 1 float16, 2 float32
 // - LAST: whether the layout is channels last
 // - PLANE: if WOVEN, the number of a channel's locations in one example, else 0
-// - ACT: the activation: IDENTITY, RELU, ..., which resident.py defines
+// - ACT: the activation's code; resident.py also defines the codes IDENTITY, RELU, ...
 // - RESIDUAL: whether a residual is added; ADDED: whether the whole residual is kept on chip
 // - THREADS: threads per program; SV: see above; K: vectors of each tensor that a thread keeps on chip
 // - EACH: programs per multiprocessor
-// - LAYERS: the number of layers in the launch, whose tensors are channels last and have the same number of rows; 0 for
-//   a single layer, whose tensors are separate arguments
+// - LAYERS: the number of layers in the launch; their tensors are channels last and all have the same number of rows. 0
+//   means a single layer, whose tensors are passed as separate arguments
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -33,8 +34,8 @@ typedef long long i64;
 
 #define BATCH 4
 #define BATCHES ((K + BATCH - 1) / BATCH)
-// How many batches of the first slice are in flight while one batch is summed. If all batches were requested at once,
-// they would arrive in no particular order.
+// A thread copies its vectors in batches of BATCH. In the first slice, AHEAD more batches are being copied while one
+// batch is summed. If all batches were requested at once, they would arrive in no particular order.
 #ifdef FORWARD
 #define AHEAD (BATCHES < 2 ? BATCHES : 2)
 #else
@@ -94,7 +95,8 @@ __device__ __forceinline__ u32 to_bfloats(float a, float b) {
     return w;
 }
 
-// These are the instructions that Triton uses, so that results match tile.py's activations bit for bit.
+// exponential() and quotient() use the same instructions as Triton, so that results match tile.py's activations bit for
+// bit.
 __device__ __forceinline__ float exponential(float v) {
     float e;
     asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(v * 1.4426950408889634f));
@@ -113,7 +115,8 @@ __device__ __forceinline__ u64 evict_first() {
     return policy;
 }
 
-// commit() closes a group of copies; arrived<n>() waits until at most n groups are pending.
+// copy_async() starts to copy a vector to shared memory, commit() closes a group of copies, and arrived<n>() waits
+// until at most n groups are pending.
 __device__ __forceinline__ void copy_async(u32 slot, const char* from, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
                  ::"r"(slot), "l"(from), "l"(policy) : "memory");
@@ -145,7 +148,7 @@ __device__ __forceinline__ void store(char* to, const Vec& v) {
                  ::"l"(to), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
 }
 
-// Like store(), but does not keep the cache line.
+// Like store(), but the cache may evict the line early, because it will not be read again soon.
 __device__ __forceinline__ void store_through(char* to, const Vec& v) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
                  ::"l"(to), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
@@ -218,7 +221,7 @@ __device__ __forceinline__ bool is_number(float v) { return fabsf(v) < __int_as_
 
 struct Shape {
     int C, units, slices, parts;  // units: rows, or vectors of a channel
-    i64 x_stride, x_plane, y_stride, y_plane, dy_stride;  // in bytes: strides of a row or an example, and of a channel
+    i64 x_stride, x_plane, y_stride, y_plane, dy_stride;  // in bytes; stride: of a row or example; plane: of a channel
     int width;  // vectors of a channel in one example
     u32 magic, shift;
     int passing;  // whether the tensor is larger than the cache
@@ -281,8 +284,8 @@ __device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
         store(to, v);
 }
 
-// The vectors of one thread: the i-th vector is at offset(i), for i < n. The parts take blocks of units in turn, so
-// that all programs together read the tensor in order.
+// The n vectors of a slice that one thread processes; offset() returns where the i-th vector is. Blocks of BLOCK units
+// are assigned to the parts in turn, so that all programs together read the tensor in order.
 struct Walk {
     int slice, first, step, n, column;
 
@@ -298,7 +301,7 @@ struct Walk {
         return LAST ? (slice * SV + column) * V < s.C : !WOVEN || threadIdx.x < BLOCK * SV;
     }
 
-    // The channel, within the slice, of a vector's k-th value.
+    // Returns the channel of a vector's k-th value, counted from the slice's first channel.
     __device__ __forceinline__ int channel(int k) const {
         return LAST ? column * V + k : WOVEN ? (column * V + k) / (WOVEN ? PLANE : 1) : 0;
     }
@@ -317,8 +320,9 @@ struct Walk {
 
     __device__ __forceinline__ i64 of_dy(const Shape& s, int i) const { return offset(s, i, s.dy_stride, s.y_plane); }
 
-    // The offset of the byte with a vector's bits. The order is that of sign_bits.py: rows of C bits or channels of
-    // units * V bits, rounded up to bytes; if WOVEN, the order of y.
+    // Returns the offset of the byte that holds a vector's sign bits. The bits are in the order of sign_bits.py: rows
+    // of C bits (channels last) or channels of units * V bits (channels first), each rounded up to whole bytes. If
+    // WOVEN, they are in the order of y.
     __device__ __forceinline__ i64 of_bits(const Shape& s, int i) const {
 #if LAST
         return (i64)(first + i * step) * ((s.C + 7) / 8) + (slice * SV + column) * V / 8;
@@ -330,7 +334,8 @@ struct Walk {
     }
 };
 
-// With float32, two neighbouring threads share a byte; the number of vectors is then even.
+// Stores a vector's sign bits. A float32 vector has only four, so two neighbouring threads share a byte; resident.py
+// makes sure that the number of vectors is even.
 __device__ __forceinline__ void store_bits(unsigned char* to, u32 bits) {
 #if V == 8
     *to = bits;
@@ -517,7 +522,7 @@ __device__ __forceinline__ float tanh_of(float z) { return fmaf(2, sigmoid(2 * z
 
 __device__ __forceinline__ float activate(float z, float slope) {
 #if ACT == RELU
-    return z < 0 ? 0 : z;  // NaN stays
+    return z < 0 ? 0 : z;  // NaN stays NaN
 #elif ACT == LEAKY_RELU
     return z < 0 ? z * slope : z;
 #elif ACT == SIGMOID
@@ -535,7 +540,8 @@ __device__ __forceinline__ float activate(float z, float slope) {
 #endif
 }
 
-// Whether g'(z) is 1, if g' has two values; true for NaN with relu and relu6, as in torch's CUDA kernels.
+// Returns whether g'(z) is 1, for activations g whose derivative has only two values. If z is NaN, the result is true
+// for relu and relu6, as in torch's CUDA kernels.
 __device__ __forceinline__ bool passes(float z) {
     return ACT == RELU ? !(z <= 0) : ACT == RELU6 ? !(z <= 0 || z >= 6) : z > 0;
 }
@@ -576,9 +582,10 @@ struct Running {
     int cumulative;
 };
 
-// Each of the first W threads updates one channel's running averages. The last warp to finish counts the batch, and
-// restores all averages if a channel was not finite. go() returns `all`, the count of finished warps. Only finish()
-// reads this count, so no other code waits for the atomic operation.
+// Each of the first W threads updates one channel's running averages. The last warp to finish counts the batch; if a
+// channel was not finite, it restores all averages and counts the batch as skipped instead. go() returns the number of
+// finished warps, plus 1 << 16 for each warp with a channel that is not finite. Only finish() reads this number, so no
+// code before finish() waits for the atomic operation.
 struct Move {
     float old_mean, old_var, factor;
 
@@ -589,7 +596,7 @@ struct Move {
         factor = r.cumulative ? 1.0f / (float)(*r.batches + 1) : r.momentum;
     }
 
-    // All threads of a warp must call this.
+    // All threads of a warp must call go().
     __device__ __forceinline__ u32 go(const Running& r, u32* done, float* before, int C, int channel, bool here, float mean, float var, float count) {
         bool bad = false;
         if (here) {
@@ -623,8 +630,10 @@ struct Move {
 };
 #define MOVERS ((W + 31) / 32)  // warps that update averages
 
-// Sums are shifted by a value near the mean: the mean of a few units spread over the tensor, which is the same in all
-// parts. The first SAMPLES * SV threads (for rows) or SAMPLES threads (for a channel) read these units.
+// A value near the mean is subtracted from all values before they and their squares are summed: if the mean is large,
+// E[x^2] - E[x]^2 loses all precision. The subtracted value is the mean of a few units spread over the tensor, so it is
+// the same in all parts. The first SAMPLES * SV threads (if units are rows) or SAMPLES threads (if units are vectors of
+// a channel) read these units.
 #if LAST
 #define SAMPLES (2 * WARPS < BLOCK ? 2 * WARPS : BLOCK)
 #elif WOVEN
@@ -724,7 +733,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         const bool here = threadIdx.x < W && channel < s.C;
         const u32 side = s.parts > 1 ? side_of(words + 2 + slice) : 0;
 
-        // Load these early, to hide the latency.
+        // Load the parameters and averages early, to hide the latency.
         float g = 1, b = 0;
         Move averages = {};
         if (here) {
@@ -845,7 +854,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             if (RESIDUAL && bits) store_bits(bits + walk.of_bits(s, i), above);
         };
         if (ADDED) arrived<0>();
-        // Start with the vectors that were read last, because they are still in the cache.
+        // Start with the vectors that were read last, because they are most likely still in the cache.
         i = streamed;
         for (; i >= UNROLL; i -= UNROLL) {
             Vec v[UNROLL], r[UNROLL];
@@ -886,7 +895,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
 
 #else  // ---- backward ----
 
-// If a residual was added, the saved bits say where g' is 1.
+// If a residual was added before an activation, the saved sign bits say where g' is 1.
 #define SIGNS (RESIDUAL && ACT != IDENTITY)
 #if LAYERS
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward_layers(
@@ -909,7 +918,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
     int layer = layers.find(slice);
     Walk walk(layers.at[layer].shape, slice, part);
     int streamed = max(walk.n - K, 0);
-    u32 signs[K];  // the bits of the vectors that are kept on chip
+    u32 signs[K];  // the sign bits of the vectors that are kept on chip
     auto copy_one = [&](const Layer& l, const Walk& walk, int streamed, int k) {
         int i = streamed + k;
         if (k < K && i < walk.n) {

@@ -1,4 +1,4 @@
-"""Choose when and how to run resident.cu, the kernel that keeps the values it has read on chip.
+"""Choose when and how to run resident.cu, the kernel that keeps tensors in shared memory.
 
 The rules come from measurements on one H200 (results/kernels-h200.json).
 """
@@ -20,8 +20,8 @@ from .schedule import AT_ONCE, megabytes_of, up
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDTH = 16  # bytes of a vector
 SHARED = 232_448  # bytes of shared memory available to all programs on a multiprocessor
-CACHE = 40_000_000  # bytes that stay in the L2 cache during a pass
-BATCHES = 8  # the most batches, of 4 vectors each, that a thread copies; it waits for them one by one
+CACHE = 40_000_000  # a tensor of up to this many bytes stays in the L2 cache during a pass
+BATCHES = 8  # maximum number of batches of 4 vectors that a thread keeps on chip; it waits for each batch separately
 
 
 class Residence(NamedTuple):
@@ -30,7 +30,7 @@ class Residence(NamedTuple):
     threads: int
     each: int  # programs per multiprocessor
     lanes: int  # vectors in a row of a slice; 1 if a slice is a channel
-    plane: int  # if vectors may hold values of two channels ("woven"), a channel's locations in one example; else 0
+    plane: int  # a channel's locations in one example if woven (a vector may hold values of two channels), else 0
     kept: int  # vectors of each tensor that a thread keeps on chip
     parts: int
     slices: int
@@ -68,7 +68,7 @@ class Residence(NamedTuple):
 def make(
     g: Geometry, itemsize: int, tensors: int, processors: int, threads: int, each: int, lanes: int, parts: int
 ) -> Residence:
-    """Plan a launch with about ``parts`` parts that keeps ``tensors`` tensors on chip."""
+    """Plan a launch with at most ``parts`` parts that keeps ``tensors`` tensors on chip."""
     v = WIDTH // itemsize
     plane = 0
     if g.nhwc:
@@ -114,10 +114,11 @@ def _of_planes(
 ) -> Residence | None:
     """Choose the launch for a channels-first tensor."""
     megabytes, channel = megabytes_of(g, itemsize), g.rows * itemsize
-    at_once = processors < g.channels <= 2 * processors  # two programs per multiprocessor, one channel each
+    # All channels fit at once, with two programs per multiprocessor and one channel per program.
+    at_once = processors < g.channels <= 2 * processors
 
     def plan(threads: int, each: int, parts: int = 0) -> Residence:
-        """Plan with this many parts; by default, with as many as keep all programs busy."""
+        """Plan a launch with at most this many parts; by default, with as many as fill the device."""
         parts = parts or max(1, processors * each // g.channels)
         return make(g, itemsize, tensors, processors, threads, each, 1, min(parts, processors * each))
 
@@ -134,7 +135,7 @@ def _of_planes(
         if megabytes > 250:
             return plan(512, 2, up(channel, 100 * 1024)) if processors < g.channels < 2 * processors else None
         if megabytes >= 20:
-            # With about as many channels as multiprocessors, four parts per channel balance better than one.
+            # With about as many channels as multiprocessors, four parts per channel balance the load better than one.
             return plan(512, 2, 4 if 0.95 * processors <= g.channels <= 1.5 * processors else 0)
         return plan(512, 1) if g.channels <= processors else plan(256, 2)
     if megabytes < (6 if residual else 16) or megabytes > (200 if residual else 250):
@@ -155,7 +156,7 @@ def _of_planes(
 def _of_woven(
     g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
 ) -> Residence | None:
-    """Choose the launch for a channels-first tensor whose channels are not whole vectors."""
+    """Choose the launch for a channels-first tensor whose channels do not fill whole vectors."""
     lanes = woven_lanes(g, itemsize, residual)
     assert lanes is not None
     slices = g.channels * g.width * itemsize // (lanes * WIDTH)
@@ -200,7 +201,8 @@ def choose_layers(
 def _in_rounds(g: Geometry, channels: tuple[int, ...], itemsize: int, processors: int) -> Residence | None:
     """Plan a backward pass that processes as many slices at a time as fit on chip.
 
-    Returns None if the last round would be mostly empty.
+    Returns None if all slices fit at once, if fewer than two fit, if more than a tenth of the slots in all rounds would
+    be empty, or if wider slices are faster.
     """
     lanes, threads = 4, 512
     slices = sum(up(c * itemsize, lanes * WIDTH) for c in channels)
@@ -229,8 +231,8 @@ def _of_layers(
     least = (1 if residual else 3) if backward else (3 if residual else 6)
     if megabytes < least or megabytes > (250 if plain else 200):
         return None
-    # Wide slices use full memory bursts; with narrow slices, fewer programs share a barrier. The width should leave few
-    # threads idle.
+    # Wide slices use full memory bursts; with narrow slices, fewer programs share a barrier. Among these widths, choose
+    # one that leaves few threads idle.
     narrow = megabytes < (30 if plain else 10 if backward and residual else 16)
     vectors = [c * itemsize // WIDTH for c in channels]
     if megabytes > 50 and any(n % 8 for n in vectors) and not plain:
@@ -249,7 +251,7 @@ def _of_layers(
 
 
 def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
-    """Return whether to process a tensor in woven form; with a residual, both passes give the same answer."""
+    """Return whether to process a tensor in woven form; with a residual, the answer is the same for both passes."""
     v = WIDTH // itemsize
     # Check the size first: for symbolic shapes, torch.compile then often needs no other guard.
     if megabytes_of(g, itemsize) < 4 or g.nhwc or g.width < 2 * v or g.stride % v:
@@ -262,9 +264,10 @@ def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
 
 
 def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
-    """Return the smallest number of vectors that hold whole channels of one example in woven form, or None.
+    """Return how many vectors of one example a slice has in woven form, or None if the woven form does not apply.
 
-    None means that the woven form does not apply. With a residual, the bits of these vectors also fill whole bytes.
+    This is the smallest number of vectors that hold whole channels. With a residual, the sign bits of these vectors
+    also fill whole bytes.
 
     >>> from .layout import geometry_of
     >>> woven_lanes(geometry_of(torch.empty(2, 64, 7, 7)), 2, False)  # 8 channels of 49 are 49 vectors of 8
@@ -281,8 +284,8 @@ def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Return whether the kernel can run on a device: it needs Hopper's shared memory, NVRTC and the whole device."""
-    alone = 0 < AT_ONCE <= 2  # two streams work: one waits until the other's programs are done
+    """Return whether the kernel can run on a device: it needs Hopper's shared memory, NVRTC and all multiprocessors."""
+    alone = 0 < AT_ONCE <= 2  # with two streams, one launch waits until the other's programs are done
     if device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)
@@ -305,7 +308,7 @@ class _Shape(ctypes.Structure):
 
 @cache
 def _shape(g: Geometry, itemsize: int, r: Residence, dy_stride: int) -> _Shape:
-    """Describe the tensors to the kernel, in bytes."""
+    """Describe the tensors to the kernel, with strides in bytes."""
     v, b = WIDTH // itemsize, itemsize
     passing = g.rows * g.channels * itemsize > CACHE
     if g.nhwc:

@@ -1,10 +1,11 @@
-"""One bit per element, saved for the backward pass if a residual was added: whether g'(z) is 1.
+"""Sign bits: one bit per element that says whether g'(z) is 1, saved for the backward pass if a residual was added.
 
-For relu and leaky_relu this means z > 0, for relu6 0 < z < 6; see ``passes`` in triton/tile.py.
+For relu and leaky_relu, g'(z) is 1 if z > 0; for relu6, if 0 < z < 6; see ``passes`` in triton/tile.py.
 
 Bits are stored in one of two orders. A 1D tensor holds rows (channels last) or channels (channels first), each rounded
 up to whole bytes. A 2D tensor, called woven, holds one row per example, in the order of a dense x. Woven bits are used
-if a vector may hold values of two channels (see resident.cu), because a channel's bits then do not fill whole bytes.
+if a vector may hold values of two channels (see resident.cu), because the bits of one channel of one example then do
+not fill whole bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def unpack(bits: Tensor, x: Tensor) -> Tensor:
 
 
 def rearrange(bits: Tensor, x: Tensor, woven: bool) -> Tensor:
-    """Return the bits of a channels-first ``x`` in the requested order, converted by plain operations."""
+    """Return the bits of a channels-first ``x`` in the requested order, converted with torch operations."""
     if is_woven(bits) == woven:
         return bits
     each = unpack(bits, x).to(torch.uint8)

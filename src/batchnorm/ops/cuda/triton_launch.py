@@ -1,4 +1,4 @@
-"""Launch Triton kernels through the CUDA driver; this is several times faster than through Triton."""
+"""Launch Triton kernels through the CUDA driver; this is several times faster than launching them through Triton."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class TritonLaunch:
     """Launch a Triton kernel on tensors of one geometry.
 
     Triton inspects every argument to find the code that it compiled for such arguments, and runs more Python code
-    around each launch. Together, this takes several times as long as the launch. This object, and the key in
-    ``__call__``, fix everything that Triton's choice depends on.
+    around each launch. Together, this takes several times as long as the launch. Triton's choice of code depends only
+    on this object's attributes and on the key in ``__call__``, so this object caches the code by that key.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class TritonLaunch:
         return run
 
     def _past_triton(self, compiled: Any, absent: list[bool], scalars: tuple[float, ...]) -> Launched | None:
-        """Return a launch through the driver; None if the compiled code takes arguments that we do not expect."""
+        """Return a function that launches through the driver; None if the compiled code needs anything unexpected."""
         try:
             meta, index = compiled.metadata, self.device
             types = [compiled.src.signature[name] for name in compiled.src.fn.arg_names]

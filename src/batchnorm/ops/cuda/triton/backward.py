@@ -1,11 +1,11 @@
 """The backward pass: two sums per channel, then dx and the residual's gradient.
 
-With dz = g'(z) dy and x_hat = (x - mean) / std, Section 3's gradients are
+With dz = g'(z) dy and x_hat = (x - mean) / std, the gradients of the paper's Section 3 are
 dbeta = sum(dz), dgamma = sum(dz x_hat), dx = gamma / std * (dz - dbeta / m - x_hat dgamma / m).
 
 PHASE, T and the split into programs are the same as in the forward pass. z is recomputed from x by the same
-multiply-add as in the forward pass. If a residual was added, g' comes from one saved bit per element, or the residual
-is read again.
+multiply-add as in the forward pass. If a residual was added, g' is read from one saved bit per element, or computed
+from x and the saved residual.
 """
 
 from __future__ import annotations

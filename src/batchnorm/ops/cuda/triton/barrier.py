@@ -1,4 +1,4 @@
-"""Barriers between the programs of one launch that share a slice of channels; no reset is needed between launches.
+"""Barriers between the programs of one launch that share a slice of channels; they need no reset between launches.
 
 Each slice has one word, an int32. The low bits of a word count arrivals; when all programs have arrived, the highest
 bit flips and the low bits are zero again. Words start at zero, and consecutive launches on a stream may share them.
@@ -16,8 +16,9 @@ TURN = tl.constexpr(-(2**31))
 def take_ticket(counter, programs):
     """Number the programs in the order in which they start.
 
-    The parts of a slice get consecutive numbers, so a program waits only for programs that are already running or will
-    start when earlier slices are done. So launches may have any size, and the hardware may start programs in any order.
+    Slices that are processed together get consecutive numbers. So a program waits only for programs that are already
+    running or that start when earlier slices are done. Thus launches may have any size, and the hardware may start
+    programs in any order.
     """
     ticket = tl.atomic_add(counter, 1, sem="relaxed")
     if ticket == programs - 1:

@@ -1,8 +1,8 @@
 """The forward pass: the statistics of each slice of channels, then g(BN(x) + residual).
 
 PHASE selects what a launch does. PHASE 1 only computes the statistics and PHASE 2 only normalizes; these are the two
-launches of streaming, with T = 0. PHASE 3 does both in one launch: a program holds its T tiles in registers and reads x
-once, with a barrier between the programs of a slice.
+launches of the "stream" path, with T = 0. PHASE 3 does both in one launch: a program holds its T tiles in registers and
+reads x once, with a barrier between the programs of a slice.
 
 ``stats`` has the rows mean, var, count, base, low, scale, offset and invstd. The mean is base + low. Since base is near
 the values of x, x - base is exact, and no precision is lost even if the mean is a million standard deviations from
@@ -32,11 +32,11 @@ def moments_of(
     x, strides, tiles, near, first, last, channel, shape,
     FORM: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return low and M2, the sum of squared deviations, of this part, whose mean is near + low.
+    """Return low and M2 of this part: its mean is near + low, and M2 is the sum of its squared deviations.
 
-    Sums are shifted by ``near``, because E[x^2] - E[x]^2 loses all precision if the mean is large. Each of n values is
-    at most sqrt(n) standard deviations from their mean. So the error of M2 is at most n rounding errors, whether
-    ``near`` is one of the values or the mean of a few.
+    ``near`` is subtracted from the values before they are summed, because E[x^2] - E[x]^2 loses all precision if the
+    mean is large. Each of n values is at most sqrt(n) standard deviations from their mean. So the error of M2 is at
+    most n rounding errors, whether ``near`` is one of the values or the mean of a few.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
@@ -58,9 +58,9 @@ def moments_of(
 def merge(partial, first, last, share, channel, shape, EACH: tl.constexpr):
     """Merge the moments of the parts from ``first`` to ``last``, exclusive, in a fixed order; return base, low and M2.
 
-    M2 = sum of M2_part + n_part (mean_part - mean)^2 (Chan, Golub & LeVeque), with means relative to that of the first
-    part. The variance of K parts is at least 1/K of the square that is subtracted at the end, so little precision is
-    lost.
+    M2 = sum of M2_part + n_part (mean_part - mean)^2 (Chan, Golub & LeVeque). All means are relative to ``base``, the
+    mean of the first part. With K parts, M2 is at least 1/K of the term s1 * low that is subtracted at the end, so
+    little precision is lost.
     """
     PARTS: tl.constexpr = 32
     C = shape[0]
@@ -206,7 +206,7 @@ def normalize_part(
             for t in tl.static_range(T):
                 added = added + (load_tile(residual, y_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
     if PHASE & 1:
-        # Load these early, while x is still being loaded.
+        # Load the sample, the parameters and the old averages early, while x is still being loaded.
         near = sample(x, x_strides, first, last, channel, shape, FORM)
         g = load_or(gamma, channel, C, 1.0)
         b = load_or(beta, channel, C, 0.0)

@@ -32,9 +32,10 @@ def normalize_rows(
     x, y, mean, var, gamma, beta, rows, C, x_stride, y_stride, eps, slope,
     ACT: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Do the same for channels-last rows, P rows of V channels per program; C and the row strides are multiples of A.
+    """Normalize channels-last rows by given statistics, with P rows of V channels per program.
 
-    C and the strides are passed divided by A, so that the compiler knows how wide an access may be.
+    C and the row strides are multiples of A. They are passed divided by A, so that the compiler knows how wide an
+    access may be.
     """
     C = C * A
     slices = (C + V - 1) // V

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from . import barrier
 
-BAD = tl.constexpr(1 << 16)  # a slice with a non-finite channel adds this to its count of 1
+BAD = tl.constexpr(1 << 16)  # added to the count of finished slices for each slice with a non-finite channel
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def restore(before, C, running):
 def move(done, slices, before, C, count, mean, var, running, old, momentum, channel, CUMULATIVE: tl.constexpr):
     """Update one slice's averages to r + factor * (moment - r), with the unbiased variance, and count the slice.
 
-    A batch of one value per channel has no unbiased variance, so it changes neither averages nor counts.
+    ``done`` counts the slices. A batch of one value per channel has no unbiased variance, so it changes nothing.
     """
     if count > 1:
         here = channel < C

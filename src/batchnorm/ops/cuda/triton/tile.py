@@ -1,4 +1,4 @@
-"""Access a tensor in tiles of units by channels, with the same code for both layouts.
+"""Access a tensor in tiles, with the same code for both layouts: channels last and channels first.
 
 A *unit* is a row of a channels-last tensor (one location of one example), or ``V`` adjacent locations of one channel of
 a contiguous tensor. In both layouts a tile is [R, V]: R rows of V channels, or R units of one channel. Per-channel
@@ -207,7 +207,10 @@ def activate(z, slope, ACT: tl.constexpr):
 
 @triton.jit
 def passes(z, ACT: tl.constexpr):
-    """Return where g'(z) is 1, if g' has two values; true for NaN with relu and relu6, as in torch's CUDA kernels."""
+    """Return a mask of where g'(z) is 1, for activations g whose derivative has only two values.
+
+    If z is NaN, the result is true for relu and relu6, as in torch's CUDA kernels.
+    """
     if ACT == RELU:
         return ~(z <= 0)
     elif ACT == RELU6:
