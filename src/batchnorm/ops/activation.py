@@ -36,7 +36,7 @@ TWO_SLOPES = ("relu", "leaky_relu", "relu6")
 
 
 class Activation(NamedTuple):
-    """Name a nonlinearity.
+    """Describe a nonlinearity g by its name.
 
     Attributes:
         name: one of :data:`batchnorm.ops.activation.NAMES`.
@@ -81,7 +81,7 @@ class Activation(NamedTuple):
 
 
 IDENTITY = Activation()
-# Created once, because every call that gives its activation by name looks up one of these.
+# Created once, because every call with an activation's name needs one of these.
 _NAMED = {name: Activation(name) for name in NAMES}
 
 
@@ -92,6 +92,7 @@ def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
         spec: the activation; None means the identity.
 
     Raises:
+        TypeError: if ``spec`` has another type.
         ValueError: for a nonlinearity that cannot be fused.
 
     >>> as_activation("relu").name, as_activation(nn.LeakyReLU(0.2)).slope, as_activation(None).name

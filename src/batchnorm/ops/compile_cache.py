@@ -109,7 +109,7 @@ def kept(name: str, depends: object, make: Callable[[], bytes]) -> bytes:
         out = Path(temporary) / "made"
         out.write_bytes(made)
         out.chmod(0o600)  # regardless of the umask
-        out.replace(folder / _named(name, key, made, "bin"))  # atomic: another process may write it too
+        out.replace(folder / _named(name, key, made, "bin"))  # atomic: another process may write the same file
     return made
 
 
@@ -210,7 +210,7 @@ _running: set[subprocess.Popen[str]] = set()
 
 def _run(command: list[str]) -> None:
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    # In a new session, because a compiler starts other processes, which must be killed with it.
+    # Start a new session: a compiler starts child processes, which must be killed together with it.
     with subprocess.Popen(command, **pipes, text=True, errors="replace", start_new_session=True) as process:
         _running.add(process)
         try:

@@ -1,4 +1,4 @@
-"""Algorithm 1 in plain torch operations: slower than the other paths, but for every transform, layout and device.
+"""Algorithm 1 in plain torch operations, for every transform, layout and device; the other paths are faster.
 
 Autograd, forward mode, ``torch.func`` and ``torch.compile`` can all differentiate these operations.
 """
@@ -19,7 +19,7 @@ def refusal(call: Call) -> str | None:
 
 
 def describe(call: Call) -> str | None:
-    """Return None: the dispatcher already knows why it took no other path."""
+    """Return None: there is nothing to add to the dispatcher's reason."""
     return None
 
 
@@ -52,7 +52,7 @@ def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tens
     """Return dx, dgamma, dbeta and dz by Section 3's gradients, computed by differentiable operations.
 
     dx = gamma / sigma * (dz - mean(dz) - x_hat mean(dz x_hat)). ``passes`` is True where the activation's derivative is
-    1; it is given if the residual was not saved.
+    1. It is given if the residual was not saved.
 
     Paper: Sec. 3, gradients
     """

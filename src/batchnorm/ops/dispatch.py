@@ -137,7 +137,7 @@ def normalize_batch_(
 ) -> Tensor:
     """Normalize like :func:`batch_norm_` but return only the output, as ``torch.nn.functional.batch_norm`` does.
 
-    It is faster than :func:`batch_norm_` for small batches. All other arguments are those of :func:`batch_norm`.
+    This is faster than :func:`batch_norm_` for small batches. All other arguments are those of :func:`batch_norm`.
 
     Args:
         running: the averages, updated in place.
@@ -241,8 +241,8 @@ def choose(call: Call) -> Choice:
     if not FAST:
         return Choice("composite", "BATCHNORM_FAST=0 disables every fast path")
     if torch.compiler.is_compiling():
-        # The compiler fuses plain operations, but on CUDA the result is slower than our fused kernels, at every size
-        # (docs/compile.md).
+        # The compiler fuses plain operations. On CUDA, no tensor size was found at which this is faster than the fused
+        # kernels (docs/compile.md).
         if x.device.type != "cuda":
             return Choice("composite", "torch.compile fuses plain operations itself")
     elif is_transformed():

@@ -100,7 +100,7 @@ def merge(parts: Moments) -> Moments:
     seen = counts > 0
     weight = counts / count.clamp(min=1)
     means = torch.where(seen, parts.mean, 0)
-    # Add differences from one part's mean, so that a large common mean costs no precision.
+    # Add differences from one part's mean, so that no precision is lost if all means are large.
     base = means[parts.count.argmax()].detach()
     delta = torch.where(seen, means - base, 0)
     shift = (weight * delta).sum(0)
@@ -190,7 +190,7 @@ def _average(
     batches: int, m: Tensor, means: Tensor, variances: Tensor, mean_spreads: Tensor, var_spreads: Tensor
 ) -> AveragedMoments:
     weight = _column(m / m.sum(), means)
-    # Add differences from the first mean, so that a large common mean costs no precision.
+    # Add differences from the first mean, so that no precision is lost if all means are large.
     mean = means[0] + (weight * (means - means[0])).sum(0)
     var = (weight * variances).sum(0)
     mean_spread = (weight * (mean_spreads + (means - mean).square())).sum(0)

@@ -27,10 +27,10 @@ _CONCATENATE = (torch.cat, torch.concat, torch.concatenate)
 def recompute() -> Iterator[None]:
     """Recompute batch normalization outputs in the backward pass instead of keeping them.
 
-    Use it around a forward pass. For conv-BN-ReLU-conv, autograd then keeps only BN's input x, instead of x and the
-    second convolution's input. The backward pass recomputes that input once, from x and the batch's statistics. The
-    result is the same bit for bit, so gradients do not change, and running averages are not updated again.
-    Concatenations are recomputed from their parts.
+    Use this context manager around a forward pass. For conv-BN-ReLU-conv, autograd then keeps only BN's input x,
+    instead of x and the second convolution's input. The backward pass recomputes that input once, from x and the
+    batch's statistics. The result is the same bit for bit, so gradients do not change, and running averages are not
+    updated again. Concatenations are recomputed from their parts.
 
     Some tensors are kept as usual: outputs of layers that are frozen, in evaluation mode, called with a ``mask`` or
     using ``Sync`` over several ranks; outputs that are changed in place; results of casting or pooling an output; and
@@ -67,7 +67,7 @@ def remember(y: Tensor, again: Callable[..., Tensor], *sources: Tensor | None) -
     """Register that ``again(*sources)`` recomputes the freshly computed ``y``: the same bits with the same strides."""
     if torch.compiler.is_compiling() or _local.registry is None or not y.requires_grad:
         return
-    with torch._C.DisableTorchFunction():  # _Concatenations must not see this
+    with torch._C.DisableTorchFunction():  # _Concatenations must not see these operations
         _local.registry.remember(y, again, sources)
 
 
@@ -88,7 +88,7 @@ class Recomputed:
         self.value: tuple[Tensor, object] | None = None
 
     def read(self, counted: bool) -> Tensor:
-        """Return the tensor; keep it until the last counted :class:`Kept` has read it or the backward pass ends."""
+        """Return the tensor; hold it until the last counted :class:`Kept` has read it or the backward pass ends."""
         value = self.value[0] if self.value is not None and self.value[1] == _stream(self.value[0]) else self.compute()
         if is_recomputation():
             self.left -= counted

@@ -88,7 +88,7 @@ def _update(
         return
     usable = mean.isfinite().all() & var.isfinite().all() & (count > 1)
     num_batches.add_(usable)
-    # A batch with fewer than two unmasked values is not counted as skipped, because it has no unbiased variance.
+    # A batch with fewer than two unmasked values has no unbiased variance. It is ignored, but not counted as skipped.
     num_skipped.add_(~usable & (count > 1))
     factor = momentum if momentum is not None else 1 / num_batches.to(mean.dtype)
     unbiased = Moments(count, mean, var).unbiased_var
@@ -111,8 +111,8 @@ def _update_cpu(
     m = count.item()
     if is_recomputation() or m <= 1:
         return
-    # A finite dot product implies finite moments. If the product is not finite, check each value: it may have
-    # overflowed.
+    # A finite dot product implies finite moments. If the product is not finite, check each moment, because the product
+    # of finite moments may overflow.
     if not isfinite(np.vdot(mean.numpy(), var.numpy())) and not bool((mean.isfinite() & var.isfinite()).all()):
         num_skipped.add_(1)
         return

@@ -24,7 +24,7 @@ def is_forward_mode() -> bool:
 
 
 def is_observed(x: Tensor) -> bool:
-    """Return whether a tensor subclass, mode or tracer intercepts operations on ``x``; none can see into a kernel."""
+    """Return whether a tensor subclass, mode or tracer intercepts operations on ``x``; our kernels would bypass it."""
     return (
         type(x) not in (Tensor, nn.Parameter)
         or torch._C._len_torch_dispatch_stack() > 0

@@ -1,4 +1,4 @@
-"""The CPU path: our own kernel, torch's kernels if they are fast, and passes over memory for the rest.
+"""The CPU path: a compiled kernel, torch's kernels if they are fast, and several torch operations for the rest.
 
 A forward pass has to read x twice and write y, so memory bandwidth limits its speed. Torch is slower than this limit
 for three reasons. Its statistics of contiguous images use a scalar loop, and its channels_last loops are vectorized
@@ -73,17 +73,17 @@ def _run(call: Call) -> tuple[Tensor, Moments]:
     x, gamma, beta, eps, activation, residual, *_ = call
     # Adding a residual in half precision would round z before the activation checks its sign.
     if torch_kernels.is_fast(x) and (residual is None or x.dtype.itemsize > 2):
-        constant = call.running is not None  # then the moments need no gradient, which saves autograd a step
+        constant = call.running is not None  # if so, the moments need no gradient, which saves time
         found = torch_kernels.run(call, constant)
         if found is not None:
             remember(found[0], _again(eps, activation), x, gamma, beta, residual)
             return found
     layout = layout_of(x)
     if layout is None:
-        # x has gaps in memory. Copying it to dense memory adds one pass over the data to the six below.
+        # x may have gaps in memory, so copy it. This costs one more pass over the data.
         x = x.clone(memory_format=torch.preserve_format)
         layout = layout_of(x)
-        if layout is None:  # the dimensions are in an order that no network produces
+        if layout is None:  # the copy is neither contiguous nor channels_last
             return composite.run(call._replace(running=None))
     rest = (eps, activation, layout)
     y, mean, var = BatchNormFunction.apply(x, gamma, beta, residual, *rest)  # type: ignore[no-untyped-call]
@@ -94,7 +94,7 @@ def _run(call: Call) -> tuple[Tensor, Moments]:
 def _again(eps: float, activation: Activation) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None) -> Tensor:
         found = torch_kernels.run(Call(x, gamma, beta, eps, activation, residual), constant_moments=True)
-        assert found is not None  # in the forward pass it was not None either
+        assert found is not None  # the forward pass had the same input, and its result was not None
         return found[0]
 
     return again
@@ -105,7 +105,7 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     x, gamma, beta, eps, activation, residual, *_ = call
     dtype = statistics_dtype(x)
     mean, var = mean.to(dtype), var.to(dtype)
-    wanted = mean.requires_grad or var.requires_grad  # torch's kernel has no gradient for these
+    wanted = mean.requires_grad or var.requires_grad  # torch's kernel has no gradient for the statistics
     if wanted or not bool((mean.square() <= torch_kernels.CONDITION**2 * (var + eps)).all()):
         return composite.normalize(call, mean, var)
     gamma, beta = (None if v is None else v.to(dtype) for v in (gamma, beta))

@@ -1,4 +1,4 @@
-"""Train layers on the CPU with as little overhead around the kernel as possible.
+"""Run training calls on the CPU with as little overhead around the kernel as possible.
 
 Dense float32 goes to kernel.c. One call computes the statistics, the running averages, the transform, the residual and
 the activation; another computes the whole gradient. The backward pass needs x, five numbers per channel and, with a
@@ -7,8 +7,8 @@ and so do batches on which that kernel is as fast. Torch's kernel also updates t
 that it returns show that its output is inaccurate, the averages are restored and the caller uses another path.
 
 On a small batch, the Python code around a kernel takes longer than the kernel, because the backward pass has evicted
-that code from the cache. So checks are not repeated for batches of the same form, and no moments are returned: creating
-tensors for them would double the overhead.
+that code from the cache. So checks are not repeated for batches of the same shape, strides and dtype, and no moments
+are returned: creating tensors for them would double the overhead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _f32 = torch.float32
 # With fewer values than this, one thread finishes before a second thread has started.
 PARALLEL = 1 << 14
 LARGE = 1 << 18  # a batch with at least this many values is large
-LIMIT = torch_kernels.CONDITION**2  # largest squared norm of mean / std
+LIMIT = torch_kernels.CONDITION**2  # largest squared norm of mean / std for which torch's kernel is accurate
 ROWS_KEPT = 5  # numbers per channel for the backward pass: kernel.c's LINES
 
 _Addresses = tuple[int | None, int | None, int | None]  # of the running mean, variance and count
@@ -63,7 +63,8 @@ class KernelForm(NamedTuple):
     address: int  # of the shape
     parallel: bool  # whether to use more than one thread
     activation: Activation
-    is_smooth: bool  # whether the derivative g' takes more than two values: then a residual is saved, and dz = g'(z) dy
+    # Whether the derivative g' takes more than two values. Then a residual is saved, and the backward pass stores dz.
+    is_smooth: bool
     size: torch.Size
     stride: tuple[int, ...]
     kept: Tensor  # a template for the numbers per channel: torch.empty_like is the fastest way to allocate them
@@ -89,7 +90,7 @@ def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
     shape = Shape(n, channels, length, NAMES.index(activation.name), activation.slope, *found.openmp)
     parallel = x.numel() >= PARALLEL and found.openmp[0] is not None
     smooth = activation.name not in ("identity", *TWO_SLOPES)
-    kept = torch.empty(1, dtype=_f32, device="cpu").expand(ROWS_KEPT, channels)  # one number in memory
+    kept = torch.empty(1, dtype=_f32, device="cpu").expand(ROWS_KEPT, channels)  # stores one number only
     rest = (activation, smooth, x.shape, x.stride(), kept)
     return KernelForm(found.forward, found.backward, shape, ctypes.addressof(shape), parallel, *rest)
 
@@ -108,7 +109,7 @@ def train_(call: Call) -> Tensor | None:
     ):
         return None
     mean, var, num_batches, _ = running
-    # Nearly every call has the same form as the last call with the same running averages.
+    # Nearly every call has the same key as the last call with the same running averages, so its checks are cached.
     memory = _memories.get(id(mean))
     key = (
         x.shape, x.stride(), x.dtype, None if gamma is None else gamma.shape, None if beta is None else beta.shape,
@@ -121,8 +122,8 @@ def train_(call: Call) -> Tensor | None:
         dense = mean.is_contiguous() and var.is_contiguous() and num_batches.dtype is torch.int64
         form = form_of(x, activation) if dense else None
         if residual is None and torch_kernels.is_fast(x):
-            # Without an activation, and with many adjacent channels, kernel.c moves as many bytes as torch's kernel.
-            # The Python code around kernel.c takes longer, because a large batch evicts it from the cache.
+            # Without an activation, and with adjacent channels, kernel.c moves as many bytes as torch's kernel. But the
+            # Python code around kernel.c takes longer, because a large batch evicts it from the cache.
             alone = activation.name == "identity"
             if form is not None and alone and form.shape.length == 0 and x.numel() >= LARGE:
                 form = None
@@ -286,7 +287,7 @@ class CompiledFunction(torch.autograd.Function):
         averages: _Addresses,
         form: KernelForm,
     ) -> Tensor:
-        """Save x, a few numbers per channel and, with a residual, what the activation's derivative needs."""
+        """Return y; save x, a few numbers per channel and, with a residual, what the activation's derivative needs."""
         y, kept, passed, hidden = torch.empty_like(x), torch.empty_like(form.kept), None, form.is_smooth
         if residual is not None and not hidden and form.shape.activation and any(ctx.needs_input_grad):
             passed = torch.empty_like(x, dtype=torch.bool)
@@ -310,7 +311,7 @@ class CompiledFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Differentiate g and Algorithm 1; use plain operations if the kernel cannot run on these tensors."""
+        """Return the gradients of the inputs; use plain operations if the kernel cannot run on these tensors."""
         if dy is None:
             return (None,) * 7
         kept, (form, eps, hidden) = ctx.kept, ctx.rest

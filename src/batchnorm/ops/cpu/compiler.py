@@ -31,7 +31,7 @@ class Kernels(NamedTuple):
 
     forward: Callable[..., int]
     backward: Callable[..., int]
-    openmp: tuple[int | None, int | None, int | None]  # None if not found
+    openmp: tuple[int | None, int | None, int | None]  # None if they were not found
     uncached: str | None = None  # why the library could not be cached
 
 

@@ -1,7 +1,7 @@
-"""Batch normalization in several passes over memory, as one differentiable function: for tensors without a fast kernel.
+"""Batch normalization for tensors without a fast kernel: several passes over memory, as one differentiable function.
 
-Tensors have x's shape and strides. Per-channel vectors are float64 numpy arrays: a call needs about 30 operations on
-them, and numpy has less overhead per operation than torch.
+All tensors have x's shape and strides. Per-channel vectors are float64 numpy arrays: a call needs about 30 operations
+on them, and numpy has less overhead per operation than torch.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class BatchNormFunction(torch.autograd.Function):
             mean, var = layout.moments(wide)
             shift = None
             if not (mean * mean <= CONDITION * (var + eps)).all():
-                # From here on, `wide` and `mean` are relative to the shift. For values near it, x - shift is exact.
+                # From here on, `wide` and `mean` are relative to the shift. For x near the shift, x - shift is exact.
                 shift = mean.astype(np.float32).astype(np.float64) if dtype == torch.float32 else mean
                 wide = _shifted(layout, x, shift)
                 mean, var = layout.moments(wide)
             invstd = 1 / np.sqrt(var + eps)
             scale = invstd if gamma is None else invstd * _vector(gamma)
-            # If `wide` is our own copy of x, it becomes the output.
+            # If `wide` is a copy of x, the output overwrites it.
             out = torch.empty_like(x) if wide is x else wide
             z = _transform(layout, wide, scale, beta, residual, mean, out)
         y = apply_(activation, z).to(x.dtype)
@@ -87,7 +87,7 @@ class BatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Differentiate the activation, then Algorithm 1; use plain operations for double backward."""
+        """Return the gradients of the inputs; for double backward, compute them with differentiable operations."""
         if dy is None and dmean is None and dvar is None:
             return (None,) * 7
         backward = _plain_backward if torch.is_grad_enabled() else _fast_backward
@@ -207,7 +207,7 @@ def derivative_needs(activation: Activation, dtype: torch.dtype) -> str | None:
 
 
 def _activation_backward(activation: Activation, dy: Tensor, at: Tensor | None) -> Tensor:
-    """Return dz = g'(z) dy; ``at`` is y or z, see :func:`derivative_needs`. Double backward needs y."""
+    """Return dz = g'(z) dy; ``at`` is y or z, see :func:`derivative_needs`. In double backward, it is never z."""
     match activation.name:
         case "identity":
             return dy
@@ -267,7 +267,7 @@ class Matrix(_Dense):
         return torch.from_numpy(v.astype(_numpy_type(x)).take(_owners(self.period, self.channels, self.run)))
 
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
-        """Merge the moments of each column in each block of rows (Chan, Golub & LeVeque)."""
+        """Return the channels' mean and variance, merged from the moments of blocks of rows (Chan, Golub & LeVeque)."""
         # With several positions per row, there are fewer, longer rows, and so fewer calls.
         wide = Matrix(_wide(x.numel() // self.channels, self.channels), self.channels, 1) if self.run == 1 else self
         blocks = wide.view(x).split(ROWS)
@@ -280,20 +280,20 @@ class Matrix(_Dense):
         return total, np.einsum("b,bpcr->c", weight, var)
 
     def reduce(self, g: Tensor, x: Tensor, mean: Vector, invstd: Vector) -> tuple[Vector, Vector]:
-        """Sum each block of rows with torch's kernel, then add up the blocks and columns in float64."""
+        """Return dgamma and dbeta: torch's kernel sums each block of rows; blocks and columns are added in float64."""
         statistics = self.spread(mean, x), self.spread(invstd, x)
         blocks = zip(self.view(g).split(ROWS), self.view(x).split(ROWS), strict=True)
         parts = [_backward(*b, None, None, None, *statistics, True, 0.0, _SUMS) for b in blocks]
         return self._columns([p[1] for p in parts]).sum((0, 1, 3)), self._columns([p[2] for p in parts]).sum((0, 1, 3))
 
     def has_kernel(self, x: Tensor) -> bool:
-        """Return whether the channels are adjacent and fill vectors, and the rows are few enough for float32 sums."""
+        """Return whether torch's backward kernel is fast and, although it adds rows in float32, accurate enough."""
         return self.run == 1 and self.channels >= VECTOR and x.numel() <= GRADIENT_ROWS * self.channels
 
     def kernel(
         self, g: Tensor, x: Tensor, gamma: Tensor | None, mean: Vector, invstd: Vector
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call torch's backward kernel on a matrix with one column per channel."""
+        """Return dx, dgamma and dbeta from torch's backward kernel, called on a matrix with one column per channel."""
         rows = Matrix(1, self.channels, 1)
         statistics = rows.spread(mean, x), rows.spread(invstd, x)
         dx, dgamma, dbeta = _backward(rows.view(g), rows.view(x), gamma, None, None, *statistics, True, 0.0, _ALL)
@@ -315,11 +315,11 @@ class Planes(_Dense):
         return x.view(x.shape[0], self.channels, -1)
 
     def spread(self, v: Vector, x: Tensor) -> Tensor:
-        """Return the numbers as a column."""
+        """Return the channels' numbers as a column."""
         return torch.from_numpy(v.astype(_numpy_type(x))[:, None])
 
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
-        """Sum x and x^2 in each plane, then over planes in float64.
+        """Return the channels' mean and variance: x and x^2 are summed in each plane, then over planes in float64.
 
         The caller shifts x if the variance is small compared with mean^2, so E[x^2] - mean^2 keeps its precision.
         """
@@ -333,19 +333,19 @@ class Planes(_Dense):
         return mean, np.maximum(square / m - mean * mean, 0)
 
     def reduce(self, g: Tensor, x: Tensor, mean: Vector, invstd: Vector) -> tuple[Vector, Vector]:
-        """Sum with torch's kernel, which works plane by plane."""
+        """Return dgamma and dbeta from torch's kernel, which sums plane by plane."""
         statistics = (self.spread(v, x).view(-1) for v in (mean, invstd))
         _, dgamma, dbeta = _backward(self.view(g), self.view(x), None, None, None, *statistics, True, 0.0, _SUMS)
         return dgamma.numpy().astype(np.float64), dbeta.numpy().astype(np.float64)
 
     def has_kernel(self, x: Tensor) -> bool:
-        """Return True: torch's kernel sums plane by plane."""
+        """Return True: torch's backward kernel sums plane by plane, which is fast and accurate."""
         return True
 
     def kernel(
         self, g: Tensor, x: Tensor, gamma: Tensor | None, mean: Vector, invstd: Vector
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Call torch's backward kernel on the planes."""
+        """Return dx, dgamma and dbeta from torch's backward kernel."""
         statistics = (self.spread(v, x).view(-1) for v in (mean, invstd))
         dx, dgamma, dbeta = _backward(self.view(g), self.view(x), gamma, None, None, *statistics, True, 0.0, _ALL)
         return dx.view(x.shape), dgamma, dbeta

@@ -21,7 +21,7 @@ CONDITION = 100.0
 # Torch's loop over (N, C, L) is not vectorized. Up to this many elements per busy thread, one call of this slow kernel
 # is still faster than several calls of fast ones.
 IMAGE_ELEMENTS = 200_000
-# The largest number of elements for which torch's kernel is the fastest in channels_last with few channels.
+# With fewer than VECTOR channels in channels_last, torch's kernel is the fastest up to this many elements.
 FEW_ELEMENTS = 16_000
 # torch's kernels vectorize over adjacent channels if there are at least this many.
 VECTOR = 16
@@ -71,7 +71,7 @@ def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
     var, unused = torch.zeros(channels, dtype=dtype), torch.zeros(channels, dtype=dtype)
     y, mean, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, unused, var, True, (m - 1) / m, eps)
     ratio = mean.numpy() * invstd.numpy()
-    if not ratio.dot(ratio) <= CONDITION**2:  # also true for NaN
+    if not ratio.dot(ratio) <= CONDITION**2:  # this condition is also true for NaN
         return None
     if residual is not None:
         y = (y + flatten(residual, x)).to(x.dtype)
