@@ -49,7 +49,7 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
 
 
 def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dx, dgamma, dbeta and dz by Section 3's gradients, computed by differentiable operations.
+    """Return dx, dgamma, dbeta and dz by the gradients of the paper's Section 3, with differentiable operations.
 
     dx = gamma / sigma * (dz - mean(dz) - x_hat mean(dz x_hat)). ``passes`` is True where the activation's derivative is
     1. It is given if the residual was not saved.

@@ -88,7 +88,7 @@ class Recomputed:
         self.value: tuple[Tensor, object] | None = None
 
     def read(self, counted: bool) -> Tensor:
-        """Return the tensor; hold it until the last counted :class:`Kept` has read it or the backward pass ends."""
+        """Return the tensor; hold it until all counted :class:`Kept` have read it or the backward pass ends."""
         value = self.value[0] if self.value is not None and self.value[1] == _stream(self.value[0]) else self.compute()
         if is_recomputation():
             self.left -= counted

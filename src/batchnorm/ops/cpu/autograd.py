@@ -40,7 +40,7 @@ LARGE = 1 << 18  # a batch with at least this many values is large
 LIMIT = torch_kernels.CONDITION**2  # largest squared norm of mean / std for which torch's kernel is accurate
 ROWS_KEPT = 5  # numbers per channel for the backward pass: kernel.c's LINES
 
-_Addresses = tuple[int | None, int | None, int | None]  # of the running mean, variance and count
+_Addresses = tuple[int | None, int | None, int | None]  # addresses of the running mean, variance and count
 _NOWHERE = None, None, None
 
 
@@ -60,7 +60,7 @@ class KernelForm(NamedTuple):
     forward: Callable[..., int]
     backward: Callable[..., int]
     shape: Shape
-    address: int  # of the shape
+    address: int  # the address of `shape`
     parallel: bool  # whether to use more than one thread
     activation: Activation
     # Whether the derivative g' takes more than two values. Then a residual is saved, and the backward pass stores dz.
@@ -274,7 +274,7 @@ class _NotFinite(Exception):
 
 
 class CompiledFunction(torch.autograd.Function):
-    """Compute (x, gamma, beta, residual) -> y with kernel.c."""
+    """Compute y from (x, gamma, beta, residual) with kernel.c."""
 
     @staticmethod
     def forward(
@@ -335,7 +335,7 @@ class CompiledFunction(torch.autograd.Function):
             g = form.activation
             if not hidden:
                 center, scale, offset = (composite.per_channel(v, x) for v in kept[:3])
-                dy, g = g.backward(dy, (x - center) * scale + offset), IDENTITY  # at the z that the kernel used
+                dy, g = g.backward(dy, (x - center) * scale + offset), IDENTITY  # g' at the z that the kernel used
             dx, dgamma, dbeta, dz = composite.backward(Call(x, gamma, beta, eps, g, residual), dy, passed)
         else:
             if x.dtype is not _f32 or x.stride() != form.stride or x.shape != form.size:

@@ -28,12 +28,12 @@ Vector = NDArray[np.float64]
 # Largest mean^2 / (var + eps) for which x is not shifted. Cancellation then multiplies the rounding error of the
 # variance by at most about this number.
 CONDITION = 16.0
-# The most columns that a matrix may have: enough for full vectors and long loops, but few enough that a row of sums
+# The maximum number of columns of a matrix: enough for full vectors and long loops, but few enough that a row of sums
 # stays in the L1 cache.
 WIDTH = 1024
 # With fewer locations per plane than this, loops over the locations are too short to be fast.
 SHORT = 32
-# torch's norm of this many values has a relative error of 1e-6; the norm of 64 times as many values, 1e-4.
+# torch's norm of this many values has a relative error of 1e-6; with 64 times as many values, the error is 1e-4.
 PIECE = 1 << 16
 
 _aten = torch.ops.aten
@@ -42,7 +42,7 @@ _ALL, _SUMS = (True, True, True), (False, True, True)  # which of dx, dgamma, db
 
 
 class BatchNormFunction(torch.autograd.Function):
-    """Compute (x, gamma, beta, residual) -> (y, mean, var) for dense x.
+    """Compute (y, mean, var) from (x, gamma, beta, residual), for dense x.
 
     Per-channel arithmetic uses float64, which takes almost no time. Only the passes over x round to float32.
     """
@@ -160,7 +160,7 @@ def _fast_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tens
 def _coefficients(
     ctx: Any, m: int, sums: tuple[Vector, Vector] | None, dmean: Tensor | None, dvar: Tensor | None
 ) -> tuple[Vector, Vector]:
-    """Return b and c of dx = s*g + b*x + c, the sum of Section 3's gradients, with s = gamma * invstd.
+    """Return b and c of dx = s*g + b*x + c, from Section 3 of the paper, with s = gamma * invstd.
 
     dx = s (g - dbeta/m - x_hat dgamma/m) + dmean/m + 2 dvar (x - mean)/m
     """

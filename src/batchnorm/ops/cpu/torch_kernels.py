@@ -26,8 +26,8 @@ FEW_ELEMENTS = 16_000
 # torch's kernels vectorize over adjacent channels if there are at least this many.
 VECTOR = 16
 # If the channels are adjacent, torch's kernels add rows one by one in float32. The error stays below 1e-6 for ROWS
-# values of one sign, which is good enough for a mean, and below 1e-5 for GRADIENT_ROWS, which is good enough for sums
-# of gradients.
+# values of the same sign, which is good enough for a mean. It stays below 1e-5 for GRADIENT_ROWS values, which is good
+# enough for sums of gradients.
 ROWS, GRADIENT_ROWS = 1 << 13, 1 << 18
 
 # Up to this many elements a second buffer costs less than autograd's overhead for an in-place operation.
@@ -154,8 +154,8 @@ def _half_relu(z: Tensor) -> Tensor:
 class HalfRelu(torch.autograd.Function):
     """Apply ReLU in place to float16 or bfloat16 by comparing bit patterns, since torch would widen each value first.
 
-    Read as int16, the patterns of zero and of positive values are not negative. The patterns of negative values are at
-    most that of -inf, and those of NaNs with a sign bit are above it.
+    Read as int16, the bit patterns of zero and of positive values are not negative. The patterns of negative values are
+    at most the pattern of -inf. The patterns of NaNs with a sign bit are above the pattern of -inf.
     """
 
     @staticmethod

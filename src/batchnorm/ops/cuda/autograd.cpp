@@ -57,7 +57,7 @@ struct Launch {
   unsigned programs, threads, shared;
   bool cooperative;
   std::string image;  // all arguments, concatenated; a launch overwrites those that change, which `writes` lists
-  std::vector<int> offsets;  // of the arguments in the image
+  std::vector<int> offsets;  // where the arguments are in the image
   std::vector<Write> writes;
 
   static constexpr size_t BYTES = 1024, ARGUMENTS = 64;
@@ -76,7 +76,7 @@ struct Launch {
 };
 
 struct Pass {
-  std::vector<int64_t> strides;  // of the outputs
+  std::vector<int64_t> strides;  // the strides of the outputs
   std::vector<int64_t> bits;  // the shape of the sign bits; empty if none are saved
   int64_t floats, words;  // the workspace that the launches need: floats, and int32 counters
   std::vector<Launch> launches;
@@ -130,7 +130,7 @@ struct Call {
   const Tensor &x, &gamma, &beta, &residual, &mean, &var, &batches, &skipped;
   std::optional<double> momentum;
   double eps;
-  int64_t code;  // of the activation
+  int64_t code;  // the activation's code
   double slope;
   bool keep_bits;
 
@@ -146,7 +146,7 @@ struct Gradient {
   const Tensor &dy, &x, &residual, &bits, &stats;
   int64_t code;
   double slope;
-  std::optional<at::ScalarType> residual_dtype;  // of the residual's gradient, if it is wanted
+  std::optional<at::ScalarType> residual_dtype;  // the dtype of the residual's gradient, if that is wanted
 
   Key key() const {
     Key k;

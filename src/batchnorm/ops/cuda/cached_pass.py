@@ -22,10 +22,10 @@ class Pass(NamedTuple):
     """Everything that a pass over tensors of one shape needs, except the tensors."""
 
     geometry: Geometry
-    strides: tuple[int, ...]  # of dense tensors in x's layout
+    strides: tuple[int, ...]  # the strides of dense tensors in x's layout
     dense: bool  # whether x has these strides
     residence: Residence | None  # None unless resident.cu is fastest
-    tiling: Tiling  # of the Triton kernels, for calls that resident.cu does not support
+    tiling: Tiling  # the Triton kernels' tiling, for calls that resident.cu does not support
     launches: tuple[TritonLaunch, ...]  # one launch of the tiling, or one for each of two phases
     resident_room: tuple[int, int]  # how many floats and counters of workspace resident.cu needs
     room: tuple[int, int]  # the same for the Triton kernels

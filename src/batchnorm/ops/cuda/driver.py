@@ -119,7 +119,7 @@ class Launch(NamedTuple):
     kernel: Kernel
     programs: int
     arguments: Arguments
-    values: tuple[Any, ...]  # of the arguments that change from launch to launch
+    values: tuple[Any, ...]  # the values of the arguments that change from launch to launch
     present: tuple[int, ...]  # indices of the pass's tensors that are not None; they come first in `values`
 
     def described(self, slots: Iterable[int | None]) -> tuple[Any, ...]:

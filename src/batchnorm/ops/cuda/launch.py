@@ -21,7 +21,7 @@ from .workspace import workspace
 
 STATS = 8  # rows of the statistics that are saved for the backward pass: see triton/forward.py
 NONE = (None, None, None, None)
-Launches = list[tuple[Any, ...] | None]  # in the form that autograd.cpp reads
+Launches = list[tuple[Any, ...] | None]  # descriptions of launches for autograd.cpp
 
 
 def forward(

@@ -15,8 +15,8 @@ MEANING = (
 # merges the sums for all programs.
 MERGED_BY_ALL = 64
 # How many launches with barriers may run at the same time without waiting for free multiprocessors; 0 disables such
-# launches. The default allows for a network that trains on two streams. Set it to 0 if other processes use the GPU: how
-# many multiprocessors they leave free is unknown, and programs that wait for each other could deadlock.
+# launches. The default allows for a network that trains on two streams. Set the variable to 0 if other processes use
+# the GPU: how many multiprocessors they leave free is unknown, and programs that wait for each other could deadlock.
 AT_ONCE = int(os.environ.get("BATCHNORM_LAUNCHES_AT_ONCE", "2"))
 # Allowed numbers of tiles in registers; a kernel is compiled for each.
 HELD = (1, 2, 4, 7, 8, 12, 16)

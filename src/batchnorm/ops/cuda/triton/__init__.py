@@ -1,1 +1,1 @@
-"""The Triton kernels. Only the modules in this package import triton."""
+"""The Triton kernels. In ops, only the modules in this package import triton."""

@@ -93,7 +93,7 @@ def settle(
 ):  # fmt: skip
     """Store a part's sums; the last program to arrive adds up all sums and stores the gradients of gamma and beta.
 
-    If TREE, groups of 32 parts are added up first. ``word`` counts the programs of the slice that have arrived.
+    If TREE, groups of 32 parts are added up first. ``word`` counts the slice's parts, or its groups, that have arrived.
     """
     store_part(partial, part, s1, s2, channel, C)
     if TREE:
@@ -199,7 +199,7 @@ def differentiate_part(
         if LAST:
             db = tl.load(dbeta + channel, mask=here, other=0.0)
             dg = tl.load(dgamma + channel, mask=here, other=0.0)
-        # Load these late, because registers are scarce while tiles are held.
+        # Load low and invstd late, because registers are scarce while tiles are held.
         low = tl.load(stats + 4 * C + channel, mask=here, other=0.0)
         invstd = tl.load(stats + 7 * C + channel, mask=here, other=0.0)
         k2 = scale * (dg * invstd / count)
