@@ -332,7 +332,7 @@ static bool are_plain(const c10::Device& device, std::initializer_list<const Ten
 }
 
 struct Fused : torch::autograd::Function<Fused> {
-  static constexpr bool is_traceable = true;  // for compiled autograd; backward() then calls Python
+  static constexpr bool is_traceable = true;  // lets compiled autograd trace backward(), which then calls Python
 
   static Tensor forward(
       AutogradContext* ctx, const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual,
