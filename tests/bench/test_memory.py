@@ -59,7 +59,9 @@ def test_another_loss_is_refused(monkeypatch):
 
 
 def test_a_wrong_name_lists_the_right_ones():
-    with pytest.raises(ValueError, match="unknown form 'our': choose from 'stock, no BN', 'ours', 'ours, recompute'"):
+    with pytest.raises(
+        ValueError, match="unknown variant 'our': choose from 'stock, no BN', 'ours', 'ours, recompute'"
+    ):
         memory(only=["our"])
 
 

@@ -166,7 +166,7 @@ def test_a_form_with_another_loss_is_not_timed():
 def test_batches_are_halved_until_they_fit(tmp_path, capsys):
     (row,) = run(tmp_path / "networks.json", "greedy", batches=(32,))
     assert (row["batch"], row["examples"]) == (32, 8)
-    assert "only 8 fit" in capsys.readouterr().out
+    assert "only 8 examples fit" in capsys.readouterr().out
     (row,) = run(tmp_path / "others.json", "insatiable", batches=(4,))
     assert row["failed"] == "out of memory with 2 examples"
 

@@ -1,4 +1,4 @@
-"""Requirements on measured numbers, and whether they are reached."""
+"""Goals for measured numbers, and whether they are reached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def geometric_mean(values: Sequence[float]) -> float | None:
 
 
 class Bar(NamedTuple):
-    """One requirement on a measured number.
+    """A goal for a measured number.
 
     >>> Bar("speedup", 1.5, 2.0, True, 3).line()
     'speedup: 2.000, at least 1.5, 3 rows: reached'
@@ -27,13 +27,13 @@ class Bar(NamedTuple):
 
     @property
     def reached(self) -> bool | None:
-        """Whether the requirement is met; None if nothing was measured."""
+        """Whether the goal is reached; None if nothing was measured."""
         if self.measured is None:
             return None
         return self.measured >= self.wanted if self.at_least else self.measured <= self.wanted
 
     def line(self) -> str:
-        """Return the requirement, the measured number and the verdict as one line of text."""
+        """Return the goal, the measured number and the verdict as one line of text."""
         told = {None: "not measured", True: "reached", False: "MISSED"}[self.reached]
         number = "" if self.measured is None else f"{self.measured:.3f}, "
         way = "at least" if self.at_least else "at most"

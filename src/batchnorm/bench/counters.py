@@ -2,8 +2,8 @@
 
     batchnorm bench counters --out runs/bench/counters.json
 
-Nsight Compute's command ``ncu`` must be on the path and allowed to read counters. It runs this module as the program to
-profile, with cold caches, and repeats each launch as often as the counters need.
+Nsight Compute's command ``ncu`` must be on the path and allowed to read counters. ``ncu`` profiles this module with
+cold caches, and repeats each launch until all counters are read.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def counters(out: Path | None = None, least: float = 5.0) -> None:
 
     Args:
         out: the result file.
-        least: skip layers with inputs below this many megabytes.
+        least: skip layers with inputs smaller than this many megabytes.
     """
     at_least(0, least=least)
     if shutil.which("ncu") is None:
@@ -149,7 +149,7 @@ def _watch(layer: LayerShape, channels_last: bool, residual: bool) -> None:
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
 
-    p.ours(sets.x[1], sets.residual[1]).backward(sets.dy[1])  # compile, and allocate memory
+    p.ours(sets.x[1], sets.residual[1]).backward(sets.dy[1])  # the first call compiles and allocates memory
     torch.cuda.synchronize()
     inputs = [sets.x[0], p.gamma, p.beta, *([] if sets.residual[0] is None else [sets.residual[0]])]
     with counted("forward"):

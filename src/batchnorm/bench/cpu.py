@@ -30,9 +30,9 @@ CONTIGUOUS, LAST = "contiguous", "channels_last"
 
 Level = Literal["functions", "layers"]
 
-# Upper limits of our time divided by torch's. BN + ReLU must be faster than two calls of torch in both layouts. Inputs
+# Upper limits of our time divided by torch's. BN + ReLU must be faster than torch's two calls, in both layouts. Inputs
 # with few channels in channels_last must be much faster, and BN alone must never be much slower. With one channel, both
-# layouts are the same in memory, so the limit of contiguous images applies.
+# layouts are the same in memory, so the limit for contiguous images applies.
 BARS = {"relu": 1.0, "none": 1.25, "few channels": 1 / 3}
 FEW = 8
 
@@ -67,7 +67,7 @@ class Case:
 
 @dataclass(frozen=True)
 class CpuRow:
-    """The measurements of one case: median milliseconds, and median ratios within rounds.
+    """The measurements of one case: median milliseconds, and medians of the ratios within each round.
 
     Torch's ReLU is timed out of place and in place. ``ratios`` has our time divided by each of these times. ``ratio``,
     which must be below ``bar``, is our time divided by that of torch's out-of-place calls.
@@ -133,7 +133,7 @@ def cpu(
     if not levels:
         raise ValueError("levels is empty: give layers, functions or both")
     check_writable(out)
-    memory = "kept by the process" if keep_freed_memory() else "as the allocator likes"
+    memory = "kept by the process" if keep_freed_memory() else "up to the allocator"
     with torch_threads(threads):
         plan = [(case, activation, level) for level in levels for case in CASES for activation in ("none", "relu")]
         rows = [measure(*which, rounds, seconds) for which in progress(plan, "cases timed")]
@@ -242,11 +242,11 @@ def _kind(home: object, case: Case) -> type[nn.Module]:
 
 
 class CpuBar(NamedTuple):
-    """One requirement on a group of cases."""
+    """A goal for a group of cases."""
 
     level: str
     what: str
-    below: float | None  # None if there is no bar
+    below: float | None  # None if there is no limit
     worst: float
     worst_case: str
     met: int
@@ -254,11 +254,11 @@ class CpuBar(NamedTuple):
 
     @property
     def reached(self) -> bool | None:
-        """Whether every case is below the bar; None if there is no bar."""
+        """Whether every case is below the limit; None if there is no limit."""
         return None if self.below is None else self.met == self.cases
 
     def line(self) -> str:
-        """Return the requirement, the worst case and the verdict as one line of text."""
+        """Return the goal, the worst case and the verdict as one line of text."""
         start = f"{self.level}: {self.what}: worst {self.worst:.3f} ({self.worst_case})"
         if self.below is None:
             return f"{start}, {self.met} of {self.cases} below 1"
@@ -267,7 +267,7 @@ class CpuBar(NamedTuple):
 
 
 def bars(rows: Iterable[dict[str, Any]]) -> list[CpuBar]:
-    """Check measured rows against the bars. Ratios to torch's in-place ReLU are reported, but have no bar.
+    """Check measured rows against the limits. Ratios to torch's in-place ReLU are reported, but have no limit.
 
     >>> case = {"name": "images", "shape": (64, 512, 7, 7), "layout": "contiguous", "dtype": "float32"}
     >>> row = {"level": "layers", "activation": "relu", "case": case, "ratios": {"relu": 0.9, "relu in place": 1.1}}

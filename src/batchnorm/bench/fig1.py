@@ -40,7 +40,7 @@ def fig1(
         steps: updates per network.
         rate: learning rate.
         std: standard deviation of the initial weights.
-        rounds: number of rounds, each of which runs every contender once; a ratio divides the medians over rounds.
+        rounds: number of rounds, each of which runs every contender once; ratios are of the medians over rounds.
         out: the result file; published result files are in results/.
     """
     above(0, rate=rate, std=std)

@@ -28,7 +28,7 @@ from ..train import RECIPES, Options, Recipe, Result, train
 QUESTION = (
     "validation accuracy after fine-tuning on other classes, by batch size, with batch and with frozen statistics"
 )
-# Validate only at the end.
+# evaluate_every is so large that runs are validated only at the end.
 SETTINGS: dict[str, Any] = {"cache": "device", "workers": 0, "device": "cpu", "evaluate_every": 10**9}
 NAMES = {False: "batch statistics", True: "frozen statistics"}
 
@@ -142,7 +142,10 @@ def _means(results: list[Result]) -> dict[str, Any]:
 
 
 def _divide(data: Path, classes: int, images: int, folder: Path) -> tuple[Path, Path]:
-    """Create two folders of links to images: all of the first classes, and a few training images of the others."""
+    """Create two folders of links to images: all images of the first half of the classes, and images of the other half.
+
+    The second folder has ``images`` training images per class, and all validation images.
+    """
     source = open_source(data, "train")
     if not isinstance(source, FolderSource):
         raise ValueError(f"{data} has tar shards: this benchmark needs the folders train/CLASS and val/CLASS")

@@ -16,12 +16,12 @@ def require_gpu() -> None:
 
 
 def buffers(size: int) -> int:
-    """Return how many sets of ``size`` bytes surely evict the first one from a 60 MB cache; at least 3, at most 64."""
+    """Return how many sets of ``size`` bytes fill a 60 MB cache three times; at least 3, at most 64."""
     return max(3, min(64, -(-180_000_000 // size)))
 
 
 class Stopwatch:
-    """Replay calls that are captured in a CUDA graph, at full clock speed, and take the median time."""
+    """Time calls by replaying them as a CUDA graph at full clock speed; the result is the median over replays."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()

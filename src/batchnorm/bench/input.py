@@ -52,7 +52,7 @@ class InputRate:
                 f"batchnorm.data       {self.ours:8.0f} images/s per core, {self.ratio:.2f} times as many",
                 f"{self.workers} workers {self.together:18.0f} images/s together, {per_worker:.0f} each",
                 f"a GPU that trains {self.gpu_rate:.0f} images/s needs {math.ceil(self.gpu_rate / self.ours)} cores at"
-                f" the rate of one core, or {math.ceil(self.gpu_rate / per_worker)} at the rate of each worker",
+                f" the single-core rate, or {math.ceil(self.gpu_rate / per_worker)} at the rate per worker",
             ]
         )
 
@@ -120,7 +120,7 @@ def input_rate(
 
 
 def _plain(source: ImageSource, reader: BatchReader, request: Request) -> Tensor:
-    """Load a uint8 batch as most training scripts do."""
+    """Load a uint8 batch with Pillow, as most training scripts do."""
     pillow = require("PIL.Image", "train")
     batch = []
     for example, choose in zip(request.examples.tolist(), reader.crop(request), strict=True):
@@ -133,8 +133,8 @@ def _plain(source: ImageSource, reader: BatchReader, request: Request) -> Tensor
 def _check(reader: BatchReader, request: Request) -> None:
     plain, ours = _plain(reader.source, reader, request), reader[request].images.permute(0, 3, 1, 2)
     difference = (plain.float() - ours.float()).abs().mean().item()
-    # Scaled decoding, and rounding the box to whole pixels, change pixels by a few grey levels; a wrong crop would
-    # change them by tens of grey levels.
+    # Scaled decoding, and rounding the crop to whole pixels, change pixel values by a few grey levels; a wrong crop
+    # would change them by tens of grey levels.
     if difference > 10:
         raise RuntimeError(
             f"the loaders return different images ({difference:.1f} grey levels apart on average), so nothing was timed"

@@ -38,7 +38,7 @@ class LayerShape(NamedTuple):
         return self.batch, self.channels, self.size, self.size
 
 
-_CHANNELS = {  # by the height of the input
+_CHANNELS = {  # the numbers of channels of each network's layers, by the height of the input
     # Paper: Appendix, Figure 5, with projections of 96 in 4c and 4d.
     "inception": {
         112: (64,),
@@ -130,7 +130,9 @@ def earlier_rows(path: Path, machine: dict[str, Any], processors: int) -> dict[K
         return {}
     report = json.loads(path.read_text())
     if report["hardware"] != machine:
-        raise ValueError(f"{path} was measured on {report['hardware']}, but this is {machine}: choose another --out")
+        raise ValueError(
+            f"{path} was measured with {report['hardware']}, but this run has {machine}: choose another --out"
+        )
     found = {}
     for row in report["rows"]:
         layer = LayerShape(*(row[name] for name in LayerShape._fields))

@@ -4,8 +4,8 @@
 
 The command times each contender's forward and backward pass inside a CUDA graph, with data that is not in the cache:
 for every layer, for BN+ReLU and BN+add+ReLU, and in both layouts. If the results of our kernels are wrong, our kernels
-are not timed. Rows that the result file already has, for the same kernels on the same machine, are not measured again,
-so the work can span several sessions.
+are not timed. Rows of the result file that measured the same kernels are not measured again, so the work can span
+several sessions. A result file from another machine is refused.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def contenders(p: Parameters, autotune: bool) -> dict[str, Normalize]:
 
 
 class Sets:
-    """Sets of inputs, residuals and output gradients, so many that a set has left the cache when it is used again."""
+    """Sets of inputs, residuals and output gradients, enough that each set has left the cache before its next use."""
 
     def __init__(
         self, layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool, n: int | None = None

@@ -1,4 +1,4 @@
-"""The report of ``bench kernels``: which bars are reached, means by layout and operation, and a picture.
+"""The report of ``bench kernels``: which goals are reached, means by layout and operation, and a picture.
 
 To redraw the picture of a result file: python -m batchnorm.bench.kernels_report results/kernels-h200.json
 """
@@ -32,7 +32,7 @@ STYLES = {
 
 
 class KernelBar(NamedTuple):
-    """One requirement on a group of layers."""
+    """A goal for a group of layers."""
 
     layout: str
     op: str
@@ -44,11 +44,11 @@ class KernelBar(NamedTuple):
 
     @property
     def reached(self) -> bool | None:
-        """Whether the requirement is met; None if nothing was measured."""
+        """Whether the goal is reached; None if nothing was measured."""
         return self._bar.reached
 
     def line(self) -> str:
-        """Return the requirement, the measured number and the verdict as one line of text."""
+        """Return the goal, the measured number and the verdict as one line of text."""
         return self._bar.line()
 
     @property
@@ -58,7 +58,7 @@ class KernelBar(NamedTuple):
 
 
 def bars(rows: Iterable[dict[str, Any]]) -> list[KernelBar]:
-    """Check measured rows against the bars.
+    """Check measured rows against the goals.
 
     >>> row = {"layout": "NCHW", "op": "BN+ReLU", "dtype": "bfloat16", "megabytes": 20.0, "limit_us": [10.0, 15.0]}
     >>> row["us"] = {"batchnorm": [12.0, 18.0], "compile": [30.0, 30.0], "eager": [60.0, 90.0]}
@@ -87,9 +87,9 @@ def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Kernel
     def bar(what: str, wanted: float, values: Sequence[float], measured: float | None, at_least: bool) -> KernelBar:
         return KernelBar(layout, op, what, wanted, measured if values else None, at_least, len(values))
 
-    # Memory bandwidth rules out two of these bars; docs/kernels.md has the arithmetic. The first bar does not apply
-    # with a residual, because both contenders then move one more tensor per pass. The second does not apply in NHWC,
-    # because eager's NHWC kernels move so few bytes that ours cannot move four times fewer.
+    # Memory bandwidth makes each of these goals impossible in some cases; docs/kernels.md has the arithmetic. The first
+    # goal does not apply with a residual, because both contenders then move one more tensor per pass. The second goal
+    # does not apply in NHWC, because eager's NHWC kernels move so few bytes that ours cannot move four times fewer.
     means = [
         bar("geometric mean of torch.compile over ours", 1.5, compiled, geometric_mean(compiled), True),
         bar("geometric mean of eager over ours", 4.0, eager, geometric_mean(eager), True),

@@ -30,9 +30,9 @@ from ..results import check_writable, write_result
 from ..surgery import convert
 from ..train.distributed import find_device
 
-QUESTION = "validation accuracy of a network trained as it is and converted"
+QUESTION = "validation accuracy of a stock network and of its converted copy, both trained"
 FORMS = ("stock", "converted")
-CROP_AREA = (0.25, 1.0)  # smaller crops of small images show too little
+CROP_AREA = (0.25, 1.0)  # range of a crop's share of the image; smaller crops of small images show too little
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _open(recipe: LearningRecipe, split: Literal["train", "val"], seed: int) -> 
 
 
 def compare(runs: Iterable[LearningRun]) -> dict[str, Any]:
-    """Return each form's mean and range over seeds, and whether the means differ by no more than the wider range.
+    """Return both networks' mean and range over seeds, and whether the means differ by no more than the wider range.
 
     >>> def run(form, accuracy):
     ...     return LearningRun(form, 0, accuracy, [], [], 0.0)

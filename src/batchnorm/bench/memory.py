@@ -35,7 +35,7 @@ from .contenders import OURS, STOCK, Contender, noise, with_stock_parts_
 from .train import LOSS_TOLERANCE
 
 QUESTION = "peak memory of the appendix network's training step, relative to the eager stock network's"
-BARS = {"ours": 0.6, "ours, recompute": 0.45}  # upper limits relative to stock's tensors, on a GPU at batch 256
+BARS = {"ours": 0.6, "ours, recompute": 0.45}  # limits of the tensors' peak relative to stock's, on a GPU at batch 256
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The bytes that one form allocates: at the peak, at the peak of tensors alone, and after the forward pass."""
+    """The bytes that one variant allocates: at the peak, at the peak of tensors alone, and after the forward pass."""
 
     name: str
     peak: int
@@ -81,7 +81,7 @@ class PeakMemory:
 
 
 class EagerStep:
-    """A form of the network that is ready to take steps on one batch of noise."""
+    """A variant of the network that is ready to take steps on one batch of noise."""
 
     def __init__(self, form: StepForm, batch: int, size: int, device: torch.device) -> None:
         self.form, self.device = form, device
@@ -134,7 +134,7 @@ def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
 
 
 def measure(form: StepForm, batch: int, size: int, device: torch.device) -> PeakMemory:
-    """Build a form, warm it up and measure the memory of one forward pass and one step."""
+    """Build a variant, warm it up and measure the memory of one forward pass and one step."""
     step = EagerStep(form, batch, size, device)
     loss = float(step())
     step()  # warm up again, now with the momentum buffers and workspaces that the first step allocated
@@ -185,13 +185,13 @@ def memory(
         batch: number of images; by default 256 on a GPU and 8 on a CPU.
         size: height and width of the images.
         out: the result file.
-        only: names of the forms to measure in addition to stock; an unknown name prints the list.
+        only: names of the variants to measure in addition to stock; the error for an unknown name lists all names.
     """
     at_least(1, batch=batch)
     at_least(32, size=size)
     names = [form.name for form in FORMS[1:]]
     if unknown := [name for name in only if name not in names]:
-        raise ValueError(f"unknown form {unknown[0]!r}: choose from {', '.join(map(repr, names))}")
+        raise ValueError(f"unknown variant {unknown[0]!r}: choose from {', '.join(map(repr, names))}")
     check_writable(out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = batch or (256 if device.type == "cuda" else 8)
@@ -215,7 +215,7 @@ def memory(
 
 
 def report(rows: Sequence[PeakMemory], judged: Sequence[PeakMemory] = ()) -> str:
-    """Return the table, and whether the judged rows meet their bars."""
+    """Return the table, and whether the judged rows stay within their limits."""
     width = max(len(row.name) for row in rows)
     lines = [f"{'':<{width}} {'peak MB':>9} {'x stock':>8} {'tensors':>9} {'x stock':>8} {'after forward':>14}"]
     for row in rows:

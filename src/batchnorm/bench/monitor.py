@@ -23,7 +23,7 @@ def monitor(steps: int = 500, rounds: int = 15, out: Path = Path("runs/bench/mon
     """Time an eager training loop of Section 4.1's network with and without a monitor, alternately.
 
     Args:
-        steps: updates per round; 500 make five records at the default every=100.
+        steps: updates per round; with the monitor's default every=100, 500 updates give five records.
         rounds: number of rounds, each of which times every contender; the ratio is the median over rounds.
         out: the result file; published result files are in results/.
     """

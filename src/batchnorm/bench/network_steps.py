@@ -1,4 +1,4 @@
-"""Whole training steps of a network, stock and converted, timed in pairs within one process."""
+"""Time whole training steps of a stock and a converted network, alternately within one process."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ TURN = "turn"  # yielded to ask for exclusive use of the machine while timing
 COMPILED_TOGETHER: tuple[Mode, ...] = ("compiled", "backend")  # timed against the same compiled stock network
 REPLAYING: tuple[Mode, ...] = ("reduce-overhead", "max-autotune")  # Inductor captures CUDA graphs and replays them
 COMPILING: tuple[Mode, ...] = (*COMPILED_TOGETHER, "dynamic", *REPLAYING)
-# Relative tolerances. The first losses differ only by rounding in bfloat16; training amplifies that, and compiled
-# networks draw different dropout masks.
+# Relative tolerances between the losses of the two networks. The losses of the first step differ only by rounding in
+# bfloat16. Training amplifies the difference, and compiled networks draw different dropout masks.
 FIRST_TOLERANCE, LOSS_TOLERANCE = 0.005, 0.03
 CHECKED_STEPS = 3
 AUXILIARY = 0.3  # the weight of GoogLeNet's and Inception's auxiliary classifiers
-RATE = 1e-3  # at 0.01, changing GoogLeNet's weights by 1e-6 changes the loss by 1% after one step
-GROUP_SECONDS = 0.1  # short steps are timed in groups of this length, between two synchronizations
-MIN_PAIRS = 6  # with fewer, order statistics give no 95% interval
+RATE = 1e-3  # learning rate; at 0.01, changing GoogLeNet's weights by 1e-6 changes the loss by 1% after one step
+GROUP_SECONDS = 0.1  # short steps are timed in groups that last about this long, between two synchronizations
+MIN_PAIRS = 6  # with fewer pairs, order statistics give no 95% interval
 NARROW = 0.01  # stop once the 95% interval is within 1% of the median
 
 
@@ -75,13 +75,13 @@ class NetworkJob(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A network and its converted form, on the device."""
+    """A stock network and its converted copy, on the device."""
 
     stock: nn.Module
     converted: nn.Module
     example: Tensor
     classes: int
-    convert_seconds: float  # with a GPU, CPU time of this process only
+    convert_seconds: float  # CPU time if the device is a GPU, else elapsed time
     fused: str
 
 
@@ -97,7 +97,7 @@ def convert_pair(name: str, settings: Settings) -> Pair:
     if settings.on_gpu and example.dim() == 4:
         net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         example = example.contiguous(memory_format=torch.channels_last)
-    # On a GPU, this process is paused while another one is timed.
+    # On a GPU, measure CPU time, because this process is paused while another process is timed.
     clock = time.process_time if settings.on_gpu else time.perf_counter
     began = clock()
     converted = convert(net, example)
@@ -147,7 +147,7 @@ class Step:
 
 
 def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
-    """Return the network and the images as a mode uses them."""
+    """Return the network and the images, converted or wrapped as the mode requires."""
     match mode:
         case "compiled":
             return torch.compile(net), images
@@ -159,7 +159,7 @@ def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
         case "reduce-overhead" | "max-autotune":
             return torch.compile(net, mode=mode), images
         case "evaluation":
-            estimate_(net, [images])  # with initial statistics, activations would overflow
+            estimate_(net, [images])  # with the initial running statistics, activations would overflow
             return net.eval(), images
         case "nchw":
             return net.to(memory_format=torch.contiguous_format), images.contiguous()  # type: ignore[call-overload]
@@ -200,12 +200,12 @@ class GraphedStep:
 
 
 class Prepared(NamedTuple):
-    """One form of the network, ready to be timed."""
+    """A network in one mode, stock or converted, ready to be timed."""
 
     step: Callable[[], Tensor]
     losses: list[float]
     first_step_seconds: float
-    peak: int | None  # bytes on a GPU, not counting the memory of other forms; None if it cannot be measured
+    peak: int | None  # bytes on a GPU, not counting other networks' memory; None if it cannot be measured
 
 
 def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepared:
@@ -221,7 +221,7 @@ def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepa
     clock = time.process_time if compiles else time.perf_counter
     side: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream()) if mode == "graph" else nullcontext()
     if images.is_cuda:
-        torch.cuda.synchronize()  # the copy was made on another stream
+        torch.cuda.synchronize()  # wait for the copy of the network, which was made on another stream
     began = clock()
     with side:
         with _compiling() if compiles else nullcontext():
@@ -236,7 +236,7 @@ def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepa
         losses += _losses(step, range(CHECKED_STEPS, 2 * CHECKED_STEPS))
     else:
         step()
-    # Replayed graphs allocate nothing.
+    # Inductor's CUDA graphs allocate nothing when they are replayed, so their peak cannot be measured.
     peak = torch.cuda.max_memory_allocated() - before if images.is_cuda and mode not in REPLAYING else None
     if compiles and images.is_cuda:
         torch.cuda.empty_cache()  # leave memory for other processes
@@ -244,7 +244,7 @@ def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepa
 
 
 def _losses(step: Callable[[], Tensor], seeds: range) -> list[float]:
-    """Take steps, each with its own seed for the network's random draws."""
+    """Take one step per seed and return the losses; the seed sets the network's random numbers, such as dropout's."""
     losses = []
     for seed in seeds:
         torch.manual_seed(seed)
@@ -253,7 +253,10 @@ def _losses(step: Callable[[], Tensor], seeds: range) -> list[float]:
 
 
 def _compiling() -> AbstractContextManager[Any]:
-    """Compile with empty caches, and compile the backward pass before the forward pass holds any activations."""
+    """Return a context in which torch compiles with empty caches.
+
+    The backward pass is compiled before the forward pass runs, so that no activations occupy memory meanwhile.
+    """
     import torch._functorch.config as functorch
     from torch._inductor.utils import fresh_cache
 
@@ -265,7 +268,7 @@ def _compiling() -> AbstractContextManager[Any]:
 
 
 def loss_problem(stock: Sequence[float], ours: Sequence[float], compiled: bool = False) -> str | None:
-    """Return a message if the losses of a step differ by more than rounding, or None.
+    """Return a message if the losses of a step differ by more than the tolerance, or None.
 
     >>> loss_problem([6.9, 6.8], [6.91, 6.75]), loss_problem([6.9, 6.8], [6.9, math.nan])
     (None, "the loss of step 2 is nan, but the stock network's is 6.8: not timed")
@@ -294,10 +297,10 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: float) -> list[list[float]]:
-    """Time the forms alternately; return the seconds per step of each form, round by round.
+    """Time the given kinds of steps alternately; return the seconds per step of each kind, round by round.
 
-    Timing stops as soon as the 95% interval of each form's speedup over the first form is narrow, or when ``seconds``
-    have passed.
+    Timing stops as soon as the 95% intervals of all speedups over the first kind are narrow, or when ``seconds`` have
+    passed.
     """
 
     def synchronize() -> None:
@@ -331,7 +334,7 @@ def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: flo
 
 
 def measure(pair: Pair, unit: Measurement, settings: Settings) -> Generator[str, None, list[Row]]:
-    """Measure a unit, halving the batch size each time memory runs out; yield ``TURN`` before timing it."""
+    """Make a measurement, halving the batch size each time memory runs out; yield ``TURN`` before timing."""
     examples = unit.batch
     while True:
         try:
@@ -350,7 +353,7 @@ def measure(pair: Pair, unit: Measurement, settings: Settings) -> Generator[str,
 
 
 def failed(unit: Measurement, why: str) -> list[Row]:
-    """Return rows that hold the reason for the failure."""
+    """Return one row per mode, with the reason for the failure."""
     return [{"batch": unit.batch, "mode": mode, "failed": why} for mode in unit.modes]
 
 
@@ -360,7 +363,7 @@ def _measure(pair: Pair, modes: tuple[Mode, ...], examples: int, settings: Setti
     if settings.on_gpu and images.dim() == 4:
         images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(pair.classes, (examples,), generator=generator).to(images.device)
-    # Libraries load code and allocate workspaces on first use; do that before either form is measured.
+    # Libraries load code and allocate workspaces on first use; do that before either network is measured.
     Step(copy.deepcopy(pair.stock), "eager", images[:8], labels[:8])()
     if modes[0] in COMPILING:
         torch.compile(nn.Linear(8, 8, device=images.device))(torch.zeros(8, 8, device=images.device)).sum().backward()
@@ -409,7 +412,7 @@ def _row(pair: Pair, mode: Mode, i: int, stock: Prepared, form: Prepared, rounds
 
 
 def results_of(job: NetworkJob, settings: Settings) -> Iterator[tuple[Measurement, list[Row]] | str]:
-    """Yield each unit of a job with its rows, and ``TURN`` whenever timing is about to start."""
+    """Yield each measurement of a job with its rows, and ``TURN`` whenever timing is about to start."""
     if settings.cudnn_benchmark:
         torch.backends.cudnn.benchmark = True
     try:
@@ -420,7 +423,7 @@ def results_of(job: NetworkJob, settings: Settings) -> Iterator[tuple[Measuremen
         return
     for unit in job.units:
         if unit.modes[0] not in COMPILING:
-            yield TURN  # the first steps are timed too
+            yield TURN  # in these modes, the elapsed time of the first step is recorded too
         try:
             yield unit, (yield from measure(pair, unit, settings))
         except Exception as error:  # the stock network can fail too

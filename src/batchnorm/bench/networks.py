@@ -4,9 +4,9 @@
 
 The command times whole training steps of a stock network against ``bn.convert(net, example)``: eager, as one CUDA graph
 and under ``torch.compile``. It also times the stock network under ``torch.compile(backend="batchnorm")``. Steps run in
-bf16 autocast and channels_last on a GPU, and in float32 on a CPU. Both networks start from the same weights and
-alternate in one process. If their losses differ, they are not timed. Rows that the result file already has, for the
-same code on the same machine, are kept.
+bf16 autocast and channels_last on a GPU, and in float32 on a CPU. Both networks start from the same weights and are
+timed alternately in one process. If their losses differ, they are not timed. Rows of the result file that were measured
+with the same code are kept. A result file from another machine is refused.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ NETWORKS = (
     "torchvision/densenet121",
 )
 SOURCE = Path(__file__).parents[1]
-MEASURED = ("ops", "layers", "graph", "surgery", "network_call.py", "network_copy.py")  # the code that rows depend on
+MEASURED = ("ops", "layers", "graph", "surgery", "network_call.py", "network_copy.py")  # code that affects rows
 Key = tuple[str, Mode, int]
 Report = dict[Key, Row]
-Layout = tuple[Sequence[int], Sequence[tuple[Mode, ...]]]  # batch sizes, and modes that are measured together
+Layout = tuple[Sequence[int], Sequence[tuple[Mode, ...]]]  # batch sizes, and groups of modes to measure together
 
 
 def bars(rows: Iterable[Row], device: str) -> list[Bar]:
-    """Check measured rows against the bars for converted networks on an H200, or on a CPU.
+    """Check measured rows against the goals for converted networks on an H200, or on a CPU.
 
     >>> row = {"network": "torchvision/resnet50", "mode": "eager", "batch": 8, "speedup": 1.25}
     >>> for bar in bars([row], "cpu"):
@@ -152,12 +152,12 @@ def machine(settings: Settings) -> dict[str, Any]:
 
 
 def earlier_rows(path: Path, here: dict[str, Any], keep: bool = False) -> Report:
-    """Return the rows of a result file that were measured with the same code, or ``keep`` all that did not fail."""
+    """Return the successful rows of a result file that were measured with the current code, or all with ``keep``."""
     if not path.exists():
         return {}
     report = read_json(path)
     if report["machine"] != here:
-        raise ValueError(f"{path} was measured on {report['machine']}, but this is {here}: choose another --out")
+        raise ValueError(f"{path} was measured with {report['machine']}, but this run has {here}: choose another --out")
     good = (row for row in report["rows"] if "failed" not in row)
     return {_key(row): row for row in good if keep or row["code"] == digest(row["mode"])}
 
@@ -169,8 +169,8 @@ def _key(row: Row) -> Key:
 def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int], rows: Report) -> list[NetworkJob]:
     """Return the jobs for the missing rows.
 
-    First comes one job per network for all modes that do not compile. Networks are compiled in jobs of their own, one
-    per batch size and group of modes.
+    The first jobs, one per network, measure all modes that do not compile. The jobs that compile follow, one per
+    network, batch size and group of modes.
     """
     quick: Layout = batches, [(mode,) for mode in modes if mode not in COMPILING]
     alone = [mode for mode in modes if mode in COMPILING and mode not in COMPILED_TOGETHER]
@@ -190,7 +190,7 @@ def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int],
 
 
 class _Measuring:
-    """A job in a separate process, which advances :func:`results_of` one step at a time."""
+    """Runs in a worker process and returns the results of one job one by one."""
 
     def __init__(self, job: NetworkJob, settings: Settings) -> None:
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # other processes compile at the same time
@@ -198,7 +198,7 @@ class _Measuring:
         self.has_turn = self.failed = False
 
     def next(self) -> tuple[Measurement, list[Row]] | str:
-        """Return the next unit and its rows, ``TURN`` before the first one is timed, or "" at the end."""
+        """Return the next measurement and its rows, ``TURN`` before the first timing, or "" after the last one."""
         if self.failed and self.settings.on_gpu:
             try:
                 torch.cuda.synchronize()
@@ -220,7 +220,7 @@ class BrokenDeviceError(RuntimeError):
 
 @dataclass
 class _Worker:
-    """A process, the units that it has yet to measure, and whether it is waiting for its turn to time them."""
+    """A worker process, the measurements that it has not made yet, and whether it waits for its turn to time them."""
 
     job: NetworkJob
     remote: Remote
@@ -233,7 +233,7 @@ def in_turns(
 ) -> Iterator[tuple[str, list[Row]]]:
     """Run each job in its own process and yield its rows; while one process is timed, the others are paused.
 
-    If a job's process dies, a new process continues after the unit that failed.
+    If a job's process dies, a new process continues with the measurement after the failed one.
     """
     waiting, workers = list(jobs), list[_Worker]()
     timing: _Worker | None = None
@@ -254,7 +254,7 @@ def in_turns(
             for worker in [worker for worker in workers if worker.remote.pipe in found]:
                 result: Any = ""
                 try:
-                    result = worker.remote.result()  # None when the worker's object has been built
+                    result = worker.remote.result()  # None once the worker's _Measuring is built
                 except BrokenDeviceError:
                     pass
                 except Exception as error:
@@ -304,20 +304,22 @@ def networks(
     keep: bool = False,
     out: Path = Path("runs/bench/networks.json"),
 ) -> list[Row]:
-    """Compare the time and memory of training steps of networks, stock and converted.
+    """Compare the time and memory of training steps between stock and converted networks.
 
     Args:
-        networks: torchvision/NAME, timm/NAME, or MODULE:FUNCTION, which returns a classifier, or a classifier and an
-            example batch.
-        modes: eager, graph (the whole step as one CUDA graph), compiled (both under torch.compile) and backend (the
-            stock network under torch.compile with this library's backend). These four are the default on a GPU; eager
-            is the default on a CPU. dynamic, reduce-overhead and max-autotune compile both networks with that option of
-            torch.compile. The other modes are eager: evaluation, nchw, float32, fp16 (with a GradScaler), bf16-weights,
-            checkpoint (the blocks of each stage), accumulate (two halves of a batch), ddp and fsdp2 (in one process).
+        networks: torchvision/NAME, timm/NAME, or MODULE:FUNCTION; the function returns a classifier, or a classifier
+            and an example batch.
+        modes: eager, graph (the whole step as one CUDA graph), compiled (both networks under torch.compile) and backend
+            (the stock network under torch.compile with this library's backend). These four are the default on a GPU;
+            eager is the default on a CPU. dynamic, reduce-overhead and max-autotune compile both networks with that
+            option of torch.compile. The other modes are eager: evaluation, nchw, float32, fp16 (with a GradScaler),
+            bf16-weights, checkpoint (activation checkpointing of each stage's blocks), accumulate (gradients of two
+            half batches), ddp and fsdp2 (in one process).
         batches: batch sizes, by default 256 and 32 on a GPU and 8 on a CPU; halved if memory runs out.
-        size: height and width of the images, unless the function returns an example.
+        size: height and width of the images; not used if the function returns an example batch.
         device: cpu, cuda, or auto.
-        seconds_per_row: the most seconds to time a row; timing ends sooner once the speedup is known to 1%.
+        seconds_per_row: maximum number of seconds to time a row; timing ends sooner once the speedup is known to
+            within 1%.
         minutes: stop after this many minutes and keep the rows measured so far; run the same command again to continue.
         jobs: on a GPU, number of processes; they build and compile networks in parallel, and are timed one at a time.
         cudnn_benchmark: let cuDNN try its algorithms and choose the fastest, which takes a long time.
@@ -379,7 +381,7 @@ def line(row: Row) -> str:
     start = f"{row['network']:<30} {row['mode']:<8} batch {row['batch']:>3}"
     if "failed" in row:
         return f"{start}: failed: {row['failed']}"
-    halved = "" if row["examples"] == row["batch"] else f", only {row['examples']} fit"
+    halved = "" if row["examples"] == row["batch"] else f", only {row['examples']} examples fit"
     low, high = row["interval"]
     stock, ours = row["stock_peak_bytes"], row["ours_peak_bytes"]
     memory = f", {ours / stock:.3f} of the memory" if stock else ""
@@ -391,7 +393,7 @@ def line(row: Row) -> str:
 
 
 def draw(report: dict[str, Any], plt: Any) -> Any:
-    """Draw one panel per main mode, with a bar and its 95% interval for each network, fastest first, and batch size."""
+    """Draw one panel per main mode: a bar and its 95% interval per network and batch size, fastest network first."""
     rows = [row for row in report["rows"] if "failed" not in row and row["mode"] in MODE_NAMES]
     modes, names, batches = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mode", "network", "batch"))
     batches.sort(reverse=True)

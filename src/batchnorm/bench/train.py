@@ -36,7 +36,7 @@ LOSS_TOLERANCE = 0.02  # relative, in bfloat16
 
 @dataclass(frozen=True)
 class StepTime:
-    """The measurements of one contender at one batch size; ``over_stock`` is a median of ratios within rounds."""
+    """The measurements of one contender at one batch size; the speedups are medians of the ratios within rounds."""
 
     name: str
     batch: int
@@ -124,7 +124,7 @@ def profile_report(profile: Mapping[str, Any]) -> str:
 
 
 def report(rows: Sequence[StepTime], batch: int) -> str:
-    """Return the table of one batch size, and whether ours meets its bars."""
+    """Return the table of one batch size, and whether ours reaches its goals."""
     here = [row for row in rows if row.batch == batch]
     width = max(len(row.name) for row in here)
     lines = [f"batch {batch:<{width - 6}} {'ms/step':>9} {'images/s':>9} {'x stock':>8} {'x composed':>10}"]

@@ -98,7 +98,7 @@ def steps_to(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def paper_versus_here(runs: Sequence[Run]) -> list[list[str]]:
-    """Tabulate what Section 4.1 says and what these runs show; empty unless there is a run of each kind.
+    """Tabulate what Section 4.1 says and what these runs show; empty unless there are runs with and without BN.
 
     Paper: Sec. 4.1; Fig. 1
     """

@@ -21,8 +21,8 @@ from .figure1 import paper_versus_here, steps_to
 from .runs import ACCURACIES, Curve, Run, read_runs
 
 PageSection = tuple[str, str, Sequence[Sequence[str]]]
-# The most percentile values that one run may put into the page: 125 records of three percentiles of three layers of
-# 100 units.
+# The maximum number of percentile values of a run in the page: 125 records of three percentiles for each of 100 units
+# in three layers.
 BUDGET = 125 * 3 * 3 * 100
 
 MEASURES = (
@@ -36,7 +36,8 @@ MEASURES = (
     {
         "key": "x",
         "name": "drift of x = Wu, before normalization",
-        "text": "The same for x = Wu, the input of batch normalization. Nothing fixes the mean and variance of x.",
+        "text": "The same measure for x = Wu, the input of batch normalization. Nothing fixes the mean and variance of"
+        " x.",
     },
     {
         "key": "gradient",
@@ -63,7 +64,7 @@ def report(options: Report) -> Path:
 
     Raises:
         FileNotFoundError: if a folder holds no run.
-        ValueError: if a file does not belong to a run; the message names the file.
+        ValueError: if a file of a run is malformed; the message names the file.
     """
     check_writable(options.out)
     runs = read_runs(options.runs)
@@ -162,7 +163,7 @@ def _footer(runs: Sequence[Run]) -> str:
 
 def _section41(runs: Sequence[Run]) -> list[PageSection]:
     return [
-        ("Paper versus here", "Section 4.1 and Figure 1 next to these runs.", paper_versus_here(runs)),
+        ("Paper versus here", "What Section 4.1 says, and what these runs show.", paper_versus_here(runs)),
         ("Steps to given accuracies", "The step of the first evaluation that reached each accuracy.", steps_to(runs)),
     ]
 
@@ -247,7 +248,7 @@ def _curve(curve: Curve) -> dict[str, list[float | None]]:
 
 
 def _thin(items: Sequence[Any], limit: int) -> list[Any]:
-    """Keep at most about ``limit`` items, evenly spaced, including the last."""
+    """Keep at most ``limit`` items, evenly spaced, including the last."""
     every = max(-(-len(items) // limit), 1)
     return [item for k, item in enumerate(items) if (len(items) - 1 - k) % every == 0]
 

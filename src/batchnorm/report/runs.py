@@ -1,4 +1,4 @@
-"""Read runs from their folders: any run with a ``metrics.jsonl``, written by this library's commands or by a user."""
+"""Read runs from their folders, which have a ``metrics.jsonl`` from this library's commands or from a user's code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..results import parse_json, read_json
 T = TypeVar("T")
 Curve = list[tuple[int, float]]
 
-LAST_STEP = 2**53  # JavaScript's numbers are exact below this
+LAST_STEP = 2**53  # integers below this are exact in JavaScript
 
 # Endings of the names of accuracy curves: this library's commands write "accuracy" and "val_top1".
 ACCURACIES = ("accuracy", "top1")
@@ -91,7 +91,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
     Raises:
         FileNotFoundError: if a path holds no run.
-        ValueError: if there is no path, or if a file does not belong to a run; the message names the file.
+        ValueError: if there is no path, or if a file of a run is malformed; the message names the file.
     """
     if not paths:
         raise ValueError("give at least one run folder")
@@ -180,13 +180,14 @@ def _place(curve: str) -> int:
 def _recipe(folder: Path) -> dict[str, Any]:
     """Return the settings of a run of ``batchnorm train``, by the names shown in the table.
 
-    The names have spaces, so none of them is ``batch_norm``, which marks the two networks of Section 4.1.
+    The names have spaces instead of underscores, so none of them is ``batch_norm``, the key that marks the two networks
+    of Section 4.1.
     """
     return {key.replace("_", " "): value for key, value in _json(folder / "recipe.json").items()}
 
 
 def _result(folder: Path) -> dict[str, Any]:
-    """Return the outcome of a run of ``batchnorm train`` in the form of a ``summary.json``."""
+    """Return the result of a run of ``batchnorm train`` in the format of a ``summary.json``."""
     path = folder / "result.json"
     result = _json(path)
     found = {"running": result.get("running_top1"), "folded": result.get("top1")}

@@ -18,7 +18,7 @@ HALVED = "*"
 
 
 def alternatives(results: Path) -> str:
-    """Return a table of what the usual tools cannot do, with a test or result file as evidence, and what to use."""
+    """Return a table of what the usual tools cannot do, with tests or results as evidence, and what to use instead."""
     steps, kernels = read(results, NETWORKS), read(results, "kernels-h200.json")
     resnet = next(
         (
@@ -121,7 +121,7 @@ def _speedup(row: Result | None) -> str:
 
 
 def _footnotes(result: Result, measured: list[str]) -> str:
-    """Return a text on which goals are missed, which modes are not measured, and whether batches were halved."""
+    """Say which goals are missed, which modes are not measured, and whether batches were halved."""
     judged = [bar for bar in result["bars"] if bar["reached"] is not None]
     missed = [
         f"{bar['what']} {bar['measured']:.2f} (goal: at {'least' if bar['at_least'] else 'most'} {bar['wanted']:g})"

@@ -1,4 +1,4 @@
-"""The tables of results in README and docs, written from the files under results/, never by hand.
+"""Write the tables of results in README and docs from the files under results/.
 
 python -m batchnorm.report.summary          rewrites README.md and docs/ between their markers
 """
@@ -206,7 +206,7 @@ def pages(root: Path) -> dict[Path, str]:
 
 
 def _fine_tuning(r: Result) -> str:
-    """Tabulate accuracies by batch size, kind of statistics and rate; the one at each row's best rate is bold."""
+    """Tabulate accuracies by batch size, kind of statistics and rate; each row's best accuracy is bold."""
     options, best = r["options"], {(row["batch"], row["statistics"]): row["rate"] for row in r["rows"]}
     rows = [["batch", "statistics", *(f"rate {rate:g}" for rate in options["rates"])]]
     for batch, kind in best:

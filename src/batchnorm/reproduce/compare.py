@@ -1,4 +1,4 @@
-"""``batchnorm compare``: your own network without and with batch normalization, each at its best rate."""
+"""``batchnorm compare``: train your own network without and with batch normalization, each at its best rate."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from .publish import label
 QUESTION = "validation accuracy of a network without and with batch normalization, each at its best rate"
 VARIED = ("name", "normalize", "rate", "seed")
 RULE = (
-    "Each network is taken at the rate with its highest mean validation accuracy over the seeds; a run that diverged"
+    "Each network is compared at the rate with its highest mean validation accuracy over the seeds; a run that diverged"
     " counts as 0%. The verdict is inconclusive if the 95% interval of the difference of means contains 0. Intervals"
-    " combine the spread of the seeds (Student's t) with the chance of which images are in the validation set."
+    " combine the spread of the seeds (Student's t) with the sampling error of the validation images."
 )
 
 
@@ -108,7 +108,7 @@ def compare(
     }
     trainings = [job for network in networks.values() for job in network.jobs]
     for one in trainings:
-        if (one.folder / "recipe.json").exists():  # reject other settings before training anything
+        if (one.folder / "recipe.json").exists():  # reject a folder with other settings before any training
             claim_folder(one.folder, one.recipe, data)
     waiting = [one for one in trainings if not one.finished()]
     print(
@@ -126,7 +126,9 @@ def compare(
 
 
 def _changes(recipe: Recipe, classes: int) -> dict[bool, Change]:
-    """Return the changes that give the network without and with batch normalization, after building and folding both.
+    """Return the changes that turn the recipe's network into the networks without and with batch normalization.
+
+    Both networks are built and folded, to find problems before training.
 
     Raises:
         ValueError: if one of the two networks cannot be built, trained or folded.

@@ -28,7 +28,7 @@ COUNTS = ("steps", "batch_steps", "bias_steps", "marks", "seeds", "examples", "p
 
 @dataclass(frozen=True)
 class Experiment:
-    """The options common to the commands for a claim. The class name is the command's name."""
+    """The options that all commands for a claim have. The command's name is the class name in lower case."""
 
     processes: int | None = None
     """Number of processes; by default one per core."""
@@ -89,7 +89,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Return the sample standard deviation over seeds; None if there is only one."""
+    """Return the sample standard deviation over seeds; None if there is only one seed."""
     return round(statistics.stdev(values), 5) if len(values) > 1 else None
 
 

@@ -25,7 +25,7 @@ const number = (v) => (Number.isFinite(v) ? v.toLocaleString("en", { maximumSign
 const percent = (v) => (Number.isFinite(v) ? `${(100 * v).toFixed(2)}%` : "–");
 const thousands = (v) => (v >= 1000 ? `${Number((v / 1000).toPrecision(4))}K` : `${v}`);
 
-// Labels that would overlap are pushed apart, in order, within the plot.
+// Push overlapping labels apart within the plot, keeping their order.
 function spread(wanted, gap, top, bottom) {
   const order = wanted.map((y, k) => [y, k]).sort((a, b) => a[0] - b[0]);
   let last = -Infinity;
@@ -37,7 +37,7 @@ function spread(wanted, gap, top, bottom) {
   return placed;
 }
 
-// series: [{name, colour, steps, values, width, low, high}], low and high being a band's edges.
+// series: [{name, colour, steps, values, width, low, high}]; low and high are the edges of a band.
 function chart(panel, { series, yLabel = "", yRange = null, format = number, names = true, height = 260 }) {
   panel.querySelectorAll("svg, .tip").forEach((old) => old.remove());
   const shown = series.filter((s) => s.steps.length);
@@ -84,7 +84,7 @@ function chart(panel, { series, yLabel = "", yRange = null, format = number, nam
   }
   if (beside) {
     const places = spread(shown.map((s) => y(s.values.findLast(Number.isFinite)) + 4), 14, box.top, box.bottom);
-    // By property: the page's policy forbids style attributes.
+    // Set the property, because the page's Content-Security-Policy forbids style attributes.
     shown.forEach((s, k) => (node("text", { class: "name", x: box.right + 8, y: places[k] }, svg, s.name).style.fill = s.colour));
   }
   point(panel, svg, { shown, x, box, format });

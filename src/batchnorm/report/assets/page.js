@@ -19,7 +19,7 @@ function fill(select, options) {
   if (options.some(([value]) => String(value) === kept)) select.value = kept;
 }
 
-// A name may be that of a property every object has, such as "constructor".
+// Look up own properties only: a name may be that of an inherited property, such as "constructor".
 const get = (table, key) => (table && Object.hasOwn(table, key) ? table[key] : undefined);
 const curveOf = (table, key) => get(table, key) || { steps: [], values: [] };
 
@@ -41,7 +41,7 @@ function panel(parent, heading) {
   return box;
 }
 
-// All panels first: a chart is as wide as its panel, which depends on how many there are.
+// Create all panels before drawing: a chart is as wide as its panel, whose width depends on the number of panels.
 function drawAll(parent, charts) {
   const panels = charts.map(([heading]) => panel(parent, heading));
   charts.forEach(([, options], k) => chart(panels[k], options));
@@ -68,7 +68,7 @@ function unpack(layer) {
 
 const middle = (sorted) => sorted[(sorted.length - 1) >> 1];
 
-// A unit's percentiles by step; "all" is the median over the units of each percentile.
+// Return a unit's percentiles by step; for "all", return the median over units of each percentile.
 function percentiles(run, layer, unit) {
   const values = unpack(layer);
   const { count, units } = layer;

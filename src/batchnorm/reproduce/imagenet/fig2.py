@@ -42,8 +42,8 @@ from .training import Training
 FURTHER = ("paper-rates", "dropout")  # the library's plans besides the default one
 PAPERS_RATES = "the paper's rates"
 TITLE = "Figures 2 and 3: Inception and its batch-normalized variants"
-NAMED = 8  # the most unfinished runs that the command prints by name
-# Each network's color, line style and name in the paper.
+NAMED = 8  # the maximum number of unfinished runs that the command prints by name
+# Each network's color and line style in Figure 2, and its name in the paper.
 LINES = {
     "inception": ("#8b8a84", "--", "Inception"),
     "bn-baseline": ("#14835b", ":", "BN-Baseline"),
@@ -85,7 +85,7 @@ class Fig2(Session):
 
 @dataclass(frozen=True)
 class Study:
-    """A plan, its finished runs that verdicts may use, and the names of the finished runs that they may not use."""
+    """A plan, the finished runs that verdicts may use, and the names of the other finished runs."""
 
     plan: Plan
     finished: dict[str, Finished]
@@ -117,7 +117,7 @@ class Studies:
 
     @property
     def shown(self) -> Study:
-        """The study in Figures 2 and 3: the main study or, until it has a baseline, the one at the paper's rates."""
+        """The study in Figures 2 and 3: the main study or, until it has a baseline, the study at the paper's rates."""
         if self.paper_rates is None or network_of(self.main.finished, "inception"):
             return self.main
         return self.paper_rates
@@ -140,13 +140,13 @@ def fig2(options: Fig2) -> Path:
     waiting = [] if options.data is None else _missing(options, plan)
     recipes = [job.files.run.recipe for job in waiting]
     table = options.run(waiting, recipes, plan.evaluate_batch, lambda: publish(Studies.read(options), options.out))
-    # A finished sweep sets the rates of further runs.
+    # Runs whose rates come from a sweep could not start before the sweep finished; train them now.
     return fig2(options.after(started)) if waiting and plan.waiting else table
 
 
 def _missing(options: Fig2, plan: Plan) -> list[Training]:
     data, finished = options.open_data(plan)
-    # Runs of different plans can have the same name.
+    # Runs of different plans can have the same name, so each further plan has its own folder.
     out = options.out / str(options.plan) if str(options.plan) in FURTHER else options.out
     return [
         Training(RunFiles(run, options.result_files, out), plan, options, data)
@@ -305,7 +305,7 @@ def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
 
 
 def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
-    """Draw one panel of all steps, and one of the first quarter, or of fewer steps if a network ran for fewer."""
+    """Draw a panel of all steps, and a panel of the first quarter, or of fewer steps if a run has fewer."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
     for axis in axes:
         _curves(axis, finished)
@@ -351,7 +351,7 @@ def drawn(finished: Mapping[str, Finished]) -> dict[str, tuple[Seeds, str, Any]]
 
 
 def _unnormalized(finished: Mapping[str, Finished], plt: Any) -> Any:
-    """Draw every network of Figure 2 without batch normalization, including those that the paper could not train."""
+    """Draw Figure 2's networks that have no batch normalization, including those that the paper could not train."""
     figure, axis = plt.subplots(figsize=(5.6, 2.8))
     tuned, others = tuned_baseline(finished), cycle(OTHERS)
     known = {tuned[0] if tuned else "": TUNED, "inception": LINES["inception"][:2]}
@@ -365,7 +365,7 @@ def _unnormalized(finished: Mapping[str, Finished], plt: Any) -> Any:
 
 
 def _line(axis: Any, network: Seeds, name: str, tint: str, style: Any) -> None:
-    """Draw the mean over seeds, and each of several seeds as a thin line."""
+    """Draw the mean over seeds and, if there are several seeds, each seed as a thin line."""
     for curve in network.curves if len(network.runs) > 1 else ():
         axis.plot([step for step, _ in curve], [value for _, value in curve], color=tint, lw=0.5, alpha=0.5)
     steps, values = [step for step, _ in network.curve], [value for _, value in network.curve]

@@ -88,12 +88,12 @@ def show_accuracy(one: Finished | None, key: str = "top1") -> str:
 
 
 def show_steps(value: int | None) -> str:
-    """Return a number of steps."""
+    """Return a number of steps as text; "never" for None."""
     return "never" if value is None else f"{value:,}"
 
 
 def show_times(value: float | None) -> str:
-    """Return a ratio of steps."""
+    """Return a ratio of steps as text; "-" for None."""
     return "-" if value is None else f"{value:.1f}"
 
 
@@ -166,7 +166,7 @@ def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
 
 
 def on_the_way(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate steps to fractions of the baseline's best accuracy, and how many times fewer they are than its steps."""
+    """Tabulate steps to fractions of the baseline's best accuracy, and how many times fewer than the baseline's."""
     inception = network_of(finished, "inception").curve
     top = best(inception)
     networks = {name: curve for name in PAPER if (curve := network_of(finished, name).curve)}
@@ -270,7 +270,7 @@ def dropout(finished: Mapping[str, Finished]) -> Section:
 
 
 def _repeated(finished: Mapping[str, Finished]) -> float | None:
-    """Return how much runs of the same recipe in two groups differ at the end; None if no recipe is in both."""
+    """Return the largest difference in final accuracy between runs of the same recipe; None if no recipe repeats."""
     ends: dict[object, list[float]] = {}
     for one in finished.values():
         if one.run.group in ("rates", "dropout") and one.result["top1"] is not None:

@@ -51,7 +51,7 @@ def fig4(options: Fig4) -> Path:
     names = [job.name for job in jobs] if options.runs else _members(plan)
     members = [MemberFiles(name, options.result_files) for name in names]
     table = options.run(waiting, recipes, plan.evaluate_batch, lambda: publish(members, options.out))
-    # Members whose rates come from a sweep could not start before it finished; train them now.
+    # Members whose rates come from a sweep could not start before the sweep finished; train them now.
     return fig4(options.after(started)) if waiting and plan.waiting and not options.runs else table
 
 

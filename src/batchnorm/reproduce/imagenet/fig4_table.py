@@ -239,7 +239,7 @@ def markdown(
         figure: the results of all members, if there are any.
         rows: the rows of single networks.
         images: a description of the images that were used.
-        missing: the reason why each missing member is missing, by its name.
+        missing: the names of the missing members, with the reasons why they are missing.
         remarks: further notes.
 
     >>> print(markdown(None, [], "", {"bn-x30-dropout-5": "not yet run"}).splitlines()[-1])

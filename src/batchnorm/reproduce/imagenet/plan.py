@@ -17,7 +17,7 @@ from ...train import RECIPES, Recipe
 
 Group = Literal["rates", "figures", "best", "dropout", "ablation"]
 GROUPS = {"fig2": get_args(Group), "fig4": ("rates", "members")}  # the groups that a figure's plan may have
-LIBRARY = ("fig2", "paper-rates", "dropout", "fig4", "fig4-tuned")  # plans that --plan takes by name
+LIBRARY = ("fig2", "paper-rates", "dropout", "fig4", "fig4-tuned")  # plans that --plan accepts by name
 OWN = ("name", "recipe", "evaluate_every", "horizon", "end_rate", "times", "best_of")
 SHARED = OWN[2:5]
 EVERYWHERE = ("log_every", "checkpoint_every", "evaluate_batch")
@@ -70,7 +70,7 @@ class Plan:
 def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results: Path | None = None) -> Plan:
     """Read a plan for a figure from a TOML file; by default, the figure's plan in the library.
 
-    A run lasts ``horizon`` epochs, and its rate falls to the fraction ``end_rate`` of the initial one. Both can be set
+    A run lasts ``horizon`` epochs, and its rate falls to the fraction ``end_rate`` of the initial rate. Both can be set
     in the run, in its group, or in the table ``train`` for all runs.
 
     Rates can come from the sweeps in the group ``rates``. ``rate = "best"`` is the rate with the highest accuracy in
@@ -84,7 +84,7 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results
         results: folder of the result files that decide which rate is the best.
 
     >>> run = next(run for run in read_plan("fig2", Path("paper-rates")).runs if run.variant == "bn-x5")
-    >>> round(run.recipe.decay ** (run.recipe.epochs / run.recipe.decay_epochs), 6)  # of the rate is left at the end
+    >>> round(run.recipe.decay ** (run.recipe.epochs / run.recipe.decay_epochs), 6)  # share left at the end
     0.003
     >>> read_plan("fig2").waiting["bn-x5-seed1"]
     'the sweep of inception'
@@ -111,7 +111,7 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results
                 rate, sweep = _rate(group, run, best)
                 if rate is None and sweep is not None:
                     waiting[run["name"]] = f"the sweep of {sweep}"
-                    rate = RECIPES[run["recipe"]].rate  # any rate, to check the other fields now
+                    rate = RECIPES[run["recipe"]].rate  # a placeholder, so that the other fields are checked now
                 planned = _planned(group["name"], {**training, **group, **run}, run, everywhere, rate)
                 if planned.name not in waiting:
                     runs.append(planned)
@@ -150,14 +150,17 @@ def _accuracy(file: Path) -> float:
 
 
 def _rate(group: dict[str, Any], run: dict[str, Any], best: dict[str, float | None]) -> tuple[float | None, str | None]:
-    """Return a run's rate if the plan or a sweep sets it, and the recipe of the sweep that sets it."""
+    """Return a run's rate and the recipe of the sweep that sets it; the recipe is None if no sweep sets the rate.
+
+    The rate is None if the sweep is not finished, or if neither the plan nor a sweep sets the rate.
+    """
     sweep = group.get("base")
     if run.get("rate") == "best":
         sweep = run.get("best_of", run["recipe"])
     elif "rate" in run or sweep is None:
         if "times" in run:
             raise ValueError(
-                f"{run['name']}: 'times' is only for rates from a sweep, and this run's rate is not from one"
+                f"{run['name']}: 'times' is only for rates from a sweep, but this run's rate is not from a sweep"
             )
         return run.get("rate"), None
     if sweep not in best:

@@ -1,4 +1,4 @@
-"""A session that trains a plan's runs: its options, and running its jobs, several at a time, on one device."""
+"""A session that trains a plan's runs: its options, and how it runs its jobs, several at a time on one device."""
 
 from __future__ import annotations
 

@@ -69,14 +69,14 @@ def fig1(options: Fig1) -> Path:
     After Ctrl-C every network saves a checkpoint and stops within 100 steps; a second Ctrl-C stops at once.
 
     Raises:
-        KeyboardInterrupt: if the training was stopped, once the state is saved.
+        KeyboardInterrupt: if the training was stopped; checkpoints are saved first.
         ValueError: if the folder holds a run with other options.
     """
     check_writable(options.out / "result.json")
     complete = _train(options)
     folders = [folder for run in options.settings() if ((folder := options.out / run) / "metrics.jsonl").exists()]
     page = options.out / "report.html"
-    runs = read_runs(folders) if folders else []  # there are none yet if Ctrl-C came early
+    runs = read_runs(folders) if folders else []  # no run has metrics yet if Ctrl-C came early
     if runs:
         draw(runs, options.out)
         write_report(runs, page)

@@ -13,7 +13,7 @@ from .training import Setting, accuracies
 
 @dataclass(frozen=True)
 class Init(Experiment):
-    """Train both networks from initial weights of standard deviations from 1e-3 to 10 and compare their accuracy.
+    """Train both networks from initial weights with standard deviations of 1e-3 to 10, and compare their accuracies.
 
     Paper: Abstract, "be less careful about initialization"; Sec. 3.3
     """
@@ -23,7 +23,7 @@ class Init(Experiment):
     steps: int = 5000
     """Updates per run."""
     rate: float = 1.0
-    """Learning rate of both networks; it is near the best one for the network without BN."""
+    """Learning rate of both networks; the default is near the best rate of the network without BN."""
     seeds: int = 3
     """Number of seeds per setting."""
     out: Path = Path("runs/init")

@@ -24,7 +24,7 @@ class Jacobian(Experiment):
     """
 
     steps: int = 5000
-    """Updates per network; J is measured before the first and after the last."""
+    """Updates per network; J is measured before the first and after the last update."""
     rate: float = 0.1
     """Learning rate."""
     std: float = 0.1

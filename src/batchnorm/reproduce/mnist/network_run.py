@@ -1,4 +1,4 @@
-"""One network of Figure 1: a resumable run that trains, monitors, estimates statistics and folds.
+"""One network of Figure 1: a resumable run that trains, monitors and evaluates it.
 
 The folder holds ``config.json``, ``metrics.jsonl``, ``checkpoint.pt`` and, at the end, ``summary.json``.
 """
@@ -170,7 +170,7 @@ def _config(setting: Setting) -> dict[str, Any]:
 
 
 class _Watch:
-    """Decide what to measure at which steps, measure it and write it to the metrics."""
+    """Decide what to measure at which steps, measure it and write it to the metrics file."""
 
     def __init__(self, setting: Setting, net: nn.Sequential, data: MNIST, metrics: Metrics, show: Show) -> None:
         self.setting, self.net, self.data, self.metrics, self.show = setting, net, data, metrics, show
@@ -206,7 +206,7 @@ class _Watch:
 
 
 def accuracy_steps(steps: int) -> list[int]:
-    """Return the steps at which accuracy is measured: often while it rises, then every fiftieth of the run.
+    """Return the steps at which accuracy is measured: often in the first 5,000 steps, and every fiftieth of the run.
 
     >>> accuracy_steps(50_000)[:3], len(accuracy_steps(50_000)), accuracy_steps(50_000)[-1]
     ([100, 200, 300], 71, 50000)
@@ -218,7 +218,7 @@ def accuracy_steps(steps: int) -> list[int]:
 
 
 def _evenly(steps: int, count: int, closest: int) -> set[int]:
-    """Return about ``count`` steps from 0 on, no two closer than ``closest``."""
+    """Return about ``count`` evenly spaced steps from 0 on, at least ``closest`` steps apart."""
     return set(range(0, steps + 1, max(steps // count, closest)))
 
 

@@ -1,4 +1,4 @@
-"""Section 3.3: a normalized layer's output does not depend on the scale of its weights, and their growth is limited."""
+"""Section 3.3: BN makes a layer's output independent of the scale of its weights, and limits their growth."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def scale(options: Scale) -> dict[str, Any]:
 
 
 def identity_gaps(u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: float, a: float) -> dict[str, float]:
-    """Return how far each of Section 3.3's identities is from holding.
+    """Return by how much each of Section 3.3's identities is violated.
 
     Because of eps, |BN(aWu) - BN(Wu)| <= |gamma x_hat| eps |1 - 1/a^2| / (sigma^2 + eps/a^2), elementwise. "output" is
     the largest ratio of the two sides, which should be at most 1. "output gap" is the largest left side. "du" and "dW"

@@ -27,7 +27,7 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Section2(Experiment):
-    """Show what happens when the gradient step ignores the normalization, on one bias and on the whole network.
+    """Show what happens if the gradient step ignores the normalization, for one bias vector and for a whole network.
 
     Paper: Sec. 2
     """
@@ -77,7 +77,7 @@ def train_bias(data: Digits, steps: int, rate: float, seed: int, *, through: boo
     """Train only the bias b of x_hat = u + b - E[u + b], and return the norm of b and the loss before each step.
 
     u is a first layer's Wu over all the data; x_hat goes through fixed sigmoids and a fixed linear layer to the
-    cross-entropy. If ``through`` is True, the gradient includes E's dependence on b.
+    cross-entropy. If ``through`` is True, the gradient includes the dependence of E[u + b] on b.
     """
     net = perceptron(batch_norm=False, widths=(100,), std=0.1, seed=seed).double()
     u = net.linear1(data.images.double()).detach()  # type: ignore[operator]
