@@ -58,7 +58,7 @@ class Description(NamedTuple):
 
 
 def describe(net: nn.Module, size: int = 224, channels: int = 3) -> Description:
-    """Count each layer's parameters and multiply-adds in a pass on the meta device, where nothing is computed.
+    """Return each layer's parameters and multiply-adds, counted in a forward pass on the meta device.
 
     Only layers with parameters, pooling and local response normalization are listed. Multiply-adds are those of
     convolutions and linear layers, as usual in the literature.

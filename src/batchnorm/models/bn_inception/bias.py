@@ -1,7 +1,7 @@
 """Add a convolution's bias and apply the nonlinearity in one pass, on channels-last CUDA tensors.
 
-Networks without batch normalization use this. Torch would add the bias in one pass and apply the nonlinearity in
-another. In the backward pass, torch would need an additional pass to sum the bias's gradient.
+Networks without batch normalization use :func:`bias_act`. Torch would add the bias in one pass and apply the
+nonlinearity in another. In the backward pass, torch would need an additional pass to sum the bias's gradient.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class _BiasAct(torch.autograd.Function):
 
         n, c, h, w = y.shape
         dy, row = readable(dy)
-        y = y.contiguous(memory_format=torch.channels_last)  # hooks such as save_on_cpu may change the layout
+        # Saved-tensor hooks such as save_on_cpu may change the layout.
+        y = y.contiguous(memory_format=torch.channels_last)
         dx, pixels = empty(y, tuple(y.shape)), n * h * w
         t = ChannelTiles(y, (row, c), pixels)
         tiles = max(1, t.programs // PARTS)

@@ -1,9 +1,10 @@
 """The building blocks of the appendix network: a convolution unit, the separable stem, an Inception module.
 
-Some consecutive linear maps can be merged or swapped without changing the result. On CUDA, these modules rearrange
-their computation in this way to save time, in training and, for Inception modules, in evaluation without gradients.
-Elsewhere they call their children one after the other, so that functions such as ``fold`` see the paper's network.
-Setting ``rearrange`` to True or False overrides this choice. The parameters are the same either way.
+Some consecutive linear maps can be merged or swapped without changing the result. On a GPU, these modules rearrange
+their computation accordingly during training, to save time. Inception modules also do so in evaluation without
+gradients. In all other cases, the modules call their children one after the other, so that functions such as ``fold``
+see the paper's network. Set ``rearrange`` to True or False to override this choice. The parameters are the same in both
+cases.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _B = TypeVar("_B")
 
 
 class InceptionRow(NamedTuple):
-    """One Inception row of the appendix table. A number of filters is 0 if the table has none.
+    """The row of the appendix table that describes one Inception module; a filter count is 0 if the table has none.
 
     Paper: Appendix, Inception architecture
     """
@@ -59,7 +60,7 @@ class InceptionRow(NamedTuple):
     projection: int
 
     def outputs(self, inputs: int) -> int:
-        """Return the number of output channels; a pool without a projection keeps its input's channels."""
+        """Return the number of output channels; without a projection, the pooling branch outputs all input channels."""
         return self.one + self.three + self.double33 + (self.projection or inputs)
 
     def times(self, width: float) -> InceptionRow:
@@ -75,17 +76,17 @@ def scaled(filters: int, width: float) -> int:
 
 
 class Unit(nn.Sequential):
-    """Apply a convolution, and then a normalization fused with the nonlinearity, or the nonlinearity alone.
+    """Apply a convolution, then batch normalization fused with the nonlinearity, or the nonlinearity alone.
 
-    If a unit on a GPU is rearranged, one kernel adds the convolution's bias and applies the nonlinearity. In a
-    :class:`~batchnorm.models.bn_inception.network.Network`, the normalization is also computed together with a max pool
-    that follows the unit.
+    In a rearranged unit on a GPU, one kernel adds the convolution's bias and applies the nonlinearity. If a max pool
+    follows the unit in a :class:`~batchnorm.models.bn_inception.network.Network`, the normalization and the pool are
+    computed together.
 
     Paper: Sec. 3.2, z = g(BN(Wu)); z = g(Wu + b)
     """
 
     conv: nn.Conv2d
-    bn: BatchNorm2d  # missing if the convolution has a bias instead
+    bn: BatchNorm2d  # missing if the unit does not normalize; the convolution then has a bias
     rearrange: bool | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,7 +95,7 @@ class Unit(nn.Sequential):
             if is_aside() and _is_dense(self[0]):
                 return self.finish(self.convolve(x))
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
-        # Call torch's own method, which respects changes of dilation, groups and padding mode.
+        # Torch's own method supports any dilation, groups and padding mode that the user may have set.
         return self.finish(self.conv._conv_forward(x, self.conv.weight, None))
 
     def convolve(self, x: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ class Unit(nn.Sequential):
         return product
 
     def pools(self, pool: nn.Module, x: Tensor | torch.fx.Proxy) -> bool:
-        """Return whether :meth:`pooled` may replace calls of the unit and of ``pool``; False if either has hooks."""
+        """Return whether :meth:`pooled` may replace calls of the unit and then ``pool``; False if either has hooks."""
         if torch.compiler.is_compiling() or type(pool) is not MaxPool2d:
             return False
         if len(self) != 2 or not isinstance(self[1], BatchNorm2d):
@@ -125,20 +126,20 @@ class Unit(nn.Sequential):
         return _rearranged(self, x) and not is_watched() and all(map(is_quiet, (self, self[1], pool)))
 
     def pooled(self, x: Tensor, pool: nn.Module) -> Tensor:
-        """Apply the unit and then a max pool, if possible without writing the tensor between them."""
+        """Apply the unit and then a max pool, if possible without writing the intermediate tensor to memory."""
         bn, product = cast(BatchNorm2d, self[1]), self.convolve(x)
         if can_pool(bn, pool, product):
             return normalize_and_pool(bn, product)
         return cast(Tensor, pool(bn(product)))
 
     def joins(self) -> bool:
-        """Return whether the convolution can be merged with others: it is torch's, without groups, stride or hooks."""
+        """Return whether the convolution can be merged with others: nn.Conv2d without groups, stride or hooks."""
         conv = self[0]
         plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.stride == (1, 1)
         return plain and is_quiet(self) and is_quiet(conv)
 
     def _is_plain(self) -> bool:
-        """Return whether this is a convolution with a bias and then a nonlinearity, both without hooks."""
+        """Return whether the unit is a convolution with a bias, followed by a nonlinearity, both without hooks."""
         if len(self) != 2 or is_watched():
             return False
         conv, last = self
@@ -147,7 +148,7 @@ class Unit(nn.Sequential):
 
 
 def _is_dense(conv: nn.Module) -> bool:
-    """Return whether a convolution is torch's, padded by zeros, and without bias, groups, dilation or hooks."""
+    """Return whether a module is an ``nn.Conv2d`` with zero padding, and without bias, groups, dilation or hooks."""
     if type(conv) is not nn.Conv2d or conv.bias is not None or not is_quiet(conv) or is_watched():
         return False
     return (
@@ -167,9 +168,9 @@ class SeparableConv2d(nn.Sequential):
 
     Let D be the depthwise weights and P the pointwise weights. The dense convolution with the weights
     W[o, i] = sum_m P[o, i, m] D[i, m] has the same result. A rearranged module computes this dense convolution, which
-    needs more multiply-adds, but runs as one matrix product and saves no depthwise activations. If ``by_blocks`` is
-    set and the stride is 2, the dense convolution reads the image as blocks of 2x2 pixels with four times the channels.
-    This computes the same products, but suits matrix units better than three channels do.
+    needs more multiply-adds, but runs as one matrix product and stores no depthwise activations for the backward pass.
+    If ``by_blocks`` is set and the stride is 2, the dense convolution reads the image as blocks of 2x2 pixels with four
+    times the channels. The result is the same, but more channels suit tensor cores better than the three of an image.
 
     >>> conv = SeparableConv2d(3, 64, 7, stride=2, multiplier=8)
     >>> x, conv.rearrange = torch.randn(1, 3, 16, 16), True
@@ -228,9 +229,10 @@ class SeparableConv2d(nn.Sequential):
 
 
 def _convolve_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve at stride 2, with an odd kernel size K and padding K // 2, as stride 1 over blocks of 2x2 pixels."""
+    """Convolve at stride 2, with an odd kernel size K and padding K // 2, as a stride-1 convolution of 2x2 blocks."""
     inputs, kernel = weight.shape[1], weight.shape[-1]
-    # Add a zero tap in front or behind: the kernel's size becomes even, and its first tap is at a block's first pixel.
+    # Add a zero tap at the kernel's start or end, so that its size is even and its first tap meets a block's first
+    # pixel.
     front = kernel // 2 % 2
     taps, before = (kernel + 1) // 2, (kernel // 2 + front) // 2
     blocks = pixel_blocks(x, before, taps)
@@ -242,13 +244,13 @@ def _convolve_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class InceptionModule(nn.Module):
-    """Concatenate a 1x1, a 3x3, a double 3x3 and a pooling branch over the same input.
+    """Apply a 1x1, a 3x3, a double 3x3 and a pooling branch to the same input, and concatenate their outputs.
 
     A rearranged module computes the 1x1 convolutions of its input as one, with concatenated weights. It averages after
     the projection, which has fewer channels, instead of before: avg(Wx) = W avg(x). On a GPU, it also normalizes
-    several branches in one launch, and every branch writes directly to its channels of the output. Evaluation on a GPU
-    without gradients does the same.
-    If ``side_by_side`` is set too, convolutions of two branches run at the same time, on two streams of the GPU.
+    several branches in one launch, and every branch writes directly to its channels of the output. In evaluation on a
+    GPU without gradients, the module does all of this if the kernels support every branch, and none of it otherwise.
+    With ``side_by_side``, a rearranged module runs convolutions of two branches at the same time, on two CUDA streams.
 
     Args:
         inputs: input channels.
@@ -276,7 +278,8 @@ class InceptionModule(nn.Module):
                 conv2=unit(row.double33, row.double33, 3, row.stride, out, row.name),
             )
         )
-        # The average leaves constants unchanged, also at the border, so it can be swapped with a biased projection.
+        # The average leaves constants unchanged, even at the border, so it can be swapped with a projection that has a
+        # bias.
         pool: nn.Module = AvgPool2d() if row.pool == "avg" else MaxPool2d(row.stride)
         self.pool = nn.Sequential(OrderedDict(pool=pool))
         if row.projection:
@@ -301,7 +304,7 @@ class InceptionModule(nn.Module):
         return torch.cat([branch(x) for branch in branches], 1)
 
     def _is_as_built(self) -> bool:
-        """Return whether the branches have as many layers, of the same types, as ``__init__`` gave them."""
+        """Return whether the branches still have the number and the types of layers that ``__init__`` gave them."""
         lengths = [len(b) if type(b) is nn.Sequential else 0 for b in (self.three, self.double33, self.pool)]
         if lengths[:2] != [2, 3] or lengths[2] not in (1, 2):
             return False
@@ -312,7 +315,7 @@ class InceptionModule(nn.Module):
         return all(type(unit) is Unit for unit in units)
 
     def _heads(self) -> dict[str, Unit]:
-        """Return the units whose 1x1 convolutions read the module's input when the projection comes before the pool."""
+        """Return the units whose 1x1 convolutions read the input; the projection does if it comes before the pool."""
         heads = {"one": self.one, "three": self.three[0], "double": self.double33[0]}
         if self.projects_first:
             heads["project"] = self.pool[1]
@@ -407,7 +410,7 @@ class InceptionModule(nn.Module):
 
 
 def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
-    """Call two functions whose kernels may run at the same time on a GPU, forward and backward.
+    """Call two functions on two CUDA streams, so that their kernels may run at the same time, forward and backward.
 
     A tensor that one stream allocates and the other reads is freed only after the streams have synchronized.
     """

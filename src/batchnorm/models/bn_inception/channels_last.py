@@ -45,7 +45,7 @@ class ChannelTiles:
 
     @property
     def constants(self) -> tuple[int, int, int]:
-        """P, V and A, which divides the number of channels and all strides."""
+        """P, V and A; A divides the number of channels and all strides."""
         return self.pixels, self.channels, self.align
 
 
@@ -74,7 +74,7 @@ class ColumnTiles:
 
     @property
     def constants(self) -> tuple[int, int, int]:
-        """P, V and A, which divides the number of channels and all strides."""
+        """P, V and A; A divides the number of channels and all strides."""
         return self.columns, self.channels, self.align
 
     @property
@@ -99,7 +99,7 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
 
 
 def readable(dy: Tensor) -> tuple[Tensor, int]:
-    """Return a gradient, copied unless it is already channels last, and the stride of its rows."""
+    """Return a gradient, copied unless it is already channels last, and the stride between its pixels."""
     g = geometry_of(dy)
     if g is None or not g.nhwc:
         dy = dy.contiguous(memory_format=torch.channels_last)

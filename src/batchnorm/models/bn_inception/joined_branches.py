@@ -27,17 +27,17 @@ from .pooling import average_into, empty_maxima, empty_places, max_pool_backward
 
 
 class Part(NamedTuple):
-    """What one normalization of a launch reads, and where it writes."""
+    """The input and the output of one of the normalizations in a launch."""
 
     bn: BatchNorm2d
     source: int  # index of the tensor to read
     start: int = 0  # first channel to read
-    y: Tensor | None = None  # the tensor to write; None allocates one
+    y: Tensor | None = None  # the output tensor; None allocates one
     averaged: bool = False  # average 3x3 windows before normalizing
 
 
 def can_join(layers: Sequence[BatchNorm2d], x: Tensor) -> bool:
-    """Return whether :func:`normalize_together` can run these layers on tensors with the memory layout of ``x``."""
+    """Return whether :func:`normalize_together` can run these layers on tensors of ``x``'s device, dtype and layout."""
     first = layers[0]
     trains = first.uses_batch_statistics
     if not trains and torch.is_grad_enabled():
@@ -73,12 +73,12 @@ def _vectors(bn: BatchNorm2d) -> list[tuple[dict[str, Tensor | None], tuple[str,
 
 
 def normalize_together(parts: Sequence[Part], *sources: Tensor) -> tuple[Tensor, ...]:
-    """Normalize by batch statistics in one launch, and update the running averages.
+    """Normalize all parts by batch statistics in one launch, and update the running averages.
 
     In evaluation, normalize by the running averages, with one launch per part. :func:`can_join` says which layers and
     tensors are supported.
     """
-    sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)  # does not copy cuDNN's outputs
+    sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)  # no copy of cuDNN's outputs
     if not parts[0].bn.uses_batch_statistics:
         return tuple(_inferred(part, sources[part.source]) for part in parts)
     parameters = [p for part in parts for p in (part.bn.weight, part.bn.bias)]
@@ -129,7 +129,7 @@ class _Together(torch.autograd.Function):
         a, b = ctx.counts
         *tensors, stats = ctx.saved_tensors
         parameters = tensors[a + b :]
-        # Hooks such as save_on_cpu may change the layout.
+        # Saved-tensor hooks such as save_on_cpu may change the layout.
         tensors = [t.contiguous(memory_format=torch.channels_last) for t in tensors[: a + b]]
         sources, averaged = tensors[:a], tensors[a:]
         if torch.is_grad_enabled():
@@ -148,7 +148,7 @@ class _Together(torch.autograd.Function):
 def _inputs(
     places: Sequence[tuple[int, int, int, bool]], sources: Sequence[Tensor], averaged: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the inputs of the parts, or the inputs' gradients if these are given."""
+    """Return each part's input, given the sources and the averaged slices; given gradients, each input's gradient."""
     pooled = iter(averaged)
     return [next(pooled) if is_averaged else sources[s][:, a : a + c] for s, a, c, is_averaged in places]
 
@@ -160,7 +160,7 @@ def _average(x: Tensor) -> Tensor:
 
 
 def running_of(bn: BatchNorm2d) -> Kept:
-    """Return a layer's running averages and batch counts, which :func:`can_join` has checked."""
+    """Return the running averages and batch counts of a layer that :func:`can_join` accepts."""
     b: Any = bn._buffers
     return (b["running_mean"], b["running_var"], b["num_batches_tracked"], b["num_batches_skipped"])
 
@@ -168,7 +168,7 @@ def running_of(bn: BatchNorm2d) -> Kept:
 def _differentiable(
     ctx: Any, dys: Sequence[Tensor], sources: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Compute the gradients with differentiable operations."""
+    """Compute the gradients with differentiable operations, so that they can be differentiated again."""
     eps, activation = ctx.options
     parts: list[list[Tensor]] = [[] for _ in sources]
     gradients = []
@@ -184,8 +184,8 @@ def _differentiable(
 def max_pool_beside(x: Tensor, stride: int, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return ``x`` and the maxima of its 3x3 windows, which are written to ``to`` if it is given.
 
-    The next layer must read the returned ``x``. In the backward pass, the kernel that writes the pool's gradient then
-    also adds the gradient from that layer.
+    Other layers must read the returned ``x`` instead of the original. In the backward pass, the kernel that writes the
+    pool's gradient then also adds the gradient from these layers.
     """
     both: tuple[Tensor, Tensor] = _PoolBeside.apply(x, stride, [to])  # type: ignore[no-untyped-call]
     return both
@@ -226,7 +226,7 @@ class Concatenation:
         self.parts = [_lying_in(self.whole, a, c) for a, c in zip(starts, channels, strict=False)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the whole tensor, given the parts as returned by the functions that wrote them."""
+        """Return the whole tensor; gradients flow to ``parts``, the outputs of the functions that wrote the parts."""
         y: Tensor = _Join.apply(self, *parts)  # type: ignore[no-untyped-call]
         return y
 
@@ -260,7 +260,8 @@ def join_kernels(kernels: Sequence[Tensor]) -> Tensor:
 class _JoinedKernels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *kernels: Tensor) -> Tensor:
-        ctx.save_for_backward(*kernels)  # so that autograd detects in-place changes, which the view hides
+        # Save the kernels, so that autograd detects in-place changes: a joined view has its own version counter.
+        ctx.save_for_backward(*kernels)
         return joined_view(kernels) if are_neighbours(kernels) else torch.cat(kernels)
 
     @staticmethod

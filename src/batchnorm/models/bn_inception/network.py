@@ -16,7 +16,8 @@ from .blocks import InceptionModule, InceptionRow, SeparableConv2d, Unit, scaled
 from .channels_last import takes
 from .pooling import GlobalAvgPool2d, MaxPool2d
 
-# The printed table. 4c and 4d have 608 output channels each, but the output column says 576: see `projection` below.
+# The printed table. Its filters give 4c and 4d 608 output channels each, but its output column says 576: see
+# `projection` below.
 # fmt: off
 APPENDIX = (
     #            name stride #1x1 3x3 reduce, 3x3  double reduce, double  pool + projection (0: pass through)
@@ -154,7 +155,7 @@ class Network(nn.Sequential):
 
 
 def rows(projection: Literal[96, 128] = 96) -> tuple[InceptionRow, ...]:
-    """Return the table's rows, with this number of projection filters in 4c and 4d.
+    """Return the table's rows, with ``projection`` filters in the pool projections of 4c and 4d.
 
     >>> sum(row.projection for row in rows(96)), sum(row.projection for row in APPENDIX)
     (800, 864)
@@ -194,8 +195,8 @@ def initialize_(
     """Draw the weights of convolutions and linear layers from Gaussians, in place; biases become 0.
 
     The standard deviation is scale * sqrt(2 / fan_in) for kaiming and scale * sqrt(2 / (fan_in + fan_out)) for xavier.
-    No nonlinearity follows the classifier and depthwise convolutions: these ignore the scale, and kaiming uses 1
-    instead of 2 for them.
+    Classifiers and depthwise convolutions have no nonlinearity after them, so ``scale`` does not apply to them, and
+    kaiming uses 1 instead of 2 for them.
 
     >>> net = nn.Linear(3, 2); initialize_(net, "xavier", seed=0); net.bias.tolist()
     [0.0, 0.0]
@@ -238,7 +239,7 @@ class LocalResponseNorm(nn.LocalResponseNorm):
     def convolved(self, x: Tensor) -> Tensor:
         """Normalize images, with the sums computed by a convolution."""
         weight = _neighbours(x.shape[1], self.size, self.alpha / self.size, x.dtype, x.device)
-        # Add k in float32 or better: in bfloat16, rounding 1 + sum would lose most sums.
+        # Add k in float32 or better: in bfloat16, k + sum would be rounded to k for most sums.
         return x * (F.conv2d(x * x, weight).to(torch.promote_types(x.dtype, torch.float32)) + self.k).pow(
             -self.beta
         ).to(x.dtype)
@@ -247,7 +248,7 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 @cache
 def _neighbours(channels: int, size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the 1x1 kernel that adds up the ``size`` channels around each channel and multiplies by ``factor``."""
-    with torch.inference_mode(False):  # the cached kernel is also used in training
+    with torch.inference_mode(False):  # training uses the cached kernel too, and autograd rejects inference tensors
         c = torch.arange(channels)
         distance = c[None, :] - c[:, None]
         near = (distance >= -(size // 2)) & (distance <= (size - 1) // 2)

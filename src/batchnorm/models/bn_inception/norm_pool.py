@@ -45,10 +45,10 @@ def can_pool(bn: BatchNorm2d, pool: nn.Module, x: Tensor) -> bool:
 
 
 def normalize_and_pool(bn: BatchNorm2d, x: Tensor) -> Tensor:
-    """Return the maxima of 3x3 windows of ReLU(BN(x)), padded by 1, at stride 2; update the running averages.
+    """Return the maxima of ReLU(BN(x)) over 3x3 windows, padded by 1, at stride 2; update the running averages.
 
-    If several pixels of a window have the maximum after rounding, the gradient goes to the pixel with the largest x, or
-    with the smallest x if gamma is negative.
+    If several pixels of a window equal its maximum after rounding, the gradient goes to the pixel with the largest x,
+    or with the smallest x if gamma is negative.
     """
     y: Tensor = _NormalizeAndPool.apply(x, bn.weight, bn.bias, bn)  # type: ignore[no-untyped-call]
     return y
@@ -72,7 +72,7 @@ class _NormalizeAndPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, beta, stats, where = ctx.saved_tensors
-        # Hooks such as save_on_cpu may change the layout.
+        # Saved-tensor hooks such as save_on_cpu may change the layout.
         x, where = (t.contiguous(memory_format=torch.channels_last) for t in (x, where))
         if torch.is_grad_enabled():
             dz = max_pool_backward(dy, where, 2, *x.shape[2:])

@@ -1,7 +1,7 @@
-"""Pooling of 3x3 windows: torch's modules, computed on channels-last CUDA tensors by this library's kernels.
+"""Pooling of 3x3 windows: torch's modules, with this library's kernels for channels-last CUDA tensors.
 
-Torch's kernels take several times as long as their memory traffic needs. For max pooling's backward pass, torch keeps
-an index of eight bytes per window; these kernels keep four bits.
+Torch's kernels take several times as long as their memory traffic needs. For the backward pass of max pooling, torch
+saves an index of eight bytes per maximum; these kernels save four bits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MaxPool2d(nn.MaxPool2d):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel supports the module's options: the stride is 1 or 2, and the others are unchanged."""
+        """Whether a kernel supports the module's options: the stride is 1 or 2, and all others are as constructed."""
         options = (self.kernel_size, self.padding, self.dilation, self.return_indices, self.ceil_mode)
         return options == (3, 1, 1, False, False) and self.stride in (1, 2)
 
@@ -66,7 +66,7 @@ class AvgPool2d(nn.AvgPool2d):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel supports the module's options: they are unchanged."""
+        """Whether a kernel supports the module's options: all of them are as constructed."""
         options = (self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad)
         return options == (3, 1, 1, False, False) and self.divisor_override is None
 
@@ -78,7 +78,7 @@ def max_pool(x: Tensor, stride: int) -> Tensor:
 
 
 class GlobalAvgPool2d(nn.AdaptiveAvgPool2d):
-    """Average each channel. On a GPU, the input's gradient is channels last, unlike that of torch's module."""
+    """Average each channel over all pixels. On a GPU, the input's gradient is channels last, unlike torch's."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -105,7 +105,7 @@ def _max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 def max_pool_into(x: Tensor, y: Tensor, where: Tensor, stride: int, stats: Tensor | None = None) -> None:
     """Write maxima to ``y``, which may be channels of a larger tensor, and their positions to ``where``.
 
-    If ``stats`` has the statistics of a batch, normalize and apply ReLU before pooling.
+    If ``stats`` is given, normalize by these batch statistics and apply ReLU before pooling.
     """
     row, y_row = row_stride(x), row_stride(y)
     align = gcd(alignment(x), y_row)
@@ -125,7 +125,7 @@ def _forward_launch(
 
 
 def empty_places(y: Tensor) -> Tensor:
-    """Return uninitialized memory for the positions of maxima; a byte holds those of two channels."""
+    """Return uninitialized memory for the positions of maxima; one byte stores the positions of two channels."""
     n, c, h, w = y.shape
     return empty(y, (n, up(c, 2), h, w), torch.uint8)
 
@@ -144,9 +144,10 @@ def _fake_max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 def max_pool_gradient(
     dy: Tensor, where: Tensor, stride: int, height: int, width: int, plus: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient of max pooling's input, plus ``plus`` if given, without support for second derivatives."""
+    """Return the gradient of max pooling's input, plus ``plus`` if given; it cannot be differentiated again."""
     dy, row = readable(dy)
-    where = where.contiguous(memory_format=torch.channels_last)  # hooks such as save_on_cpu may change the layout
+    # Saved-tensor hooks such as save_on_cpu may change the layout.
+    where = where.contiguous(memory_format=torch.channels_last)
     dx = _fake_max_pool_backward(dy, where, stride, height, width)
     plus = None if plus is None else plus.contiguous(memory_format=torch.channels_last)
     launch = backward_launch(dx.shape, alignment(dy, plus), row, stride, dx.element_size(), dx.device)
@@ -178,7 +179,10 @@ def _average_pool(x: Tensor, backward: bool) -> Tensor:
 
 
 def average_into(x: Tensor, y: Tensor, backward: bool) -> None:
-    """Write averages of ``x``, or their gradient if ``backward``, to ``y``; both may be slices of larger tensors."""
+    """Average ``x`` into ``y``; if ``backward``, ``x`` is the averages' gradient, and ``y`` gets their input's gradient.
+
+    Both tensors may be slices of larger tensors.
+    """
     from .triton.average_pool import average
 
     row, y_row = row_stride(x), row_stride(y)

@@ -58,14 +58,14 @@ class WeightGradients:
         self.pending.append((event, (dy, x)))
         while len(self.pending) > self.AHEAD:
             done, _ = self.pending.popleft()
-            # The memory of the gradient's inputs may be reused, but only by work that is launched after this loop.
+            # After this loop, the memory of the gradient's inputs can be reused, because later work waits for `done`.
             for stream in self.others:
                 stream.wait_event(done)
         return dweight
 
     def wait(self) -> None:
         """Make the current stream wait for all gradients."""
-        if not self.others:  # self.stream was not used, and a CUDA graph capture must not wait for streams outside it
+        if not self.others:  # nothing ran on self.stream, and a CUDA graph capture must not wait for an unused stream
             return
         for stream in (self.stream, *self.others):  # a CUDA graph capture must join all streams used in it
             torch.cuda.current_stream().wait_stream(stream)
@@ -86,7 +86,7 @@ def is_aside() -> bool:
 
 
 def note_stem(x: Tensor, y: Tensor) -> None:
-    """Tell an enclosing :class:`WeightGradients` block that ``y`` is a convolution of ``x``, which may be the image."""
+    """Tell an enclosing :class:`WeightGradients` block that ``y`` is a convolution of ``x``, usually the image."""
     if _local.gradients is not None and not x.requires_grad and y.requires_grad:
         _local.gradients.stems.append(y)
 

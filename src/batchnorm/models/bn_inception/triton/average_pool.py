@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def pixels_of(count, C, H, W, P: tl.constexpr, V: tl.constexpr):
-    """Return this program's pixels [P] as image, row, column and index, a mask of valid ones, and its channels [V]."""
+    """Return this program's pixels [P] as image, row, column and index, a mask of valid pixels, and channels [V]."""
     slices = (C + V - 1) // V
     program = tl.program_id(0)
     block = program // slices

@@ -44,7 +44,7 @@ def backward(
     dy, y, dx, partial, count, C, dy_stride, tiles,
     SIGMOID: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Write dx = g'(x + b) dy, and its sum over the pixels of this program's tiles, a term of the bias's gradient."""
+    """Write dx = g'(x + b) dy, and the sum of dx over this program's pixels, which is a term of the bias's gradient."""
     C = C * A
     part, channel = place(C, V)
     total = tl.zeros([P, V], tl.float32)

@@ -1,10 +1,10 @@
 """Max pooling of 3x3 windows, padded by 1, in channels-last tensors, optionally after normalization and ReLU.
 
 The columns of all images are numbered consecutively. A unit consists of P columns and up to ``share`` rows. A program
-processes V channels of a unit row by row, and keeps values that the next row of windows needs too. C and the strides
-between pixels are in units of A elements, so that the compiler knows the alignment of accesses.
+processes V channels of a unit row by row, and keeps the values that the next row of windows also needs. C and the
+strides between pixels are in units of A elements, so that the compiler knows the alignment of accesses.
 
-The position of a maximum in its window is the sum of UP, DOWN or 0 and of LEFT, RIGHT or 0; the middle of the window is
+The position of a maximum in its window is encoded as UP, DOWN or 0, plus LEFT, RIGHT or 0; the middle of the window is
 0. The positions of two neighbouring channels share a byte, with the first channel in the lower four bits.
 """
 
@@ -25,10 +25,11 @@ NOWHERE = tl.constexpr(15)  # the position if ReLU's derivative is 0: no pixel g
 
 @triton.jit
 def slice_of(program, C, A: tl.constexpr, V: tl.constexpr):
-    """Return a program's index within its slice of channels, the slice's index, its channels [V] and bytes [V / 2].
+    """Return which slice of V channels a program processes, and what the slice contains.
 
-    Also return masks of the channels and bytes that exist, the number of slices, and the number of bytes per pixel. The
-    bytes hold the positions of maxima.
+    The results are the program's index among the programs of the slice, the slice's index, its channels [V], the bytes
+    [V / 2] that hold the positions of its maxima, masks of the channels and of the bytes that exist, the number of
+    slices, and the number of such bytes per pixel.
     """
     pixel_bytes = C * (A // 2) if A > 1 else (C + 1) // 2
     C = C * A
@@ -42,9 +43,9 @@ def slice_of(program, C, A: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def columns_of(unit, columns, rows, share, width, P: tl.constexpr):
-    """Return the images and columns [P] of a unit, a mask of existing columns, the first row, and the end of the rows.
+    """Return the images and columns [P] of a unit, a mask of the columns that exist, its first row, and the end row.
 
-    Columns that do not exist are replaced by the last column.
+    The end row is not part of the unit. Columns that do not exist are replaced by the last column.
     """
     chunks = (rows + share - 1) // share
     block = unit // chunks
@@ -90,7 +91,10 @@ def load_raw(p, here, half_here):
 
 @triton.jit
 def as_floats(raw, flip, P: tl.constexpr, V: tl.constexpr):
-    """Convert pixels to float32 [P, V], and change their signs by ``flip`` if it is given."""
+    """Convert pixels to float32 [P, V]; if ``flip`` is given, it selects channels to negate.
+
+    For pixels of type int32, ``flip`` has the sign bits to invert; for others, it has factors of 1 or -1.
+    """
     if raw.dtype == tl.int32:
         if flip is not None:
             raw ^= flip
@@ -122,7 +126,7 @@ def load_row(row, image_row, here, half_here, flip, P: tl.constexpr, V: tl.const
 
 @triton.jit
 def three_columns(x, image, column, channel, half, H, W, stride, A: tl.constexpr):
-    """Return ``image_row`` for :func:`load_row`, and a mask of the position bits that stay inside the image.
+    """Return the argument ``image_row`` of :func:`load_row`, and a mask of the position bits that stay in the image.
 
     Pixels to the left and to the right of the image are replaced by their neighbours inside.
     """
@@ -229,7 +233,7 @@ def max_sums(
     """Write the gradients of gamma and beta for normalization, ReLU and max pooling at stride 2.
 
     A window's gradient goes to at most one pixel, so the sums run over windows. Each program adds up at most ``each``
-    units; the last program of a slice to finish adds up the sums of all its programs in a fixed order.
+    units; the last program of a slice to finish adds up the sums of all the slice's programs in a fixed order.
     """
     part, piece, channel, half, here, half_here, slices, pixel_bytes = slice_of(tl.program_id(0), C, A, V)
     base = tl.load(stats + 3 * C * A + channel, mask=channel < C * A, other=0.0)[None, :]
@@ -276,7 +280,7 @@ def selected(d, place, wanted: tl.constexpr):
 
 @triton.jit
 def store_pixel(dx, raw, dz, here, base, scale, k2, k0, P: tl.constexpr, V: tl.constexpr):
-    """Write pixels' gradients by the formula of :func:`max_backward_2`, but with the opposite signs of k2 and k0."""
+    """Write pixels' gradients by the formula of :func:`max_backward_2`, whose minus sign is included in k2 and k0."""
     if raw is not None:
         v = as_floats(raw, None, P, V)
         if scale is None:
@@ -296,7 +300,7 @@ def max_backward_2(
     If ``stats`` is given, ``other`` is x, the input of the normalization. The kernel then writes the gradient of x,
     dx = scale dz - (k2 (x - base) + k0), as ops/cuda/triton/backward.py does.
     """
-    # Run in reverse order: the values that max_sums read last are still in the cache.
+    # Process the units in reverse order: the values that max_sums read last are still in the cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     unit, _, channel, half, here, half_here, _, pixel_bytes = slice_of(program, C, A, V)
     base, scale, k2, k0 = None, None, None, None
@@ -362,7 +366,7 @@ def window_gradient(
     windows, row, exists, here, half_here, H, W,
     BELOW: tl.constexpr, BESIDE: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Return the pixels' gradients from the windows that are BELOW rows below and BESIDE columns to their right."""
+    """Return the gradients that pixels get from the windows BELOW rows below them and BESIDE columns to their right."""
     # The pixel's position is UP in a window below it (BELOW is 1), and DOWN in a window above it (BELOW is -1).
     PLACE: tl.constexpr = (0 if BELOW == 0 else UP if BELOW == 1 else DOWN) + (
         0 if BESIDE == 0 else LEFT if BESIDE == 1 else RIGHT
@@ -382,7 +386,7 @@ def max_backward_1(
     dy, where, dx, other, columns, C, H, W, out_H, out_W, share, dy_stride,
     P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of max pooling's input at stride 1, plus ``other`` if given; nine windows contain a pixel."""
+    """Write the gradient of max pooling's input at stride 1, plus ``other`` if given; each pixel is in nine windows."""
     unit, _, channel, half, here, half_here, _, pixel_bytes = slice_of(tl.program_id(0), C, A, V)
     image, column, exists, first, last = columns_of(unit, columns, H, share, W, P)
     gradients, step, dy_pitch = pixels_of(dy, image, column, channel, half, H, W, dy_stride, A)
