@@ -204,7 +204,7 @@ class Distortions:
         Returns:
             A float32 tensor of shape (n, 3, 3 + 3 + 1), for x and m from 0 to 255.
         """
-        # These tensors are small, so double precision is cheap. Autocast does not affect it.
+        # These tensors are small, so float64 is cheap. Autocast does not affect float64.
         factors = 1 + self.strength.factor * (2 * uniform[:, :3].double() - 1)
         later = torch.where(uniform[:, 3:6] > uniform[:, 6:], factors, 1.0).cumprod(1)
         noise = self.strength.lighting * normal.double()

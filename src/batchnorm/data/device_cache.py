@@ -39,7 +39,7 @@ class DeviceCache:
     images: Tensor  # (n, side, side, 3)
     labels: Tensor
     row_of: np.ndarray  # the row of each example, -1 if the example is corrupt
-    sizes: np.ndarray
+    sizes: np.ndarray  # width and height of each original image, 0 if the example is corrupt
     corrupt: list[CorruptFile]
 
     @classmethod
@@ -165,7 +165,7 @@ def _check_room(wanted: int, device: torch.device) -> None:
     free, _ = torch.cuda.mem_get_info(device)
     if wanted > free:
         raise ValueError(
-            f"cache='device' needs {wanted / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free: use"
+            f"cache='device' needs {wanted / 2**30:.1f} GiB, but {device} has only {free / 2**30:.1f} GiB free: use"
             " cache='none'"
         )
 

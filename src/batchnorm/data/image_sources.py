@@ -97,10 +97,10 @@ class PartSource:
 
     @classmethod
     def open(cls, root: Path, split: str, share: float, *, held_out: bool) -> PartSource:
-        """Open the images that are held out, or the rest.
+        """Open the images of a split that are held out, or all others if ``held_out`` is False.
 
-        A share of every class is held out, but at least one image. A hash of the file names decides which images are
-        held out, so the choice depends neither on the seed nor on the machine.
+        The given share of each class is held out, but at least one image. A hash of the file names decides which images
+        are held out, so the choice depends neither on the seed nor on the machine.
         """
         whole = open_source(root, split)
         names = [whole.name(k).removeprefix(str(root)) for k in range(len(whole.labels))]

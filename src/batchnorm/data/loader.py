@@ -22,7 +22,8 @@ from .decode import Choose, CorruptImageError, decode_crop
 from .image_sources import ImageSource
 from .random_numbers import seed_at, uniforms
 
-# The default number of workers: four, but at most one per core that this process may use, as torch warns about more.
+# The default number of workers: four, but at most one per core that this process may use, because torch warns about
+# more.
 WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
@@ -134,7 +135,8 @@ class Prefetcher:
             yield answer
             if turn != self._turn:
                 raise RuntimeError(
-                    "a new epoch was started before this one was finished: to read two at once, open the data twice"
+                    "a new epoch was started before this one was finished: to read two epochs at once, open the data"
+                    " twice"
                 )
 
     def _make_loader(self) -> DataLoader[Decoded]:
@@ -154,7 +156,10 @@ class Prefetcher:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block Ctrl-C and SIGTERM while workers start: they inherit the block until they ignore the signals themselves."""
+    """Block Ctrl-C and SIGTERM while workers start; the workers inherit the block.
+
+    So no signal reaches a worker before it has set its own handling of signals.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

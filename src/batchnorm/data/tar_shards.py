@@ -143,7 +143,7 @@ class ShardIndex:
     @classmethod
     def _load(cls, path: Path) -> ShardIndex | None:
         """Return the index stored in a file, or None if the file cannot be used."""
-        # Damaged files raise almost anything: zipfile, zlib and numpy's header parser each have their own errors.
+        # Damaged files can raise almost any error: zipfile, zlib and numpy's header parser each have their own types.
         with contextlib.suppress(Exception), zipfile.ZipFile(path) as file:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
                 return None  # not written by this library; a small compressed file could unpack to any size

@@ -41,7 +41,7 @@ class Checkpoint(NamedTuple):
 def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any]) -> Path:
     """Write a checkpoint atomically and remove old ones.
 
-    A crash leaves a complete checkpoint or none. The two newest are kept.
+    A crash leaves a complete checkpoint or none. The two newest checkpoints are kept.
 
     Args:
         folder: the folder of the run's checkpoints; created if missing.
@@ -65,7 +65,7 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
     tensors = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in model.items()}
     pickled = io.BytesIO()
     torch.save(state, pickled)
-    # Serialize in memory: on a full disk, safetensors and torch raise errors of their own, without the file's name.
+    # Serialize in memory: on a full disk, safetensors and torch would raise other errors, without the file's name.
     contents = {"model.safetensors": safetensors.save(tensors), "state.pt": pickled.getvalue()}
     files = {
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

@@ -37,7 +37,8 @@ def fold(
     classes, size, mean, std and crop. To preprocess an image, first cut out its center square, then resize the square
     to size x size with Pillow's BILINEAR filter. The square's side is max(round(crop * short), min(short, size)), where
     short is the image's short side; its left edge is at (width - side) // 2, its top edge at (height - side) // 2. The
-    input is (n, 3, size, size), RGB, (x / 255 - mean) / std; the output is the class scores before softmax.
+    network's input has the shape (n, 3, size, size) and holds the RGB values (x / 255 - mean) / std. Its output is the
+    class scores before softmax.
 
     Args:
         network: the folder of a finished run, or the function that builds the network, MODULE:FUNCTION or

@@ -1,7 +1,7 @@
 """SGD with momentum in one kernel, which reads bfloat16 gradients and writes bfloat16 copies of the weights.
 
-Torch's fused SGD needs gradients of the weights' dtype. Its steps take three passes, which cast the gradients, update
-the weights and cast the weights, and move 32 bytes per weight. This kernel takes one pass, which moves 20.
+Torch's fused SGD needs gradients of the weights' dtype. So a step takes three passes, which cast the gradients, update
+the weights and cast the weights, and which move 32 bytes per weight. This kernel takes one pass, which moves 20 bytes.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def _open(path: Path, folder: Path) -> IO[bytes]:
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Return whether the locked file is still the one at this path; its last holder may have removed it."""
+    """Return whether the locked file is still at this path; the previous holder of the lock may have removed it."""
     if sys.platform == "win32":
         return True  # Windows cannot remove an open file
     try:

@@ -24,7 +24,7 @@ from .distributed import Ranks
 
 
 class Metrics:
-    """Append records to a JSON Lines file; a resumed run continues it without gaps or duplicates.
+    """Append records to a JSON Lines file; a resumed run continues the file without gaps or duplicates.
 
     A checkpoint stores :meth:`position`, the length that is safely on disk. A resumed run truncates the file to that
     length and writes the later lines again.

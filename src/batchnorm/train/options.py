@@ -31,11 +31,11 @@ class Options:
     """what torch.compile compiles; the default is nothing, except for the paper's network on several GPUs, which is
     compiled because its step is not captured as a CUDA graph"""
     graph: bool | None = None
-    """capture the step as a CUDA graph; by default for the paper's network on a single GPU"""
+    """capture the step as a CUDA graph; by default, only for the paper's network on a single GPU"""
     workers: int = WORKERS
     """processes per rank that decode images; 0 decodes in the training process"""
     cache: Literal["none", "device"] = "none"
-    """device keeps the decoded images in device memory, if they fit"""
+    """device keeps the decoded images in device memory; it is an error if they do not fit"""
     decoded: Path | None = None
     """with --cache device, a folder that stores the decoded images for the next run on the same data"""
     log_every: int = 100

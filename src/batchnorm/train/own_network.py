@@ -98,7 +98,8 @@ def _check(net: nn.Module, factory: str, example: Tensor, classes: int) -> None:
         )
     if scores.dim() != 2 or len(scores) != 2:
         raise ValueError(
-            f"{factory} returns a tensor of shape {tuple(scores.shape)} for 2 images, not one row of class scores each"
+            f"{factory} returns a tensor of shape {tuple(scores.shape)} for 2 images, not one row of class scores per"
+            " image"
         )
     if scores.shape[1] != classes:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The paper's training runs, each derived from another: five that train, two that fail, and six for the ensemble."""
+"""The paper's training runs, each derived from another: five that succeed, two that fail, and six for the ensemble."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class Recipe:
     """name of the run"""
 
     factory: str = ""  # --network on the command line; here, network is a method
-    """train a network of your own: torchvision:NAME, timm:NAME, or a function, FILE.py:FUNCTION or MODULE:FUNCTION,
-    which is called with classes= if it has that argument"""
+    """train a network of your own: torchvision:NAME, timm:NAME, or your function as FILE.py:FUNCTION or
+    MODULE:FUNCTION, which is called with classes= if it has that argument"""
     normalize: Change = "as-is"
     """before training, insert batch normalization into your network, convert its batch normalization to this library's
     layers, or remove it"""
 
     start: str = ""  # --from on the command line; from is a keyword in Python
-    """start with the weights of a finished run, or of a state dict in a .safetensors or .pt file; a last layer for a
-    different number of classes is initialized again"""
+    """start with the weights of a finished run, or of a state dict in a .safetensors or .pt file; the last layer gets
+    new weights if its number of classes differs"""
     freeze_statistics: bool = False
     """normalize by the statistics of --from during training too, and do not update them"""
 
@@ -186,7 +186,7 @@ class Recipe:
 
     @property
     def needs_trust(self) -> bool:
-        """Whether building the network calls a user's function, which could do anything.
+        """Whether building the network calls a user's function, which could run any code.
 
         >>> Recipe(factory="mynet.py:build").needs_trust, Recipe(factory="timm:resnet50").needs_trust
         (True, False)

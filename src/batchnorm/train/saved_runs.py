@@ -110,8 +110,8 @@ class SavedRun(NamedTuple):
     def _why(self) -> str:
         result = self.folder / "result.json"
         if result.exists() and read_json(result).get("diverged"):
-            return "it diverged in training; leave it out"
-        return "its training is unfinished; run its command again to resume it"
+            return "it diverged in training; use another run"
+        return "its training is unfinished; run its training command again to resume it"
 
 
 def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
@@ -139,7 +139,8 @@ def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
 def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) -> None:
     """Check that a run's classes match those of the data.
 
-    In shards without classes.txt, the names of the classes are numbers; then only the number of classes is compared.
+    Classes from shards without classes.txt have numbers as names. If the run's or the data's names are numbers, only
+    the number of classes is compared.
 
     Raises:
         ValueError: if the classes differ.

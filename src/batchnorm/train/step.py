@@ -103,7 +103,7 @@ class Shadows:
         self._updates = self._updates or (FusedUpdate(optimizer), FusedUpdate(optimizer))
         fused = loss.is_cuda and self._updates[0].can_update(self.trained)
         aside = self.weight_gradients
-        # loss.backward() would copy gradients that are views, as those of joined kernels are.
+        # Do not use loss.backward(): it would copy gradients that are views, such as those of joined kernels.
         if fused and self.stem and aside is not None and len(aside.stems) == 1:
             # The stem's gradients are computed last. Meanwhile, update the other weights on a separate stream.
             late = sorted(self.stem)
@@ -156,7 +156,7 @@ class Shadows:
 
 
 class TrainStep:
-    """Train a network on one batch per call, and add to ``sums`` the loss and the counts of correct and all examples.
+    """Train a network on one batch per call, and add the batch's loss, correct predictions and size to ``sums``.
 
     The gradient is that of the mean loss over the examples of all ranks, even if ranks have different numbers of
     examples.
@@ -245,7 +245,7 @@ class TrainStep:
         self.sums += torch.stack([loss.double() * len(labels), right, torch.full_like(right, len(labels))])
 
     def _share(self, labels: Tensor) -> Tensor | float:
-        """Return the factor that turns the mean over ranks of their mean losses into the mean over all examples."""
+        """Return the weight of this rank's mean loss: the mean of the weighted losses is the mean over all examples."""
         if self.ranks.world_size == 1:
             return 1.0
         # Use float64, so that a share such as 1/3 is not rounded to float32.
@@ -260,7 +260,8 @@ class _Graph:
         self.function, self.left = function, warmup
         self.inputs: tuple[Tensor, ...] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.stream = torch.cuda.Stream(priority=-1)  # above that of weight gradients, which are needed last
+        # Use a higher priority than the stream of the weight gradients, which are needed last.
+        self.stream = torch.cuda.Stream(priority=-1)
 
     def __call__(self, *inputs: Tensor) -> None:
         if self.inputs is None:

@@ -95,8 +95,8 @@ def train(
     the run finished, 1 if it diverged, and 130 if it was stopped.
 
     Args:
-        recipe: one of the paper's runs; with --network, the run whose rate, schedule and augmentation to use (default:
-            bn-x5).
+        recipe: one of the paper's runs; with --network, the run whose learning rate, schedule and augmentation to use
+            (default: bn-x5).
         options: data, folder, device and how often to report.
         overrides: fields of the recipe to change.
     """
