@@ -36,8 +36,9 @@ To ship a network:
 - ``load(run)``: open a run of ``batchnorm train``: its network, classes and ``predict``.
 
 Modules: ``ops`` (the transform as functions; ``ops.explain`` says which kernel runs and why), ``models`` (the paper's
-networks) and ``data`` (embedded MNIST, image loaders). ``torch.compile(net, backend="batchnorm")`` fuses a stock
-network without converting it. In a shell, ``batchnorm`` lists the commands; ``batchnorm COMMAND --help`` explains one.
+networks) and ``data`` (embedded MNIST, image loaders). ``torch.compile(net, backend="batchnorm")`` fuses the batch
+norms of ``torch.nn`` without converting the network. In a shell, ``batchnorm`` lists the commands, and
+``batchnorm COMMAND --help`` explains a command.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -76,7 +76,7 @@ def _optional_choice(info: Any) -> Any:
 
 
 def _add_arguments(parser: ArgumentParser, function: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
-    """Add a function's arguments to the parser, and return a function that calls it with the parsed values."""
+    """Add a function's arguments to the parser; return a callable that passes the parsed values to the function."""
     hints, nested, unnamed = get_type_hints(function, include_extras=True), {}, []
     parameters = signature(function).parameters
     for name, parameter in parameters.items():

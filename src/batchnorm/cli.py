@@ -28,7 +28,8 @@ class Command(NamedTuple):
     does: str
     example: str
     needs: tuple[str, ...] = ()
-    """optional packages that it always needs; the function checks for a GPU and for packages that some options need"""
+    """optional packages that the command always needs; the function itself checks for a GPU, and for packages that only
+    some options need"""
 
 
 IMAGES, RUNS, PLOTS = ("PIL",), ("PIL", "safetensors"), ("matplotlib",)
@@ -111,7 +112,7 @@ COMMANDS = {
     ),
     "reproduce placement": Command(
         "batchnorm.reproduce.mnist.placement:placement",
-        "Section 3.2: BN before or after g",
+        "Section 3.2: BN before or after the nonlinearity",
         "--steps 500 --seeds 2",
         PLOTS,
     ),
@@ -123,7 +124,7 @@ COMMANDS = {
     ),
     "reproduce jacobian": Command(
         "batchnorm.reproduce.mnist.jacobian:jacobian",
-        "Section 3.3: singular values between layers",
+        "Section 3.3: singular values of the Jacobians between layers",
         "--steps 500 --examples 50",
         PLOTS,
     ),
@@ -187,7 +188,7 @@ COMMANDS = {
     ),
     "bench fine-tuning": Command(
         "batchnorm.bench.fine_tuning:fine_tuning",
-        "fine-tune with small batches, with batch and with frozen statistics, and compare",
+        "fine-tune with small batches, and compare batch statistics with frozen statistics",
         "--data images --batches 2 8 32",
         RUNS,
     ),
@@ -212,7 +213,11 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0, 1 if a job failed, 2 for wrong usage, 130 after Ctrl-C."""
+    """Run a command line and return its exit status.
+
+    The status is 0 on success, 1 if a job failed or the output was closed, 2 for wrong usage or another error that the
+    user can fix, and 130 after Ctrl-C.
+    """
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
@@ -255,7 +260,7 @@ def _run(words: list[str]) -> int:
 
 
 def _call(function: Callable[..., object], command: str, words: list[str]) -> None:
-    """Parse a function's arguments, or the dataclass that is its only argument, and call it."""
+    """Call a function with arguments parsed from ``words``, or with a dataclass if that is its only argument."""
     kinds: list[Any] = [kind for name, kind in get_type_hints(function).items() if name != "return"]
     settings = kinds[0] if len(kinds) == 1 and is_dataclass(kinds[0]) else None
     given: Any = settings or function
@@ -294,7 +299,7 @@ def _usage(words: list[str]) -> int:
     unknown, shown = not found, found or COMMANDS
     asked = not unknown and (not words or {"-h", "--help"} & set(words))
     stream = sys.stdout if asked else sys.stderr
-    print("usage: batchnorm COMMAND [OPTIONS]; batchnorm COMMAND --help explains one\n", file=stream)
+    print("usage: batchnorm COMMAND [OPTIONS]; batchnorm COMMAND --help explains a command\n", file=stream)
     width = max(map(len, shown))
     for word, command in shown.items():
         print(f"  {word:<{width}}  {command.does}", file=stream)

@@ -1,4 +1,4 @@
-"""Merge statistics across ranks; apart from ``train``, only this module calls torch.distributed."""
+"""Merge statistics across ranks; apart from ``train`` and ``bench``, only this module calls torch.distributed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gather_objects(value: Any, group: distributed.ProcessGroup | None = None) ->
 
 
 def check_same_features(features: tuple[int, ...], name: str, group: distributed.ProcessGroup | None = None) -> None:
-    """Raise the same error on every rank if the ranks' layers differ; merging would hang or mix the layers up."""
+    """Raise an error on every rank if the ranks' layers differ; merging different layers would hang or mix them up."""
     rows = gather_objects((features, name), group)
     if any(row != rows[0] for row in rows):
         seen = "; ".join(f"rank {rank}: {layer} with {shape}" for rank, (shape, layer) in enumerate(rows))
@@ -64,7 +64,7 @@ def check_same_features(features: tuple[int, ...], name: str, group: distributed
 
 
 class _Gather(torch.autograd.Function):
-    """Stack one row per rank; the derivative sums over the ranks."""
+    """Stack one row per rank; the backward pass sums each row's gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, group: distributed.ProcessGroup | None) -> Tensor:

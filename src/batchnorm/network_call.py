@@ -22,7 +22,7 @@ LEAVES = (
     *(str, bytes, int, float, complex, type(None)),
     *(type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.fx.Graph),
 )
-"""Types whose parts :func:`walk` does not visit: plain values, modules and code."""
+"""Types whose parts :func:`walk` does not visit: tensors, modules, plain values and code."""
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -35,7 +35,7 @@ def private_copy(net: nn.Module) -> nn.Module:
         ("DataParallel", "module"),
     ):
         if type(net).__name__ == wrapper:
-            raise TypeError(f"the network is wrapped in {wrapper}; pass the wrapped network, net.{inner}")
+            raise TypeError(f"the network is wrapped in {wrapper}; pass the network inside it, net.{inner}")
     lazy = [name for name, p in net.named_parameters() if is_lazy(p)]
     if lazy:
         raise ValueError(f"{lazy[0]} is not initialized: run the network once on a batch to initialize its lazy layers")
@@ -64,9 +64,10 @@ def _uncopied(net: nn.Module) -> Memo:
 def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], nn.Module]]) -> nn.Module:
     """Return a copy of the network with some modules replaced; shared modules and tensors stay shared.
 
-    Each replacement is made by a function of the copy's memo: ``copy.deepcopy(part, memo)`` inside it returns parts
-    that share parameters with the rest of the copy. The replacements are in the memo before the network is copied, so
-    every reference to a replaced module is updated: in children, in plain lists and dicts, and in bound methods.
+    A function makes each replacement, given the memo of the copy. In that function, ``copy.deepcopy(part, memo)``
+    returns a copy that shares parameters with the rest of the new network. The replacements are in the memo before the
+    network is copied, so every reference to a replaced module is updated: in children, in plain lists and dicts, and in
+    bound methods.
 
     >>> relu = nn.ReLU(); net = nn.Sequential(relu, nn.Tanh(), relu)
     >>> copy_with(net, {relu: lambda memo: nn.Sigmoid()})
@@ -86,7 +87,7 @@ def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], 
 
 @contextmanager
 def restored(net: nn.Module) -> Iterator[None]:
-    """On exit, restore modes, momentum and buffers; buffers are the same objects with their old contents."""
+    """On exit, restore each module's mode, momentum and buffers; the buffers are the same objects with old contents."""
     modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
     # Clone the buffers, because torch's kernels update running statistics without increasing the version counter.
     buffers = [(m, key, b, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]

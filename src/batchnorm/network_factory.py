@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-# The names torchvision and timm are reserved. In "bench networks", a slash follows them instead of a colon.
+# The names torchvision and timm are reserved. A colon follows them or, in "bench networks", a slash.
 _LIBRARY = re.compile(r"(torchvision|timm)[:/]([\w.-]+)")
 # Without init_weights=True, these networks print a warning and initialize slowly.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")
@@ -26,11 +26,11 @@ class UserCodeError(ValueError):
 
 
 def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]:
-    """Build a network by name; return the network and the example batch that the function returns, or None.
+    """Build a network by name; return the network, and the example batch if the function returns one, else None.
 
     Args:
-        name: MODULE:FUNCTION or FILE.py:FUNCTION, from the current folder or any importable module, or
-            torchvision:NAME or timm:NAME, without pretrained weights.
+        name: the name of a function that builds the network, MODULE:FUNCTION or FILE.py:FUNCTION, or torchvision:NAME
+            or timm:NAME, without pretrained weights. The module may be in the current folder.
         classes: the number of classes, passed as ``classes=`` if the function has such an argument, and to libraries as
             ``num_classes=``; None passes nothing.
 
@@ -50,7 +50,9 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
             " torchvision:NAME or timm:NAME"
         )
     if library is None and file is None and source.partition(".")[0] in sys.stdlib_module_names:
-        raise ValueError(f"{name} is a function of Python's standard library: name one that returns a torch.nn.Module")
+        raise ValueError(
+            f"{name} is a function of Python's standard library: name a function that returns a torch.nn.Module"
+        )
     with _importing_from(Path.cwd() if file is None else file.resolve().parent):
         if library is not None:
             made = _from_library(library[1], library[2], classes)

@@ -40,7 +40,7 @@ Rule = Literal["paper", "pooled"]
 Upstream = Literal["batch", "population"]
 Layers = dict[TorchBatchNorm, str]
 
-# In training mode with momentum 1, these layers leave exactly a batch's mean and unbiased variance in their buffers.
+# In training mode with momentum 1, a call of these layers sets their buffers to the batch's mean and unbiased variance.
 KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d)
 FUNCTIONS = (F.batch_norm, torch.batch_norm, torch.native_batch_norm)
 
@@ -87,10 +87,11 @@ def estimate_(
         batches: training mini-batches; they are moved to the network's device. A batch is a tensor, a tuple or list
             whose first item is the input, or a dict of keyword arguments.
         rule: "paper" or "pooled".
-        upstream: how layers before the one being estimated normalize: by the "batch", as in training, in one pass; or
-            by the "population" statistics just found, in one pass for each depth of the network. With "population" and
-            rule "pooled", the result does not depend on how the data is split into batches.
-        forward: a function of the network and a batch that calls the network, for batches of any other form.
+        upstream: which statistics normalize the layers before the one being estimated: those of the "batch", as in
+            training, which takes one pass over the batches, or the "population" statistics estimated so far, which
+            takes one pass for each depth of the network. With "population" and rule "pooled", the result does not
+            depend on how the data is split into batches.
+        forward: a function of the network and a batch that calls the network, for batches of any other type.
 
     Raises:
         ValueError: if there are no layers or no batches; if ``batches`` is a bare tensor; if a batch has only one value
@@ -176,7 +177,7 @@ def _by_depth(
     if first is None:
         return []
     graph = trace(net, first, forward)
-    reaching: dict[TracedCall, set[nn.Module]] = {}  # the layers on paths from the input to a call, and its own
+    reaching: dict[TracedCall, set[nn.Module]] = {}  # the layers on paths from the input to a call, and the called one
     above: dict[nn.Module, set[nn.Module]] = {}  # the layers on paths from the input to any call of a layer
     for call in graph.calls:
         found = reaching[call] = set().union(*(reaching.get(v.producer, ()) for v in call.inputs if v.producer))
@@ -185,7 +186,7 @@ def _by_depth(
             found.add(call.module)
     shared = {m for m in above if len(graph.calls_of(m)) > 1}
     for m in shared:
-        m.training = True  # until its statistics are known, later calls normalize by the mini-batch
+        m.training = True  # a shared layer normalizes by the mini-batch until its statistics are known
     depends = {m: set(found) for m, found in above.items()}  # `above`, plus paths through other calls of shared layers
     for middle in above:
         for found in depends.values():
@@ -316,8 +317,8 @@ class _Observer:
 class _FunctionalCalls(TorchFunctionMode):
     """While active, list the calls of ``F.batch_norm`` outside batch normalization layers.
 
-    Their statistics cannot be estimated, because only the caller knows whether such a call should use the batch's
-    statistics.
+    Their statistics cannot be estimated, because only the code that calls ``F.batch_norm`` knows whether the call
+    should use the batch's statistics.
     """
 
     def __init__(self, net: nn.Module) -> None:

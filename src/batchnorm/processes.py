@@ -26,7 +26,7 @@ SPAWN = get_context("spawn")
 
 
 class ChildProcess:
-    """Run ``target(*args)`` in a new process, which may start processes of its own."""
+    """Run ``target(*args)`` in a new process, which may start further processes."""
 
     def __init__(self, target: Work, *args: Any) -> None:
         self._process = SPAWN.Process(target=target, args=args)
@@ -212,8 +212,7 @@ class _Caller:
     """Call functions in a worker process."""
 
     def __init__(self, lock: AbstractContextManager[Any] | None, threads: int | None) -> None:
-        # Let each worker compile in its own process, because a pool of compilers for each worker would be too many
-        # processes.
+        # Compile in the worker itself: one pool of compiler processes for each worker would be too many processes.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         if threads is not None:
             torch.set_num_threads(threads)
@@ -256,7 +255,8 @@ _held = False
 def device_turn() -> Iterator[None]:
     """Keep other workers off the device inside the block; outside of workers, do nothing."""
     global _held
-    if _lock is None or _held:  # a backward pass runs in another thread while this process holds the lock
+    # Another thread of this process may hold the lock already: a backward pass runs in a separate thread.
+    if _lock is None or _held:
         yield
         return
     with _lock:

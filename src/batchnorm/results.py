@@ -14,7 +14,8 @@ from typing import Any
 import numpy
 import torch
 
-# This library's files are much less deep, and printing a value of this depth does not exhaust the stack.
+# The deepest nesting to accept in JSON: this library's files are nested far less, and printing a value of this depth
+# does not exhaust the stack.
 MAX_DEPTH = 100
 
 
@@ -126,7 +127,9 @@ def sync(path: Path) -> None:
 
 
 def check_writable(path: Path | None) -> None:
-    """Before the work starts, check that the result file, if any, can be written; create its folder if it is missing.
+    """Check, before long work starts, that a result file can be written, and create its folder if it is missing.
+
+    If ``path`` is None, there is nothing to check.
 
     Raises:
         OSError: if the file cannot be written; the message names the file, or the part of its path that cannot be used.
@@ -160,7 +163,7 @@ def _cpu() -> str:
 def _commit() -> str | None:
     """Return the commit of the source tree, with "-dirty" if files were changed since; None outside a repository.
 
-    In a copy without its repository, set ``BATCHNORM_COMMIT``.
+    In a copy of the source tree without its repository, set the environment variable ``BATCHNORM_COMMIT``.
     """
     if "BATCHNORM_COMMIT" in os.environ:
         return os.environ["BATCHNORM_COMMIT"]

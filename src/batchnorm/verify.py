@@ -28,13 +28,13 @@ from .network_copy import (
 Make = Callable[[nn.Module, Any], nn.Module]
 
 AMPLIFICATION = 20.0
-"""The largest accepted ratio of the error to the change that rounding the original's weights makes to its results."""
+"""The largest accepted error, in units of how much the original's results change if its weights are rounded."""
 TRIALS = 3
-"""The most times that this change is measured; once is usually enough."""
+"""The largest number of measurements of that change; one is usually enough."""
 EXACT = 1e-6
 """The relative error accepted in float64 without measuring how much the network amplifies rounding."""
 TINY = 1e-12
-"""The relative change of the weights that stands for rounding in float64 if both networks have the same weights."""
+"""The relative change of the weights that simulates rounding, if the new network's weights are exact in float64."""
 
 
 class DifferenceError(ValueError):
@@ -54,13 +54,13 @@ def verify(
     make: Make | None = None,
     tolerance: float | None = None,
 ) -> float:
-    """Return the relative error of a changed network on an example, in outputs and in tensors stored on modules.
+    """Return the relative error of a changed network on an example, or raise ValueError if the error is too large.
 
-    If the error is larger than rounding explains in a shallow network, the networks are compared again in float64. In
-    float64, only the rounding of the new network's weights is left, and not even that if ``make`` can build the network
-    with float64 weights. To measure how much this rounding can change the output, the weights of the original are
-    changed by as much as rounding would change them. A network that does not run in float64 is compared in its own
-    precision.
+    The outputs are compared, and the tensors that a forward pass stores on modules. If the error is larger than
+    rounding explains in a shallow network, the networks are compared again in float64. In float64, only the rounding of
+    the new network's weights is left, and not even that if ``make`` can build the network with float64 weights. To
+    measure how much this rounding can change the output, the weights of the original are changed by as much as rounding
+    would change them. A network that does not run in float64 is compared in its own precision.
 
     Args:
         old, new, example: the original, the changed network and a batch.
@@ -331,7 +331,7 @@ def _nudge_(net: nn.Module, steps: dict[str, float], seed: int) -> None:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Set the default type of new tensors, for networks that call torch.zeros without a type."""
+    """Set torch's default dtype, for networks that call torch.zeros without a dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:

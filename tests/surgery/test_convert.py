@@ -312,7 +312,7 @@ def test_an_example_that_the_network_cannot_take(verb):
 
 @pytest.mark.parametrize("verb", [bn.convert, bn.insert, bn.fold])
 def test_wrappers_are_named(verb):
-    with pytest.raises(TypeError, match=r"pass the wrapped network, net\.module"):
+    with pytest.raises(TypeError, match=r"pass the network inside it, net\.module"):
         verb(nn.DataParallel(nn.Linear(3, 3)), torch.zeros(2, 3))
 
 
