@@ -179,7 +179,7 @@ def _average_pool(x: Tensor, backward: bool) -> Tensor:
 
 
 def average_into(x: Tensor, y: Tensor, backward: bool) -> None:
-    """Average ``x`` into ``y``; if ``backward``, ``x`` is the averages' gradient, and ``y`` gets their input's gradient.
+    """Average ``x`` into ``y``; if ``backward``, ``x`` is the averages' gradient and ``y`` becomes their input's.
 
     Both tensors may be slices of larger tensors.
     """
