@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 
 import batchnorm as bn
 from batchnorm.inference.affine import FixedAffine
+from batchnorm.ops import Activation
 
 
 def check(net, x=None, forward=None, **options):
@@ -329,6 +330,15 @@ def test_a_mask_in_the_call():
     check(Masked(), torch.randn(2, 3, 7))
     net = Net(lambda n, x: n.bn(x, mask=x[:, 0] > 0), bn=bn.BatchNorm1d(3))
     check(net, torch.randn(2, 3, 7))
+
+
+def test_masked_padding_does_not_reach_the_gradients():
+    affine = FixedAffine(torch.rand(3), torch.rand(3), Activation("silu"))
+    mask = torch.tensor([[True, True, False]])
+    inputs = [torch.randn(1, 3, 3).requires_grad_() for _ in range(2)]
+    padded = [t.detach().masked_fill(~mask, float("nan")).requires_grad_() for t in inputs]
+    found, expected = (torch.autograd.grad(affine(*given, mask).sum(), given) for given in (padded, inputs))
+    torch.testing.assert_close(found, expected)
 
 
 def test_converted_networks_fold_too():

@@ -218,6 +218,16 @@ def test_finished_runs_are_taken(data, plan, session, tmp_path):
     assert (tmp_path / "results/five.json").stat().st_mtime_ns == before
 
 
+def test_runs_of_a_users_network_need_trust(data, plan, session, tmp_path):
+    taken = shutil.copytree(session / "runs/five", tmp_path / "five")
+    recipe = replace(Recipe.from_json((taken / "recipe.json").read_text()), factory="no_such_module:build")
+    (taken / "recipe.json").write_text(recipe.to_json())
+    with pytest.raises(ValueError, match="add --trust"):
+        run(data, plan, tmp_path / "out", runs=(taken,))
+    with pytest.raises(ValueError, match="no_such_module"):
+        run(data, plan, tmp_path / "out", runs=(taken,), trust=True)
+
+
 @pytest.mark.slow
 def test_taken_runs_of_the_same_name(data, plan, session, tmp_path, monkeypatch):
     for folder in "ab":

@@ -127,6 +127,11 @@ class FixedAffine(nn.Module):
 
     def forward(self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Return g(scale * input + shift + residual), and 0 where ``mask`` is False."""
+        if mask is not None:
+            # Padding may hold NaN, which must not reach the gradients.
+            mask = mask.reshape(mask.shape[0], *[1] * (input.dim() - mask.dim()), *mask.shape[1:])
+            input = torch.where(mask, input, 0)
+            residual = None if residual is None else torch.where(mask, residual, 0)
         y = input
         if self.scale is not None and self.shift is not None:
             shape = self.scale.shape + (1,) * (input.dim() - 1 - self.scale.dim())
@@ -137,9 +142,7 @@ class FixedAffine(nn.Module):
         if residual is not None:
             y = y + residual
         y = self.activation(y).to(input.dtype)
-        if mask is not None:
-            y = torch.where(mask.reshape(mask.shape[0], *[1] * (y.dim() - mask.dim()), *mask.shape[1:]), y, 0)
-        return y
+        return y if mask is None else torch.where(mask, y, 0)
 
     def extra_repr(self) -> str:
         """Describe the map."""

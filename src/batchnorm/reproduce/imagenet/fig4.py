@@ -36,6 +36,8 @@ class Fig4(Session):
     """Folder for the table, and the members' checkpoints."""
     runs: tuple[Path, ...] = ()
     """Finished runs of batchnorm train to use as members, instead of training the plan's members."""
+    trust: bool = False
+    """With --runs, allow calling the functions named in the runs' recipe.json, for networks of your own."""
 
 
 def fig4(options: Fig4) -> Path:
@@ -97,7 +99,7 @@ def _taken(options: Fig4, plan: Plan) -> Sequence[Training | TakenMember]:
     data, source = describe_data(options.images, ("val",)), open_source(options.images, "val")
     check_complete(source, options.images, "val")
     jobs = []
-    for known, saved in open_runs(options.runs).items():
+    for known, saved in open_runs(options.runs, trust=options.trust).items():
         saved.check(source.classes)
         name = known.strip("/").replace("/", "-")  # `known` is a path if two folders have the same name
         files = MemberFiles(name, options.result_files)

@@ -46,7 +46,7 @@ class Session:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU."""
     cache: Literal["none", "device"] = "device"
-    """device keeps the decoded images in device memory, if they fit."""
+    """device keeps the decoded images in device memory."""
     workers: int = 2
     """Processes per run that decode images."""
     commit: str | None = None
