@@ -291,7 +291,7 @@ def test_frozen_layers_are_left_alone():
 def test_nothing_to_estimate_is_an_error():
     with pytest.raises(ValueError, match="no batch normalization layers"):
         bn.estimate_(nn.Linear(2, 2), [torch.zeros(1, 2)])
-    with pytest.raises(ValueError, match="no batch reached"):
+    with pytest.raises(ValueError, match="no batch had values"):
         bn.estimate_(nn.BatchNorm1d(2), [])
 
 
@@ -418,7 +418,7 @@ def test_a_single_value_in_all_has_no_variance():
 @pytest.mark.parametrize("upstream", ["batch", "population"])
 def test_empty_batches_alone_leave_the_statistics_alone(upstream):
     net = deep()
-    with pytest.raises(ValueError, match="no batch reached"):
+    with pytest.raises(ValueError, match="no batch had values"):
         bn.estimate_(net, [torch.randn(0, 4).double()], upstream=upstream)
     assert (net[1].running_var == 1).all()
 

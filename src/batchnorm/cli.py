@@ -250,7 +250,7 @@ def _run(words: list[str]) -> int:
     except BrokenPipeError:
         raise
     except (MissingExtraError, OSError, ValueError) as error:
-        # Errors that a user can fix are printed as one sentence; all other errors keep their traceback.
+        # The user can fix these errors, so print one sentence. Errors that are not caught here keep their traceback.
         print(f"batchnorm {command}: {sentence(error)}", file=sys.stderr)
         return 2
     except JobsFailedError as error:

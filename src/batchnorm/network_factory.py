@@ -17,7 +17,7 @@ from torch import nn
 
 # The names torchvision and timm are reserved. A colon follows them or, in "bench networks", a slash.
 _LIBRARY = re.compile(r"(torchvision|timm)[:/]([\w.-]+)")
-# Without init_weights=True, these networks print a warning and initialize slowly.
+# Without init_weights=True, these networks warn that their default initialization will change.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")
 
 
@@ -109,7 +109,7 @@ def _from_library(library: str, name: str, classes: int | None) -> nn.Module:
 def _import_file(path: Path) -> Any:
     path = path.resolve()
     if not path.is_file():
-        raise ImportError(f"{path} is not a file; relative paths start at the current folder")
+        raise ImportError(f"{path} is not a file; relative paths are resolved from the current folder")
     # Each path gets a different module name, so that files of the same name in different folders do not replace each
     # other.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

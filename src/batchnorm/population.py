@@ -138,8 +138,9 @@ def estimate_(
         raise ValueError(f"the network has no statistics to estimate: {why}")
     if not found:
         raise ValueError(
-            "no batch reached a batch normalization layer, so nothing was estimated: check that batches is not empty,"
-            " and that the network calls its layers as layer(x), not as layer.forward(x)"
+            "no batch had values for a batch normalization layer, so nothing was estimated: check that batches is not"
+            " empty, that masks are not all False, and that the network calls its layers as layer(x), not as"
+            " layer.forward(x)"
         )
     compared = tuple(_compare(path, m, found[m], rule) for m, path in layers.items() if m in found)
     unreached = [path for m, path in layers.items() if m not in found]

@@ -137,7 +137,7 @@ def _triangle_filter(start: Tensor, stop: Tensor, pixels: int, size: int) -> Ten
     centre = start[:, None] + scale * (torch.arange(size, device=start.device) + 0.5)
     pixel = torch.arange(pixels, device=start.device) + 0.5
     weight = (1 - (pixel - centre[..., None]).abs() / scale.clamp(min=1)[..., None]).clamp(min=0)
-    # A pixel that an edge of the box cuts counts as inside, so at least one pixel is always inside.
+    # Pixels that an edge of the box cuts are inside too, so there is always at least one.
     inside = (pixel > start.floor()[:, None]) & (pixel < stop.ceil()[:, None])
     weight = weight * inside[:, None]
     return weight / weight.sum(-1, keepdim=True)

@@ -123,7 +123,8 @@ def _write_shard(path: Path, source: ImageSource, examples: NDArray[np.int64], s
             for example, (content, suffix) in zip(
                 examples.tolist(), _contents(source, examples, short_side), strict=True
             ):
-                # The key is unique and has no dot. It includes the original file name, which messages show.
+                # The key is unique and has no dot. It includes the stem of the original file name, so that messages can
+                # name the image.
                 key = f"{example:08d}-{Path(source.name(example)).stem.replace('.', '_')}"
                 _add(tar, f"{key}{suffix}", content)
                 _add(tar, f"{key}.cls", str(source.labels[example]).encode())

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from .kinds import is_quiet, is_watched
 from .patterns import Fusion
 
-LARGEST = 64  # a list or dict with more entries raises Unwatchable
+LARGEST = 64  # lists, tuples, sets and dicts with more entries are not watched
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,9 @@ def _autocast_everywhere() -> Iterator[None]:
 
 
 def _crossed(module: nn.Module, matcher: Matcher, traced: Traced, match: Match) -> Iterator[str]:
-    """Yield the children that must be opened, because the pattern depends on their code or moves BN past them."""
+    """Yield the children to trace into: those whose code the match relies on, and those between BN and the sum that may
+    write to their input.
+    """
     outer = traced.stacks[match.end.name]
     yield from (p for node in matcher.origins(match) for p in traced.stacks[node.name] if p not in outer)
     node = match.norm

@@ -308,7 +308,7 @@ class _Outsiders(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if not _has_proxy((args, kwargs)) and not is_machinery(_caller()):
-            raise Untraceable(f"its code calls {name or func} with no tensor that depends on its arguments")
+            raise Untraceable(f"its code calls {name or func} on values that do not depend on the arguments of forward")
         return func(*args, **kwargs)
 
 

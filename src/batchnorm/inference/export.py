@@ -25,7 +25,8 @@ from .fold import fold_with_report, warn_of_left
 
 # A protobuf file is limited to 2 GiB; the weights of larger networks go into a second file.
 LARGEST_FILE = 1_900_000_000
-# Check the file on a batch of up to this size: code that depends on the batch size often has a smaller threshold.
+# If the example is small, the file is also checked on a batch of up to this size. Code that branches on the batch size
+# often does so at a smaller size.
 MANY_EXAMPLES = 16
 LARGEST_INPUT = 2**22  # that batch is smaller if it would have more numbers than this
 

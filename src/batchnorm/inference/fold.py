@@ -271,7 +271,8 @@ def _sites(
     """Yield a report entry for each layer, in the order of the modules."""
     names = {module: name for name, module in net.named_modules()}
     for module, name in names.items():
-        # Report the path of the user's layer, whose forward was traced, instead of the batch normalization inside it.
+        # If the forward of a user's layer was traced, report the path of that layer, not of the batch normalization
+        # inside it.
         parent = name.rpartition(".")[0]
         path = parent if parent in forwards.layers and isinstance(module, TorchBatchNorm) else name
         if module in kept and isinstance(module, TorchBatchNorm | torch.jit.ScriptModule):

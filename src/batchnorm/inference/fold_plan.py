@@ -165,7 +165,7 @@ def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall,
     while True:
         producer = value.producer
         if producer is None:
-            raise Refusal("its input is the input of the network")
+            raise Refusal("no layer or function computes its input")
         if value.sole_consumer is not reader:
             others = ", ".join(str(c) for c in value.consumers if c is not reader)
             raise Refusal(f"{producer} also feeds {others or 'an output or untraced code'}")
@@ -218,7 +218,7 @@ def _check_free(graph: Graph, module: nn.Module) -> None:
 
 
 def _check_borders(module: nn.Module, before: Map) -> None:
-    """Refuse a nonzero shift if the kernel reaches into zero padding: folding would shift the zeros too."""
+    """Refuse a nonzero shift before a transposed convolution or zero padding, where folding would not be exact."""
     if not bool(before.shift.any()):
         return
     name = type(module).__name__

@@ -72,8 +72,8 @@ def _layers(net: nn.Module, verb: str) -> Iterator[tuple[str, BatchNorm]]:
     foreign = [name for name, m in found if not isinstance(m, BatchNorm)]
     if foreign:
         raise ValueError(
-            f"cannot {verb} {', '.join(foreign)}: torch.nn layers do not stay frozen when train() is called; convert"
-            " the network first: net = batchnorm.convert(net, example)"
+            f"cannot {verb} {', '.join(foreign)}: only this library's layers can be frozen, because train() would"
+            " unfreeze torch.nn layers; convert the network first: net = batchnorm.convert(net, example)"
         )
     if not found:
         raise ValueError(f"nothing to {verb}: the network has no batch normalization layers")

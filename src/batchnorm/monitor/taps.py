@@ -16,11 +16,11 @@ from ..ops import Activation
 
 Seen = Callable[[str, Tensor, Tensor], None]
 
-# The elementwise nonlinearities of torch.nn; subclasses of these count too.
+# The elementwise nonlinearities of torch.nn; their subclasses count too.
 NONLINEARITIES = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid,
-    nn.Mish, nn.PReLU, nn.ReLU, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh,
-    nn.Tanhshrink, nn.Threshold,
+    nn.Mish, nn.PReLU, nn.ReLU, nn.RReLU, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign,
+    nn.Tanh, nn.Tanhshrink, nn.Threshold,
 )  # fmt: skip
 
 

@@ -158,7 +158,8 @@ class Registry:
 
     def __init__(self) -> None:
         self.recipes: dict[int, Recomputed] = {}
-        # The last Kept of each storage: an operation may save its own output before the output's recipe is registered.
+        # The last Kept of each storage that has no recipe yet. An operation may save its output before `remember`
+        # registers the output's recipe; `remember` then makes the Kept drop the tensor.
         self.waiting: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
 
     def pack(self, t: Tensor) -> Kept:

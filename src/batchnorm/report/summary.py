@@ -232,7 +232,7 @@ def _beneath(text: str) -> str:
 
 
 def _between_markers(page: str, texts: list[str]) -> str:
-    """Return a page with these texts between its pairs of markers, in order."""
+    """Return the page with the text between each pair of markers replaced, in order."""
     before, *rest = page.split(MARKERS[0])
     return before + "".join(
         f"{MARKERS[0]}\n{text}\n{MARKERS[1]}{part.partition(MARKERS[1])[2]}"

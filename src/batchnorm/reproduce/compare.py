@@ -53,8 +53,8 @@ def compare(
 ) -> None:
     """Train your network without and with batch normalization at several rates, and compare both at their best rates.
 
-    A network with batch normalization is compared with a copy from which it is removed. A network without batch
-    normalization is compared with a copy into which it is inserted.
+    If your network has batch normalization, it is compared with a copy without batch normalization; otherwise, with a
+    copy that has batch normalization inserted.
 
     Each run has its own folder in --out, by default runs/compare-NAME. At the end, report.html and compare.json are
     written to --out. After an interruption, run the same command again to resume; with more --rates or --seeds, only

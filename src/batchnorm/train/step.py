@@ -168,9 +168,9 @@ class TrainStep:
         ranks: the processes that train together.
         bf16: run the network under autocast to bfloat16.
         compile: what torch.compile compiles: the whole "network", or "nothing".
-        cast_once: with ``bf16`` and in one process, cast all kernels and matrices together after each update instead
-            of one by one in each forward and backward pass. The results are the same, with two launches instead of
-            hundreds.
+        cast_once: with ``bf16`` and in one process, keep bfloat16 copies of convolution and linear weights, and update
+            all copies together after each step, instead of casting each weight when it is used. The results are the
+            same, with hundreds of launches fewer.
         graph: capture the whole step as a CUDA graph. If the network is not compiled, its branches then run in
             parallel, and with ``cast_once`` the gradients of its convolution kernels are computed on another stream.
         batch: the number of examples in this rank's part of a full batch. A smaller batch at the end of an epoch runs

@@ -1,4 +1,4 @@
-"""Helpers for kernels on channels-last CUDA tensors: which tensors the kernels support, and how these are tiled."""
+"""Helpers for kernels on channels-last CUDA tensors: which tensors are supported, and how they are tiled."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def note_stem(x: Tensor, y: Tensor) -> None:
 
 
 def convolve(x: Tensor, weight: Tensor, stride: Any, padding: Any) -> Tensor:
-    """Convolve ``x``; inside a :class:`WeightGradients` block, that object computes the gradient of ``weight``."""
+    """Convolve ``x``; inside a ``with`` block of a :class:`WeightGradients`, it computes the gradient of ``weight``."""
     gradients = _local.gradients
     plain = is_unseen(x, weight) and not is_forward_mode() and not weight._backward_hooks
     if gradients is None or x.dtype != weight.dtype or not plain:

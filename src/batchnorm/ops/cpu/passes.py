@@ -193,7 +193,7 @@ def _plain_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Ten
 
 
 def derivative_needs(activation: Activation, dtype: torch.dtype) -> str | None:
-    """Return what g' is computed from: "y" = g(z) if that is precise enough, else "z"; None for the identity."""
+    """Return what g' is computed from: "y" if y = g(z) determines g' precisely, else "z"; None for the identity."""
     match activation.name:
         case "identity":
             return None

@@ -14,8 +14,9 @@ from ..call import Call
 from ..composite import moments_backward
 from ..moments import Moments, statistics_dtype
 
-# Largest norm of mean / std, over the features, for which a*x + b in float32 has an error of at most about 2e-5
-# standard deviations: 100 * 2^-24 times a small factor.
+# Computing a*x + b in float32 is accurate enough if |mean| / std is at most this for every feature: the error is then
+# at most about 2e-5 standard deviations (100 * 2^-24 times a small factor). `run` checks the norm of mean / std over
+# all features, which is at least as large.
 CONDITION = 100.0
 
 # Torch's loop over (N, C, L) is not vectorized. Up to this many elements per busy thread, one call of this slow kernel
@@ -25,9 +26,9 @@ IMAGE_ELEMENTS = 200_000
 FEW_ELEMENTS = 16_000
 # torch's kernels vectorize over adjacent channels if there are at least this many.
 VECTOR = 16
-# If the channels are adjacent, torch's kernels add rows one by one in float32. The error stays below 1e-6 for ROWS
-# values of the same sign, which is good enough for a mean. It stays below 1e-5 for GRADIENT_ROWS values, which is good
-# enough for sums of gradients.
+# If the channels are adjacent, torch's kernels add rows one by one in float32. For values of the same sign, the
+# relative error of the sum is about 1e-6 for ROWS rows, which is good enough for a mean, and about 1e-5 for
+# GRADIENT_ROWS rows, which is good enough for sums of gradients.
 ROWS, GRADIENT_ROWS = 1 << 13, 1 << 18
 
 # Up to this many elements a second buffer costs less than autograd's overhead for an in-place operation.
@@ -43,7 +44,7 @@ def is_fast(x: Tensor) -> bool:
     channels = shape[1]
     if elements <= channels:  # one value per channel: the kernel's unbiased variance is 0/0
         return False
-    # In half precision no other path is fast, and an error of 1e-5 (GRADIENT_ROWS) is good enough.
+    # In half precision no other path is fast, and an error of about 1e-5 (GRADIENT_ROWS) is good enough.
     half = x.dtype.itemsize == 2 and elements <= GRADIENT_ROWS * channels
     if x.is_contiguous():
         if elements > shape[0] * channels:

@@ -76,8 +76,8 @@ def section2(options: Section2) -> dict[str, Any]:
 def train_bias(data: Digits, steps: int, rate: float, seed: int, *, through: bool) -> dict[str, list[float]]:
     """Train only the bias b of x_hat = u + b - E[u + b], and return the norm of b and the loss before each step.
 
-    u is a first layer's Wu over all the data; x_hat goes through fixed sigmoids and a fixed linear layer to the
-    cross-entropy. If ``through`` is True, the gradient includes the dependence of E[u + b] on b.
+    u is the output of a fixed first layer on all the data. x_hat goes through sigmoids and a fixed output layer, and
+    the loss is the cross-entropy. If ``through`` is True, the gradient includes the dependence of E[u + b] on b.
     """
     net = perceptron(batch_norm=False, widths=(100,), std=0.1, seed=seed).double()
     u = net.linear1(data.images.double()).detach()  # type: ignore[operator]

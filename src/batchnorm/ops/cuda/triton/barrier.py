@@ -90,7 +90,7 @@ def wait(word, side):
 
 @triton.jit
 def place(program, slices, parts, beside):
-    """Return the slice and the part of a program.
+    """Return the slice and the part that a program processes.
 
     ``beside`` slices are processed at a time. Neighbouring programs process the same rows of neighbouring slices, so
     together they read long contiguous pieces of memory.
