@@ -262,7 +262,7 @@ SECTIONS: dict[str, list[Row]] = {
     ],
     "4.2. ImageNet classification": [
         Row(
-            "The network, SGD with momentum, mini-batches of 32, accuracy at 1",
+            "The network, SGD with momentum, mini-batches of 32, top-1 validation accuracy",
             ("Sec. 4.2, ", "=Sec. 4.2", "Sec. 4.2 (", "Appendix; Sec. 4.2"),
             ("train/test_recipe.py::test_the_table", "evaluate/test_accuracy.py::test_score_against_a_loop"),
             ("train", "describe"),

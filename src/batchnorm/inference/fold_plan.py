@@ -158,7 +158,10 @@ def _fold_down(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
 
 
 def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall, list[TracedCall]]:
-    """Walk up from a layer's input, through calls that only move elements, to the affine call that produces it."""
+    """Return the affine call that produces a layer's input, and the calls between them, which only move elements.
+
+    Batch norms that are already folded are skipped.
+    """
     value: Value = call.argument(0, "input")
     moves: list[TracedCall] = []
     reader = call
