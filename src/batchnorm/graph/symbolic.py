@@ -302,7 +302,7 @@ for _function in IN_PLACE - {operator.iconcat}:
 
 
 class _Outsiders(TorchFunctionMode):
-    """Refuse torch calls that do not involve the arguments, because such calls would run only once, during tracing."""
+    """Refuse torch calls that do not depend on the arguments of forward: they would run only once, during tracing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

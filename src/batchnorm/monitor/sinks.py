@@ -40,7 +40,7 @@ class Memory:
 
     def __init__(self, points: int = 500) -> None:
         if points < 2:
-            raise ValueError(f"points must be at least 2 to keep a first and a later record, not {points}")
+            raise ValueError(f"points must be at least 2, not {points}, to keep a first and a later record")
         self.points = points
         self.thinned = 0
         self.records: list[Record] = []

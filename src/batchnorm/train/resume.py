@@ -31,7 +31,7 @@ def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) 
     >>> claim_folder(folder, Recipe(rate=1.0))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    ValueError: ...: rate is 0.0015 instead of 1.0; choose another --out, or remove that folder
+    ValueError: ... belongs to another run: rate is 0.0015 instead of 1.0; choose another --out, or remove the folder
     """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "recipe.json"
@@ -39,7 +39,7 @@ def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) 
         fixed = {name: value for name, value in asdict(recipe).items() if name != "epochs"}
         if other := differences(asdict(Recipe.read(path)), fixed):
             raise ValueError(
-                f"{path} belongs to another run: {'; '.join(other)}; choose another --out, or remove that folder"
+                f"{out} belongs to another run: {'; '.join(other)}; choose another --out, or remove the folder"
             )
     known = out / "data.json"
     if data is not None and known.exists():

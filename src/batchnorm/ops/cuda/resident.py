@@ -258,7 +258,7 @@ def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
         return False
     if woven_lanes(g, itemsize, residual) is None:
         return False
-    alone = g.width % 2 == 1  # other kernels would read one value at a time
+    alone = g.width % 2 == 1  # with an odd width, other kernels cannot load vectors, only single values
     least = (4 if alone else 6) if residual else (4 if alone else 10) if backward else (10 if alone else 30)
     return megabytes_of(g, itemsize) >= least
 

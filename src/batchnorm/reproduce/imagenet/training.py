@@ -80,7 +80,7 @@ class TrainedMember(Training):
         return MemberFiles(self.name, self.files.results)
 
     def finished(self) -> bool:
-        """Return whether the member's files exist."""
+        """Return whether the member is evaluated, or diverged in training."""
         return self.member.finished()
 
     def __call__(self) -> None:
@@ -111,7 +111,7 @@ class TakenMember:
         return self.member.name
 
     def finished(self) -> bool:
-        """Return whether the member's files exist and belong to these weights."""
+        """Return whether the member is evaluated with these weights."""
         return self.member.finished() and self.member.read()["weights"] == self.saved.weights
 
     def __call__(self) -> None:

@@ -160,7 +160,7 @@ def store_places(p, place, half_here, P: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def load_places(p, half_here, P: tl.constexpr, V: tl.constexpr):
-    """Read the positions that :func:`store_places` wrote, NOWHERE for windows that do not exist."""
+    """Return the positions that :func:`store_places` wrote, and NOWHERE for windows that do not exist."""
     both = tl.load(p, mask=half_here, other=255).to(tl.int32)
     return tl.reshape(tl.join(both & 15, both >> 4), [P, V])
 
