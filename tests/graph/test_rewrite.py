@@ -115,6 +115,26 @@ def test_parameters_may_have_any_name(x):
         torch.testing.assert_close(converted(*args, **given), net(*args, **given))
 
 
+@pytest.mark.parametrize("name", ["class", "__hidden", "\ufb01", "two words"])
+def test_attributes_may_have_any_name(x, name):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm2d(4)
+            setattr(self, name, 2)
+
+        def forward(self, x):
+            return torch.relu(self.bn(x)) * getattr(self, name)
+
+    net = Odd()
+    converted = bn.convert(net, x)
+    assert is_rewritten(converted)
+    for value in (2, 3):
+        setattr(net, name, value)
+        setattr(converted, name, value)
+        torch.testing.assert_close(converted(x), net(x))
+
+
 def test_replicas_of_data_parallel(net, x):
     converted = bn.convert(net, x)
     replica = converted._replicate_for_data_parallel()

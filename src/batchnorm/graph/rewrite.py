@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import Parameter, getattr_static, signature
+from keyword import iskeyword
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -273,11 +274,13 @@ class _Builder:
     def _expect_read(self, owner: nn.Module, text: str, name: str) -> None:
         if name == "_modules":
             self._expect(f"[*{text}._modules] == {list(owner._modules)!r}")
-        elif name.startswith("__"):
+        elif name.startswith("__") and name.endswith("__"):
             return
         elif name in vars(owner):
             # Avoid __dict__ if possible, because reading it would slow down torch.compile's guards on the module.
-            plain = name.isidentifier() and not isinstance(getattr_static(type(owner), name, None), property)
+            # Python normalizes identifiers that are not ASCII, so they may name another attribute.
+            plain = name.isidentifier() and name.isascii() and not iskeyword(name)
+            plain = plain and not isinstance(getattr_static(type(owner), name, None), property)
             held = f"{text}.{name}" if plain else f"{text}.__dict__[{name!r}]"
             if isinstance(vars(owner)[name], Tensor):
                 self._expect(f"_isinstance({held}, _Tensor)")

@@ -100,11 +100,13 @@ class BatchNorm(TorchBatchNorm):
                 ``statistics`` option or freezing.
         """
         if torch.compiler.is_compiling():
-            return self._buffers["running_mean"]  # the compiler would guard on every line of nn.Module.__getattr__
-        tool = tool_at(sys._getframe(1))
-        lost = [] if tool is None else self._extras(for_inference=tool.for_inference)
-        if tool is not None and lost:
-            raise RuntimeError(f"{type(self).__name__}: {tool.name} would drop {', '.join(lost)}; {tool.instead}")
+            if "running_mean" in self._buffers:  # the compiler would guard on every line of nn.Module.__getattr__
+                return self._buffers["running_mean"]
+        else:
+            tool = tool_at(sys._getframe(1))
+            lost = [] if tool is None else self._extras(for_inference=tool.for_inference)
+            if tool is not None and lost:
+                raise RuntimeError(f"{type(self).__name__}: {tool.name} would drop {', '.join(lost)}; {tool.instead}")
         return nn.Module.__getattr__(self, "running_mean")  # type: ignore[return-value]
 
     @property
