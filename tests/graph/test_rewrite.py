@@ -3,12 +3,14 @@
 import copy
 import io
 import pickle
+import re
 
 import pytest
 import torch
 from blocks import Bottleneck, ConvNorm, RegNetLike, fusions_in
 from networks import scramble_
 from torch import nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.utils.checkpoint import checkpoint
 
 import batchnorm as bn
@@ -169,6 +171,20 @@ def test_torch_compile_sees_one_graph(x):
         pair = [copy.deepcopy(n).train(training) for n in (net, converted)]
         compiled = torch.compile(pair[1], backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(x), pair[0](x), rtol=1e-4, atol=1e-5)
+
+
+def test_guards_of_torch_compile_do_not_check_properties(x):
+    """Such a guard would turn off Dynamo's fast check of a whole module, so that it checks every layer in each call."""
+    downsample = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+    converted = bn.convert(scramble_(Bottleneck(downsample)), x)
+    for mode in (True, False):
+        torch._dynamo.reset()  # other tests may have compiled the same class
+        torch.compile(converted.train(mode), backend="eager", fullgraph=True)(x)
+        (entry,) = _debug_get_cache_entry_list(type(converted).forward.__code__)
+        guards = str(entry.guard_manager)
+        assert "source=L['self']._modules['bn3']," in guards
+        guarded = [line for line in guards.splitlines() if "source=type(L['self']._modules" in line]
+        assert not [line for line in guarded if re.search(r"<class 'property'>|\)\.(forward|__call__),", line)]
 
 
 def test_restore(net, x):

@@ -89,7 +89,10 @@ class BatchNorm(TorchBatchNorm):
     @property
     def features(self) -> tuple[int, ...]:
         """The shape of the running mean: (C,), or for example (C, H, W) per activation."""
-        return self.num_features if isinstance(self.num_features, tuple) else (self.num_features,)
+        return _as_tuple(self.num_features)
+
+    # forward reads no properties: for each property that compiled code reads, torch.compile checks the class before
+    # every call of the network, and it checks all modules around the layer one by one.
 
     @property
     def running_mean(self) -> Tensor | None:  # type: ignore[override]
@@ -99,25 +102,26 @@ class BatchNorm(TorchBatchNorm):
             RuntimeError: if the code that reads the average is a tool of torch that would drop this layer's activation,
                 ``statistics`` option or freezing.
         """
-        if torch.compiler.is_compiling():
-            if "running_mean" in self._buffers:  # the compiler would guard on every line of nn.Module.__getattr__
-                return self._buffers["running_mean"]
-        else:
-            tool = tool_at(sys._getframe(1))
-            lost = [] if tool is None else self._extras(for_inference=tool.for_inference)
-            if tool is not None and lost:
-                raise RuntimeError(f"{type(self).__name__}: {tool.name} would drop {', '.join(lost)}; {tool.instead}")
+        tool = None if torch.compiler.is_compiling() else tool_at(sys._getframe(1))
+        lost = [] if tool is None else self._extras(for_inference=tool.for_inference)
+        if tool is not None and lost:
+            raise RuntimeError(f"{type(self).__name__}: {tool.name} would drop {', '.join(lost)}; {tool.instead}")
         return nn.Module.__getattr__(self, "running_mean")  # type: ignore[return-value]
+
+    def _averages(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the running mean and variance."""
+        if "running_mean" in self._buffers:
+            return self._buffers["running_mean"], self.running_var
+        return self.running_mean, self.running_var  # a parametrization, for example
 
     @property
     def frozen_statistics(self) -> bool:
         """Whether training normalizes by the running statistics and does not update them."""
         return bool(self._frozen & STATISTICS)
 
-    @property
     def uses_batch_statistics(self) -> bool:
-        """Whether the next forward pass would normalize by the statistics of its mini-batch."""
-        return not self.frozen_statistics and (self.training or self.running_mean is None or self.running_var is None)
+        """Return whether the next forward pass would normalize by the statistics of its mini-batch."""
+        return not self._frozen & STATISTICS and (self.training or None in self._averages())
 
     def forward(
         self,
@@ -146,20 +150,19 @@ class BatchNorm(TorchBatchNorm):
         self._check_input_dim(input)
         self._check_input(input, residual, mask)
         options: dict[str, Any] = {
-            "feature_dims": len(self.features),
+            "feature_dims": len(_as_tuple(self.num_features)),
             "activation": g,
             "residual": residual,
             "mask": mask,
         }
-        if not self.uses_batch_statistics or self._falls_back_on_running(input, mask):
-            if self.running_mean is None or self.running_var is None:
+        if not self.uses_batch_statistics() or self._falls_back_on_running(input, mask):
+            mean, var = self._averages()
+            if mean is None or var is None:
                 raise RuntimeError(
                     f"{path_of(self)} has no running statistics to normalize by; if it is frozen, call"
                     " batchnorm.unfreeze_"
                 )
-            return ops.normalize(
-                input, self.running_mean, self.running_var, self.weight, self.bias, self.eps, **options
-            )
+            return ops.normalize(input, mean, var, self.weight, self.bias, self.eps, **options)
         running = self._running()
         if running is None:
             self._count_without_averages()
@@ -167,11 +170,11 @@ class BatchNorm(TorchBatchNorm):
             self._check_ranks()
             y, moments = self.statistics.batch_norm(input, self.weight, self.bias, self.eps, running, **options)
             if running is not None:
-                ops.update_(running, moments, self._factor)
+                ops.update_(running, moments, self._factor())
             return y
         if running is None:
             return ops.batch_norm(input, self.weight, self.bias, self.eps, **options)[0]
-        return ops.batch_norm_(input, self.weight, self.bias, running, self._factor, self.eps, **options)[0]
+        return ops.batch_norm_(input, self.weight, self.bias, running, self._factor(), self.eps, **options)[0]
 
     def _fast(self, input: Tensor, residual: Tensor | None, activation: Activation) -> Tensor | None:
         """Return the output of the fast path for ordinary calls; None if the fast path does not apply."""
@@ -208,7 +211,7 @@ class BatchNorm(TorchBatchNorm):
 
     def _running(self) -> ops.Running | None:
         """Return the running averages that this call updates; None if it updates none."""
-        mean, var = self.running_mean, self.running_var
+        mean, var = self._averages()
         if not (self.training and self.track_running_stats) or mean is None or var is None:
             return None
         # As in torch.nn, num_batches_tracked may be None.
@@ -224,9 +227,8 @@ class BatchNorm(TorchBatchNorm):
         if self.training and self.track_running_stats and self.num_batches_tracked is not None and not again:
             self.num_batches_tracked.add_(1)
 
-    @property
     def _factor(self) -> float | None:
-        """The momentum; as in torch.nn, 0 if it is None (a cumulative average) and batches are not counted."""
+        """Return the momentum; as in torch.nn, 0 if it is None (a cumulative average) and batches are not counted."""
         return 0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -240,10 +242,11 @@ class BatchNorm(TorchBatchNorm):
                 f"{path_of(self)}: batch normalization needs real floating-point input, not {input.dtype};"
                 " convert it first (for complex values, use one layer each for the real and imaginary parts)"
             )
-        if tuple(input.shape[1 : 1 + len(self.features)]) != self.features:
+        features = _as_tuple(self.num_features)
+        if tuple(input.shape[1 : 1 + len(features)]) != features:
             raise ValueError(
-                f"{path_of(self)}: expected {' x '.join(map(str, self.features))} features, but the input of shape"
-                f" {tuple(input.shape)} has {' x '.join(map(str, input.shape[1 : 1 + len(self.features)]))};"
+                f"{path_of(self)}: expected {' x '.join(map(str, features))} features, but the input of shape"
+                f" {tuple(input.shape)} has {' x '.join(map(str, input.shape[1 : 1 + len(features)]))};"
                 f" set num_features to match the layer before it"
             )
         if residual is not None and residual.shape != input.shape:
@@ -251,7 +254,7 @@ class BatchNorm(TorchBatchNorm):
                 f"{path_of(self)}: a residual of shape {tuple(residual.shape)} cannot be added to an input of shape"
                 f" {tuple(input.shape)}; project it to that shape first"
             )
-        positions = (input.shape[0], *input.shape[1 + len(self.features) :])
+        positions = (input.shape[0], *input.shape[1 + len(features) :])
         if mask is not None and (mask.dtype != torch.bool or mask.shape != positions):
             raise ValueError(
                 f"{path_of(self)}: the mask must be bool of shape {positions} for an input of shape"
@@ -266,8 +269,9 @@ class BatchNorm(TorchBatchNorm):
         """
         if isinstance(self.statistics, Sync):
             return False  # other ranks may have more values
-        m = input.shape[0] * prod(input.shape[1 + len(self.features) :])
-        groups = self.statistics.groups(input, len(self.features)) if isinstance(self.statistics, Ghost) else 1
+        dims = len(_as_tuple(self.num_features))
+        m = input.shape[0] * prod(input.shape[1 + dims :])
+        groups = self.statistics.groups(input, dims) if isinstance(self.statistics, Ghost) else 1
         counts = [] if mask is None else count_unmasked(mask, groups)
         if not (1 in counts if counts else m == 1):
             return False
@@ -356,6 +360,10 @@ class BatchNorm(TorchBatchNorm):
                 # A parameter that is frozen here but not in the checkpoint becomes trainable again.
                 if parameter is not None and (before | self._frozen) & bit:
                     parameter.requires_grad_(not self._frozen & bit)
+
+
+def _as_tuple(num_features: int | tuple[int, ...]) -> tuple[int, ...]:
+    return num_features if isinstance(num_features, tuple) else (num_features,)
 
 
 def _is_symbolic(value: object) -> bool:

@@ -10,7 +10,7 @@ from ..graph import Graph, TracedCall
 from ..graph.kinds import has_hooks, is_quiet
 from ..graph.references import Holder, holders, is_plain_identity, next_in_order, runs_in_order, runs_its_graph
 from ..ops.activation import from_module
-from .batch_norm import BatchNorm
+from .batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from .norm_act import NormAct
 
 
@@ -49,6 +49,8 @@ def takes_activation(layer: nn.Module) -> bool:
     """
     if not isinstance(layer, BatchNorm) or layer.activation.name != "identity" or not is_quiet(layer):
         return False
+    if type(layer) in (BatchNorm1d, BatchNorm2d, BatchNorm3d):
+        return True  # reading the class's forward would make torch.compile check the class before every call
     forward = type(layer).forward
     if forward is NormAct.forward and isinstance(layer, NormAct):
         return is_plain_identity(layer.drop) and is_plain_identity(layer.act)

@@ -53,9 +53,7 @@ class Activation(NamedTuple):
 
     def __call__(self, z: Tensor) -> Tensor:
         """Return g(z)."""
-        if self.name == "leaky_relu":
-            return F.leaky_relu(z, self.slope)
-        return _KINDS[self.name].function(z)
+        return apply(self, z)
 
     def backward(self, dy: Tensor, z: Tensor) -> Tensor:
         """Return dz = g'(z) dy, computed by operations that support double backward and vmap."""
@@ -78,6 +76,13 @@ class Activation(NamedTuple):
             case "hardswish":
                 return torch.where(z <= -3, 0, torch.where(z < 3, dy * (z / 3 + 0.5), dy))
         return dy
+
+
+def apply(activation: Activation, z: Tensor) -> Tensor:
+    """Return g(z); if compiled code called the activation itself, torch.compile would check its class in every call."""
+    if activation.name == "leaky_relu":
+        return F.leaky_relu(z, activation.slope)
+    return _KINDS[activation.name].function(z)
 
 
 IDENTITY = Activation()

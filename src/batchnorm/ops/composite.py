@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .activation import apply
 from .call import Call
 from .moments import Moments, batch_moments, statistics_dtype
 from .running import update_
@@ -108,7 +109,7 @@ def finish(call: Call, z: Tensor) -> Tensor:
         # Mask the residual too: its padding may hold NaN, and the activation's gradient there would be 0 * NaN.
         residual = call.residual if call.mask is None else torch.where(call.mask, call.residual, 0)
         z = z + residual.to(z.dtype)
-    y = call.activation(z)
+    y = apply(call.activation, z)
     if call.mask is not None:
         y = torch.where(call.mask, y, 0)
     return y.to(call.x.dtype)

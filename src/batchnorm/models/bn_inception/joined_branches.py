@@ -39,12 +39,12 @@ class Part(NamedTuple):
 def can_join(layers: Sequence[BatchNorm2d], x: Tensor) -> bool:
     """Return whether :func:`normalize_together` can run these layers on tensors of ``x``'s device, dtype and layout."""
     first = layers[0]
-    trains = first.uses_batch_statistics
+    trains = first.uses_batch_statistics()
     if not trains and torch.is_grad_enabled():
         return False
     alike = all(
         type(bn) is BatchNorm2d
-        and bn.uses_batch_statistics == trains
+        and bn.uses_batch_statistics() == trains
         and bn.training >= trains
         and (bn.track_running_stats or not trains)
         and bn.statistics is None
@@ -79,7 +79,7 @@ def normalize_together(parts: Sequence[Part], *sources: Tensor) -> tuple[Tensor,
     tensors are supported.
     """
     sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)  # no copy of cuDNN's outputs
-    if not parts[0].bn.uses_batch_statistics:
+    if not parts[0].bn.uses_batch_statistics():
         return tuple(_inferred(part, sources[part.source]) for part in parts)
     parameters = [p for part in parts for p in (part.bn.weight, part.bn.bias)]
     ys: tuple[Tensor, ...] = _Together.apply(parts, len(sources), *sources, *parameters)  # type: ignore[no-untyped-call]
