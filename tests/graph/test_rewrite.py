@@ -173,6 +173,21 @@ def test_torch_compile_sees_one_graph(x):
         torch.testing.assert_close(compiled(x), pair[0](x), rtol=1e-4, atol=1e-5)
 
 
+def test_torch_compile_accepts_another_number(x):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm2d(4)
+
+        def forward(self, x, scale=1.0):
+            return torch.relu(self.bn(x)) * scale
+
+    net = Scaled()
+    compiled = torch.compile(bn.convert(net, x), backend="eager", fullgraph=True)
+    for scale in (1.0, 2.0, 3.0):
+        torch.testing.assert_close(compiled(x, scale), net(x, scale))
+
+
 def test_guards_of_torch_compile_do_not_check_properties(x):
     """Such a guard would turn off Dynamo's fast check of a whole module, so that it checks every layer in each call."""
     downsample = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))

@@ -312,6 +312,16 @@ def loops_over_children(n, x):
     return n.relu(y)
 
 
+def reads_before_an_identity(n, x):
+    same = n.same(x)
+    return n.relu(n.bn1(n.conv1(x))) + same
+
+
+def adds_a_branch(n, x):
+    y = n.bn1(x)
+    return F.relu(y + n.shortcut(x))
+
+
 GUARDED = {
     "mode": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.training else n.bn1(n.conv1(x)).exp(),
@@ -365,6 +375,27 @@ GUARDED = {
     "an activation in place": (returns_what_the_activation_reads, lambda n: setattr(n.relu, "inplace", False)),
     "a child that returns its input": (sums_into_a_child, lambda n: setattr(n, "conv2", nn.Identity())),
     "children that code loops over": (loops_over_children, lambda n: n.shortcut.append(nn.Tanh())),
+    "an identity that is replaced": (reads_before_an_identity, lambda n: setattr(n, "same", nn.MaxPool2d(3, 1, 1))),
+    "a hook on an identity beside it": (
+        reads_before_an_identity,
+        lambda n: n.same.register_forward_hook(lambda m, args, out: out * 2),
+    ),
+    "a child's class": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))) + (x if isinstance(n.same, nn.Identity) else n.same(x)),
+        lambda n: setattr(n, "same", nn.MaxPool2d(3, 1, 1)),
+    ),
+    "a grandchild in place": (
+        adds_a_branch,
+        lambda n: n.shortcut.__setitem__(0, nn.Sequential(nn.ReLU(inplace=True), n.shortcut[0])),
+    ),
+    "one of a child's two names": (
+        lambda n, x: n.relu(n.bn1(n.conv1(n.alias(n.drop2(x))))),
+        lambda n: setattr(n, "alias", nn.Conv2d(4, 4, 1).double()),
+    ),
+    "a weight that was shared": (
+        lambda n, x: n.relu(n.bn1(F.conv2d(n.conv1(x), n.conv2.weight))),
+        lambda n: setattr(n.conv2, "weight", nn.Parameter(n.conv2.weight + 1)),
+    ),
     "a tensor that is gone": (
         lambda n, x: n.relu(n.bn1(n.conv1(x)) if n.extra is None else n.bn1(n.conv1(x)) + n.extra),
         lambda n: setattr(n, "extra", None),
@@ -376,12 +407,16 @@ GUARDED = {
 def test_the_original_forward_runs_if_anything_differs(name):
     code, change = GUARDED[name]
     net, x = scramble_(Block(code)).double(), image()
+    net.drop2 = net.alias = nn.Conv2d(4, 4, 1).double()
+    net.conv2.weight = net.conv1.weight
     converted = bn.convert(net, x)
     assert rewritten_runs(copy.deepcopy(converted), x) == 1
     for n in (net, converted):
+        torch.manual_seed(0)
         change(n)
-    torch.testing.assert_close(converted(x), net(x), **CLOSE)
-    assert rewritten_runs(converted, x) == 0
+    with torch.no_grad():
+        torch.testing.assert_close(converted(x * 1), net(x * 1), **CLOSE)
+        assert rewritten_runs(converted, x) == 0
 
 
 def test_hooks_on_all_modules_see_every_call():
@@ -467,6 +502,9 @@ REFUSED = {
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if not torch.is_autocast_enabled("cuda") else n.bn1(x),
         "depends on the gradient mode or on autocast",
     ),
+    "a key": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * {3: 1.0}.get(x.shape[0], 2.0), "as a key"),
+    "text": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if str(x.dtype) != "torch.half" else x, "makes text of it"),
+    "identity": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.dtype is not torch.half else x, "compares objects"),
     "a constant": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.ones(1, dtype=torch.double), "calls ones"),
 }
 
@@ -479,6 +517,26 @@ def test_what_a_trace_would_lose_is_refused_and_said(name):
     assert not is_rewritten(converted)
     assert reason in converted.report["bn1"].reason
     torch.testing.assert_close(converted(x), net(x), **CLOSE)
+
+
+def test_code_whose_conditions_never_hold_is_not_reported_as_fused():
+    class Wrapper(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.model, name)
+
+        def forward(self, x):
+            return F.relu(self.bn1(x))
+
+    converted = bn.convert(Wrapper(Block(None)), image().float())
+    assert converted.report.summary.startswith("convert: 0 of 1 BN layers")
+    assert "cannot be checked before each call" in converted.report["model.bn1"].reason
 
 
 ANSWERED = {

@@ -11,14 +11,13 @@ import importlib
 import itertools
 import linecache
 import pickle
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from hashlib import sha256
 from inspect import Parameter, Signature, signature
-from math import isnan
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -90,6 +89,30 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
     metaclass: Any = type(kind)
     made = _classes[kind, variants] = metaclass(kind.__name__, (kind,), names)
     return made  # type: ignore[no-any-return]
+
+
+@contextmanager
+def recording(net: nn.Module) -> Iterator[dict[nn.Module, bool]]:
+    """Inside the block, record for each rewritten module that is called whether any of its calls runs a variant."""
+    ran: dict[nn.Module, bool] = {}
+    forwards = {type(m): type(m).forward for m in net.modules() if is_rewritten(m)}
+
+    def recorded(forward: Any) -> Any:
+        tests = [test for name, test in forward.__globals__.items() if name.startswith("_holds")]
+
+        def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            ran[self] = ran.get(self, False) or any(test(self, *args, **kwargs) for test in tests)
+            return forward(self, *args, **kwargs)
+
+        return run
+
+    for kind, forward in forwards.items():
+        kind.forward = recorded(forward)
+    try:
+        yield ran
+    finally:
+        for kind, forward in forwards.items():
+            kind.forward = forward
 
 
 def is_rewritten(module: nn.Module) -> bool:
@@ -226,7 +249,7 @@ def pattern_of(value: Any) -> Any:
 def freeze(value: Any) -> Any:
     """Return a hashable copy of a value, to check later whether an attribute has changed."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum):
-        if isinstance(value, float) and isnan(value):
+        if value != value:
             raise Unwatchable("nan")
         return type(value), value
     if isinstance(value, torch.dtype | torch.device | torch.memory_format | torch.layout):

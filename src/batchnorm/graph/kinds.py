@@ -79,6 +79,11 @@ def is_in_place(module: nn.Module) -> bool:
     return bool(getattr(module, "inplace", False))
 
 
+def returns_its_input(module: nn.Module) -> bool:
+    """Return whether a module is known to return its input tensor: an identity, or a module that works in place."""
+    return keeps_torch_forward(module) and (isinstance(module, nn.Identity) or is_in_place(module))
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return whether the module has hooks, which may see or change its inputs and outputs."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -20,9 +20,20 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from .. import network_call
 from ..network_copy import isolated, private_copy
 from ..ops.activation import from_module
-from .generated import Unwatchable, Variant, by_name, freeze, generated_class, is_rewritten, original_kind, pattern_of
-from .kinds import has_hooks
+from .generated import (
+    Unwatchable,
+    Variant,
+    by_name,
+    freeze,
+    generated_class,
+    is_rewritten,
+    original_kind,
+    pattern_of,
+    recording,
+)
+from .kinds import despite_global_hooks, has_hooks, returns_its_input
 from .patterns import Fusion, Match, Matcher, fuse_modules_, may_write_its_input
+from .references import runs_in_order
 from .symbolic import Spies, Traced, Untraceable, trace_forward
 
 IsNorm = Callable[[nn.Module], bool]
@@ -64,6 +75,25 @@ def rewrite_(net: nn.Module, calls: dict[bool, dict[str, Any]], is_norm: IsNorm)
         module = net.get_submodule(path)
         module.__class__ = generated_class(type(module), tuple(dict.fromkeys(variants.values())))
     return done
+
+
+def restore_unused_(
+    net: nn.Module, example: Any, forward: network_call.Forward | None, done: dict[str, Rewritten]
+) -> None:
+    """Restore, in place, the modules whose rewritten code does not run on the example, and correct the results."""
+    for training in {mode for entry in done.values() for mode in entry.fusions}:
+        twin = private_copy(net).train(training)
+        batch = network_call.to_device(example, network_call.device_of(net), copy=True)
+        with despite_global_hooks(), recording(twin) as ran, isolated(net, twin):
+            network_call.call(twin, batch, forward)
+        for path, module in twin.named_modules():
+            if not ran.get(module, True):
+                done[path].fusions.pop(training, None)
+                done[path].reasons[training] = "what it depends on cannot be checked before each call"
+    for path, entry in done.items():
+        module = net.get_submodule(path)
+        if not entry.fusions and is_rewritten(module):
+            module.__class__ = original_kind(module)
 
 
 def restore_(net: nn.Module) -> list[str]:
@@ -186,6 +216,7 @@ class _Worker:
         builder.expect_arguments(patterns)
         builder.expect_reads()
         builder.expect_leaves()
+        builder.expect_shared()
         for match in matches:
             builder.expect_match(match, self.is_norm)
         return builder.variant(tuple(fuse_modules_(traced.graph, matches)))
@@ -255,9 +286,8 @@ class _Builder:
     def expect_reads(self) -> None:
         for path, name in self.traced.reads:
             owner = self.twin.get_submodule(path)  # in the mode that was traced
-            text = _spell(path)
             try:
-                self._expect_read(owner, text, name)
+                self._expect_read(owner, path, name)
             except Unwatchable as error:
                 raise Untraceable(f"its code reads '{name}' ({error}), whose changes cannot be detected") from error
         for path in self.traced.opened:
@@ -265,31 +295,58 @@ class _Builder:
             self._expect(f"_is_quiet({_spell(path)})")
 
     def expect_leaves(self) -> None:
-        """Expect the same ``inplace`` settings, because they decide which modules return their input tensor."""
+        """Expect that the same modules return their input tensor: identities, and modules that work in place."""
         for node in self.traced.graph.nodes:
             module = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
-            if module is not None and isinstance(vars(module).get("inplace"), bool):
-                self._expect(f"{_spell(str(node.target))}.inplace is {module.inplace}")
+            if module is None:
+                continue
+            self._expect_in_place(str(node.target))
+            if returns_its_input(module):
+                self._expect_unchanged(str(node.target))
 
-    def _expect_read(self, owner: nn.Module, text: str, name: str) -> None:
+    def expect_shared(self) -> None:
+        """Expect that one object still has all its names: torch.fx refers to it by the first of them."""
+        names: dict[int, dict[str, None]] = {}
+        for path, name in self._places():
+            owner = self.module.get_submodule(path)
+            for held in (vars(owner), owner._modules, owner._parameters, owner._buffers):
+                if isinstance(held.get(name), nn.Module | Tensor):
+                    names.setdefault(id(held[name]), {})[_spell_member(owner, path, name)] = None
+        for first, *others in names.values():
+            for text in others:
+                self._expect(f"{first} is {text}")
+
+    def _places(self) -> Iterator[tuple[str, str]]:
+        """Yield the owner's path and the name of everything that the traced code reads or the graph refers to."""
+        for path, name in self.traced.reads:
+            yield from (
+                (path, n) for n in ([*self.module.get_submodule(path)._modules] if name == "_modules" else [name])
+            )
+        for node in self.traced.graph.nodes:
+            if node.op in ("call_module", "get_attr"):
+                path, _, name = str(node.target).rpartition(".")
+                yield path, name
+
+    def _expect_read(self, owner: nn.Module, path: str, name: str) -> None:
+        text = _spell(path)
         if name == "_modules":
             self._expect(f"[*{text}._modules] == {list(owner._modules)!r}")
+            if path or not runs_in_order(self.module):  # the code of a Sequential does not ask for classes
+                for child in owner._modules:
+                    self._expect_class(path, child)
         elif name.startswith("__") and name.endswith("__"):
             return
         elif name in vars(owner):
-            # Avoid __dict__ if possible, because reading it would slow down torch.compile's guards on the module.
-            # Python normalizes identifiers that are not ASCII, so they may name another attribute.
-            plain = name.isidentifier() and name.isascii() and not iskeyword(name)
-            plain = plain and not isinstance(getattr_static(type(owner), name, None), property)
-            held = f"{text}.{name}" if plain else f"{text}.__dict__[{name!r}]"
+            held = _spell_member(owner, path, name)
             if isinstance(vars(owner)[name], Tensor):
                 self._expect(f"_isinstance({held}, _Tensor)")
             else:
                 self._expect_value(held, vars(owner)[name])
         elif any(name in held for held in (owner._modules, owner._parameters, owner._buffers)):
-            (held,) = (h for h in ("_modules", "_parameters", "_buffers") if name in vars(owner)[h])
-            absent = vars(owner)[held][name] is None
-            self._expect(f"{text}.{held}[{name!r}] is {'None' if absent else 'not None'}")
+            (value,) = (h[name] for h in (owner._modules, owner._parameters, owner._buffers) if name in h)
+            self._expect(f"{_spell_member(owner, path, name)} is {'None' if value is None else 'not None'}")
+            if name in owner._modules:
+                self._expect_class(path, name)
         else:
             found = getattr_static(type(owner), name, Parameter.empty)
             if found is Parameter.empty:
@@ -312,16 +369,38 @@ class _Builder:
         for node in match.bypassed:
             text = _spell(str(node.target))
             module = self.module.get_submodule(str(node.target))
-            self._expect(f"_type({text}) is {self._name(type(module))} and _is_quiet({text})")
+            self._expect_unchanged(str(node.target))
             if isinstance(module, nn.LeakyReLU | nn.Hardtanh):
                 self._expect(f"{self._name(from_module)}({text}) == {tuple(from_module(module) or ())!r}")
         for node in match.depended_on:
             self._expect_kind(str(node.target))
 
+    def _expect_class(self, path: str, name: str) -> None:
+        """Expect that a child is still an instance of its class, because the code may ask for its class."""
+        child = self.module.get_submodule(path)._modules[name]
+        if child is not None:
+            self._expect(f"_isinstance({_spell(_join(path, name))}, {self._name(type(child))})")
+
     def _expect_kind(self, path: str) -> None:
-        text, kind = _spell(path), self._name(type(self.module.get_submodule(path)))
+        """Expect that a module, and the children of a Sequential, have the same classes and work in place as before."""
+        module = self.module.get_submodule(path)
+        text, kind = _spell(path), self._name(type(module))
         # Compare the class itself first: torch.compile's guards on original_kind are slow.
         self._expect(f"(_type({text}) is {kind} or _original_kind({text}) is {kind})")
+        self._expect_in_place(path)
+        if runs_in_order(module):
+            self._expect(f"[*{text}._modules] == {list(module._modules)!r}")
+            for name in module._modules:
+                self._expect_kind(_join(path, name))
+
+    def _expect_in_place(self, path: str) -> None:
+        setting = vars(self.module.get_submodule(path)).get("inplace")
+        if isinstance(setting, bool):
+            self._expect(f"{_spell(path)}.inplace is {setting}")
+
+    def _expect_unchanged(self, path: str) -> None:
+        text, kind = _spell(path), self._name(type(self.module.get_submodule(path)))
+        self._expect(f"_type({text}) is {kind} and _is_quiet({text})")
 
     def _expect(self, condition: str) -> None:
         self.conditions[condition] = None
@@ -350,5 +429,23 @@ def _names_in(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
 def _spell(path: str) -> str:
     return "_children" + "._modules".join(f"[{key!r}]" for key in path.split(".")) if path else "self"
+
+
+def _spell_member(owner: nn.Module, path: str, name: str) -> str:
+    """Return code that reads a child, parameter, buffer or other attribute of the module at ``path``."""
+    if name in owner._modules:
+        return _spell(_join(path, name))
+    for held in ("_parameters", "_buffers"):
+        if name in vars(owner)[held]:
+            return f"{_spell(path)}.{held}[{name!r}]"
+    # Avoid __dict__ if possible, because reading it would slow down torch.compile's guards on the module. Python
+    # normalizes identifiers that are not ASCII, so they may name another attribute.
+    plain = name.isidentifier() and name.isascii() and not iskeyword(name)
+    plain = plain and not isinstance(getattr_static(type(owner), name, None), property)
+    return f"{_spell(path)}.{name}" if plain else f"{_spell(path)}.__dict__[{name!r}]"

@@ -28,7 +28,7 @@ from torch.fx.proxy import Attribute
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.overrides import TorchFunctionMode
 
-from .kinds import IN_PLACE, is_affine, is_in_place, keeps_torch_forward
+from .kinds import IN_PLACE, is_affine, returns_its_input
 
 
 class Untraceable(BaseException):
@@ -218,7 +218,7 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self._modes:
             raise Untraceable("its code changes the gradient mode, autocast or saved-tensor hooks for some calls")
-        _refuse_contexts()
+        _refuse_unrecorded()
         node = super().create_node(*args, **kwargs)
         if node.op == "get_attr" and str(node.target).startswith(("_tensor_constant", "_torchbind_obj", "_opaque_obj")):
             raise Untraceable("its code creates a tensor that does not depend on its arguments")
@@ -238,8 +238,7 @@ class _Tracer(fx.Tracer):
 
     def _returns_its_input(self, kind: str, target: Any, kwargs: Any) -> bool:
         if kind == "call_module":
-            module = self.root.get_submodule(target)
-            return keeps_torch_forward(module) and (isinstance(module, nn.Identity) or is_in_place(module))
+            return returns_its_input(self.root.get_submodule(target))
         name = target if kind == "call_method" else getattr(target, "__name__", "")
         if kind == "call_function" and target in IN_PLACE:
             return True
@@ -268,6 +267,16 @@ class _Typed:
         if not isinstance(self, Attribute) and _is_tensor(self.node, self.tracer.root):
             return Tensor
         raise Untraceable("its code checks the type of a value")
+
+    def __hash__(self) -> int:
+        if not is_machinery(_caller()):
+            raise Untraceable("its code uses a tensor, a shape or a dtype as a key")
+        return id(self)
+
+    def __repr__(self) -> str:
+        if not is_machinery(_caller()):
+            raise Untraceable("its code prints a tensor, a shape or a dtype, or makes text of it")
+        return f"{type(self).__name__}({self.node.name})"
 
 
 def _is_tensor(node: fx.Node, root: nn.Module) -> bool:
@@ -340,20 +349,29 @@ def is_machinery(name: str) -> bool:
 
 
 @cache
-def _has_context(code: CodeType) -> bool:
-    return any(i.opname in ("BEFORE_WITH", "LOAD_SPECIAL") for i in dis.get_instructions(code))
+def _unrecorded(code: CodeType) -> str:
+    """Return a description of what code does that torch.fx does not record; "" if there is nothing."""
+    before = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("BEFORE_WITH", "LOAD_SPECIAL"):
+            return "has a with statement"
+        if instruction.opname == "IS_OP" and before != "LOAD_CONST":
+            return "compares objects with 'is'"
+        before = instruction.opname
+    return ""
 
 
-def _refuse_contexts() -> None:
-    """Refuse calls from code that has a with statement, because torch.fx does not record with statements."""
+def _refuse_unrecorded() -> None:
+    """Refuse calls from code with statements that torch.fx does not record."""
     frame: FrameType | None = sys._getframe(2)
-    found = False
+    found = ""
     while frame is not None:
         if frame.f_code is _call.__code__:
             if found:
-                raise Untraceable("its code has a with statement, which torch.fx does not record")
+                raise Untraceable(f"its code {found}, which torch.fx does not record")
             return
-        found |= not is_machinery(frame.f_globals.get("__name__", "")) and _has_context(frame.f_code)
+        if not is_machinery(frame.f_globals.get("__name__", "")):
+            found = found or _unrecorded(frame.f_code)
         frame = frame.f_back
 
 

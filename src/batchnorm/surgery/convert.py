@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from .. import network_call
 from ..change_report import NO_TRAINING, Site, VerbReport, attach
 from ..graph import Graph, trace_modes
-from ..graph.rewrite import Rewritten, arguments_in, restore_, restore_wrong_, rewrite_
+from ..graph.rewrite import Rewritten, arguments_in, restore_, restore_unused_, restore_wrong_, rewrite_
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Sync
 from ..layers.fusion import Fused, activations_after, takes_activation
 from ..layers.norm_act import NormAct, is_norm_act, joined
@@ -111,6 +111,7 @@ def convert(
     if rewrite:
         calls = {mode: arguments_in(result, example, forward, training=mode) for mode in modes}
         done = rewrite_(result, calls, takes_activation)
+        restore_unused_(result, example, forward, done)
     check = partial(verify_conversion, net, result, example, forward, modes=len(graphs))
     try:
         error = check()
