@@ -245,6 +245,33 @@ def test_meta_device_then_materialized():
     assert layer(torch.randn(2, 3, 4, 4).half()).isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("statistics", "masked", "compiled"),
+    [
+        *((s, masked, False) for s in (None, bn.Sync(), bn.Ghost(2), bn.Renorm()) for masked in (False, True)),
+        (None, False, True),
+    ],
+)
+def test_a_state_dict_loaded_into_a_layer_on_meta(statistics, masked, compiled):
+    with torch.device("meta"):
+        layer = bn.BatchNorm2d(3, statistics=statistics)
+    layer.load_state_dict(nn.BatchNorm2d(3).state_dict(), assign=True)
+    same = bn.BatchNorm2d(3, statistics=statistics)
+    x = torch.randn(4, 3, 2, 2) + 5
+    mask = torch.ones(4, 2, 2, dtype=torch.bool) if masked else None
+    run = torch.compile(layer, backend="aot_eager") if compiled else layer
+    torch.testing.assert_close(run(x, mask=mask), same(x, mask=mask))
+    assert same.num_batches_tracked == 1
+    torch.testing.assert_close(dict(layer.named_buffers()), dict(same.named_buffers()))
+
+
+def test_a_state_dict_resets_the_count_that_it_does_not_contain():
+    layer = bn.BatchNorm2d(3)
+    layer.num_batches_skipped.fill_(-1)  # to_empty() leaves any value
+    layer.load_state_dict(nn.BatchNorm2d(3).state_dict())
+    assert layer.num_batches_skipped == 0
+
+
 def test_symbolic_tracing_takes_it_as_a_leaf_like_torchs():
     class Block(nn.Module):
         def __init__(self):

@@ -89,3 +89,12 @@ def test_operator_is_well_formed():
         (*running, *moments, 0.1),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
     )
+
+
+def test_averages_that_are_only_partly_on_meta_raise():
+    running, moments = fresh(), moments_of(torch.randn(6, 3))
+    with pytest.raises(RuntimeError, match=r"averages and counters are on 'meta'.*assign=True"):
+        module.update_(running._replace(num_skipped=torch.tensor(0, device="meta")), moments, 0.1)
+    assert running.num_batches == 0
+    everything = (*running, *moments)
+    module.update_([t.to("meta") for t in everything[:4]], Moments(*(t.to("meta") for t in everything[4:])), 0.1)

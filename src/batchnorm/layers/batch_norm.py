@@ -297,8 +297,20 @@ class BatchNorm(TorchBatchNorm):
         if self.__dict__.get("_frozen", 0) & STATISTICS:
             return
         super().reset_running_stats()
-        if self._buffers.get("num_batches_skipped") is not None:
-            self.num_batches_skipped.zero_()  # type: ignore[union-attr]
+        self._reset_skipped()
+
+    def _reset_skipped(self) -> None:
+        """Set the count of skipped batches to 0 on the device of the running averages.
+
+        State dicts do not contain this count, so it would stay on ``meta``, or uninitialized after ``to_empty()``.
+        """
+        mean, skipped = self._buffers.get("running_mean"), self._buffers.get("num_batches_skipped")
+        if skipped is None:
+            return
+        if mean is not None and mean.device != skipped.device:
+            self._buffers["num_batches_skipped"] = torch.zeros_like(skipped, device=mean.device)
+        else:
+            skipped.zero_()
 
     def extra_repr(self) -> str:
         """Return ``torch.nn``'s line, followed by the options that are not at their defaults."""
@@ -354,6 +366,7 @@ class BatchNorm(TorchBatchNorm):
             forget(mean)  # torch.utils.swap_tensors does not accept tensors with weak references
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._keep_statistics_wide()  # load_state_dict(assign=True) may assign half-precision tensors
+        self._reset_skipped()
         if frozen is not None:
             before, self._frozen = self._frozen, int(frozen)
             for bit, parameter in ((WEIGHT, self.weight), (BIAS, self.bias)):

@@ -124,6 +124,15 @@ def _update_cpu(
     running_var.lerp_(var, factor).add_(var, alpha=factor / (m - 1))
 
 
+def _update_meta(*args: Tensor | float | None) -> None:
+    """Do nothing, but raise unless all tensors are on meta: the dispatcher also runs this if only some are."""
+    if not all(arg.is_meta for arg in args if isinstance(arg, Tensor)):
+        raise RuntimeError(
+            "some of a layer's running averages and counters are on 'meta', so the averages cannot be updated; load a"
+            " state dict with assign=True, or call to_empty() and reset_parameters()"
+        )
+
+
 _library = torch.library.Library("batchnorm", "FRAGMENT")
 _library.define(
     "update_running_(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!) num_batches, Tensor(d!) num_skipped,"
@@ -131,4 +140,4 @@ _library.define(
 )
 _library.impl("update_running_", _update, "CompositeExplicitAutograd")
 _library.impl("update_running_", _update_cpu, "CPU")
-_library.impl("update_running_", lambda *_: None, "Meta")
+_library.impl("update_running_", _update_meta, "Meta")
