@@ -35,6 +35,32 @@ def test_functional_call_under_grad(track):
         torch.testing.assert_close(grads[name], p.grad)
 
 
+def test_functional_call_under_grad_with_the_buffers_of_a_state_dict():
+    net = nn.Sequential(nn.Linear(4, 3), bn.BatchNorm1d(3))
+    params = dict(net.named_parameters())
+    buffers = {k: v.clone() for k, v in net.state_dict().items() if k not in params}  # without num_batches_skipped
+    x = torch.randn(8, 4)
+
+    def loss(params, buffers):
+        return func.functional_call(net, (params, buffers), (x,)).square().sum(), buffers
+
+    grads, buffers = func.grad(loss, has_aux=True)(params, buffers)
+    net(x).square().sum().backward()
+    for name, p in net.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad)
+    torch.testing.assert_close({**params, **buffers}, dict(net.state_dict()))
+
+
+def test_an_ensemble_with_the_buffers_of_state_dicts_under_vmap():
+    layers = [bn.BatchNorm1d(3) for _ in range(2)]
+    x = torch.randn(2, 8, 3)
+    states = [{k: v.detach().clone() for k, v in layer.state_dict().items()} for layer in layers]
+    stacked = {k: torch.stack([state[k] for state in states]) for k in states[0]}
+    y = func.vmap(lambda state, x: func.functional_call(layers[0], state, (x,)))(stacked, x)
+    torch.testing.assert_close(y, torch.stack([layer(v) for layer, v in zip(layers, x, strict=True)]))
+    torch.testing.assert_close(stacked["running_mean"][1], layers[1].running_mean)
+
+
 def test_a_layer_without_running_statistics_under_vmap():
     layer = bn.BatchNorm1d(3, track_running_stats=False)
     x = torch.randn(5, 8, 3)

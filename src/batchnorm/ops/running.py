@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .moments import Moments
-from .torch_state import is_recomputation, is_transformed
+from .torch_state import is_recomputation, is_transformed, is_wrapped
 
 
 class Running(NamedTuple):
@@ -65,12 +65,17 @@ def update_(running: Kept, moments: Moments, momentum: float | None, *, plain: b
         # Calling an operator takes longer than updating 100 features.
         _update_cpu(*running, *moments, momentum)
         return
-    args = (*running, moments.count.detach(), moments.mean.detach(), moments.var.detach(), momentum)
+    new = (moments.count.detach(), moments.mean.detach(), moments.var.detach())
     if is_transformed():
         # torch.func transforms have rules for plain operations, but not for our operator.
-        _update(*args)
+        mean, var, batches, skipped = running
+        if is_wrapped(batches) and not is_wrapped(skipped):
+            # The caller passed the buffers of a state dict, which does not contain this count. Transforms cannot change
+            # a tensor that was not passed, so discard the count.
+            skipped = torch.zeros_like(batches)
+        _update(mean, var, batches, skipped, *new, momentum)
     else:
-        torch.ops.batchnorm.update_running_(*args)
+        torch.ops.batchnorm.update_running_(*running, *new, momentum)
 
 
 def _update(

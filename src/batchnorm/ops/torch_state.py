@@ -18,6 +18,11 @@ def is_transformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_wrapped(x: Tensor) -> bool:
+    """Return whether a ``torch.func`` transform tracks ``x``, because it was passed to the transformed function."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 def is_forward_mode() -> bool:
     """Return whether forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
