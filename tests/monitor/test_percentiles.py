@@ -88,6 +88,25 @@ def test_training_is_the_same_bit_for_bit(kind, probe):
         assert torch.equal(ends[1][name], value), name
 
 
+def test_layers_called_by_keyword():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act = nn.BatchNorm1d(3), nn.ReLU()
+            self.fused = bn.BatchNorm1d(3, activation="relu")
+
+        def forward(self, x):
+            return self.fused(residual=x, input=self.act(input=self.norm(input=x)))
+
+    net, x = Net(), torch.randn(8, 3)
+    with Monitor(net, every=1) as monitor:
+        net(x)
+    percentiles = monitor.records[0].percentiles
+    torch.testing.assert_close(percentiles["act"].x, percentiles_of(x, (15, 50, 85)))
+    y = torch.relu(net.norm(x))
+    torch.testing.assert_close(percentiles["fused"].x, percentiles_of(y, (15, 50, 85)))
+
+
 def test_nothing_stays_attached_even_after_an_exception():
     net = perceptron()
     with pytest.raises(RuntimeError), Monitor(net, every=1):

@@ -59,8 +59,7 @@ class Taps:
             self._attach(module.register_forward_pre_hook(partial(hook, name), with_kwargs=True))
         for module in self.net.modules():
             if isinstance(module, TorchNorm) and not _fuses(module):
-                remember = lambda m, args, output: self._normalized.append((output, args[0]))  # noqa: E731
-                self._attach(module.register_forward_hook(remember))
+                self._attach(module.register_forward_hook(self._remember, with_kwargs=True))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -71,8 +70,11 @@ class Taps:
     def _attach(self, handle: torch.utils.hooks.RemovableHandle) -> None:
         self._handles.callback(handle.remove)
 
+    def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        self._normalized.append((output, _input(args, kwargs)))
+
     def _nonlinearity(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        z = args[0] if args else next(iter(kwargs.values()), None)
+        z = _input(args, kwargs)
         if not isinstance(z, Tensor):
             return
         x = next((x for y, x in self._normalized if y is z), z)
@@ -81,11 +83,16 @@ class Taps:
     def _normalization(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch.no_grad(), borrowed_statistics([module]), _without_activation(module):
             z = module.forward(*args, **kwargs)
-        self._report(name, z, args[0] if args else kwargs["input"])
+        self._report(name, z, _input(args, kwargs))
 
     def _report(self, name: str, z: Tensor, x: Tensor) -> None:
         self._calls[name] = call = self._calls.get(name, 0) + 1
         self.seen(name if call == 1 else f"{name}#{call}", z, x)
+
+
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a layer's input, passed by position or by name; None if it has none."""
+    return args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
 
 
 @contextmanager
