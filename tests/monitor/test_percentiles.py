@@ -88,6 +88,46 @@ def test_training_is_the_same_bit_for_bit(kind, probe):
         assert torch.equal(ends[1][name], value), name
 
 
+@pytest.mark.parametrize("rebinds", [False, True])
+def test_a_probe_changes_no_buffer(rebinds):
+    class Average(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.ReLU()
+            self.register_buffer("average", torch.zeros(()))
+            self.register_buffer("none", None)
+
+        def forward(self, x):
+            if rebinds:
+                self.average = self.average.lerp(x.mean(), 0.1)
+            else:
+                self.average.lerp_(x.mean(), 0.1)
+            return self.act(x)
+
+    net, x = Average(), torch.randn(8, 3)
+    with Monitor(net, every=1, probe=x + 100) as monitor:
+        net(x)
+    assert len(monitor.records) == 1
+    torch.testing.assert_close(net.average, 0.1 * x.mean())
+
+
+def test_a_probe_keeps_shared_buffers_shared():
+    class Counter(nn.Module):
+        def __init__(self, count):
+            super().__init__()
+            self.register_buffer("count", count)
+
+        def forward(self, x):
+            self.count += 1
+            return x * self.count
+
+    count = torch.zeros(())
+    net = nn.Sequential(Counter(count), Counter(count), nn.ReLU())
+    z = Monitor(net).record(0, torch.ones(1, 1)).percentiles["2"].z
+    assert z[1] == 2
+    assert count == 0
+
+
 def test_layers_called_by_keyword():
     class Net(nn.Module):
         def __init__(self):

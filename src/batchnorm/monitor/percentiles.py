@@ -31,7 +31,7 @@ class Monitor:
             ``every`` doubles, so memory is bounded for a run of any length.
         points: the largest number of records in memory.
         probe: a batch to run for each record, instead of recording the training batch. The probe is normalized by its
-            own statistics as in training, but without dropout. It changes no running averages or random numbers.
+            own statistics as in training, but without dropout. It changes no buffers or random numbers.
         unit_dim: the dimension of the layers' units; or a mapping from layer names to dimensions, in which missing
             layers have dimension 1.
         sinks: objects that also write the records, e.g. :class:`batchnorm.monitor.JSONLines`. They are closed on exit.

@@ -81,7 +81,7 @@ class Taps:
         self._report(name, z, x)
 
     def _normalization(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with torch.no_grad(), borrowed_statistics([module]), _without_activation(module):
+        with torch.no_grad(), borrowed_buffers([module]), _without_activation(module):
             z = module.forward(*args, **kwargs)
         self._report(name, z, _input(args, kwargs))
 
@@ -109,31 +109,31 @@ def _without_activation(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def borrowed_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside the block, give normalization layers copies of their buffers; updates to the copies are discarded."""
-    layers = [m for m in modules if isinstance(m, TorchNorm)]
-    kept = [dict(m._buffers) for m in layers]
+def borrowed_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside the block, give modules copies of their buffers; updates to the copies are discarded."""
+    kept = {m: dict(m._buffers) for m in modules}
+    # Replace the tensors, not their values, because autograd may need the old values for a later backward pass.
+    copies = {b: b.clone() for buffers in kept.values() for b in buffers.values() if b is not None}
     try:
-        for layer in layers:
-            # Replace the tensors, not their values, because autograd may need the old values for a later backward pass.
-            layer._buffers.update({k: None if b is None else b.clone() for k, b in layer._buffers.items()})
+        for module, buffers in kept.items():
+            module._buffers.update({name: b if b is None else copies[b] for name, b in buffers.items()})
         yield
     finally:
-        for layer, buffers in zip(layers, kept, strict=True):
-            layer._buffers.update(buffers)
+        for module, buffers in kept.items():
+            module._buffers.update(buffers)
 
 
 @contextmanager
 def probing(net: nn.Module) -> Iterator[None]:
     """Run the network inside the block as in training, with the batch's own statistics, but without side effects.
 
-    Only batch normalizations stay in training mode; dropout, for example, does not. Running averages, random numbers
-    and modes are restored at the end.
+    Only batch normalizations stay in training mode; dropout, for example, does not. Buffers, random numbers and modes
+    are restored at the end.
     """
     modules = list(net.modules())
     modes = [m.training for m in modules]
     devices = {p.device.index for p in net.parameters() if p.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng([d for d in devices if d is not None]), borrowed_statistics(modules):
+    with torch.no_grad(), torch.random.fork_rng([d for d in devices if d is not None]), borrowed_buffers(modules):
         try:
             for m in modules:
                 m.training = m.training and isinstance(m, TorchNorm)
