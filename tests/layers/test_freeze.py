@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import batchnorm as bn
 
@@ -56,6 +57,16 @@ def test_state_dict_carries_it(statistics, affine):
     bn.unfreeze_(twin)
     assert twin[1].weight.requires_grad
     assert not twin[1].frozen_statistics
+
+
+def test_distributed_checkpoints_carry_it():
+    net, twin = (nn.Sequential(nn.Linear(2, 3), bn.BatchNorm1d(3)) for _ in range(2))
+    bn.freeze_(net, affine=False)
+    state = get_model_state_dict(net)
+    assert state["1.frozen"] == net[1].frozen == 1
+    set_model_state_dict(twin, state)
+    assert twin[1].frozen == 1
+    torch.testing.assert_close(dict(twin.state_dict()), dict(net.state_dict()))
 
 
 def test_a_checkpoint_without_the_entry_leaves_a_frozen_layer_frozen():

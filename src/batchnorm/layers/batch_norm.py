@@ -115,6 +115,14 @@ class BatchNorm(TorchBatchNorm):
         return self.running_mean, self.running_var  # a parametrization, for example
 
     @property
+    def frozen(self) -> int:
+        """What is frozen, as a sum: 1 for the statistics, 2 for the weight, 4 for the bias.
+
+        torch.distributed.checkpoint looks up each entry of the state dict as an attribute.
+        """
+        return self._frozen
+
+    @property
     def frozen_statistics(self) -> bool:
         """Whether training normalizes by the running statistics and does not update them."""
         return bool(self._frozen & STATISTICS)
