@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.nn.utils.parametrize import register_parametrization
 
 import batchnorm as bn
 
@@ -92,8 +93,26 @@ def test_refusals_change_nothing():
     with pytest.raises(ValueError, match="b has no running statistics"):
         bn.freeze_(net)
     assert not net["a"].frozen_statistics
+    net = nn.ModuleDict({"a": bn.BatchNorm1d(3), "b": bn.BatchNorm1d(3)})
+    register_parametrization(net["b"], "weight", nn.Softplus())
+    with pytest.raises(ValueError, match=r"the weight of b is not a parameter.*affine=False"):
+        bn.freeze_(net)
+    assert net["a"].frozen == net["b"].frozen == 0
+    assert net["a"].weight.requires_grad
+    bn.freeze_(net, affine=False)
+    bn.unfreeze_(net)
+    assert net["b"].frozen == 0
     with pytest.raises(ValueError, match="nothing to freeze"):
         bn.freeze_(nn.Linear(2, 2))
+
+
+def test_a_parameter_that_is_parametrized_while_frozen():
+    net = nn.ModuleDict({"a": bn.BatchNorm1d(3), "b": bn.BatchNorm1d(3)})
+    bn.freeze_(net)
+    register_parametrization(net["b"], "bias", nn.Softplus())
+    with pytest.raises(ValueError, match=r"the bias of b is not a parameter.*affine=False"):
+        bn.unfreeze_(net)
+    assert net["a"].frozen == net["b"].frozen == 7
 
 
 def test_repr_says_so():

@@ -19,8 +19,8 @@ def freeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> 
         affine: stop training gamma and beta.
 
     Raises:
-        ValueError: if the network has ``torch.nn`` layers (convert them first), no batch normalization, or layers
-            without running statistics. The network is then unchanged.
+        ValueError: if the network has ``torch.nn`` layers (convert them first), no batch normalization, layers
+            without running statistics, or parametrized gammas or betas. The network is then unchanged.
 
     >>> layer = BatchNorm(3); freeze_(layer); layer.train().frozen_statistics
     True
@@ -33,6 +33,8 @@ def freeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> 
             raise ValueError(
                 f"{name} has no running statistics to freeze; create the layer with track_running_stats=True"
             )
+        if affine:
+            _require_parameters(name, layer, WEIGHT | BIAS)
     for _, layer in layers:
         if statistics:
             layer._frozen |= STATISTICS
@@ -52,12 +54,20 @@ def unfreeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -
         statistics: normalize by batch statistics in training again, and update the running statistics.
         affine: train gamma and beta again.
 
+    Raises:
+        ValueError: if the network has ``torch.nn`` layers, no batch normalization, or frozen gammas or betas that were
+            parametrized later. The network is then unchanged.
+
     >>> layer = BatchNorm(3); freeze_(layer); unfreeze_(layer); layer.weight.requires_grad
     True
 
     Beyond the paper: fine-tuning with fixed statistics.
     """
-    for _, layer in _layers(net, "unfreeze"):
+    layers = list(_layers(net, "unfreeze"))
+    for name, layer in layers:
+        if affine:
+            _require_parameters(name, layer, layer._frozen)
+    for _, layer in layers:
         if statistics:
             layer._frozen &= ~STATISTICS
         if affine:
@@ -65,6 +75,15 @@ def unfreeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -
                 if layer._frozen & bit and parameter is not None:
                     parameter.requires_grad_(True)
                     layer._frozen &= ~bit
+
+
+def _require_parameters(name: str, layer: BatchNorm, bits: int) -> None:
+    for bit, key in ((WEIGHT, "weight"), (BIAS, "bias")):
+        if bits & bit and key not in layer._parameters:
+            raise ValueError(
+                f"the {key} of {name} is not a parameter but computed from others, for example by"
+                " torch.nn.utils.parametrize: pass affine=False, and set requires_grad of those parameters yourself"
+            )
 
 
 def _layers(net: nn.Module, verb: str) -> Iterator[tuple[str, BatchNorm]]:
