@@ -197,6 +197,61 @@ def test_placement_after_needs_modules_called_once():
     assert {site.reason for site in report} == {"it is called more than once"}
 
 
+class Rearranged(nn.Module):
+    def __init__(self, affine, rearrange):
+        super().__init__()
+        self.affine, self.rearrange, self.act = affine, rearrange, nn.Tanh()
+
+    def forward(self, x):
+        return self.act(self.rearrange(self.affine(x)))
+
+
+@pytest.mark.parametrize(
+    ("rearrange", "size", "over"),
+    [
+        (lambda y: y.mT, 4, (0, 2)),
+        (lambda y: y.permute(0, 2, 1).unsqueeze(-1), 4, (0, 2, 3)),
+        (lambda y: y.transpose(0, 1), 4, (0, 1)),
+        (lambda y: y.reshape(-1, 4), 4, (0,)),
+        (lambda y: y.mean(1), 4, (0,)),
+        (lambda y: y.chunk(2, -1)[1] + 1, 2, (0, 1)),
+        (lambda y: torch.cat([y, 2 * y], -1).mT, 8, (0, 2)),
+    ],
+)
+def test_placement_after_finds_the_features(rearrange, size, over):
+    x = torch.randn(6, 4, 3)  # as many positions as features
+    inserted = bn.insert(Rearranged(nn.Linear(3, 4), rearrange), x, placement="after")
+    torch.testing.assert_close(inserted(x).mean(over), torch.zeros(size), rtol=0, atol=1e-5)
+
+
+def test_placement_after_finds_the_features_of_a_convolution():
+    net = Rearranged(nn.Conv2d(3, 4, 1), lambda y: y.flatten(2).transpose(1, 2))
+    x = torch.randn(6, 3, 2, 2)
+    torch.testing.assert_close(bn.insert(net, x, placement="after")(x).mean((0, 1)), torch.zeros(4), rtol=0, atol=1e-5)
+    net = Rearranged(nn.Conv2d(3, 4, 1), lambda y: y.view(len(y), -1))
+    assert bn.insert(net, x, placement="after").report["act"].action == "inserted BatchNorm1d(16)"
+    net = Rearranged(nn.Conv2d(3, 4, 1), lambda y: F.pixel_shuffle(y, 2))
+    assert bn.insert(net, x, placement="after").report["act"].action == "inserted BatchNorm2d(1)"
+
+
+@pytest.mark.parametrize(
+    "rearrange",
+    [
+        lambda y: y.unflatten(-1, (2, 2)),
+        lambda y: y.unsqueeze(-1),
+        lambda y: y.permute(2, 0, 1),
+        lambda y: y[..., 0],
+        lambda y: torch.stack([y, y], -1),
+        lambda y: y + y.mT,
+        lambda y: y.view_as(y.new_empty(6, 2, 8)),
+    ],
+)
+def test_placement_after_skips_features_that_it_cannot_find(rearrange):
+    net = Rearranged(nn.Linear(3, 4), rearrange)
+    report = bn.insert(net, torch.randn(6, 4, 3), placement="after").report
+    assert report["act"].reason.startswith("the features are not found in dimension 1 or the last dimension of its")
+
+
 def test_a_shared_layer_gets_one_normalization_for_its_calls():
     linear = nn.Linear(3, 3)
     net = nn.Sequential(linear, nn.Tanh(), linear, nn.Tanh())

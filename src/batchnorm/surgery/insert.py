@@ -55,7 +55,8 @@ def insert(
             sqrt(Var[x] + eps) and beta = E[x], so that the outputs in evaluation mode do not change.
         batches: the batches for "identity".
         placement: "before" the nonlinearity, as in the paper, or "after" it (the standardization layer of Gulcehre &
-            Bengio, for comparison). For "after", the nonlinearity must be a module that is called once.
+            Bengio, for comparison). For "after", the nonlinearity must be a module that is called once, and the
+            features must be in dimension 1 or the last dimension of its output.
         per_activation: give each activation of a feature map its own gamma, beta and statistics.
         forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
             inputs.

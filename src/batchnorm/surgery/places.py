@@ -6,17 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..change_report import Site
 from ..graph import Graph, TracedCall, Value
-from ..graph.kinds import HANDING_ON, NONLINEAR, Affine, Convolution, Transposed, is_affine, plain_name
+from ..graph.kinds import HANDING_ON, MOVING, NONLINEAR, Affine, Convolution, Transposed, is_affine, plain_name
 
 FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 # In evaluation mode without hooks, these modules do not call their children; a fused function reads their weights.
 BYPASSING = (nn.TransformerEncoderLayer,)
 SCALING = frozenset({"mul", "div", "truediv", "multiply", "divide"})
+# Calls after which the features may be in another dimension. Shuffles leave them in dimension 1.
+REARRANGING = frozenset({"mean", "stack", "chunk", "split", "unbind", "narrow", "select", "getitem"}) | MOVING
+REARRANGING -= {"pixelshuffle", "pixelunshuffle", "channelshuffle"}
 
 
 @dataclass(eq=False)
@@ -94,11 +98,16 @@ def reach(values: list[Value]) -> Reach:
                 found.nonlinear.append(call)
             elif "norm" in name:
                 found.normalized.append(call)
-            elif name in HANDING_ON or (name in SCALING and len(call.inputs) == 1):
+            elif _hands_on(call):
                 waiting.extend(call.outputs)
             else:
                 found.elsewhere.append(call)
     return found
+
+
+def _hands_on(call: TracedCall) -> bool:
+    name = plain_name(call.name)
+    return name in HANDING_ON or (name in SCALING and len(call.inputs) == 1)
 
 
 def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
@@ -142,20 +151,70 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
 def activation_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
     """Yield each nonlinearity that an affine layer feeds; batch normalization can be inserted after it."""
     graph = graphs[-1]
-    fed: dict[TracedCall, list[nn.Module]] = {}
+    fed: dict[TracedCall, list[tuple[nn.Module, int | None]]] = {}
     for call in graph.calls:
         if call.module is not None and is_affine(call.module):
-            for reached in reach(call.outputs).nonlinear:
-                fed.setdefault(reached, []).append(call.module)
+            for reached, dim in _feature_dims(call):
+                fed.setdefault(reached, []).append((call.module, dim))
     for call in (call for call in graph.calls if call in fed):
         if call.module is None:
             yield Candidate(None, Site(call.path, "skipped", f"{call.name} is called as a function, not as a module"))
         elif len(graph.calls_of(call.module)) > 1:
             yield Candidate(None, Site(call.path, "skipped", "it is called more than once"))
         else:
-            last = any(isinstance(module, nn.Linear) for module in fed[call])
-            place = Place(call.path, call.module, fed[call][0], call.outputs[0].shape, last)
-            yield Candidate(place, Site(call.path, "skipped"), default=True)
+            shape = call.outputs[0].shape
+            dims = {dim for _, dim in fed[call]}
+            last = dims == {len(shape) - 1}
+            place = Place(call.path, call.module, fed[call][0][0], shape, last)
+            if last or dims == {1} or place.problem:
+                yield Candidate(place, Site(call.path, "skipped"), default=True)
+            else:
+                reason = (
+                    f"the features are not found in dimension 1 or the last dimension of its output of shape {shape}"
+                )
+                yield Candidate(None, Site(call.path, "skipped", reason))
+
+
+def _feature_dims(affine: TracedCall) -> Iterator[tuple[TracedCall, int | None]]:
+    """Yield the nonlinearities that an affine layer feeds, each with the dimension of the layer's features there.
+
+    The dimension is None if it is unknown, for example because the features were split over two dimensions.
+    """
+    (value,) = affine.outputs
+    kernel = getattr(affine.module, "kernel_size", ())
+    waiting: list[tuple[Value, int | None]] = [(value, len(value.shape) - 1 - len(kernel))]
+    seen: set[tuple[Value, int | None]] = set()
+    while waiting:
+        value, dim = waiting.pop()
+        if (value, dim) in seen:
+            continue
+        seen.add((value, dim))
+        for call in value.consumers:
+            if plain_name(call.name) in NONLINEAR:
+                yield call, dim
+            elif _hands_on(call):
+                waiting.extend(zip(call.outputs, _dims_after(call, value, dim), strict=True))
+
+
+def _dims_after(call: TracedCall, value: Value, dim: int | None) -> list[int | None]:
+    """Return, for each output of a call, the dimension that has the features of dimension ``dim`` of the input."""
+    unknown: list[int | None] = [None] * len(call.outputs)
+    if dim is None:
+        return unknown
+    if plain_name(call.name) not in REARRANGING:
+        return [dim if len(output.shape) == len(value.shape) else None for output in call.outputs]
+    if call.inputs != [value]:
+        return unknown
+    # Replay the call on a tensor that holds the index of each element's feature.
+    index = torch.arange(float(value.shape[dim])).reshape(-1, *[1] * (len(value.shape) - 1 - dim))
+    result = call.replay(index.expand(value.shape).contiguous())
+    outputs = [result] if isinstance(result, Tensor) else list(result)
+    return [_only_varying_dim(output) for output in outputs] if len(outputs) == len(unknown) else unknown
+
+
+def _only_varying_dim(index: Tensor) -> int | None:
+    dims = [d for d, size in enumerate(index.shape) if size > 1 and (index != index.narrow(d, 0, 1)).any()]
+    return dims[0] if len(dims) == 1 else None
 
 
 def _reason_to_skip(calls: list[TracedCall]) -> str:
