@@ -244,10 +244,26 @@ def test_a_dimension_of_size_1_does_not_hide_that_a_reshape_mixes_features(sizes
 
 
 def test_dimensions_of_size_1_that_a_view_adds_or_removes():
-    net = Net(lambda n, x: n.bn(n.conv(x).view(-1, 4)), conv=nn.Conv2d(3, 4, 8), bn=nn.BatchNorm1d(4))
+    net = Net(lambda n, x: n.bn(n.conv(x).view(len(x), 4)), conv=nn.Conv2d(3, 4, 8), bn=nn.BatchNorm1d(4))
     assert check(net).report["bn"].action == "folded into 'conv'"
     net = Net(lambda n, x: n.conv(n.bn(x).view(-1, 4, 1, 1)), conv=nn.Conv2d(4, 3, 1), bn=nn.BatchNorm1d(4))
     assert check(net, torch.randn(3, 4)).report["bn"].action == "folded into 'conv'"
+
+
+def test_dimensions_of_size_1_that_a_view_may_join_with_the_batch():
+    down = Net(lambda n, x: n.linear(n.bn(x).view(-1, 2)), bn=nn.BatchNorm2d(2), linear=nn.Linear(2, 3))
+    up = Net(lambda n, x: n.bn(n.conv(x).view(-1, 2)), conv=nn.Conv2d(2, 2, 1), bn=nn.BatchNorm1d(2))
+    larger = torch.randn(4, 2, 3, 3).double()
+    for net in (down, up):
+        folded = bn.fold(scramble_(net).double(), torch.randn(4, 2, 1, 1).double())
+        assert "has a dimension of size 1; if that dimension were larger" in folded.report["bn"].reason
+        torch.testing.assert_close(folded(larger), net.eval()(larger))
+    net = Net(
+        lambda n, x: n.linear(n.bn(x).permute(0, 2, 3, 1).reshape(-1, 2)), bn=nn.BatchNorm2d(2), linear=nn.Linear(2, 3)
+    )
+    folded = check(net, torch.randn(4, 2, 1, 1))
+    assert folded.report["bn"].action == "folded into 'linear'"
+    torch.testing.assert_close(folded(larger), net(larger))
 
 
 def test_before_a_transposed_convolution_only_a_scale_could_go():

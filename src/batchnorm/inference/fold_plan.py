@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 
@@ -17,6 +18,10 @@ from .affine import Map, map_of
 
 FUNCTIONS = ("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 OWN_FORWARD = "has its own forward"
+LARGER = (
+    "if that dimension were larger, its elements might mix with the features: pass an example in which it is larger"
+    " than 1"
+)
 BY_MINI_BATCH = "it keeps no running statistics and normalizes by the mini-batch in evaluation too"
 
 
@@ -246,8 +251,7 @@ def _match_up(source: TracedCall, moves: list[TracedCall], call: TracedCall, lay
     kept = _feature_dims(layer, len(target))
     if not moves and dims == kept:
         return torch.arange(prod(origin[d] for d in dims))
-    features = _replayed(_numbered(origin, dims), moves)
-    return _function_of(features, _numbered(target, kept), prod(origin[d] for d in dims))
+    return _function_of(_features(origin, dims, moves, target, kept), prod(origin[d] for d in dims))
 
 
 def _match_down(call: TracedCall, moves: list[TracedCall], sink: TracedCall, layer: TorchBatchNorm) -> Tensor:
@@ -258,18 +262,38 @@ def _match_down(call: TracedCall, moves: list[TracedCall], sink: TracedCall, lay
     kept = _feature_dims(sink.module, len(target))
     if not moves and dims == kept:
         return torch.arange(prod(origin[d] for d in dims))
-    features = _replayed(_numbered(origin, dims), moves)
-    return _function_of(_numbered(target, kept), features, prod(target[d] for d in kept))
+    pairs = ((after, before) for before, after in _features(origin, dims, moves, target, kept))
+    return _function_of(pairs, prod(target[d] for d in kept))
 
 
-def _function_of(inner: Tensor, outer: Tensor, size: int) -> Tensor:
-    """Return a tensor f with f[inner] == outer everywhere; raise Refusal if there is none."""
+def _features(
+    origin: tuple[int, ...], dims: list[int], moves: list[TracedCall], target: tuple[int, ...], kept: list[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield, for each element after the moves, its feature before the moves and its feature after them.
+
+    The first pair is for the example's shape. In the other pairs, one dimension of size 1 is larger; shapes that the
+    network would reject are left out.
+    """
+    yield _replayed(_numbered(origin, dims), moves), _numbered(target, kept)
+    for larger in (d for d, n in enumerate(origin) if n == 1 and d not in dims):
+        shape = tuple(2 if d == larger else n for d, n in enumerate(origin))
+        with suppress(Refusal):
+            found = _replayed(_numbered(shape, dims), moves)
+            if found.dim() == len(target) and all(found.shape[d] == target[d] for d in kept):
+                yield found, _numbered(tuple(found.shape), kept)
+
+
+def _function_of(pairs: Iterator[tuple[Tensor, Tensor]], size: int) -> Tensor:
+    """Return a tensor f with f[inner] == outer everywhere, for all pairs; raise Refusal if there is none."""
+    inner, outer = next(pairs)
     if inner.shape != outer.shape:
         raise Refusal("the shapes between it and the affine layer next to it do not match")
     index = torch.zeros(size, dtype=torch.long)
     index[inner.flatten()] = outer.flatten()
     if not torch.equal(index[inner], outer):
         raise Refusal("the dimension that it normalizes is not the feature dimension of the affine layer next to it")
+    if not all(torch.equal(index[inner], outer) for inner, outer in pairs):
+        raise Refusal(f"the example has a dimension of size 1; {LARGER}")
     return index
 
 
@@ -285,10 +309,7 @@ def _replayed(x: Tensor, moves: list[TracedCall]) -> Tensor:
         if plain_name(move.name) in ("view", "reshape"):
             changes = [new - old for new, old in zip(_ones_around(x), _ones_around(before), strict=True)]
             if prod(changes) < 0:
-                raise Refusal(
-                    f"{move} moves a dimension of size 1 past the features; if that dimension were larger, its elements"
-                    " might mix with the features: pass an example in which it is larger than 1"
-                )
+                raise Refusal(f"{move} moves a dimension of size 1 past the features; {LARGER}")
     return x
 
 
