@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from dataclasses import dataclass
+from enum import Enum
 from types import MethodType
 
 import onnx
@@ -237,6 +239,105 @@ def test_code_that_assigns_to_attributes_is_not_traced():
     assert (folded[1].calls, folded[2].stride) == (0, 7)
     with pytest.raises(ValueError, match=r"cannot trace the network \(its code assigns to the attribute 'calls'"):
         bn.fold(net, image(), traced=True)
+
+
+class InPlace(Functional2):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return super().forward(x) / self.calls
+
+
+class PlainTensor(Functional2):
+    def __init__(self):
+        super().__init__()
+        self.calls = torch.zeros(())
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return super().forward(x) / self.calls
+
+
+class History(Functional2):
+    def __init__(self):
+        super().__init__()
+        self.history = {"calls": []}
+
+    def forward(self, x):
+        self.history["calls"].append(x.shape)
+        return super().forward(x) / len(self.history["calls"])
+
+
+class CountingNorm(nn.BatchNorm2d):
+    def __init__(self, features):
+        super().__init__(features)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return F.batch_norm(x, self.running_mean, self.running_var) / self.calls
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"), [(InPlace, "calls"), (PlainTensor, "calls"), (History, r"history\['calls'\]\[\d\]")]
+)
+def test_code_that_changes_tensors_or_lists_is_not_traced(kind, changed):
+    net, x = nn.Sequential(nn.Conv2d(3, 4, 3), kind()).double().eval(), image().double()
+    with pytest.warns(UserWarning, match=f"1 left: its code changes '{changed}'"):
+        folded = bn.fold(net, x)
+    for _ in range(3):
+        torch.testing.assert_close(folded(x), net(x))
+    with pytest.raises(ValueError, match=rf"cannot trace the network \(its code changes '1\.{changed}'"):
+        bn.fold(net, x, traced=True)
+
+
+def test_a_layer_that_counts_its_calls():
+    net, x = nn.Sequential(nn.Conv2d(3, 4, 3), CountingNorm(4)).eval(), image()
+    with pytest.warns(UserWarning, match="1 left"):
+        folded = bn.fold(net, x)
+    for _ in range(3):
+        torch.testing.assert_close(folded(x), net(x))
+
+
+class Mode(Enum):
+    PLAIN = 1
+    TANH = 2
+
+
+class Switched(Functional2):
+    def forward(self, x, mode=Mode.PLAIN):
+        y = super().forward(x)
+        return y if mode is Mode.PLAIN else y.tanh()
+
+
+def test_an_argument_that_traced_code_cannot_check():
+    net, x = Switched().eval(), torch.randn(2, 4, 5, 5)
+    with pytest.warns(UserWarning, match="1 left: .* its argument 'mode' is a Mode, which traced code cannot check"):
+        folded = bn.fold(net, x)
+    for mode in Mode:
+        torch.testing.assert_close(folded(x, mode), net(x, mode))
+
+
+@dataclass
+class Config:
+    scale: float | torch.Tensor = 1.0
+
+
+class Configured(Functional2):
+    def forward(self, x, config=Config()):  # noqa: B008
+        return super().forward(x) * config.scale
+
+
+@pytest.mark.parametrize("scale", [2.0, torch.tensor(2.0)])
+def test_an_unhashable_default_does_not_damage_the_copy(scale):
+    net, batch = Configured().eval(), {"x": torch.randn(2, 4, 5, 5), "config": Config(scale)}
+    with pytest.warns(UserWarning, match="1 left"):
+        folded = bn.fold(net, batch)
+    assert folded.state_dict().keys() == net.state_dict().keys()
+    torch.testing.assert_close(folded(**batch), net(**batch))
 
 
 def test_code_that_asks_for_types_and_buffers_is_traced():

@@ -62,8 +62,8 @@ def fold(
 
     If a module's forward does the normalization itself (a batch normalization subclass with its own forward, a call of
     ``F.batch_norm``), ``torch.fx`` traces that forward only, and the batch normalization becomes a child of the module.
-    The traced form keeps the values that the module's attributes have now. A forward that assigns to attributes is not
-    traced. All other Python code stays the same.
+    The traced form keeps the values that the module's attributes have now. A forward that assigns to attributes, or
+    changes a tensor or a list that its module holds, is not traced. All other Python code stays the same.
 
     Args:
         net: any network, in either mode; it is folded in evaluation mode.

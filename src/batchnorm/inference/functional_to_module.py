@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.node import base_types
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import network_call
@@ -27,7 +27,7 @@ from ..graph.generated import by_name, scope_of
 from ..graph.kinds import is_affine, keeps_torch_forward
 from ..graph.symbolic import Untraceable, is_machinery
 from ..layers import BatchNorm
-from ..network_copy import private_copy
+from ..network_copy import plain_attributes, private_copy
 
 aten = torch.ops.aten
 CONVOLUTIONS: dict[Any, Any] = {
@@ -69,7 +69,7 @@ def as_graph_module(net: nn.Module) -> fx.GraphModule:
     try:
         if "forward" in vars(net):
             raise ValueError("its forward was replaced on the instance")
-        with _unchecked_shapes(net), _no_assignments(net):
+        with _unchecked_shapes(net):
             graph = _ForwardTracer(_keeps_its_forward).trace(net)
     except (Exception, Untraceable) as error:
         raise ValueError(
@@ -143,7 +143,11 @@ def _observe(net: nn.Module, owners: list[str], example: Any, forward: network_c
 
 
 class _ForwardTracer(fx.Tracer):
-    """Trace a forward, with ``is_leaf`` deciding which modules are leaves."""
+    """Trace a forward, with ``is_leaf`` deciding which modules are leaves.
+
+    Raises:
+        Untraceable: if the code has effects that a graph would not repeat. The modules may have changed by then.
+    """
 
     def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
@@ -151,6 +155,32 @@ class _ForwardTracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self._is_leaf(m)
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        before = _state(root)
+        with _no_assignments(root):
+            graph = super().trace(root, concrete_args)
+        after = _state(root)
+        for path in (*before, *after):
+            if path not in before or path not in after or not _is_same(before[path], after[path]):
+                raise Untraceable(f"its code changes '{path}'")
+        return graph
+
+
+def _state(net: nn.Module) -> dict[str, tuple[Any, int]]:
+    """Return the objects that modules hold, by path, each with the number of writes to it if it is a tensor."""
+    found = {}
+    for owner, module in net.named_modules():
+        held = (*module._parameters.items(), *module._buffers.items(), *plain_attributes(module))
+        for path, item in network_call.walk((f"{owner}.{name}" if owner else name, item) for name, item in held):
+            if "_tensor_constant" not in path:  # torch.fx keeps constants in these attributes
+                written = item._version if isinstance(item, Tensor) and not item.is_inference() else 0
+                found[path] = (item, written)
+    return found
+
+
+def _is_same(before: tuple[Any, int], after: tuple[Any, int]) -> bool:
+    return before[0] is after[0] and before[1] == after[1]
 
 
 def _keeps_its_forward(module: nn.Module) -> bool:
@@ -198,32 +228,30 @@ def _no_assignments(net: nn.Module) -> Iterator[None]:
 
 
 def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any]) -> None:
+    """Change a module so that it runs a traced form of its forward; if an exception is raised, it does not change."""
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError("it is scripted")
     if isinstance(module, fx.GraphModule):
-        graph = module.graph
-    elif "forward" in vars(module):
-        raise ValueError("its forward was replaced on the instance")
-    else:
-        fixed = _fixed_arguments(module, calls)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch.fx warns about values that it cannot check at run time
-            with _no_assignments(module):
-                graph = _ForwardTracer(lambda m: m not in inside).trace(module, fixed or None)
-        for node in graph.nodes:
-            if node.op == "placeholder" and node.target.removesuffix("_1") in fixed:
-                node.target = node.target.removesuffix("_1")  # torch.fx renames fixed arguments
-    found = _equivalent_modules(module, graph)
-    if not any(isinstance(new, AnyBatchNorm) for new in found.values()):
-        raise ValueError("it has no batch_norm with fixed statistics and parameters")
-    before = _attributes_read(graph)
-    _call_modules(module, graph, found)
-    _drop_layers(module, graph, inside)
-    graph.lint()
-    if isinstance(module, fx.GraphModule):
+        _call_modules(module, module.graph, _normalizing(module, module.graph))
+        _drop_layers(module, module.graph, inside)
+        module.graph.lint()
         module.recompile()
-    else:
-        _adopt(module, graph, before)
+        return
+    if "forward" in vars(module):
+        raise ValueError("its forward was replaced on the instance")
+    fixed = _fixed_arguments(module, calls)
+    twin = private_copy(module)
+    opened = {new for old, new in zip(module.modules(), twin.modules(), strict=True) if old in inside}
+    graph = _ForwardTracer(lambda m: m not in opened).trace(twin, fixed or None)
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.target.removesuffix("_1") in fixed:
+            node.target = node.target.removesuffix("_1")  # torch.fx renames fixed arguments
+    found = _normalizing(twin, graph)
+    before = _attributes_read(graph)
+    _call_modules(twin, graph, found)
+    graph.lint()
+    _adopt(module, graph, before, twin)
+    _drop_layers(module, graph, inside)
 
 
 def _fixed_arguments(module: nn.Module, calls: list[Any]) -> dict[str, Any]:
@@ -236,9 +264,20 @@ def _fixed_arguments(module: nn.Module, calls: list[Any]) -> dict[str, Any]:
         bound.apply_defaults()
         given = list(bound.arguments.items())[1:]
         found.append({k: v for k, v in given if k in single and not network_call.tensors_in(v)})
+    for name, value in (item for fixed in found for item in fixed.items()):
+        if type(value) not in (*base_types, type(None)):
+            raise ValueError(f"its argument '{name}' is a {type(value).__name__}, which traced code cannot check")
     if any(fixed != found[0] for fixed in found):
         raise ValueError("its calls differ in arguments that are not tensors")
     return found[0] if found else {}
+
+
+def _normalizing(root: nn.Module, graph: fx.Graph) -> dict[fx.Node, nn.Module]:
+    """Return :func:`_equivalent_modules`; raise ValueError if none of them is a batch normalization."""
+    found = _equivalent_modules(root, graph)
+    if not any(isinstance(new, AnyBatchNorm) for new in found.values()):
+        raise ValueError("it has no batch_norm with fixed statistics and parameters")
+    return found
 
 
 def _attributes_read(graph: fx.Graph) -> set[str]:
@@ -255,21 +294,28 @@ def _drop_layers(module: nn.Module, graph: fx.Graph, inside: set[nn.Module]) -> 
             del module.get_submodule(parent)._modules[name]
 
 
-def _adopt(module: nn.Module, graph: fx.Graph, before: set[str]) -> None:
-    """Change the module's class to a class that runs the graph; a batch normalization becomes a plain nn.Module."""
+def _adopt(module: nn.Module, graph: fx.Graph, before: set[str], twin: nn.Module) -> None:
+    """Change the module's class to a class that runs the graph; a batch normalization becomes a plain nn.Module.
+
+    The graph was traced on ``twin``, a copy of the module, which has the new children and constants.
+    """
     norm = isinstance(module, TorchBatchNorm)
     after = _attributes_read(graph)
-    for name in [*module._parameters, *module._buffers]:
-        if name not in after and (norm or name in before):
-            delattr(module, name)
-    for name in after:
-        if isinstance(vars(module).get(name), Tensor):  # a tensor attribute that the graph reads
-            module.register_buffer(name, vars(module).pop(name), persistent=False)
     code = graph.python_code("self")
     names = tuple((name, by_name("value", thing)) for name, thing in code.globals.items())
     kind = type(module)
     base = nn.Module if norm else getattr(kind, "_traced_from", kind)
-    module.__class__ = _traced_class(base, kind.__name__, code.src, names)
+    traced = _traced_class(base, kind.__name__, code.src, names)  # may raise, so nothing has changed yet
+    for name in [*module._parameters, *module._buffers]:
+        if name not in after and (norm or name in before):
+            delattr(module, name)
+    for name, child in twin.named_children():
+        if name not in module._modules:
+            module.add_module(name, child)
+    for name in after:
+        if isinstance(vars(twin).get(name), Tensor):  # a tensor attribute or a constant that the graph reads
+            module.register_buffer(name, vars(module).pop(name, vars(twin)[name]), persistent=False)
+    module.__class__ = traced
 
 
 @lru_cache(maxsize=1024)
