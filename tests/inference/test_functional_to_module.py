@@ -340,6 +340,30 @@ def test_an_unhashable_default_does_not_damage_the_copy(scale):
     torch.testing.assert_close(folded(**batch), net(**batch))
 
 
+@pytest.mark.parametrize(
+    "factor",
+    [
+        lambda net, x: {2: 1.0, 7: 3.0}.get(x.shape[0], 1.0),
+        lambda net, x: 3.0 if x.size(0) in {7} else 1.0,
+        lambda net, x: getattr(net, f"factor_{x.shape[0]}", 1.0),
+        lambda net, x: getattr(net, "factor_" + str(x.shape[0]), 1.0),
+        lambda net, x: 3.0 if "%s" % x.shape[0] == "7" else 1.0,  # noqa: UP031
+    ],
+)
+def test_code_that_looks_up_a_shape_is_not_traced(factor):
+    class Lookup(Functional2):
+        factor_7 = 3.0
+
+        def forward(self, x):
+            return super().forward(x) * factor(self, x)
+
+    net, x = nn.Sequential(nn.Conv2d(3, 4, 3), Lookup()).eval(), image()
+    with pytest.warns(UserWarning, match="1 left: its code (looks up|turns) a tensor or its shape"):
+        folded = bn.fold(net, x)
+    more = torch.randn(7, *x.shape[1:])
+    torch.testing.assert_close(folded(more), net(more))
+
+
 def test_code_that_asks_for_types_and_buffers_is_traced():
     class Asking(Functional2):
         def forward(self, x):

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.node import base_types
+from torch.fx.proxy import Attribute
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import network_call
@@ -146,15 +147,20 @@ class _ForwardTracer(fx.Tracer):
     """Trace a forward, with ``is_leaf`` deciding which modules are leaves.
 
     Raises:
-        Untraceable: if the code has effects that a graph would not repeat. The modules may have changed by then.
+        Untraceable: if the code has effects that a graph would not repeat, or uses values in ways that torch.fx does
+            not record. The modules may have changed by then.
     """
 
     def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
         super().__init__()
         self._is_leaf = is_leaf
+        self.texts: list[str] = []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self._is_leaf(m)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Value(node, self)
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         before = _state(root)
@@ -164,7 +170,33 @@ class _ForwardTracer(fx.Tracer):
         for path in (*before, *after):
             if path not in before or path not in after or not _is_same(before[path], after[path]):
                 raise Untraceable(f"its code changes '{path}'")
+        asserted = "".join(f"{node.args}{node.kwargs}" for node in graph.nodes if node.target is torch._assert)
+        if any(self.texts.count(text) > asserted.count(text) for text in self.texts):
+            raise Untraceable("its code turns a tensor or its shape into text")
         return graph
+
+
+class _Value(fx.Proxy):
+    """Refuse to be a key of a dict, or text; torch.fx would use the identity and the name of the proxy instead."""
+
+    tracer: _ForwardTracer
+
+    def __getattr__(self, name: str) -> Attribute:
+        return _Attribute(self, name)
+
+    def __hash__(self) -> int:
+        raise Untraceable("its code looks up a tensor or its shape in a dict or set")
+
+    def __str__(self) -> str:
+        return f"{self}"
+
+    def __format__(self, spec: str) -> str:
+        self.tracer.texts.append(repr(self))  # allowed only in the message of an assertion
+        return repr(self)
+
+
+class _Attribute(_Value, Attribute):
+    pass
 
 
 def _state(net: nn.Module) -> dict[str, tuple[Any, int]]:
