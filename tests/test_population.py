@@ -190,6 +190,68 @@ def test_subclasses_with_their_own_forward_are_measured_from_outside():
     torch.testing.assert_close(net.running_mean, torch.cat(data).mean(0), rtol=1e-12, atol=1e-12)
 
 
+def changing_their_input(base):
+    class Scaled(base):
+        def forward(self, x):
+            return super().forward(2 * x)
+
+    class ChannelsLast(base):
+        def forward(self, x):
+            return super().forward(2 * x.mT).mT
+
+    return Scaled, ChannelsLast
+
+
+class Functionally(nn.BatchNorm1d):
+    def forward(self, x):
+        return F.batch_norm(2 * x, self.running_mean, self.running_var, training=self.training)
+
+
+@pytest.mark.parametrize("upstream", ["batch", "population"])
+@pytest.mark.parametrize("rule", ["paper", "pooled"])
+@pytest.mark.parametrize(
+    "kind", [*changing_their_input(nn.BatchNorm1d), *changing_their_input(bn.BatchNorm1d), Functionally]
+)
+def test_subclasses_that_change_their_input(kind, rule, upstream):
+    last = kind.__name__ == "ChannelsLast"
+    net, data = nn.Sequential(kind(4)).double(), unequal_batches(*((5, 4) if last else (4, 5)))
+    before = set(vars(net[0]))
+    bn.estimate_(net, data, rule=rule, upstream=upstream)
+    same = nn.Sequential(nn.BatchNorm1d(4)).double()
+    bn.estimate_(same, [2 * (x.mT if last else x) for x in data], rule=rule)
+    torch.testing.assert_close(net[0].running_mean, same[0].running_mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(net[0].running_var, same[0].running_var, rtol=1e-12, atol=0)
+    assert set(vars(net[0])) == before
+
+
+def test_a_mask_reaches_the_layer_through_a_subclass():
+    class Scaled(bn.BatchNorm1d):
+        def forward(self, x, keep):
+            return super().forward(2 * x, mask=keep)
+
+    net, x, mask = Scaled(2).double(), torch.randn(4, 2, 5).double(), torch.rand(4, 5) > 0.4
+    bn.estimate_(net, [{"x": x, "keep": mask}], rule="pooled")
+    torch.testing.assert_close(net.running_mean, 2 * x.movedim(1, -1)[mask].mean(0), rtol=1e-12, atol=1e-12)
+
+
+def test_a_subclass_that_hides_what_it_normalizes_is_named():
+    class ByHand(nn.BatchNorm1d):
+        def forward(self, x):
+            return (x - x.mean(0)) / x.std(0)
+
+    class Wide(nn.BatchNorm1d):
+        def forward(self, x):
+            return F.batch_norm(x.reshape(-1, 6), None, None, training=True).reshape(x.shape)
+
+    net, data = nn.Sequential(bn.BatchNorm1d(3), ByHand(3)), [torch.randn(8, 3)]
+    with pytest.raises(ValueError, match=r"layer '1': the forward of ByHand normalizes neither with F\.batch_norm"):
+        bn.estimate_(net, data)
+    net.train()[1].eval()
+    assert [site.path for site in bn.estimate_(net, data).left_alone] == ["1"]
+    with pytest.raises(ValueError, match=r"layer '0': its forward normalizes an input of shape \(4, 6\)"):
+        bn.estimate_(nn.Sequential(Wide(3)), data)
+
+
 def test_half_precision_layers_are_measured_in_full():
     net, data = nn.BatchNorm1d(3).bfloat16(), [b.bfloat16() for b in unequal_batches(3)]
     bn.estimate_(net, data, rule="pooled")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from graphlib import TopologicalSorter
 from itertools import islice
 from math import inf, prod
@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from . import collectives, network_call
 from .change_report import LayerStatistics, Population, Site
 from .graph import TracedCall, trace
+from .graph.kinds import keeps_torch_forward
 from .layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from .network_copy import restored
 from .ops.moments import AveragedMoments, MomentAccumulator, batch_moments, merge_averages
@@ -96,7 +97,8 @@ def estimate_(
     Raises:
         ValueError: if there are no layers or no batches; if ``batches`` is a bare tensor; if a batch has only one value
             per feature (with ``upstream="population"`` and rule "paper", only if all batches do); if a moment is not
-            finite; or if the network's code calls a layer's ``forward`` method instead of the layer.
+            finite; if the network's code calls a layer's ``forward`` method instead of the layer; or if a layer has its
+            own forward and normalizes neither with ``F.batch_norm`` nor with the forward of its base class.
         TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
@@ -216,15 +218,14 @@ def _run(
 ) -> None:
     """Run the network on all batches while the observers record the moments of their layers."""
     device = network_call.device_of(net)
-    handles = [handle for observer in observers for handle in observer.register()]
-    try:
+    functional.observers = {observer.layer: observer for observer in observers if observer.own_forward}
+    with ExitStack() as stack:
+        for observer in observers:
+            stack.enter_context(observer.observing())
         shown = progress(batches, label) if collectives.rank() == 0 else batches
         for number, batch in enumerate(shown):
-            with functional if number == 0 else nullcontext():
+            with functional if number == 0 or functional.observers else nullcontext():
                 network_call.call(net, network_call.to_device(batch, device), forward)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Observer:
@@ -232,7 +233,8 @@ class _Observer:
 
     A layer of a ``KNOWN`` class in training mode computes the moments itself: with momentum 1 and fresh buffers, its
     buffers hold exactly these moments after the call. For other layers, and if ``direct`` is true, the observer
-    computes the moments.
+    computes the moments. A layer with its own forward may change its input before normalizing it; then the observer
+    sees the inputs of the calls of ``F.batch_norm`` and of this library's forward that the layer makes.
     """
 
     def __init__(self, layer: TorchBatchNorm, path: str, rule: Rule, *, direct: bool) -> None:
@@ -240,25 +242,52 @@ class _Observer:
         narrow = layer.running_mean is None or layer.running_mean.dtype.itemsize < 4
         own = getattr(layer, "statistics", None) is not None
         uncounted = layer.num_batches_tracked is None or not layer.track_running_stats
-        self.direct = direct or type(layer) not in KNOWN or narrow or own or uncounted
+        ours = type(layer).forward is BatchNorm.forward and "forward" not in vars(layer)
+        self.own_forward = not (ours or keeps_torch_forward(layer))
+        self.direct = direct or type(layer) not in KNOWN or narrow or own or uncounted or self.own_forward
         self._moments = MomentAccumulator(unbiased=not self.direct)
+        self._called = False
         self._counted: Tensor | int = 0  # the calls that the layer should have counted
         self._m: Tensor | int = 0
 
-    def register(self) -> Iterator[Any]:
-        """Register hooks on the layer, and yield their handles."""
-        yield self.layer.register_forward_pre_hook(self._before, with_kwargs=True)
-        if not self.direct:
-            # Use a fresh counter, in which the layer counts the calls that had usable statistics.
-            self.layer._buffers["num_batches_tracked"] = torch.zeros_like(self.layer.num_batches_tracked)  # type: ignore[arg-type]
-            self.layer.momentum = 1.0
-            yield self.layer.register_forward_hook(self._after)
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Inside the block, record the calls of the layer."""
+        layer = self.layer
+        with ExitStack() as stack:
+            stack.enter_context(layer.register_forward_pre_hook(self._before, with_kwargs=True))
+            if not self.direct:
+                # Use a fresh counter, in which the layer counts the calls that had usable statistics.
+                layer._buffers["num_batches_tracked"] = torch.zeros_like(layer.num_batches_tracked)  # type: ignore[arg-type]
+                layer.momentum = 1.0
+                stack.enter_context(layer.register_forward_hook(self._after))
+            if self.own_forward and isinstance(layer, BatchNorm):
+                # Turn the fast path off, because only the slow path checks its input.
+                patches = {"_fast": lambda *args: None, "_check_input": self._check_input}
+                vars(layer).update(patches)
+                stack.callback(lambda: [vars(layer).pop(name) for name in patches])
+            yield
 
     def _before(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        x = args[0] if args else kwargs["input"]
-        mask = args[2] if len(args) > 2 else kwargs.get("mask")
+        self._called = True
+        if not self.own_forward:
+            x = args[0] if args else kwargs["input"]
+            self.observe(x, args[2] if len(args) > 2 else kwargs.get("mask"))
+
+    def _check_input(self, input: Tensor, residual: Tensor | None, mask: Tensor | None) -> None:
+        assert isinstance(self.layer, BatchNorm)
+        type(self.layer)._check_input(self.layer, input, residual, mask)
+        self.observe(input, mask)
+
+    def observe(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Record one input that the layer normalizes."""
         features = tuple(self.layer.running_mean.shape)  # type: ignore[union-attr]
         k = len(features)
+        if self.own_forward and tuple(x.shape[1 : 1 + k]) != features:
+            raise ValueError(
+                f"layer '{self.path}': its forward normalizes an input of shape {tuple(x.shape)}, but its running mean"
+                f" has shape {features}, so its statistics cannot be estimated"
+            )
         self._m = prod((x.shape[0], *x.shape[1 + k :])) if mask is None else mask.sum(dtype=torch.float64)
         if self.layer.training and mask is None and self._m == 1:
             raise ValueError(
@@ -284,20 +313,27 @@ class _Observer:
         """Return the averages over the batches of all ranks; None if no batch had values for this layer.
 
         Raises:
-            ValueError: if a batch gave no usable moments, if the layer ran without its hooks, or if there are too few
-                values for a variance.
+            ValueError: if a batch gave no usable moments, if the layer ran without its hooks, if its forward hides what
+                it normalizes, or if there are too few values for a variance.
         """
         surplus = 0 if self.direct else int(self.layer.num_batches_tracked) - int(self._counted)  # type: ignore[arg-type]
-        ranks = collectives.gather_objects((self._moments.averages(), surplus))
-        found = merge_averages(part for part, _ in ranks)
+        hidden = self.own_forward and self._called
+        ranks = collectives.gather_objects((self._moments.averages(), surplus, hidden))
+        found = merge_averages(part for part, *_ in ranks)
         finite = found is None or bool((found.mean + found.var + found.mean_spread).isfinite().all())
-        if any(surplus > 0 for _, surplus in ranks):
+        if any(surplus > 0 for _, surplus, _ in ranks):
             raise ValueError(
                 f"layer '{self.path}': the network's code runs the layer's forward method without calling the layer, so"
                 " its inputs cannot be observed; the network was not changed. Write layer(x) instead of"
                 " layer.forward(x)"
             )
-        if not finite or any(surplus < 0 for _, surplus in ranks):
+        if found is None and any(hidden for *_, hidden in ranks):
+            raise ValueError(
+                f"layer '{self.path}': the forward of {type(self.layer).__name__} normalizes neither with F.batch_norm"
+                " nor with the forward of its base class, so what it normalizes cannot be observed; the network was not"
+                " changed. To leave the layer out, call net.train(), and then eval() on the layer"
+            )
+        if not finite or any(surplus < 0 for _, surplus, _ in ranks):
             raise ValueError(
                 f"layer '{self.path}': a batch gave no usable statistics; the network was not changed. Look for inf or"
                 " NaN in the batches or in the weights before this layer, or for a mask that leaves a single value"
@@ -319,17 +355,21 @@ class _FunctionalCalls(TorchFunctionMode):
     """While active, list the calls of ``F.batch_norm`` outside batch normalization layers.
 
     Their statistics cannot be estimated, because only the code that calls ``F.batch_norm`` knows whether the call
-    should use the batch's statistics.
+    should use the batch's statistics. For calls inside layers, tell ``observers``.
     """
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self._net = net
         self.sites: list[Site] = []
+        self.observers: dict[nn.Module, _Observer] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in FUNCTIONS and not isinstance(owner := _running_module(), TorchBatchNorm):
+        owner = _running_module() if func in FUNCTIONS else None
+        if owner in self.observers:
+            self.observers[owner].observe(args[0] if args else kwargs["input"])
+        elif func in FUNCTIONS and not isinstance(owner, TorchBatchNorm):
             position = 1 if func is F.batch_norm else 3
             mean = args[position] if len(args) > position else kwargs.get("running_mean")
             path = next((name for name, m in self._net.named_modules() if m is owner), "")
