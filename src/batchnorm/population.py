@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from graphlib import TopologicalSorter
-from itertools import islice
+from itertools import count, islice
 from math import inf, prod
 from types import FrameType
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from . import collectives, network_call
 from .change_report import LayerStatistics, Population, Site
 from .graph import TracedCall, trace
 from .graph.kinds import keeps_torch_forward
-from .layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from .layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Sync
 from .network_copy import restored
 from .ops.moments import AveragedMoments, MomentAccumulator, batch_moments, merge_averages
 from .progress import progress
@@ -81,7 +81,8 @@ def estimate_(
     of ``F.batch_norm`` calls outside a layer are not estimated; the report lists these calls. Nothing else in the
     network changes, and nothing changes at all if an exception is raised. Call ``estimate_`` once after averaging
     weights (EMA, SWA), because a network with averaged weights has different statistics. In a distributed run, every
-    rank calls ``estimate_`` on its own batches, and every rank gets the statistics of all batches.
+    rank calls ``estimate_`` on its own batches, and every rank gets the statistics of all batches. With synchronized
+    layers and ``upstream="batch"``, ranks need the same number of batches.
 
     Args:
         net: any network with batch normalization layers of this library or of ``torch.nn``.
@@ -97,8 +98,9 @@ def estimate_(
     Raises:
         ValueError: if there are no layers or no batches; if ``batches`` is a bare tensor; if a batch has only one value
             per feature (with ``upstream="population"`` and rule "paper", only if all batches do); if a moment is not
-            finite; if the network's code calls a layer's ``forward`` method instead of the layer; or if a layer has its
-            own forward and normalizes neither with ``F.batch_norm`` nor with the forward of its base class.
+            finite; if ranks with synchronized layers have different numbers of batches; if the network's code calls a
+            layer's ``forward`` method instead of the layer; or if a layer has its own forward and normalizes neither
+            with ``F.batch_norm`` nor with the forward of its base class.
         TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
@@ -223,9 +225,32 @@ def _run(
         for observer in observers:
             stack.enter_context(observer.observing())
         shown = progress(batches, label) if collectives.rank() == 0 else batches
+        if any(m.training and _is_synchronized(m) for m in net.modules()):
+            shown = _in_step(shown)
         for number, batch in enumerate(shown):
             with functional if number == 0 or functional.observers else nullcontext():
                 network_call.call(net, network_call.to_device(batch, device), forward)
+
+
+def _is_synchronized(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "statistics", None), Sync) or isinstance(module, nn.SyncBatchNorm)
+
+
+def _in_step(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches; raise ValueError on every rank if one of them has fewer, because the others would hang."""
+    iterator = iter(batches)
+    for number in count():
+        batch = next(iterator, iterator)
+        left = collectives.gather_objects(batch is not iterator)
+        if any(left) and not all(left):
+            raise ValueError(
+                f"rank {left.index(False)} has {number} batches, but rank {left.index(True)} has more: synchronized"
+                " layers need the same number of batches on every rank; the network was not changed. Leave out the"
+                " surplus batches, or use upstream='population'"
+            )
+        if not any(left):
+            return
+        yield batch
 
 
 class _Observer:

@@ -1,5 +1,7 @@
 """Row 18: DistributedDataParallel keeps rank 0's statistics only (timm 110); here they are reduced over the ranks."""
 
+import copy
+
 import pytest
 import torch
 from ranks import on_ranks
@@ -79,3 +81,36 @@ def one_process(rank):
     for batch in data(rank):
         layer(batch)
     return layer.running_mean
+
+
+def synchronized_rank(rank, world_size, upstream, surplus):
+    torch.manual_seed(0)
+    norms = [bn.BatchNorm1d(3, statistics=bn.Sync()) for _ in range(2)]
+    net = nn.Sequential(norms[0], nn.Sigmoid(), norms[1]).double()
+    before = copy.deepcopy(net.state_dict())
+    try:
+        bn.estimate_(net, list(data(rank)[: 2 + surplus * rank]), rule="pooled", upstream=upstream)
+    except ValueError as error:
+        torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+        return str(error)
+    return net[2].running_mean, net[2].running_var
+
+
+def test_synchronized_layers_refuse_ranks_with_different_numbers_of_batches():
+    for message in on_ranks(2, synchronized_rank, "batch", 1):
+        assert "rank 0 has 2 batches, but rank 1 has more" in message, message
+
+
+@pytest.mark.parametrize(("upstream", "surplus"), [("batch", 0), ("population", 1)])
+def test_synchronized_layers_are_estimated_over_all_ranks(upstream, surplus):
+    found, other = on_ranks(2, synchronized_rank, upstream, surplus)
+    torch.testing.assert_close(found, other, rtol=0, atol=0)
+    ranks = [data(rank)[: 2 + surplus * rank] for rank in range(2)]
+    normalize = nn.BatchNorm1d(3, affine=False, momentum=None).double()
+    if upstream == "batch":  # each step normalizes the batches of both ranks together
+        steps = [normalize(torch.cat(step)) for step in zip(*ranks, strict=True)]
+    else:
+        samples = torch.cat(ranks).flatten(0, 1)
+        steps = [(samples - samples.mean(0)) / (samples.var(0, correction=0) + normalize.eps).sqrt()]
+    inputs = torch.cat(steps).sigmoid()
+    torch.testing.assert_close(found, (inputs.mean(0), inputs.var(0, correction=0)))
