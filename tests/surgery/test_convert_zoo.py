@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.zoo, pytest.mark.slow, pytest.mark.filterwarnings("ign
 NETWORKS = """tv:resnet18 tv:resnet50 tv:resnext50_32x4d tv:mobilenet_v2 tv:mobilenet_v3_large tv:googlenet
 tv:inception_v3 tv:densenet121 tv:efficientnet_b0 tv:regnet_y_400mf tv:shufflenet_v2_x1_0 tv:mnasnet1_0 tv:vgg16_bn
 resnet50 efficientnet_lite0 efficientnet_b0 mobilenetv3_large_100 regnety_004 densenet121 ghostnet_100 dla34
-res2net50_26w_4s repvgg_a0 xception41 hrnet_w18_small mobileone_s0""".split()  # noqa: SIM905
+res2net50_26w_4s repvgg_a0 xception41 hrnet_w18_small mobileone_s0 seresnet18 seresnet50 ecaresnet26t resnetrs50
+legacy_seresnet18 legacy_seresnext26_32x4d""".split()  # noqa: SIM905
 EXPORTED_AS = {"hardtanh": "relu6"}
 
 

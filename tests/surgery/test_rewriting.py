@@ -82,6 +82,9 @@ ACTIVATIONS = {
     "sigmoid": (lambda n, x: torch.sigmoid(n.bn1(n.conv1(x))), "sigmoid"),
     "tanh": (lambda n, x: n.bn1(n.conv1(x)).tanh(), "tanh"),
     "silu": (lambda n, x: F.silu(n.bn1(n.conv1(x))), "silu"),
+    "a shape as an argument": (lambda n, x: F.avg_pool2d(y := F.relu(n.bn1(n.conv1(x))), y.size()[2:]), "relu"),
+    "a buffer": (lambda n, x: F.relu(n.bn1(n.conv1(x))) * n.bn2.running_var.view(1, -1, 1, 1), "relu"),
+    "a slice of children": (lambda n, x: F.relu(n.bn1(next(child(x) for child in n.shortcut[:1]))), "relu"),
 }
 
 
@@ -248,6 +251,58 @@ def test_a_bottleneck(downsample):
     assert f"3 of 3 BN layers that feed an activation are fused, 1 with a residual{more}" in str(converted.report)
     assert converted.report["bn3"].action == "converted with a residual and ReLU"
     assert rewritten_runs(converted, image()) == rewritten_runs(converted.eval(), image()) == 1
+
+
+class Gate(nn.Module):
+    """Squeeze-and-excitation, whose code convert does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.fc(x.mean((2, 3), keepdim=True)))
+
+
+def gate_after_the_shortcut(n, x):
+    y = n.bn1(n.conv1(x))
+    shortcut = n.shortcut(x)
+    return n.relu(n.same(y) + shortcut)
+
+
+def sum_into_a_gate(n, x):
+    y = n.same(n.bn1(n.conv1(x)))
+    y += n.shortcut(x)
+    return n.relu(y)
+
+
+@pytest.mark.parametrize("code", [gate_after_the_shortcut, sum_into_a_gate])
+def test_squeeze_and_excitation_before_a_sum(code):
+    net = Block(code)
+    net.same = Gate()
+    converted = converted_and_checked(net)
+    assert fused(converted) == {"shortcut.1": "relu sum"}
+    converted.shortcut[0] = net.shortcut[0] = nn.Identity()  # now BN and the gate read the same tensor
+    x = image()
+    torch.testing.assert_close(converted.eval()(x), net.double().eval()(x), **CLOSE)
+
+
+def test_the_report_counts_only_activations_that_are_fused():
+    net = Block(lambda n, x: F.gelu(n.bn1(n.conv1(x)) + x)).double()
+    assert bn.convert(net, image()).report.summary.startswith("convert: 0 of 1 BN layers that feed an activation")
+
+
+def test_a_layer_with_two_names_is_counted():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm2d(4)
+            self.net = nn.Sequential(nn.Conv2d(4, 4, 1), self.norm, nn.ReLU())
+
+        def forward(self, x):
+            return self.net(x)
+
+    assert bn.convert(Named(), image().float()).report.summary.startswith("convert: 1 of 1 BN layers")
 
 
 def test_a_batch_norm_at_the_end_of_children():
@@ -496,14 +551,14 @@ REFUSED = {
     ),
     "the size of a buffer": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.bn1.running_mean.numel() else x,
-        "calls numel",
+        "control flow depends on the data or its shape",
     ),
     "autocast on another device": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if not torch.is_autocast_enabled("cuda") else n.bn1(x),
         "depends on the gradient mode or on autocast",
     ),
     "a key": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * {3: 1.0}.get(x.shape[0], 2.0), "as a key"),
-    "text": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if str(x.dtype) != "torch.half" else x, "makes text of it"),
+    "text": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if str(x.dtype) != "torch.half" else x, "into text"),
     "identity": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.dtype is not torch.half else x, "compares objects"),
     "a constant": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.ones(1, dtype=torch.double), "calls ones"),
 }

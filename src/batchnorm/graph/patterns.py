@@ -54,6 +54,8 @@ class Match(NamedTuple):
     activation: fx.Node | None
     kind: Activation
     passed: tuple[fx.Node, ...] = ()
+    alone: bool = False
+    """Whether the fusion relies on nothing but the batch normalization reading its input, a new tensor."""
 
     @property
     def residual(self) -> Any:
@@ -81,6 +83,7 @@ class Match(NamedTuple):
         if self.sum is None:
             return []
         nodes = [*_between(self.norm, self.sum), *([self.sum.args[0]] if writes_its_sum(self.sum) else [])]
+        nodes += [self.norm.args[0]] if self.alone else []
         return [n for n in nodes if isinstance(n, fx.Node) and n.op == "call_module" and n is not self.norm]
 
     def replace_by(self, new: fx.Node) -> None:
@@ -178,15 +181,22 @@ class Matcher:
             node = self._handed_on(node)
         return False
 
+    def ends_in_new(self) -> bool:
+        """Return whether the graph returns a new tensor that nothing else reads."""
+        (output,) = (node for node in self.graph.nodes if node.op == "output")
+        node = output.args[0]
+        return isinstance(node, fx.Node) and len(node.users) == 1 and self._is_new(node)
+
     def _match_sum(self, node: fx.Node) -> Match | None:
         candidates = []
         for mine in (0, 1):
             norm, passed = self._lead_back(node.args[mine])
             if norm is not None:
-                candidates.append((self._depth(norm), -self._order[norm], norm, passed, mine))
-        # Prefer the BN with the smaller depth, so that no module is opened unnecessarily. If the depths are equal,
-        # prefer the later BN, which moves past fewer calls.
-        for _, _, norm, passed, mine in sorted(candidates, key=lambda c: c[:2]):
+                alone = self._moves_past_a_write(norm, node, passed)
+                candidates.append((alone, self._depth(norm), -self._order[norm], norm, passed, mine))
+        # Prefer a BN that moves past no unknown code, then the BN with the smaller depth, so that no module is opened
+        # unnecessarily. If the depths are equal, prefer the later BN, which moves past fewer calls.
+        for alone, _, _, norm, passed, mine in sorted(candidates, key=lambda c: c[:3]):
             residual = node.args[1 - mine]
             assert isinstance(residual, fx.Node)
             if not self._fits(norm, residual):
@@ -195,10 +205,13 @@ class Matcher:
             # nothing else reads.
             if writes_its_sum(node) and mine and not (self._is_fresh(residual) and _only_user(residual) is node):
                 continue
-            if self._moves_past_a_write(norm, node, passed):
+            x = norm.args[0]
+            if alone and not (isinstance(x, fx.Node) and self._is_new(x) and _only_user(x) is norm):
+                continue
+            if self._moves_past_itself(norm, node):
                 continue
             user, kind, after = self._activation_after(node)
-            return Match(norm, node, mine, user, kind, (*passed, *after))
+            return Match(norm, node, mine, user, kind, (*passed, *after), alone)
         return None
 
     def _activation_after(self, node: fx.Node) -> tuple[fx.Node | None, Activation, tuple[fx.Node, ...]]:
@@ -302,16 +315,18 @@ class Matcher:
                     yield self._root(node)
 
     def _moves_past_a_write(self, norm: fx.Node, end: fx.Node, passed: tuple[fx.Node, ...]) -> bool:
-        """Return whether a call between BN and the sum may write to BN's input, call the same BN or switch a mode."""
-        layer = self._module(norm)
+        """Return whether a call between BN and the sum may write to BN's input, as far as the call can reach it."""
         for node in _between(norm, end):
-            module = self._module(node)
             apart = writes_its_sum(node) and self._is_apart(node.args[0], norm.args[0])
-            if _switches_a_mode(node) or (node not in passed and not apart and self._may_write(node)):
-                return True
-            if module is not None and layer in set(module.modules()):
+            if node not in passed and not apart and self._may_write(node):
                 return True
         return False
+
+    def _moves_past_itself(self, norm: fx.Node, end: fx.Node) -> bool:
+        """Return whether a call between BN and the sum calls the same BN or switches a mode."""
+        layer = self._module(norm)
+        modules = [(node, self._module(node)) for node in _between(norm, end)]
+        return any(_switches_a_mode(node) or (m is not None and layer in set(m.modules())) for node, m in modules)
 
     def _may_write(self, node: fx.Node) -> bool:
         if node.op == "call_module":

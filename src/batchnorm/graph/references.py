@@ -10,8 +10,9 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
-from .kinds import has_hooks
+from .kinds import has_hooks, keeps_torch_forward
 
 OPAQUE = (Tensor, type, ModuleType, str, bytes, int, float, complex)
 
@@ -88,7 +89,22 @@ def runs_in_order(module: nn.Module) -> bool:
     if not isinstance(module, nn.Sequential) or "forward" in vars(module):
         return False
     own = [vars(kind) for kind in type(module).__mro__ if kind not in (*nn.Sequential.__mro__,)]
+    own = [names for names in own if "_spied" not in names]  # a class that only records reads
     return not any(callable(v) or isinstance(v, property) for names in own for k, v in names.items() if k != "__init__")
+
+
+def returns_a_tensor(module: nn.Module) -> bool:
+    """Return whether a module is known to return a single tensor.
+
+    >>> returns_a_tensor(nn.Sequential(nn.ReLU())), returns_a_tensor(nn.LSTM(2, 2))
+    (True, False)
+    """
+    if runs_in_order(module):
+        children = list(module.children())
+        return bool(children) and returns_a_tensor(children[-1])
+    other = isinstance(module, nn.RNNBase | nn.LSTMCell | nn.Identity) or hasattr(module, "return_indices")
+    known = keeps_torch_forward(module) and not other and not list(module.children())
+    return known or isinstance(module, TorchBatchNorm)
 
 
 def runs_its_graph(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import Parameter, getattr_static, signature
 from keyword import iskeyword
@@ -60,7 +60,10 @@ def rewrite_(net: nn.Module, calls: dict[bool, dict[str, Any]], is_norm: IsNorm)
     for training, patterns in calls.items():
         worker = _Worker(net, training, patterns, is_norm)
         for path, module in reversed([*net.named_modules()]):
-            if not _has_code(module) or not any(is_norm(m) for m in module.modules()):
+            if not _has_code(module):
+                continue
+            if not any(is_norm(m) for m in module.modules()):
+                worker.note_end(path, module)
                 continue
             entry = done.setdefault(path, Rewritten({}, {}))
             try:
@@ -221,6 +224,16 @@ class _Worker:
             builder.expect_match(match, self.is_norm)
         return builder.variant(tuple(fuse_modules_(traced.graph, matches)))
 
+    def note_end(self, path: str, module: nn.Module) -> None:
+        """Remember a module without batch normalization that returns a new tensor, so that it can be traced into."""
+        patterns = self.calls.get(path, "")
+        if isinstance(patterns, str) or has_hooks(module):
+            return
+        with suppress(Untraceable):
+            traced = self._trace(path, patterns, set())
+            if Matcher(module, traced.graph, lambda node: False).ends_in_new():
+                self.ending.add(path)
+
     def _is_norm(self, module: nn.Module, node: fx.Node) -> bool:
         if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
             return False
@@ -290,6 +303,8 @@ class _Builder:
                 self._expect_read(owner, path, name)
             except Unwatchable as error:
                 raise Untraceable(f"its code reads '{name}' ({error}), whose changes cannot be detected") from error
+        for path in self.traced.asked:
+            self._expect_kind(path)
         for path in self.traced.opened:
             self._expect_kind(path)
             self._expect(f"_is_quiet({_spell(path)})")

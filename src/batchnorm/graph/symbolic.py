@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute
-from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.overrides import TorchFunctionMode
 
-from .kinds import IN_PLACE, is_affine, returns_its_input
+from .kinds import IN_PLACE, returns_its_input
+from .references import returns_a_tensor
 
 
 class Untraceable(BaseException):
@@ -43,6 +43,8 @@ class Traced(NamedTuple):
     """Pairs of a module's path and the name of an attribute that was read; ``_modules`` if children were listed."""
     opened: list[str]
     """The paths of the children that were traced too, so that their code is part of the graph."""
+    asked: list[str]
+    """The paths of the children whose results' types the code asked for."""
     stacks: dict[str, tuple[str, ...]]
     """For each node's name, the paths of the opened children whose code created the node, from the outside in."""
 
@@ -127,6 +129,7 @@ def trace_forward(
     except Exception as error:
         first, *_ = (str(error).strip() or type(error).__name__).splitlines()
         raise Untraceable(f"torch.fx cannot trace it ({first})") from error
+    refuse_texts(graph, tracer.texts)
     if generators != _generators():
         raise Untraceable("its code draws random numbers")
     if any(_containers_of(m) != held for m, held in before.items()):
@@ -135,11 +138,19 @@ def trace_forward(
     for node in graph.nodes:
         node.type = None
     paths = {m: name for name, m in module.named_modules()}
+    for m in [m for m in reads if m not in paths and _is_part_of(m, paths)]:
+        del reads[m]
     strangers = [type(m).__name__ for m in reads if m not in paths]
     if strangers:
         raise Untraceable(f"its code reads attributes of a {strangers[0]}, which is not one of its submodules")
     read = [(paths[m], name) for m, names in reads.items() for name in names]
-    return Traced(graph, read, [paths[m] for m in tracer.entered], tracer.stacks)
+    return Traced(graph, read, [paths[m] for m in tracer.entered], list(tracer.asked), tracer.stacks)
+
+
+def _is_part_of(container: nn.Module, known: Collection[nn.Module]) -> bool:
+    """Return whether a container is new and has only known children, as a slice of a ModuleList has."""
+    kind = vars(type(container)).get("_spied", type(container))
+    return kind in (nn.ModuleList, nn.Sequential) and all(child in known for child in container.children())
 
 
 def _entry(forward: Callable[..., Any], arguments: dict[str, Any]) -> FunctionType:
@@ -193,6 +204,7 @@ def _ids(tree: Any) -> Any:
 
 class _Tracer(fx.Tracer):
     traced_func_name = "_entry"
+    proxy_buffer_attributes = True
 
     def __init__(self, opened: Collection[nn.Module]) -> None:
         super().__init__()
@@ -201,6 +213,15 @@ class _Tracer(fx.Tracer):
         self._modes = _modes()
         self.entered: dict[nn.Module, None] = {}
         self.stacks: dict[str, tuple[str, ...]] = {}
+        self.texts: list[str] = []
+        self.asked: dict[str, None] = {}
+
+    def is_tensor(self, node: fx.Node) -> bool:
+        """Return whether the value of a node is known to be a tensor."""
+        if node.op != "call_module":
+            return node.op in ("placeholder", "get_attr")
+        self.asked[str(node.target)] = None
+        return returns_a_tensor(self.root.get_submodule(str(node.target)))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m not in self._opened
@@ -264,8 +285,10 @@ class _Typed:
     def __class__(self) -> type:
         if is_machinery(_caller()) and sys._getframe(1).f_code is not torch.is_tensor.__code__:
             return type(self)
-        if not isinstance(self, Attribute) and _is_tensor(self.node, self.tracer.root):
+        if not isinstance(self, Attribute) and self.tracer.is_tensor(self.node):
             return Tensor
+        if not _asks_for_types(sys._getframe(1).f_code):
+            return type(self)  # the code calls a function of torch, which checks its arguments
         raise Untraceable("its code checks the type of a value")
 
     def __hash__(self) -> int:
@@ -274,23 +297,30 @@ class _Typed:
         return id(self)
 
     def __repr__(self) -> str:
+        text = f"{type(self).__name__}({self.node.name})"
         if not is_machinery(_caller()):
-            raise Untraceable("its code prints a tensor, a shape or a dtype, or makes text of it")
-        return f"{type(self).__name__}({self.node.name})"
+            self.tracer.texts.append(text)
+        return text
 
 
-def _is_tensor(node: fx.Node, root: nn.Module) -> bool:
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
-        return isinstance(module, TorchBatchNorm) or is_affine(module)
-    return node.op == "placeholder"
+def refuse_texts(graph: fx.Graph, texts: list[str]) -> None:
+    """Raise Untraceable if code made a text of a proxy, except for the message of an assertion."""
+    asserted = "".join(f"{node.args}{node.kwargs}" for node in graph.nodes if node.target is torch._assert)
+    if any(texts.count(text) > asserted.count(text) for text in texts):
+        raise Untraceable("its code turns a tensor, a shape or a dtype into text")
+
+
+@cache
+def _asks_for_types(code: CodeType) -> bool:
+    asking = {"isinstance", "issubclass", "type", "__class__"}
+    return bool(asking & {*code.co_names}) or any(i.opname == "MATCH_CLASS" for i in dis.get_instructions(code))
 
 
 class _Value(_Typed, fx.Proxy):
     def __getattr__(self, name: str) -> Attribute:
         if hasattr(Tensor, name):
             return _Attribute(self, name)
-        if name.startswith("__") or _is_tensor(self.node, self.tracer.root):
+        if name.startswith("__") or self.tracer.is_tensor(self.node):
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
         raise Untraceable(f"its code reads '{name}' from the result of another module")
 

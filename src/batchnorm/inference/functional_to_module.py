@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from .. import network_call
 from ..graph.generated import by_name, scope_of
 from ..graph.kinds import is_affine, keeps_torch_forward
-from ..graph.symbolic import Untraceable, is_machinery
+from ..graph.symbolic import Untraceable, is_machinery, refuse_texts
 from ..layers import BatchNorm
 from ..network_copy import plain_attributes, private_copy
 
@@ -170,9 +170,7 @@ class _ForwardTracer(fx.Tracer):
         for path in (*before, *after):
             if path not in before or path not in after or not _is_same(before[path], after[path]):
                 raise Untraceable(f"its code changes '{path}'")
-        asserted = "".join(f"{node.args}{node.kwargs}" for node in graph.nodes if node.target is torch._assert)
-        if any(self.texts.count(text) > asserted.count(text) for text in self.texts):
-            raise Untraceable("its code turns a tensor or its shape into text")
+        refuse_texts(graph, self.texts)
         return graph
 
 

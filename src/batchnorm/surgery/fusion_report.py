@@ -32,18 +32,19 @@ def fused_in(net: nn.Module, result: nn.Module, done: dict[str, Rewritten], trai
     """Return what each layer of the original network is fused with, in one mode of the converted network."""
     names = {module: name for name, module in net.named_modules()}
     rewritten = {
-        f"{path}.{fusion.path}".lstrip("."): fusion
+        result.get_submodule(path).get_submodule(fusion.path): fusion
         for path, entry in done.items()
         for fusion in entry.fusions.get(training, ())
     }
     found: Fusions = {}
     for module, name in names.items():
         if isinstance(module, TorchBatchNorm):
-            within = _own(result.get_submodule(name))
+            new = result.get_submodule(name)
+            within = _own(new)
             if within is not None:
                 found[module] = Fusion(name, within, False)
-            elif name in rewritten:
-                found[module] = rewritten[name]
+            elif new in rewritten:
+                found[module] = rewritten[new]
     return found
 
 
@@ -94,7 +95,7 @@ def headline(counts: list[tuple[Count, Fusions]]) -> str:
     """Return a phrase that says how many of the layers that feed an activation are fused in every traced mode."""
     feeding = set[nn.Module]().union(*(c.activation for c, _ in counts))
     sums = set[nn.Module]().union(*(c.sum for c, _ in counts)) - feeding
-    fused = {m for m in feeding if all(m in f for c, f in counts if m in c.activation)}
+    fused = {m for m in feeding if all(_has_activation(f.get(m)) for c, f in counts if m in c.activation)}
     residual = [m for m in fused if any(m in f and f[m].residual for _, f in counts)]
     text = f"{len(fused)} of {len(feeding)} BN layers that feed an activation are fused"
     if residual:
@@ -105,13 +106,17 @@ def headline(counts: list[tuple[Count, Fusions]]) -> str:
     return text
 
 
+def _has_activation(fusion: Fusion | None) -> bool:
+    return fusion is not None and fusion.activation.name != "identity"
+
+
 def describe(taken: list[Fusion | None]) -> str:
     """Return a phrase such as " with a residual and ReLU" for what a layer is fused with in evaluation and training."""
     fusion = next((f for f in taken if f is not None), None)
     if fusion is None:
         return ""
     parts = ["a residual"] * fusion.residual
-    if fusion.activation.name != "identity":
+    if _has_activation(fusion):
         parts.append(type(to_module(fusion.activation)).__name__)
     only = f" in {('evaluation', 'training')[taken.index(fusion)]}" if None in taken else ""
     return f" with {' and '.join(parts)}{only}"
