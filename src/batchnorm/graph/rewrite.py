@@ -1,6 +1,7 @@
 """Rewrite a module's forward so that BN, a sum and an activation become a single call.
 
-:mod:`batchnorm.graph.generated` makes the class that runs the new forward.
+:mod:`batchnorm.graph.conditions` finds out when the new forward may run, and :mod:`batchnorm.graph.generated` makes the
+class that runs it.
 """
 
 from __future__ import annotations
@@ -8,35 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from inspect import Parameter, getattr_static, signature
-from keyword import iskeyword
-from types import CodeType, FunctionType
+from inspect import signature
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import network_call
 from ..network_copy import isolated, private_copy
-from ..ops.activation import from_module
-from .generated import (
-    Unwatchable,
-    Variant,
-    by_name,
-    freeze,
-    generated_class,
-    is_rewritten,
-    original_kind,
-    pattern_of,
-    recording,
-)
-from .kinds import despite_global_hooks, has_hooks, returns_its_input
+from .conditions import Builder, IsNorm, rest_of
+from .generated import Unwatchable, Variant, generated_class, is_rewritten, original_kind, pattern_of, recording
+from .kinds import despite_global_hooks, has_hooks
 from .patterns import Fusion, Match, Matcher, fuse_modules_, may_write_its_input
-from .references import runs_in_order
 from .symbolic import Spies, Traced, Untraceable, trace_forward
-
-IsNorm = Callable[[nn.Module], bool]
 
 
 class Rewritten(NamedTuple):
@@ -153,7 +140,7 @@ def arguments_in(
             bound = signature(type(module).forward).bind(module, *args, **kwargs)
             bound.apply_defaults()
             (_, *given) = bound.arguments.items()
-            found.setdefault(path, {name: pattern_of(value) for name, value in given if name not in _rest(module)})
+            found.setdefault(path, {name: pattern_of(value) for name, value in given if name not in rest_of(module)})
         except Unwatchable as error:
             found.setdefault(path, f"it is called with {error}, which cannot be compared before each call")
         except TypeError as error:
@@ -167,12 +154,6 @@ def arguments_in(
     with isolated(net, twin):
         network_call.call(twin, batch, forward)
     return found
-
-
-def _rest(module: nn.Module) -> list[str]:
-    """Return the names of the forward's *args and **kwargs."""
-    parameters = signature(type(module).forward).parameters.values()
-    return [p.name for p in parameters if p.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
 
 
 def _has_code(module: nn.Module) -> bool:
@@ -215,7 +196,7 @@ class _Worker:
         with torch.inference_mode(), _autocast_everywhere():
             if str(self._trace(path, patterns, opened).graph) != str(traced.graph):
                 raise Untraceable("its code depends on the gradient mode or on autocast")
-        builder = _Builder(module, self.twin.get_submodule(path), traced)
+        builder = Builder(module, self.twin.get_submodule(path), traced)
         builder.expect_arguments(patterns)
         builder.expect_reads()
         builder.expect_leaves()
@@ -268,199 +249,3 @@ def _crossed(module: nn.Module, matcher: Matcher, traced: Traced, match: Match) 
         passed = (p for p in traced.stacks[node.name] if p not in outer)
         yield from (p for p in passed if may_write_its_input(module.get_submodule(p)))
         node = node.next
-
-
-class _Builder:
-    """Collect the conditions of a variant and the names that its code uses."""
-
-    def __init__(self, module: nn.Module, twin: nn.Module, traced: Traced) -> None:
-        self.module, self.twin, self.traced = module, twin, traced
-        self.conditions: dict[str, None] = {}
-        self.arguments: list[str] = []
-        self.scope: dict[str, tuple[Any, ...]] = {}
-
-    def expect_arguments(self, patterns: dict[str, Any]) -> None:
-        for name in _rest(self.module):
-            self._expect(f"not {name}")
-        for name, pattern in patterns.items():
-            self._expect_pattern(name, pattern)
-
-    def _expect_pattern(self, text: str, pattern: Any) -> None:
-        if pattern is Tensor:
-            self._expect(f"_isinstance({text}, _Tensor)")
-            self.arguments.append(text)
-        elif pattern[0] in (list, tuple):
-            self._expect(f"_type({text}) is _{pattern[0].__name__} and _len({text}) == {len(pattern) - 1}")
-            for i, inner in enumerate(pattern[1:]):
-                self._expect_pattern(f"{text}[{i}]", inner)
-        else:
-            self._expect_value(text, pattern[1])
-
-    def expect_reads(self) -> None:
-        for path, name in self.traced.reads:
-            owner = self.twin.get_submodule(path)  # in the mode that was traced
-            try:
-                self._expect_read(owner, path, name)
-            except Unwatchable as error:
-                raise Untraceable(f"its code reads '{name}' ({error}), whose changes cannot be detected") from error
-        for path in self.traced.asked:
-            self._expect_kind(path)
-        for path in self.traced.opened:
-            self._expect_kind(path)
-            self._expect(f"_is_quiet({_spell(path)})")
-
-    def expect_leaves(self) -> None:
-        """Expect that the same modules return their input tensor: identities, and modules that work in place."""
-        for node in self.traced.graph.nodes:
-            module = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
-            if module is None:
-                continue
-            self._expect_in_place(str(node.target))
-            if returns_its_input(module):
-                self._expect_unchanged(str(node.target))
-
-    def expect_shared(self) -> None:
-        """Expect that one object still has all its names: torch.fx refers to it by the first of them."""
-        names: dict[int, dict[str, None]] = {}
-        for path, name in self._places():
-            owner = self.module.get_submodule(path)
-            for held in (vars(owner), owner._modules, owner._parameters, owner._buffers):
-                if isinstance(held.get(name), nn.Module | Tensor):
-                    names.setdefault(id(held[name]), {})[_spell_member(owner, path, name)] = None
-        for first, *others in names.values():
-            for text in others:
-                self._expect(f"{first} is {text}")
-
-    def _places(self) -> Iterator[tuple[str, str]]:
-        """Yield the owner's path and the name of everything that the traced code reads or the graph refers to."""
-        for path, name in self.traced.reads:
-            yield from (
-                (path, n) for n in ([*self.module.get_submodule(path)._modules] if name == "_modules" else [name])
-            )
-        for node in self.traced.graph.nodes:
-            if node.op in ("call_module", "get_attr"):
-                path, _, name = str(node.target).rpartition(".")
-                yield path, name
-
-    def _expect_read(self, owner: nn.Module, path: str, name: str) -> None:
-        text = _spell(path)
-        if name == "_modules":
-            self._expect(f"[*{text}._modules] == {list(owner._modules)!r}")
-            if path or not runs_in_order(self.module):  # the code of a Sequential does not ask for classes
-                for child in owner._modules:
-                    self._expect_class(path, child)
-        elif name.startswith("__") and name.endswith("__"):
-            return
-        elif name in vars(owner):
-            held = _spell_member(owner, path, name)
-            if isinstance(vars(owner)[name], Tensor):
-                self._expect(f"_isinstance({held}, _Tensor)")
-            else:
-                self._expect_value(held, vars(owner)[name])
-        elif any(name in held for held in (owner._modules, owner._parameters, owner._buffers)):
-            (value,) = (h[name] for h in (owner._modules, owner._parameters, owner._buffers) if name in h)
-            self._expect(f"{_spell_member(owner, path, name)} is {'None' if value is None else 'not None'}")
-            if name in owner._modules:
-                self._expect_class(path, name)
-        else:
-            found = getattr_static(type(owner), name, Parameter.empty)
-            if found is Parameter.empty:
-                self._expect(f"not _hasattr({text}, {name!r})")
-            elif isinstance(found, FunctionType | property | classmethod | staticmethod):
-                self._expect(f"{name!r} not in {text}.__dict__")
-            else:
-                self._expect_value(f"{text}.{name}", getattr(owner, name))
-
-    def _expect_value(self, text: str, value: Any) -> None:
-        if value is None or value is True or value is False:
-            self._expect(f"{text} is {value}")
-        else:
-            name = f"_c{len(self.scope)}"
-            self.scope[name] = ("value", freeze(value))
-            self._expect(f"_is_same({text}, {name})")
-
-    def expect_match(self, match: Match, is_norm: IsNorm) -> None:
-        self._expect(f"{self._name(is_norm)}({_spell(str(match.norm.target))})")
-        for node in match.bypassed:
-            text = _spell(str(node.target))
-            module = self.module.get_submodule(str(node.target))
-            self._expect_unchanged(str(node.target))
-            if isinstance(module, nn.LeakyReLU | nn.Hardtanh):
-                self._expect(f"{self._name(from_module)}({text}) == {tuple(from_module(module) or ())!r}")
-        for node in match.depended_on:
-            self._expect_kind(str(node.target))
-
-    def _expect_class(self, path: str, name: str) -> None:
-        """Expect that a child is still an instance of its class, because the code may ask for its class."""
-        child = self.module.get_submodule(path)._modules[name]
-        if child is not None:
-            self._expect(f"_isinstance({_spell(_join(path, name))}, {self._name(type(child))})")
-
-    def _expect_kind(self, path: str) -> None:
-        """Expect that a module, and the children of a Sequential, have the same classes and work in place as before."""
-        module = self.module.get_submodule(path)
-        text, kind = _spell(path), self._name(type(module))
-        # Compare the class itself first: torch.compile's guards on original_kind are slow.
-        self._expect(f"(_type({text}) is {kind} or _original_kind({text}) is {kind})")
-        self._expect_in_place(path)
-        if runs_in_order(module):
-            self._expect(f"[*{text}._modules] == {list(module._modules)!r}")
-            for name in module._modules:
-                self._expect_kind(_join(path, name))
-
-    def _expect_in_place(self, path: str) -> None:
-        setting = vars(self.module.get_submodule(path)).get("inplace")
-        if isinstance(setting, bool):
-            self._expect(f"{_spell(path)}.inplace is {setting}")
-
-    def _expect_unchanged(self, path: str) -> None:
-        text, kind = _spell(path), self._name(type(self.module.get_submodule(path)))
-        self._expect(f"_type({text}) is {kind} and _is_quiet({text})")
-
-    def _expect(self, condition: str) -> None:
-        self.conditions[condition] = None
-
-    def _name(self, thing: Any) -> str:
-        name = f"_n_{thing.__name__}"
-        while self.scope.get(name, ("value", thing))[1] is not thing:
-            name += "_"
-        self.scope[name] = ("value", thing)
-        return name
-
-    def variant(self, fusions: tuple[Fusion, ...]) -> Variant:
-        for node in reversed(list(self.traced.graph.nodes)):
-            if node.op == "get_attr" and not node.users:
-                self.traced.graph.erase_node(node)
-        code = self.traced.graph.python_code("self")
-        source = code.src[code.src.index("def forward(") :].replace("def forward(", "def run(", 1)
-        used = _names_in(compile(source, "", "exec"))
-        self.scope.update({name: ("value", thing) for name, thing in code.globals.items() if name in used})
-        scope = tuple((name, by_name(*held)) for name, held in self.scope.items())
-        return Variant(tuple(self.conditions), tuple(self.arguments), source, scope, fusions)
-
-
-def _names_in(code: CodeType) -> set[str]:
-    inner = (_names_in(c) for c in code.co_consts if isinstance(c, CodeType))
-    return set(code.co_names).union(*inner)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _spell(path: str) -> str:
-    return "_children" + "._modules".join(f"[{key!r}]" for key in path.split(".")) if path else "self"
-
-
-def _spell_member(owner: nn.Module, path: str, name: str) -> str:
-    """Return code that reads a child, parameter, buffer or other attribute of the module at ``path``."""
-    if name in owner._modules:
-        return _spell(_join(path, name))
-    for held in ("_parameters", "_buffers"):
-        if name in vars(owner)[held]:
-            return f"{_spell(path)}.{held}[{name!r}]"
-    # Avoid __dict__ if possible, because reading it would slow down torch.compile's guards on the module. Python
-    # normalizes identifiers that are not ASCII, so they may name another attribute.
-    plain = name.isidentifier() and name.isascii() and not iskeyword(name)
-    plain = plain and not isinstance(getattr_static(type(owner), name, None), property)
-    return f"{_spell(path)}.{name}" if plain else f"{_spell(path)}.__dict__[{name!r}]"
