@@ -175,6 +175,15 @@ def test_a_longer_run_goes_on(data, tmp_path):
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl") if "loss" in line] == list(range(1, 9))
 
 
+def test_a_run_is_not_made_shorter_than_it_is(data, tmp_path):
+    train_small(data, tmp_path, small(epochs=2))
+    with pytest.raises(
+        ValueError, match="has already trained for 8 steps, but 1 epochs are only 4: give more --epochs"
+    ):
+        train_small(data, tmp_path, small(epochs=1))
+    assert Recipe.read(tmp_path / "recipe.json").epochs == 2
+
+
 def test_divergence_is_a_result(data, tmp_path):
     recipe = small(batch_norm=False, rate=1e9)
     result = train_small(data, tmp_path, recipe)

@@ -109,7 +109,7 @@ def compare(
     trainings = [job for network in networks.values() for job in network.jobs]
     for one in trainings:
         if (one.folder / "recipe.json").exists():  # reject a folder with other settings before any training
-            claim_folder(one.folder, one.recipe, data)
+            claim_folder(one.folder, one.recipe, data, planned_steps=planned)
     waiting = [one for one in trainings if not one.finished()]
     print(
         f"{chosen.factory} without batch normalization ({changes[False]}) and with it ({changes[True]}), on"

@@ -107,6 +107,11 @@ def load_latest(folder: Path) -> Checkpoint | None:
     return None
 
 
+def newest_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint, intact or not, or 0 if there are no checkpoints."""
+    return max((int(path.name[5:]) for path in _newest_first(folder)), default=0)
+
+
 def load(path: Path) -> Checkpoint:
     """Read one checkpoint and verify it against its manifest.
 

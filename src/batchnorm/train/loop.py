@@ -88,7 +88,8 @@ class _Training:
         # Claim the folder only after checking the data and the network: a mistyped --data or --size must not leave a
         # folder that looks like a run and rejects the corrected command.
         if here.main:
-            claim_folder(self.folder, recipe, describe_data(options.data, splits))
+            data = describe_data(options.data, splits)
+            claim_folder(self.folder, recipe, data, planned_steps=self.planned_steps)
             print(self._plan(), *filter(None, [started]), sep="\n", flush=True)
         here.wait()
         if cuda:
@@ -125,8 +126,13 @@ class _Training:
     @property
     def total_steps(self) -> int:
         """The number of steps of the whole run."""
-        planned = round(self.recipe.epochs * len(self.batches))
+        planned = self.planned_steps
         return planned if self.options.max_steps is None else min(planned, self.options.max_steps)
+
+    @property
+    def planned_steps(self) -> int:
+        """The number of steps in the recipe's epochs."""
+        return round(self.recipe.epochs * len(self.batches))
 
     def _plan(self) -> str:
         recipe, ranks = self.recipe, self.ranks

@@ -18,13 +18,17 @@ from .distributed import Ranks
 from .recipe import Recipe
 
 
-def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) -> None:
+def claim_folder(
+    out: Path, recipe: Recipe, data: dict[str, Any] | None = None, *, planned_steps: int | None = None
+) -> None:
     """Write the recipe and a description of the data to a run's folder, or check that they match those already there.
 
-    ``epochs`` may differ, so that a finished run can be trained for longer.
+    ``epochs`` may differ, so that a finished run can be trained for longer. ``planned_steps`` are the steps in these
+    epochs.
 
     Raises:
-        ValueError: if the folder belongs to a run with another recipe or other data; the message names what differs.
+        ValueError: if the folder belongs to a run with another recipe or other data, or to one that has already taken
+            more steps than planned; the message names what differs.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp()); claim_folder(folder, Recipe()); claim_folder(folder, Recipe(epochs=3))
@@ -41,6 +45,12 @@ def claim_folder(out: Path, recipe: Recipe, data: dict[str, Any] | None = None) 
             raise ValueError(
                 f"{out} belongs to another run: {'; '.join(other)}; choose another --out, or remove the folder"
             )
+    taken = checkpoint.newest_step(out / "checkpoints")
+    if planned_steps is not None and taken > planned_steps:
+        raise ValueError(
+            f"{out} has already trained for {taken:,} steps, but {recipe.epochs:g} epochs are only {planned_steps:,}:"
+            " give more --epochs, or choose another --out"
+        )
     known = out / "data.json"
     if data is not None and known.exists():
         check_same_data({f"the run in {out}": read_json(known), "the given data": data})
