@@ -183,7 +183,7 @@ COMMANDS = {
     "bench learning": Command(
         "batchnorm.bench.learning:learning",
         "train a network as it is and converted, and compare their accuracies",
-        "--data images --epochs 10 --seeds 3",
+        "--data images --epochs 10 --seeds 0 1 2",
         IMAGES,
     ),
     "bench fine-tuning": Command(

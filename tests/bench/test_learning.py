@@ -56,3 +56,13 @@ def test_both_forms_train_by_the_same_recipe(images, tmp_path, capsys):
 def test_options_that_cannot_be_used(images, capsys):
     assert main(["bench", "learning", "--data", str(images), "--seeds", "1", "1"]) == 2
     assert "seeds contains duplicates" in capsys.readouterr().err
+    assert main(["bench", "learning", "--data", str(images), "--network", "torch.nn:Identity"]) == 2
+    assert "torch.nn:Identity has no batch normalization layers" in capsys.readouterr().err
+
+
+def test_one_seed_gives_no_verdict(images, tmp_path, capsys):
+    out = tmp_path / "learning.json"
+    options = {"size": 16, "batch": 8, "epochs": 1, "device": "cpu", "workers": 0, "jobs": 0}
+    learning(images, "test_learning:tiny", (3,), out=out, **options)
+    assert "one seed cannot tell" in capsys.readouterr().out
+    assert "same" not in json.loads(out.read_text())

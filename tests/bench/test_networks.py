@@ -23,6 +23,7 @@ from batchnorm.bench.network_steps import (
 )
 from batchnorm.bench.networks import bars, draw, in_turns, networks, plan
 from batchnorm.cli import main
+from batchnorm.errors import JobsFailedError
 
 SETTINGS = Settings("cpu", size=8, seconds=0.0)
 
@@ -75,7 +76,15 @@ def insatiable():
 
 
 def not_convertible():
-    raise RuntimeError("no such luck\nat all")
+    class Fussy(nn.Sequential):
+        def forward(self, x):
+            raise RuntimeError("no such luck\nat all")
+
+    return Fussy(*tiny())
+
+
+def raises():
+    raise RuntimeError("no such luck")
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +134,7 @@ def test_goes_on_with_the_rows_that_are_missing_or_of_other_code(tmp_path, capsy
     report["rows"] = [{**first, "failed": "the network was down"}]
     out.write_text(json.dumps(report))
     assert "failed" not in run(out, "tiny", batches=(2,))[0]
-    with pytest.raises(ValueError, match="choose another --out"):
+    with pytest.raises(ValueError, match="with other settings: size is 8 instead of 9; choose another --out"):
         networks(("test_networks:tiny",), size=9, device="cpu", out=out)
 
 
@@ -167,17 +176,20 @@ def test_batches_are_halved_until_they_fit(tmp_path, capsys):
     (row,) = run(tmp_path / "networks.json", "greedy", batches=(32,))
     assert (row["batch"], row["examples"]) == (32, 8)
     assert "only 8 examples fit" in capsys.readouterr().out
-    (row,) = run(tmp_path / "others.json", "insatiable", batches=(4,))
-    assert row["failed"] == "out of memory with 2 examples"
+    with pytest.raises(JobsFailedError):
+        run(tmp_path / "others.json", "insatiable", batches=(4,))
+    assert "out of memory with 2 examples" in capsys.readouterr().out
 
 
 def test_a_network_that_fails_leaves_rows_that_say_so(tmp_path, capsys):
-    rows = run(tmp_path / "networks.json", "not_convertible", "absent", "tiny", batches=(2,))
-    assert [row.get("failed") for row in rows] == [
-        "RuntimeError: no such luck",
-        "ValueError: cannot make a network from test_networks:absent: test_networks has no function absent",
-        None,
-    ]
+    out = tmp_path / "networks.json"
+    words = ["--networks", "test_networks:not_convertible", "test_networks:tiny", "--batches", "2", "--size", "8"]
+    words += ["--device", "cpu", "--seconds-per-row", "1e-9", "--out", str(out)]
+    assert main(["bench", "networks", *words]) == 1
+    assert "1 of 2 rows failed" in capsys.readouterr().err
+    first, second = json.loads(out.read_text())["rows"]
+    assert "no such luck" in first["failed"]
+    assert "failed" not in second
 
 
 def test_intervals_hold_the_median_as_often_as_they_say():
@@ -264,15 +276,21 @@ def test_rows_that_compile_come_last_and_share_the_stock_network():
     ("words", "said"),
     [
         (["--networks", "resnet18"], "give torchvision/NAME, timm/NAME or MODULE:FUNCTION"),
+        (["--networks", "test_networks:tiny", "test_networks:absent"], "test_networks has no function absent"),
+        (["--networks", "nosuch:build"], "cannot make a network from nosuch:build: No module named 'nosuch'"),
+        (["--networks", "test_networks:raises"], "test_networks:raises raised RuntimeError; nothing was written"),
+        (["--networks", "torch.nn:Identity"], "torch.nn:Identity has no batch normalization layers"),
         (["--modes", "graph"], "mode graph needs a CUDA device"),
         (["--batches", "0"], "batches=0: must be 1 or more"),
         (["--minutes", "0"], "minutes=0.0: must be above 0"),
     ],
 )
-def test_options_that_cannot_be_used(words, said, capsys):
+def test_options_that_cannot_be_used(words, said, capsys, tmp_path):
     given = words if "--networks" in words else [*words, "--networks", "torch.nn:Identity"]
-    assert main(["bench", "networks", "--device", "cpu", *given]) == 2
+    out = tmp_path / "networks.json"
+    assert main(["bench", "networks", "--device", "cpu", "--out", str(out), *given]) == 2
     assert said in capsys.readouterr().err
+    assert not out.exists()
 
 
 @pytest.mark.inductor

@@ -17,6 +17,7 @@ import torch
 import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import network_call
 from ..network_factory import UserCodeError, make_network
@@ -85,10 +86,22 @@ class Pair(NamedTuple):
     fused: str
 
 
+def network_to_convert(name: str) -> tuple[nn.Module, Any]:
+    """Build a network by name; return the network, and its example batch or None.
+
+    Raises:
+        ValueError: if there is no such network, or if it has no batch normalization.
+    """
+    net, example = make_network(name)
+    if not any(isinstance(module, TorchBatchNorm) for module in net.modules()):
+        raise ValueError(f"{name} has no batch normalization layers, so there is nothing to convert")
+    return net, example
+
+
 def convert_pair(name: str, settings: Settings) -> Pair:
     """Build a network, move it to the device and convert it."""
     torch.manual_seed(settings.seed)
-    net, example = make_network(name)
+    net, example = network_to_convert(name)
     net.train()
     if example is None:
         example = torch.randn(8, 3, settings.size, settings.size)

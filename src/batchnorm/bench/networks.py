@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from ..errors import above, at_least
+from ..errors import JobsFailedError, above, at_least, differences
 from ..pictures import picture_beside
 from ..processes import Remote
 from ..results import check_writable, environment, read_json, write_result
@@ -45,6 +45,7 @@ from .network_steps import (
     Row,
     Settings,
     failed,
+    network_to_convert,
     results_of,
 )
 
@@ -156,8 +157,8 @@ def earlier_rows(path: Path, here: dict[str, Any], keep: bool = False) -> Report
     if not path.exists():
         return {}
     report = read_json(path)
-    if report["machine"] != here:
-        raise ValueError(f"{path} was measured with {report['machine']}, but this run has {here}: choose another --out")
+    if other := differences(report["machine"], {**dict.fromkeys(report["machine"]), **here}):
+        raise ValueError(f"{path} was measured with other settings: {'; '.join(other)}; choose another --out")
     good = (row for row in report["rows"] if "failed" not in row)
     return {_key(row): row for row in good if keep or row["code"] == digest(row["mode"])}
 
@@ -326,6 +327,10 @@ def networks(
         keep: keep rows of the result file that were measured with other code, instead of measuring them again; each row
             names its commit.
         out: the result file; a picture is written next to it. Published result files are in results/.
+
+    Raises:
+        ValueError: if an option is wrong, or if a network cannot be built or has no batch normalization.
+        JobsFailedError: if a row failed; the other rows are written.
     """
     end = time.monotonic() + 60 * minutes
     device = find_device(device).type
@@ -338,6 +343,8 @@ def networks(
     machine_here = machine(settings)
     rows = earlier_rows(out, machine_here, keep)
     missing = plan(networks, modes, batches, rows)
+    for name in dict.fromkeys(job.network for job in missing):
+        network_to_convert(name)  # report a mistake before any work
     print(f"{len(rows)} rows are already measured, {_count(missing)} are not", flush=True)
     origin = {"commit": environment()["commit"], "date": time.strftime("%Y-%m-%d")}
     found = in_turns(missing, settings, jobs, end) if device == "cuda" else here(missing, settings, end)
@@ -355,6 +362,8 @@ def networks(
         picture_beside(out, draw)
     if left := _count(plan(networks, modes, batches, rows)):
         print(f"{left} rows are not measured yet: run the same command again")
+    if problems := sum("failed" in row for row in rows.values()):
+        raise JobsFailedError(f"{problems} of {len(rows)} rows failed; run the same command to try them again")
     return list(rows.values())
 
 
