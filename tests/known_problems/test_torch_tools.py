@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from networks import BasicBlock
 from torch import nn
 from torch.nn.utils import fusion
 from torch.optim.swa_utils import update_bn
@@ -52,6 +53,12 @@ def test_convert_sync_batchnorm_of_frozen_and_of_plain_layers():
     mean = net[1].running_mean
     assert type(synchronized(net)[1]) is nn.SyncBatchNorm
     assert net[1].running_mean is mean
+
+
+def test_convert_sync_batchnorm_of_rewritten_code():
+    net, x = BasicBlock(3, 4), torch.randn(4, 3, 6, 6)
+    converted = bn.convert(net, x).eval()
+    torch.testing.assert_close(synchronized(converted)(x), net.eval()(x))
 
 
 def test_folding_raises_for_an_activation():
