@@ -1,6 +1,6 @@
 """Watch what batch normalization does to your own network's activations, and compare two runs on one page."""
 
-import tempfile
+import shutil
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ def network(batch_norm):
 
 
 def train(net, folder, steps=300):
+    shutil.rmtree(folder, ignore_errors=True)  # an earlier run of this example
     folder.mkdir(parents=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     metrics = folder / "metrics.jsonl"
@@ -42,9 +43,8 @@ def train(net, folder, steps=300):
     print(f"{folder.name}: unit {unit} of layer {last} ends at percentiles {low:.2f}, {middle:.2f}, {high:.2f}")
 
 
-with tempfile.TemporaryDirectory() as folder:
-    runs = (Path(folder, "without"), Path(folder, "with"))
-    for path, batch_norm in zip(runs, (False, True), strict=True):
-        train(network(batch_norm), path)
-    page = report(Report(runs, Path(folder, "report.html")))
-    print(f"one page of {page.stat().st_size // 1024} KiB, to open in any browser")
+folder = Path("runs/monitor-example")
+runs = (folder / "without", folder / "with")
+for path, batch_norm in zip(runs, (False, True), strict=True):
+    train(network(batch_norm), path)
+report(Report(runs, folder / "report.html"))  # prints the path of the page, to open in any browser

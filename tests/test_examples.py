@@ -17,6 +17,8 @@ def test_example(path, tmp_path):
     if path.name == "residual.py":
         assert "before: " in done.stdout
         assert "after: " in done.stdout
+    if path.name == "monitor.py":
+        assert (tmp_path / done.stdout.split()[-1]).is_file(), done.stdout
     if path.name == "digits.py":
         accuracy = done.stdout.partition("accuracy: ")[2].rstrip("%\n")
         assert float(accuracy) > 90

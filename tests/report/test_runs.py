@@ -182,8 +182,13 @@ def test_tables(folder):
     assert paper_versus_here([bn]) == []
     table = steps_to([plain, bn])
     assert table[0] == ["test accuracy", "without-bn", "with-bn"]
-    assert table[1][1] == "not reached"
-    assert table[1][2] == f"{bn.steps_to(0.8):,}"
+    assert ["80%", "not reached", f"{bn.steps_to(0.8):,}"] in table
+
+
+def test_steps_to_validation_accuracies_that_were_reached(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4, "val_top1": 0.05}\n{"step": 8, "val_top1": 0.15}\n')
+    (run,) = read_runs([tmp_path])
+    assert steps_to([run]) == [["validation accuracy", run.name], ["10%", "8"]]
 
 
 def test_the_typical_unit_is_the_same_rule_for_both(folder):

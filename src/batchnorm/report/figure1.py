@@ -11,7 +11,8 @@ from ..monitor import drift
 from ..pictures import picture
 from .runs import Run
 
-TARGETS = (0.8, 0.9, 0.95, 0.96, 0.97, 0.98)
+TARGETS = (*(k / 10 for k in range(1, 10)), 0.95, 0.96, 0.97, 0.98)
+SHOWN = 6  # the table has this many targets, the highest that any run reached
 COLOURS = {False: "#d9622b", True: "#2a6fc9"}
 
 
@@ -84,14 +85,16 @@ def _thousands(axis: Any) -> None:
 
 
 def steps_to(runs: Sequence[Run]) -> list[list[str]]:
-    """Tabulate the first step at which each run reached given test accuracies; the first row is the header.
+    """Tabulate the first step at which each run reached given accuracies; the first row is the header.
 
     Paper: Fig. 1 a, "train faster"
     """
-    if not any(run.accuracy for run in runs):
+    targets = [t for t in TARGETS if any(run.steps_to(t) is not None for run in runs)][-SHOWN:]
+    if not targets:
         return []
-    rows = [["test accuracy", *(run.name for run in runs)]]
-    for accuracy in TARGETS:
+    kinds = {run.accuracy_kind for run in runs if run.accuracy}
+    rows = [[kinds.pop() if len(kinds) == 1 else "accuracy", *(run.name for run in runs)]]
+    for accuracy in targets:
         reached = [run.steps_to(accuracy) for run in runs]
         rows.append([f"{accuracy:.0%}", *("not reached" if s is None else f"{s:,}" for s in reached)])
     return rows

@@ -147,8 +147,7 @@ def _figure(k: int, run: Run) -> str:
     if not run.accuracy:
         return ""
     final = run.summary.get("accuracy")
-    value = run.accuracy[-1][1]
-    how = "validation accuracy" if "val_top1" in run.curves else "test accuracy"
+    value, how = run.accuracy[-1][1], str(run.accuracy_kind)
     if isinstance(final, dict) and "folded" in final:
         value, how = final["folded"], f"{how} of the folded network"
     name = f'<i class="run{k % 6}"></i>{escape(run.name)}'

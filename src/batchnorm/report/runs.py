@@ -48,6 +48,11 @@ class Run:
         """The first accuracy curve that is not on training data."""
         return next((c for name, c in self.curves.items() if _place(name) == 0), [])
 
+    @property
+    def accuracy_kind(self) -> Literal["validation accuracy", "test accuracy"]:
+        """What to call the accuracy: ``batchnorm train`` measures it on validation images."""
+        return "validation accuracy" if "val_top1" in self.curves else "test accuracy"
+
     @cached_property
     def layers(self) -> list[str]:
         """The layers whose percentiles are in every record, in the network's order."""
