@@ -5,6 +5,8 @@ import json
 from batchnorm.report.speeds import alternatives, networks, speeds
 from batchnorm.report.summary import MARKERS, _between_markers
 
+EXPLAINED = "ddp and fsdp2 run in one process, on one GPU. `batchnorm bench networks --help` explains these uses."
+
 
 def write(folder, *more):
     row = {
@@ -50,7 +52,7 @@ def test_all_modes_and_other_uses_of_a_network(tmp_path):
     assert lines[2] == "| network | eager, 256 | eager, 32 | graph, 256 | compiled, 256 | backend, 256 |"
     assert not any("Not measured yet" in line for line in lines)
     told = "Speedups of resnet50 (torchvision) in other uses, at batch 256: nchw 1.30, ddp 1.20"
-    assert lines[-3:] == [f"{told}.", "", "`batchnorm bench networks --help` explains these uses."]
+    assert lines[-3:] == [f"{told}.", "", EXPLAINED]
 
 
 def test_alternatives_have_their_numbers_from_files(tmp_path):
@@ -61,6 +63,19 @@ def test_alternatives_have_their_numbers_from_files(tmp_path):
     assert "an eager ResNet-50 trains [1.30 times as fast](results/networks-h200.json)" in lines[2]
 
 
+def test_both_tables_say_which_kernels_they_compare(tmp_path):
+    def row(op, layout, over_compile, worst):
+        over = {"compile": {"geometric_mean": over_compile, "worst": worst}, "eager": {"geometric_mean": 2.5}}
+        return {"op": op, "layout": layout, "dtype": "bfloat16", **over}
+
+    rows = [row("BN+ReLU", "NHWC", 1.52, 1.1), row("BN+add+ReLU", "NCHW", 1.31, 0.98)]
+    result = {"environment": {"gpu": "NVIDIA H200", "torch": "2.11"}, "summary": rows}
+    (tmp_path / "kernels-h200.json").write_text(json.dumps(result))
+    assert "[1.52 times as long as ours](results/kernels-h200.json) (bf16, channels_last)" in alternatives(tmp_path)
+    told = "1.31 (BN+add+ReLU, NCHW) to 1.52 (BN+ReLU, NHWC) over torch.compile (worst 0.98), from 2.50 over eager"
+    assert told in speeds(tmp_path)
+
+
 def test_learning(tmp_path):
     form = {"mean": 0.5, "lowest": 0.49, "highest": 0.51}
     env = {"gpu": "NVIDIA H200", "torch": "2.11"}
@@ -68,6 +83,9 @@ def test_learning(tmp_path):
     (tmp_path / "same-learning-h200.json").write_text(json.dumps(result))
     told = "stock 50.0%, converted 50.0%: the difference is within the range over seeds"
     assert f"[{told}](results/same-learning-h200.json) | NVIDIA H200, torch 2.11, 3 seeds" in speeds(tmp_path)
+    del result["same"]
+    (tmp_path / "same-learning-h200.json").write_text(json.dumps(result))
+    assert "converted 50.0%: one seed cannot tell whether they differ" in speeds(tmp_path)
 
 
 def test_several_places_of_a_page():

@@ -30,7 +30,7 @@ def alternatives(results: Path) -> str:
         "",
     )
     slower = (
-        f" take [{_over_compile(kernels):.2f} times as long as ours](results/kernels-h200.json)"
+        f" take [{_over_compile(kernels):.2f} times as long as ours](results/kernels-h200.json) (bf16, channels_last)"
         if kernels
         else " are slower"
     )
@@ -150,7 +150,8 @@ def _other_uses(rows: list[Result], names: list[str]) -> list[str]:
         f"Speedups of {_short(name, names)} in other uses, at batch {batch}: {', '.join(told)}."
         for (name, batch), told in found.items()
     ]
-    return [*lines, "`batchnorm bench networks --help` explains these uses."] if lines else []
+    explained = "ddp and fsdp2 run in one process, on one GPU. `batchnorm bench networks --help` explains these uses."
+    return [*lines, explained] if lines else []
 
 
 def _cpu(r: Result) -> str:
@@ -171,9 +172,11 @@ def _kernels(r: Result) -> str:
     def least(over: str, key: str) -> float:
         return min(float(row[over][key]) for row in rows)
 
+    means = sorted((row["compile"]["geometric_mean"], f"{row['op']}, {row['layout']}") for row in rows)
+    lowest, highest = (f"{mean:.2f} ({case})" for mean, case in (means[0], means[-1]))
     return (
-        f"at least {least('compile', 'geometric_mean'):.2f} times as fast as torch.compile"
-        f" (worst shape {least('compile', 'worst'):.2f}), {least('eager', 'geometric_mean'):.2f} times as fast as eager"
+        f"{lowest} to {highest} over torch.compile (worst {least('compile', 'worst'):.2f}),"
+        f" from {least('eager', 'geometric_mean'):.2f} over eager"
     )
 
 
@@ -206,6 +209,8 @@ def _train(r: Result) -> str:
 
 def _learning(r: Result) -> str:
     told = ", ".join(f"{form} {r[form]['mean']:.1%}" for form in ("stock", "converted"))
+    if "same" not in r:
+        return f"{told}: one seed cannot tell whether they differ"
     return f"{told}: the difference is {'within' if r['same'] else 'above'} the range over seeds"
 
 
@@ -239,7 +244,7 @@ def _algorithm2(r: Result) -> str:
 SPEED = [
     Row("CPU layers", "bench cpu", "", "cpu.json", _cpu),
     Row("networks on a CPU: a training step", "bench networks --device cpu", "", "networks-cpu.json", _cpu_networks),
-    Row("CUDA kernels, bf16, forward and backward", "bench kernels", "", "kernels-h200.json", _kernels),
+    Row("CUDA kernels, bf16, forward and backward: speedup", "bench kernels", "", "kernels-h200.json", _kernels),
     Row("host time of an eager CUDA layer, forward and backward", "bench host", "", "host-h200.json", _host),
     Row("BN-Inception: a training step", "bench train", "", "bench-train-h200.json", _train),
     Row("BN-Inception: its peak memory", "bench memory", "", "memory-h200.json", _memory),
