@@ -224,7 +224,7 @@ def _run(
     with ExitStack() as stack:
         for observer in observers:
             stack.enter_context(observer.observing())
-        shown = progress(batches, label) if collectives.rank() == 0 else batches
+        shown = progress(batches, label, unit="batch") if collectives.rank() == 0 else batches
         if any(m.training and _is_synchronized(m) for m in net.modules()):
             shown = _in_step(shown)
         for number, batch in enumerate(shown):

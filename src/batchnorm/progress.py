@@ -13,8 +13,8 @@ PATIENCE = 3.0
 LINE_EVERY = 30.0
 
 
-def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-    """Yield the items, and show progress on stderr if the loop takes more than a few seconds.
+def progress(items: Iterable[T], label: str, total: int | None = None, unit: str = "") -> Iterator[T]:
+    """Yield the items, and show progress on stderr if the loop takes more than a few seconds; ``unit`` names an item.
 
     >>> list(progress([1, 2], "counting"))
     [1, 2]
@@ -30,7 +30,7 @@ def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterat
     else:
         return
     with Display(transient=True) as display:
-        display.add(label, total)
+        display.add(label, total, unit)
         for done, item in iterator:
             yield item
             display.update(label, done)

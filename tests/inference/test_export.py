@@ -201,8 +201,9 @@ def test_the_argument_is_left_alone(tmp_path):
 
 
 def test_a_missing_extra_is_not_blamed_on_the_network(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    for module in ("onnxscript", "onnxruntime"):
+        monkeypatch.setitem(sys.modules, module, None)
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
-    with pytest.raises(MissingExtraError, match=r"^onnxscript is not installed; run: pip install"):
+    with pytest.raises(MissingExtraError, match=r"^onnxscript and onnxruntime are not installed; run: pip install"):
         bn.export(net, torch.randn(2, 4), tmp_path / "net.onnx")
     assert not list(tmp_path.iterdir())

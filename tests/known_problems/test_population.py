@@ -53,7 +53,8 @@ def test_ranks_with_different_numbers_of_batches_agree(upstream):
     sizes = [12, 6]
     (a, count, shown), (b, _, nothing) = on_ranks(2, one_rank, sizes, upstream)
     assert count == 18
-    assert "estimating population statistics" in shown
+    assert "estimating population statistics, pass 1 of " in shown
+    assert ": batch 2 of 3" in shown
     assert nothing == ""  # the lines of several ranks would mix
     torch.testing.assert_close(a, b, rtol=0, atol=0)
     alone, *_ = one_rank(0, 1, [18], upstream)

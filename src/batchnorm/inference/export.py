@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .. import network_call
 from ..change_report import VerbReport
 from ..network_copy import outputs, relative, relative_error, require_numbers
-from ..optional_packages import MissingExtraError, require
+from ..optional_packages import MissingExtraError, check_installed, require
 from ..verify import rounding
 from .fold import fold_with_report, warn_of_left
 
@@ -71,7 +71,7 @@ def export(
 
     Args:
         net: any network; it is written in evaluation mode, with a warning if it is in training mode.
-        example: a batch; a dict is passed as keyword arguments.
+        example: a batch; a dict is passed as keyword arguments, so use one if the network has several inputs.
         path: ends in ``.onnx`` (needs the extra "export") or ``.pt2``.
         dynamic_batch: let the first dimension of each input vary. The file is then also run on other batch sizes,
             smaller and larger than the example's, except those that the network does not accept.
@@ -85,6 +85,7 @@ def export(
 
     Raises:
         FileNotFoundError: if the folder does not exist.
+        MissingExtraError: if packages for ONNX are missing; the message names all of them.
         ValueError: if ``path`` has another extension, if the exporter cannot express the network, or if outputs differ
             at one of the batch sizes.
 
@@ -101,6 +102,8 @@ def export(
         raise ValueError(f"cannot tell the format from '{path.name}': the name must end in .onnx or .pt2")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path.name}: the folder '{path.parent}' does not exist")
+    if path.suffix == ".onnx":
+        check_installed("onnx", "onnxscript", "onnxruntime")
     if net.training:
         warnings.warn(
             "the network is in training mode; export writes its evaluation mode, with the current running statistics."
