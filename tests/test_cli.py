@@ -76,6 +76,7 @@ def refused(words, capsys):
         ("fold ..net:make -o net.pt2", "is not the name of a function"),
         ("evaluate no --data no --workers=-1", "workers=-1: must be 0 or more"),
         ("describe inception --classes 0", "classes=0: must be from 1"),
+        ("reproduce fig3 --data no", "there is no command 'reproduce fig3'; 'reproduce fig2' makes Figure 3"),
         ("reproduce fig1 --rate 1e300", "rate=1e+300: must be at most 3.4e+38"),
         ("reproduce fig1 --batch-size 70000", "batch_size=70000: must be from 2 to 60000"),
         ("reproduce fig1 --seed=-1", "seed=-1: must be from 0"),

@@ -304,9 +304,11 @@ def _usage(words: list[str]) -> int:
     for word, command in shown.items():
         print(f"  {word:<{width}}  {command.does}", file=stream)
     if unknown:
-        near = get_close_matches(" ".join(prefix), COMMANDS, n=1)
+        given = " ".join(prefix[:2])
+        near = get_close_matches(given, COMMANDS, n=1)
         meant = f"; perhaps you meant '{near[0]}'" if near else ""
-        print(f"\nbatchnorm: there is no command '{' '.join(prefix)}'{meant}", file=stream)
+        meant = "; 'reproduce fig2' makes Figure 3" if given == "reproduce fig3" else meant
+        print(f"\nbatchnorm: there is no command '{given}'{meant}", file=stream)
     return 0 if asked else 2
 
 

@@ -9,6 +9,7 @@ from batchnorm.data import Digits, mnist
 from batchnorm.models import perceptron
 from batchnorm.reproduce.mnist import jacobian as jacobian_module
 from batchnorm.reproduce.mnist.comparison import Comparison, comparison
+from batchnorm.reproduce.mnist.comparison import _draw as draw_comparison
 from batchnorm.reproduce.mnist.initialization import Init, init
 from batchnorm.reproduce.mnist.jacobian import Jacobian, jacobian
 from batchnorm.reproduce.mnist.optimizers import OPTIMIZERS, Optimizers, optimizers
@@ -36,12 +37,31 @@ def test_comparison(tmp_path):
     assert {row["network"]: row["rate"] for row in result["best against best"]} == result["best rate"]
 
 
+def test_the_picture_of_short_runs_has_all_their_points_and_no_legend_over_them():
+    plt = pytest.importorskip("matplotlib.pyplot")
+    rows = [{"network": n, "rate": 0.1, "steps": [20, 50], "mean": [0.1, 0.4], "spread": [None, None]} for n in "ab"]
+    sweep = {(kind, rate): [[0.1, 0.2]] for kind in (False, True) for rate in (0.1, 1.0)}
+    figure = draw_comparison(plt, (0.1, 1.0), (5, 50), sweep, {"best against best": rows, "equal rate": rows})
+    figure.canvas.draw()
+    for axes in figure.axes:
+        assert axes.get_ylim()[0] <= 0.1
+        assert not axes.get_legend().get_window_extent().overlaps(axes.bbox)
+    plt.close(figure)
+
+
 def test_init_small_weights_leave_the_plain_network_on_its_plateau(tmp_path):
     init(Init(stds=(1e-3, 0.3), steps=400, seeds=1, processes=1, out=tmp_path))
     rows = {(r["network"], r["std"]): r["mean"] for r in written(tmp_path, "init")["final test accuracy"]}
     assert rows["without BN", 1e-3] < 0.3
     assert rows["with BN", 1e-3] > 0.7
     assert rows["with BN", 0.3] > 0.7
+
+
+def test_init_with_short_runs_gives_no_verdict(tmp_path, capsys):
+    init(Init(stds=(0.1,), steps=5, seeds=1, processes=1, out=tmp_path))
+    shown = capsys.readouterr().out
+    assert "the runs were too short to tell: with BN, more standard deviations train past 90%" in shown
+    assert "refuted" not in shown
 
 
 def test_saturation_starts_at_the_gaussian_tail_with_bn_and_everywhere_without():

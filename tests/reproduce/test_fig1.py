@@ -231,6 +231,6 @@ def test_a_run_of_other_options_is_not_overwritten(tmp_path):
     metrics, checkpoint = tmp_path / "metrics.jsonl", tmp_path / "checkpoint.pt"
     NetworkRun(tmp_path, Setting(steps=200)).train(lambda: True)
     before = metrics.read_bytes(), checkpoint.read_bytes()
-    with pytest.raises(ValueError, match=r"holds another run .steps is 200 instead of 100.*another --out"):
+    with pytest.raises(ValueError, match=r"holds another run .steps is 200 instead of 100.*--resume.*another --out"):
         NetworkRun(tmp_path, Setting(steps=100)).train()
     assert (metrics.read_bytes(), checkpoint.read_bytes()) == before

@@ -14,6 +14,7 @@ from ..processes import map_on_cores
 from ..report.summary import FIGURES
 from ..results import check_writable, environment, write_json
 
+VERDICTS = {True: "confirmed", False: "refuted", None: "the runs were too short to tell"}
 Given = TypeVar("Given")
 Found = TypeVar("Found")
 
@@ -61,12 +62,13 @@ def publish(
     options: Experiment,
     claim: str,
     findings: Mapping[str, Any],
-    verdicts: Mapping[str, bool],
+    verdicts: Mapping[str, bool | None],
     draw: Callable[[Any], Any],
 ) -> dict[str, Any]:
     """Write ``name.json`` and ``name.png`` to ``options.out``, print the result and return the file's content.
 
-    ``verdicts`` maps each statement that follows from the claim to whether the statement holds here.
+    ``verdicts`` maps each statement that follows from the claim to whether the statement holds here, or to None if the
+    runs were too short to tell.
     """
     name, out = options.name, options.out
     given = {key: value for key, value in asdict(options).items() if key != "out"}
@@ -78,7 +80,7 @@ def publish(
     measured = next(row.measured for row in FIGURES if row.command == f"reproduce {name}")
     print(f"the paper: {claim}\nmeasured: {measured(result)}")
     for statement, holds in verdicts.items():
-        print(f"{'confirmed' if holds else 'refuted'}: {statement}")
+        print(f"{VERDICTS[holds]}: {statement}")
     print(f"result: {path}\npicture: {out / f'{name}.png'}")
     return result
 

@@ -112,12 +112,17 @@ def _draw(plt: Any, rates: Sequence[float], early: Sequence[int], sweep: Table, 
             means = [_mean(sweep[kind, rate])[k] for rate in rates]
             axis.plot(rates, means, "o-", ms=3, color=colour(kind), label=label(kind))
         axis.set(xscale="log", xlabel="learning rate", title=f"sweep: held-out accuracy at step {mark:,}", ylim=(0, 1))
-    axes[0].legend()
-    for axis, key in zip(axes[2:], ("best against best", "equal rate"), strict=True):
+    shown = ("best against best", "equal rate")
+    rows = [row for key in shown for row in findings[key]]
+    lowest = min(m - (s or 0) for row in rows for m, s in zip(row["mean"], row["spread"], strict=True))
+    for axis, key in zip(axes[2:], shown, strict=True):
         for kind, row in zip((False, True), findings[key], strict=True):
             bars = [s or 0 for s in row["spread"]]
             name = f"{label(kind)}, rate {row['rate']:g}"
             axis.errorbar(row["steps"], row["mean"], bars, fmt="o-", ms=3, capsize=2, color=colour(kind), label=name)
-        axis.set(xscale="log", xlabel="training steps", title=f"{key}: test accuracy", ylim=(0.85, 1))
-        axis.legend(loc="lower right")
+        axis.set(
+            xscale="log", xlabel="training steps", title=f"{key}: test accuracy", ylim=(0.85 if lowest > 0.85 else 0, 1)
+        )
+    for axis in axes:
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3))  # below the panel, where no curve is
     return figure

@@ -128,9 +128,9 @@ class NetworkRun:
             raise ValueError(f"{path} cannot be read ({error}): use another --out, or remove {self.folder}") from error
         here = {k: v for k, v in _config(self.setting).items() if not (self.any_steps and k == "steps")}
         if differs := differences(there, here):
-            raise ValueError(
-                f"{self.folder} holds another run ({', '.join(differs)}); use the same options, or another --out"
-            )
+            steps_only = len(differs) == 1 and differs[0].startswith("steps ")
+            choices = "use the same options, " + ("--resume to train for more --steps, " if steps_only else "")
+            raise ValueError(f"{self.folder} holds another run ({', '.join(differs)}); {choices}or another --out")
         return there
 
     def _resume(self, net: nn.Module) -> tuple[int, float, int]:
