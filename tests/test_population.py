@@ -224,6 +224,18 @@ def test_subclasses_that_change_their_input(kind, rule, upstream):
     assert set(vars(net[0])) == before
 
 
+def test_a_subclass_of_this_librarys_layers_counts_each_batch_once():
+    class Scaled(bn.BatchNorm2d):
+        def forward(self, x, *args, **kwargs):
+            return super().forward(2 * x, *args, **kwargs)
+
+    net = nn.Sequential(Scaled(3))
+    batches = [torch.randn(4, 3, 5, 5) + k for k in range(3)]
+    bn.estimate_(net, batches)
+    assert net[0].num_batches_tracked == 3
+    torch.testing.assert_close(net[0].running_mean, 2 * torch.cat(batches).mean((0, 2, 3)))
+
+
 def test_a_mask_reaches_the_layer_through_a_subclass():
     class Scaled(bn.BatchNorm1d):
         def forward(self, x, keep):

@@ -112,7 +112,7 @@ def test_a_difference_in_a_kept_tensor_is_an_error():
         verify(net, wrong_convolution(net), torch.randn(IMAGE), what="the new network")
     forgets = copy.deepcopy(net)
     forgets.form = lambda self, f, out: out
-    with pytest.raises(ValueError, match="no longer keeps a tensor in 'kept'"):
+    with pytest.raises(ValueError, match="no longer stores a tensor in the attribute 'kept'"):
         verify(net, forgets, torch.randn(IMAGE), what="the new network")
 
 

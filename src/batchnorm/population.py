@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.overrides import TorchFunctionMode
 
-from . import collectives, network_call
+from . import collectives, network_call, ops
 from .change_report import LayerStatistics, Population, Site
 from .graph import TracedCall, trace
 from .graph.kinds import keeps_torch_forward
@@ -98,9 +98,9 @@ def estimate_(
     Raises:
         ValueError: if there are no layers or no batches; if ``batches`` is a bare tensor; if a batch has only one value
             per feature (with ``upstream="population"`` and rule "paper", only if all batches do); if a moment is not
-            finite; if ranks with synchronized layers have different numbers of batches; if the network's code calls a
-            layer's ``forward`` method instead of the layer; or if a layer has its own forward and normalizes neither
-            with ``F.batch_norm`` nor with the forward of its base class.
+            finite; if ranks with synchronized layers have different numbers of batches (``upstream="batch"``); if the
+            network's code calls a layer's ``forward`` method instead of the layer; or if a layer has its own forward
+            and normalizes neither with ``F.batch_norm`` nor with the forward of its base class.
         TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
@@ -226,7 +226,7 @@ def _run(
             stack.enter_context(observer.observing())
         shown = progress(batches, label, unit="batch") if collectives.rank() == 0 else batches
         if any(m.training and _is_synchronized(m) for m in net.modules()):
-            shown = _in_step(shown)
+            shown = _equal_on_all_ranks(shown)
         for number, batch in enumerate(shown):
             with functional if number == 0 or functional.observers else nullcontext():
                 network_call.call(net, network_call.to_device(batch, device), forward)
@@ -236,8 +236,8 @@ def _is_synchronized(module: nn.Module) -> bool:
     return isinstance(getattr(module, "statistics", None), Sync) or isinstance(module, nn.SyncBatchNorm)
 
 
-def _in_step(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches; raise ValueError on every rank if one of them has fewer, because the others would hang."""
+def _equal_on_all_ranks(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches; if a rank has fewer than another, raise ValueError on every rank, because they would hang."""
     iterator = iter(batches)
     for number in count():
         batch = next(iterator, iterator)
@@ -380,7 +380,7 @@ class _FunctionalCalls(TorchFunctionMode):
     """While active, list the calls of ``F.batch_norm`` outside batch normalization layers.
 
     Their statistics cannot be estimated, because only the code that calls ``F.batch_norm`` knows whether the call
-    should use the batch's statistics. For calls inside layers, tell ``observers``.
+    should use the batch's statistics. Calls inside a layer in ``observers`` are passed to its observer.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -391,6 +391,8 @@ class _FunctionalCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if sys._getframe(1).f_globals.get("__name__", "").startswith(ops.__name__):
+            return func(*args, **kwargs)  # a layer of this library, whose observer has seen the input
         owner = _running_module() if func in FUNCTIONS else None
         if owner in self.observers:
             self.observers[owner].observe(args[0] if args else kwargs["input"])

@@ -212,7 +212,7 @@ def _errors(new: _Seen, old: _Seen) -> dict[str, float]:
     found = {path: _error(path, a, b) for path, a, b in _pairs(new.output, old.output)}
     for path, t in old.kept.items():
         if path not in new.kept:
-            raise DifferenceError(f"a forward pass no longer keeps a tensor in '{path}'")
+            raise DifferenceError(f"its forward pass no longer stores a tensor in the attribute '{path}'")
         found[path] = _error(path, new.kept[path], t)
     for path, t in old.buffers.items():
         if path in new.buffers:  # a layer of another kind may not have this buffer

@@ -134,7 +134,7 @@ def test_goes_on_with_the_rows_that_are_missing_or_of_other_code(tmp_path, capsy
     report["rows"] = [{**first, "failed": "the network was down"}]
     out.write_text(json.dumps(report))
     assert "failed" not in run(out, "tiny", batches=(2,))[0]
-    with pytest.raises(ValueError, match="with other settings: size is 8 instead of 9; choose another --out"):
+    with pytest.raises(ValueError, match="or with other settings: size is 8 instead of 9; choose another --out"):
         networks(("test_networks:tiny",), size=9, device="cpu", out=out)
 
 

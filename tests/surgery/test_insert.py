@@ -249,7 +249,9 @@ def test_placement_after_finds_the_features_of_a_convolution():
 def test_placement_after_skips_features_that_it_cannot_find(rearrange):
     net = Rearranged(nn.Linear(3, 4), rearrange)
     report = bn.insert(net, torch.randn(6, 4, 3), placement="after").report
-    assert report["act"].reason.startswith("the features are not found in dimension 1 or the last dimension of its")
+    assert report["act"].reason.startswith(
+        "cannot find the features in dimension 1 or the last dimension of its output"
+    )
 
 
 def test_a_shared_layer_gets_one_normalization_for_its_calls():

@@ -110,7 +110,9 @@ def test_json_round_trip_and_foreign_fields():
 def test_a_field_of_another_type_is_named(tmp_path, field, value):
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps({**json.loads(Recipe().to_json()), field: value}))
-    with pytest.raises(ValueError, match=rf"recipe\.json is not a recipe of this version: {field} cannot be"):
+    with pytest.raises(
+        ValueError, match=rf"recipe\.json is not a valid recipe for this version of batchnorm: {field} cannot be"
+    ):
         Recipe.read(path)
 
 

@@ -132,7 +132,10 @@ def test_a_stop_is_told_once(data, tmp_path, capsys):
 def test_a_damaged_recipe_is_named(data, tmp_path, capsys):
     (tmp_path / "recipe.json").write_text("{")
     assert main(["evaluate", str(tmp_path), "--data", str(data)]) == 2
-    assert f"{tmp_path}/recipe.json is not a recipe of this version: Expecting" in capsys.readouterr().err
+    assert (
+        f"{tmp_path}/recipe.json is not a valid recipe for this version of batchnorm: Expecting"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(data, tmp_path, capsys):

@@ -39,7 +39,7 @@ class LayerShape(NamedTuple):
 
 
 _CHANNELS = {  # the numbers of channels of each network's layers, by the height of the input
-    # Paper: Appendix, Figure 5, with projections of 96 in 4c and 4d.
+    # Paper: Appendix, Figure 5, but with pool projections of 96 channels in 4c and 4d, where the figure prints 128.
     "inception": {
         112: (64,),
         56: (64, 192),

@@ -188,7 +188,7 @@ def learning(
         verdict = "no more than the range" if found["same"] else "MORE than the range"
         verdict += f" over seeds, {found['wider range']:.2%}"
     else:
-        verdict = "but one seed cannot tell whether the networks learn the same: give several --seeds, such as 0 1 2"
+        verdict = "but one seed is not enough to compare them: give several, such as --seeds 0 1 2"
     print(
         f"stock {found['stock']['mean']:.2%}, converted {found['converted']['mean']:.2%}: they differ by"
         f" {found['difference of means']:+.2%}, {verdict}"

@@ -69,7 +69,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The bytes that one variant allocates: at the peak, at the peak of tensors alone, and after the forward pass."""
+    """Memory of one variant's training step, in bytes: peak, peak without workspaces, in use after the forward pass."""
 
     name: str
     peak: int

@@ -158,7 +158,9 @@ def earlier_rows(path: Path, here: dict[str, Any], keep: bool = False) -> Report
         return {}
     report = read_json(path)
     if other := differences(report["machine"], {**dict.fromkeys(report["machine"]), **here}):
-        raise ValueError(f"{path} was measured with other settings: {'; '.join(other)}; choose another --out")
+        raise ValueError(
+            f"{path} was measured on another machine or with other settings: {'; '.join(other)}; choose another --out"
+        )
     good = (row for row in report["rows"] if "failed" not in row)
     return {_key(row): row for row in good if keep or row["code"] == digest(row["mode"])}
 

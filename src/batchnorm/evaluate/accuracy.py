@@ -26,7 +26,9 @@ class Accuracy(NamedTuple):
 
     @classmethod
     def of(cls, counts: Tensor) -> Accuracy:
-        """Compute accuracies from the counts of :func:`count_correct`, summed over all ranks.
+        """Compute accuracies from the counts that :func:`count_correct` returns.
+
+        In a distributed run, sum the counts over all ranks first.
 
         >>> Accuracy.of(torch.tensor([1.0, 3.0, 4.0]))
         Accuracy(top1=0.25, top5=0.75, examples=4)

@@ -98,7 +98,10 @@ class Graph:
         return [call for call in self.calls if call.module is None and call.name in names]
 
     def readers_of(self, parameter: Tensor) -> list[TracedCall]:
-        """Return the calls of functions that read a parameter or buffer outside of its module's own call."""
+        """Return the recorded calls that take a parameter or buffer as an argument.
+
+        What a leaf module, such as a Linear, does with its own parameters is not recorded.
+        """
         value = self._values.get(id(parameter))
         return value.consumers if value is not None else []
 

@@ -6,6 +6,7 @@ classes of children, hooks. If a condition does not hold, the original forward r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from inspect import Parameter, getattr_static, signature
 from keyword import iskeyword
@@ -24,7 +25,7 @@ from .symbolic import Traced, Untraceable
 IsNorm = Callable[[nn.Module], bool]
 
 
-class Builder:
+class ConditionBuilder:
     """Collect the conditions of a variant and the names that its code uses."""
 
     def __init__(self, module: nn.Module, twin: nn.Module, traced: Traced) -> None:
@@ -35,7 +36,7 @@ class Builder:
 
     def expect_arguments(self, patterns: dict[str, Any]) -> None:
         """Expect arguments of the same patterns: tensors in the same places, and equal values elsewhere."""
-        for name in rest_of(self.module):
+        for name in variadic_names(self.module):
             self._expect(f"not {name}")
         for name, pattern in patterns.items():
             self._expect_pattern(name, pattern)
@@ -59,10 +60,11 @@ class Builder:
                 self._expect_read(owner, path, name)
             except Unwatchable as error:
                 raise Untraceable(f"its code reads '{name}' ({error}), whose changes cannot be detected") from error
-        for path in self.traced.asked:
-            self._expect_kind(path)
+        for path in self.traced.type_checked:
+            self._expect_same_class(path)
+            self._expect(f"_is_quiet({_spell(path)})")
         for path in self.traced.opened:
-            self._expect_kind(path)
+            self._expect_same_class(path)
             self._expect(f"_is_quiet({_spell(path)})")
 
     def expect_leaves(self) -> None:
@@ -76,7 +78,7 @@ class Builder:
                 self._expect_unchanged(str(node.target))
 
     def expect_shared(self) -> None:
-        """Expect that one object still has all its names: torch.fx refers to it by the first of them."""
+        """Expect that names which shared a module or tensor still share it: the graph uses only the first name."""
         names: dict[int, dict[str, None]] = {}
         for path, name in self._places():
             owner = self.module.get_submodule(path)
@@ -104,7 +106,7 @@ class Builder:
             self._expect(f"[*{text}._modules] == {list(owner._modules)!r}")
             if path or not runs_in_order(self.module):  # the code of a Sequential does not ask for classes
                 for child in owner._modules:
-                    self._expect_class(path, child)
+                    self._expect_instance(path, child)
         elif name.startswith("__") and name.endswith("__"):
             return
         elif name in vars(owner):
@@ -117,7 +119,7 @@ class Builder:
             (value,) = (h[name] for h in (owner._modules, owner._parameters, owner._buffers) if name in h)
             self._expect(f"{_spell_member(owner, path, name)} is {'None' if value is None else 'not None'}")
             if name in owner._modules:
-                self._expect_class(path, name)
+                self._expect_instance(path, name)
         else:
             found = getattr_static(type(owner), name, Parameter.empty)
             if found is Parameter.empty:
@@ -145,16 +147,18 @@ class Builder:
             if isinstance(module, nn.LeakyReLU | nn.Hardtanh):
                 self._expect(f"{self._name(from_module)}({text}) == {tuple(from_module(module) or ())!r}")
         for node in match.depended_on:
-            self._expect_kind(str(node.target))
+            self._expect_same_class(str(node.target))
+            if match.needs_private_input and node is match.norm.args[0]:
+                self._expect(f"_is_quiet({_spell(str(node.target))})")
 
-    def _expect_class(self, path: str, name: str) -> None:
+    def _expect_instance(self, path: str, name: str) -> None:
         """Expect that a child is still an instance of its class, because the code may ask for its class."""
         child = self.module.get_submodule(path)._modules[name]
         if child is not None:
             self._expect(f"_isinstance({_spell(_join(path, name))}, {self._name(type(child))})")
 
-    def _expect_kind(self, path: str) -> None:
-        """Expect that a module, and the children of a Sequential, have the same classes and work in place as before."""
+    def _expect_same_class(self, path: str) -> None:
+        """Expect the same class and ``inplace`` of a module and, if it is a Sequential, of its children."""
         module = self.module.get_submodule(path)
         text, kind = _spell(path), self._name(type(module))
         # Compare the class itself first: torch.compile's guards on original_kind are slow.
@@ -163,7 +167,7 @@ class Builder:
         if runs_in_order(module):
             self._expect(f"[*{text}._modules] == {list(module._modules)!r}")
             for name in module._modules:
-                self._expect_kind(_join(path, name))
+                self._expect_same_class(_join(path, name))
 
     def _expect_in_place(self, path: str) -> None:
         setting = vars(self.module.get_submodule(path)).get("inplace")
@@ -178,7 +182,7 @@ class Builder:
         self.conditions[condition] = None
 
     def _name(self, thing: Any) -> str:
-        name = f"_n_{thing.__name__}"
+        name = "_n_" + re.sub(r"\W", "_", thing.__name__)
         while self.scope.get(name, ("value", thing))[1] is not thing:
             name += "_"
         self.scope[name] = ("value", thing)
@@ -224,7 +228,7 @@ def _spell_member(owner: nn.Module, path: str, name: str) -> str:
     return f"{_spell(path)}.{name}" if plain else f"{_spell(path)}.__dict__[{name!r}]"
 
 
-def rest_of(module: nn.Module) -> list[str]:
+def variadic_names(module: nn.Module) -> list[str]:
     """Return the names of the forward's *args and **kwargs."""
     parameters = signature(type(module).forward).parameters.values()
     return [p.name for p in parameters if p.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]

@@ -92,7 +92,7 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
 
 
 @contextmanager
-def recording(net: nn.Module) -> Iterator[dict[nn.Module, bool]]:
+def recording_variants(net: nn.Module) -> Iterator[dict[nn.Module, bool]]:
     """Inside the block, record for each rewritten module that is called whether any of its calls runs a variant."""
     ran: dict[nn.Module, bool] = {}
     forwards = {type(m): type(m).forward for m in net.modules() if is_rewritten(m)}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
@@ -55,6 +55,8 @@ def base_type(module: nn.Module) -> type[nn.Module]:
 def keeps_torch_forward(module: nn.Module) -> bool:
     """Return whether the module runs ``torch.nn``'s forward, which is neither overridden nor patched."""
     if "forward" in vars(module) or "_conv_forward" in vars(module):
+        return False
+    if isinstance(module, torch.jit.ScriptModule | fx.GraphModule):
         return False
     kind = base_type(module)
     methods = [kind.forward, getattr(kind, "_conv_forward", kind.forward)]

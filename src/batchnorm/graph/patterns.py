@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from ..ops.activation import NAMES, Activation, from_module
 from .kinds import IN_PLACE, has_hooks, is_affine, is_in_place, keeps_torch_forward
-from .references import is_plain_identity, runs_in_order
+from .references import is_plain_identity, modules_within, runs_in_order
 
 # All functions of torch that compute an activation that can be fused, such as F.relu, torch.relu_ and Tensor.relu.
 FUNCTIONS: dict[Any, str] = {
@@ -54,8 +54,8 @@ class Match(NamedTuple):
     activation: fx.Node | None
     kind: Activation
     passed: tuple[fx.Node, ...] = ()
-    alone: bool = False
-    """Whether the fusion relies on nothing but the batch normalization reading its input, a new tensor."""
+    needs_private_input: bool = False
+    """Whether unknown code runs between BN and the sum, so that BN's input must be a new tensor that only BN reads."""
 
     @property
     def residual(self) -> Any:
@@ -83,7 +83,7 @@ class Match(NamedTuple):
         if self.sum is None:
             return []
         nodes = [*_between(self.norm, self.sum), *([self.sum.args[0]] if writes_its_sum(self.sum) else [])]
-        nodes += [self.norm.args[0]] if self.alone else []
+        nodes += [self.norm.args[0]] if self.needs_private_input else []
         return [n for n in nodes if isinstance(n, fx.Node) and n.op == "call_module" and n is not self.norm]
 
     def replace_by(self, new: fx.Node) -> None:
@@ -181,7 +181,7 @@ class Matcher:
             node = self._handed_on(node)
         return False
 
-    def ends_in_new(self) -> bool:
+    def returns_new_tensor(self) -> bool:
         """Return whether the graph returns a new tensor that nothing else reads."""
         (output,) = (node for node in self.graph.nodes if node.op == "output")
         node = output.args[0]
@@ -192,11 +192,11 @@ class Matcher:
         for mine in (0, 1):
             norm, passed = self._lead_back(node.args[mine])
             if norm is not None:
-                alone = self._moves_past_a_write(norm, node, passed)
-                candidates.append((alone, self._depth(norm), -self._order[norm], norm, passed, mine))
+                needs_private_input = self._moves_past_a_write(norm, node, passed)
+                candidates.append((needs_private_input, self._depth(norm), -self._order[norm], norm, passed, mine))
         # Prefer a BN that moves past no unknown code, then the BN with the smaller depth, so that no module is opened
         # unnecessarily. If the depths are equal, prefer the later BN, which moves past fewer calls.
-        for alone, _, _, norm, passed, mine in sorted(candidates, key=lambda c: c[:3]):
+        for needs_private_input, _, _, norm, passed, mine in sorted(candidates, key=lambda c: c[:3]):
             residual = node.args[1 - mine]
             assert isinstance(residual, fx.Node)
             if not self._fits(norm, residual):
@@ -206,12 +206,12 @@ class Matcher:
             if writes_its_sum(node) and mine and not (self._is_fresh(residual) and _only_user(residual) is node):
                 continue
             x = norm.args[0]
-            if alone and not (isinstance(x, fx.Node) and self._is_new(x) and _only_user(x) is norm):
+            if needs_private_input and not (isinstance(x, fx.Node) and self._is_new(x) and _only_user(x) is norm):
                 continue
-            if self._moves_past_itself(norm, node):
+            if self._cannot_move(norm, node):
                 continue
             user, kind, after = self._activation_after(node)
-            return Match(norm, node, mine, user, kind, (*passed, *after), alone)
+            return Match(norm, node, mine, user, kind, (*passed, *after), needs_private_input)
         return None
 
     def _activation_after(self, node: fx.Node) -> tuple[fx.Node | None, Activation, tuple[fx.Node, ...]]:
@@ -309,24 +309,38 @@ class Matcher:
     def origins(self, match: Match) -> Iterator[fx.Node]:
         """Yield the nodes that a match relies on: BN, and the nodes that created the tensors that sums write into."""
         yield match.norm
+        if match.needs_private_input:
+            yield match.norm.args[0]  # type: ignore[misc]
         if match.sum is not None:
             for node in (*_between(match.norm, match.sum), match.sum):
                 if writes_its_sum(node):
                     yield self._root(node)
 
     def _moves_past_a_write(self, norm: fx.Node, end: fx.Node, passed: tuple[fx.Node, ...]) -> bool:
-        """Return whether a call between BN and the sum may write to BN's input, as far as the call can reach it."""
+        """Return whether a call between BN and the sum may write to BN's input, if it can reach it."""
         for node in _between(norm, end):
             apart = writes_its_sum(node) and self._is_apart(node.args[0], norm.args[0])
             if node not in passed and not apart and self._may_write(node):
                 return True
         return False
 
-    def _moves_past_itself(self, norm: fx.Node, end: fx.Node) -> bool:
-        """Return whether a call between BN and the sum calls the same BN or switches a mode."""
+    def _cannot_move(self, norm: fx.Node, end: fx.Node) -> bool:
+        """Return whether a call between BN and the sum may use the same BN or its tensors, or switches a mode."""
         layer = self._module(norm)
-        modules = [(node, self._module(node)) for node in _between(norm, end)]
-        return any(_switches_a_mode(node) or (m is not None and layer in set(m.modules())) for node, m in modules)
+        between = [(node, self._module(node)) for node in _between(norm, end)]
+        if any(_switches_a_mode(node) or (m is not None and layer in modules_within(m)) for node, m in between):
+            return True
+        if layer is None:
+            return False
+        own = {id(t) for t in (*layer.parameters(), *layer.buffers())}
+        shared = (t for _, m in between if m is not None for t in (*m.parameters(), *m.buffers()))
+        read = (self._held(node) for node in self.graph.nodes if node.op == "get_attr")
+        return any(id(t) in own for t in (*shared, *read))
+
+    def _held(self, node: fx.Node) -> Any:
+        """Return what a get_attr node reads."""
+        path, _, name = str(node.target).rpartition(".")
+        return getattr(self._modules[path], name, None)
 
     def _may_write(self, node: fx.Node) -> bool:
         if node.op == "call_module":

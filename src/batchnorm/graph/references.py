@@ -45,6 +45,13 @@ def holders(net: nn.Module) -> dict[nn.Module, list[Holder]]:
     return found
 
 
+def modules_within(module: nn.Module) -> set[nn.Module]:
+    """Return a module, its submodules, and the modules that their attributes refer to."""
+    seen: set[int] = set()
+    found = set(module.modules())
+    return found.union(*(_modules_in(vars(m), seen) for m in found))
+
+
 def _modules_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
     """Yield the modules that are reachable from a Python object, without entering these modules."""
     waiting = [value]

@@ -19,8 +19,16 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import network_call
 from ..network_copy import isolated, private_copy
-from .conditions import Builder, IsNorm, rest_of
-from .generated import Unwatchable, Variant, generated_class, is_rewritten, original_kind, pattern_of, recording
+from .conditions import ConditionBuilder, IsNorm, variadic_names
+from .generated import (
+    Unwatchable,
+    Variant,
+    generated_class,
+    is_rewritten,
+    original_kind,
+    pattern_of,
+    recording_variants,
+)
 from .kinds import despite_global_hooks, has_hooks
 from .patterns import Fusion, Match, Matcher, fuse_modules_, may_write_its_input
 from .symbolic import Spies, Traced, Untraceable, trace_forward
@@ -50,7 +58,7 @@ def rewrite_(net: nn.Module, calls: dict[bool, dict[str, Any]], is_norm: IsNorm)
             if not _has_code(module):
                 continue
             if not any(is_norm(m) for m in module.modules()):
-                worker.note_end(path, module)
+                worker.note_openable(path, module)
                 continue
             entry = done.setdefault(path, Rewritten({}, {}))
             try:
@@ -70,16 +78,16 @@ def rewrite_(net: nn.Module, calls: dict[bool, dict[str, Any]], is_norm: IsNorm)
 def restore_unused_(
     net: nn.Module, example: Any, forward: network_call.Forward | None, done: dict[str, Rewritten]
 ) -> None:
-    """Restore, in place, the modules whose rewritten code does not run on the example, and correct the results."""
+    """Drop the fusions that do not run on the example from ``done``, and restore modules that have none left."""
     for training in {mode for entry in done.values() for mode in entry.fusions}:
         twin = private_copy(net).train(training)
         batch = network_call.to_device(example, network_call.device_of(net), copy=True)
-        with despite_global_hooks(), recording(twin) as ran, isolated(net, twin):
+        with despite_global_hooks(), recording_variants(twin) as ran, isolated(net, twin):
             network_call.call(twin, batch, forward)
         for path, module in twin.named_modules():
-            if not ran.get(module, True):
-                done[path].fusions.pop(training, None)
-                done[path].reasons[training] = "what it depends on cannot be checked before each call"
+            if not ran.get(module, True) and training in done[path].fusions:
+                del done[path].fusions[training]
+                done[path].reasons[training] = "the conditions of its rewritten code do not hold on the example"
     for path, entry in done.items():
         module = net.get_submodule(path)
         if not entry.fusions and is_rewritten(module):
@@ -140,7 +148,9 @@ def arguments_in(
             bound = signature(type(module).forward).bind(module, *args, **kwargs)
             bound.apply_defaults()
             (_, *given) = bound.arguments.items()
-            found.setdefault(path, {name: pattern_of(value) for name, value in given if name not in rest_of(module)})
+            found.setdefault(
+                path, {name: pattern_of(value) for name, value in given if name not in variadic_names(module)}
+            )
         except Unwatchable as error:
             found.setdefault(path, f"it is called with {error}, which cannot be compared before each call")
         except TypeError as error:
@@ -196,7 +206,7 @@ class _Worker:
         with torch.inference_mode(), _autocast_everywhere():
             if str(self._trace(path, patterns, opened).graph) != str(traced.graph):
                 raise Untraceable("its code depends on the gradient mode or on autocast")
-        builder = Builder(module, self.twin.get_submodule(path), traced)
+        builder = ConditionBuilder(module, self.twin.get_submodule(path), traced)
         builder.expect_arguments(patterns)
         builder.expect_reads()
         builder.expect_leaves()
@@ -205,14 +215,14 @@ class _Worker:
             builder.expect_match(match, self.is_norm)
         return builder.variant(tuple(fuse_modules_(traced.graph, matches)))
 
-    def note_end(self, path: str, module: nn.Module) -> None:
+    def note_openable(self, path: str, module: nn.Module) -> None:
         """Remember a module without batch normalization that returns a new tensor, so that it can be traced into."""
         patterns = self.calls.get(path, "")
         if isinstance(patterns, str) or has_hooks(module):
             return
         with suppress(Untraceable):
             traced = self._trace(path, patterns, set())
-            if Matcher(module, traced.graph, lambda node: False).ends_in_new():
+            if Matcher(module, traced.graph, lambda node: False).returns_new_tensor():
                 self.ending.add(path)
 
     def _is_norm(self, module: nn.Module, node: fx.Node) -> bool:

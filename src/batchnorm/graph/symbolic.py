@@ -43,8 +43,8 @@ class Traced(NamedTuple):
     """Pairs of a module's path and the name of an attribute that was read; ``_modules`` if children were listed."""
     opened: list[str]
     """The paths of the children that were traced too, so that their code is part of the graph."""
-    asked: list[str]
-    """The paths of the children whose results' types the code asked for."""
+    type_checked: list[str]
+    """The paths of the children whose output's type the code checked."""
     stacks: dict[str, tuple[str, ...]]
     """For each node's name, the paths of the opened children whose code created the node, from the outside in."""
 
@@ -138,17 +138,17 @@ def trace_forward(
     for node in graph.nodes:
         node.type = None
     paths = {m: name for name, m in module.named_modules()}
-    for m in [m for m in reads if m not in paths and _is_part_of(m, paths)]:
+    for m in [m for m in reads if m not in paths and _is_slice(m, paths)]:
         del reads[m]
     strangers = [type(m).__name__ for m in reads if m not in paths]
     if strangers:
         raise Untraceable(f"its code reads attributes of a {strangers[0]}, which is not one of its submodules")
     read = [(paths[m], name) for m, names in reads.items() for name in names]
-    return Traced(graph, read, [paths[m] for m in tracer.entered], list(tracer.asked), tracer.stacks)
+    return Traced(graph, read, [paths[m] for m in tracer.entered], list(tracer.type_checked), tracer.stacks)
 
 
-def _is_part_of(container: nn.Module, known: Collection[nn.Module]) -> bool:
-    """Return whether a container is new and has only known children, as a slice of a ModuleList has."""
+def _is_slice(container: nn.Module, known: Collection[nn.Module]) -> bool:
+    """Return whether a container is a plain ModuleList or Sequential with only known children."""
     kind = vars(type(container)).get("_spied", type(container))
     return kind in (nn.ModuleList, nn.Sequential) and all(child in known for child in container.children())
 
@@ -214,19 +214,21 @@ class _Tracer(fx.Tracer):
         self.entered: dict[nn.Module, None] = {}
         self.stacks: dict[str, tuple[str, ...]] = {}
         self.texts: list[str] = []
-        self.asked: dict[str, None] = {}
+        self.type_checked: dict[str, None] = {}
 
     def is_tensor(self, node: fx.Node) -> bool:
         """Return whether the value of a node is known to be a tensor."""
         if node.op != "call_module":
             return node.op in ("placeholder", "get_attr")
-        self.asked[str(node.target)] = None
+        self.type_checked[str(node.target)] = None
         return returns_a_tensor(self.root.get_submodule(str(node.target)))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m not in self._opened
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if m is self.root:
+            raise Untraceable("its code calls itself")
         if m not in self._opened:
             return super().call_module(m, forward, args, kwargs)
         self.entered[m] = None
@@ -287,7 +289,7 @@ class _Typed:
             return type(self)
         if not isinstance(self, Attribute) and self.tracer.is_tensor(self.node):
             return Tensor
-        if not _asks_for_types(sys._getframe(1).f_code):
+        if _caller() != "abc" and not _asks_for_types(sys._getframe(1).f_code):  # abc.py answers for abstract classes
             return type(self)  # the code calls a function of torch, which checks its arguments
         raise Untraceable("its code checks the type of a value")
 
@@ -304,7 +306,7 @@ class _Typed:
 
 
 def refuse_texts(graph: fx.Graph, texts: list[str]) -> None:
-    """Raise Untraceable if code made a text of a proxy, except for the message of an assertion."""
+    """Raise Untraceable if the code turned a proxy into text, unless the text is the message of an assertion."""
     asserted = "".join(f"{node.args}{node.kwargs}" for node in graph.nodes if node.target is torch._assert)
     if any(texts.count(text) > asserted.count(text) for text in texts):
         raise Untraceable("its code turns a tensor, a shape or a dtype into text")
@@ -347,7 +349,10 @@ class _Outsiders(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if not _has_proxy((args, kwargs)) and not is_machinery(_caller()):
-            raise Untraceable(f"its code calls {name or func} on values that do not depend on the arguments of forward")
+            raise Untraceable(
+                f"its code calls {name or func} without an argument that depends on forward's inputs, so a trace would"
+                " keep the result as a constant"
+            )
         return func(*args, **kwargs)
 
 
@@ -385,6 +390,8 @@ def _unrecorded(code: CodeType) -> str:
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("BEFORE_WITH", "LOAD_SPECIAL"):
             return "has a with statement"
+        if instruction.opname == "PUSH_EXC_INFO":
+            return "has a try statement"
         if instruction.opname == "IS_OP" and before != "LOAD_CONST":
             return "compares objects with 'is'"
         before = instruction.opname
@@ -392,7 +399,7 @@ def _unrecorded(code: CodeType) -> str:
 
 
 def _refuse_unrecorded() -> None:
-    """Refuse calls from code with statements that torch.fx does not record."""
+    """Refuse calls from code that does something which torch.fx does not record."""
     frame: FrameType | None = sys._getframe(2)
     found = ""
     while frame is not None:

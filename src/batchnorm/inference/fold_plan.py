@@ -251,7 +251,7 @@ def _match_up(source: TracedCall, moves: list[TracedCall], call: TracedCall, lay
     kept = _feature_dims(layer, len(target))
     if not moves and dims == kept:
         return torch.arange(prod(origin[d] for d in dims))
-    return _function_of(_features(origin, dims, moves, target, kept), prod(origin[d] for d in dims))
+    return _function_of(_feature_pairs(origin, dims, moves, target, kept), prod(origin[d] for d in dims))
 
 
 def _match_down(call: TracedCall, moves: list[TracedCall], sink: TracedCall, layer: TorchBatchNorm) -> Tensor:
@@ -262,17 +262,17 @@ def _match_down(call: TracedCall, moves: list[TracedCall], sink: TracedCall, lay
     kept = _feature_dims(sink.module, len(target))
     if not moves and dims == kept:
         return torch.arange(prod(origin[d] for d in dims))
-    pairs = ((after, before) for before, after in _features(origin, dims, moves, target, kept))
+    pairs = ((after, before) for before, after in _feature_pairs(origin, dims, moves, target, kept))
     return _function_of(pairs, prod(target[d] for d in kept))
 
 
-def _features(
+def _feature_pairs(
     origin: tuple[int, ...], dims: list[int], moves: list[TracedCall], target: tuple[int, ...], kept: list[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, for each element after the moves, its feature before the moves and its feature after them.
+    """Yield pairs of tensors that hold each element's feature before and after the moves.
 
     The first pair is for the example's shape. In the other pairs, one dimension of size 1 is larger; shapes that the
-    network would reject are left out.
+    moves do not accept, or that change the features, are left out.
     """
     yield _replayed(_numbered(origin, dims), moves), _numbered(target, kept)
     for larger in (d for d, n in enumerate(origin) if n == 1 and d not in dims):

@@ -160,7 +160,7 @@ class _ForwardTracer(fx.Tracer):
         return self._is_leaf(m)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Value(node, self)
+        return _CheckedProxy(node, self)
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         before = _state(root)
@@ -168,22 +168,22 @@ class _ForwardTracer(fx.Tracer):
             graph = super().trace(root, concrete_args)
         after = _state(root)
         for path in (*before, *after):
-            if path not in before or path not in after or not _is_same(before[path], after[path]):
+            if path not in before or path not in after or not _is_unchanged(before[path], after[path]):
                 raise Untraceable(f"its code changes '{path}'")
         refuse_texts(graph, self.texts)
         return graph
 
 
-class _Value(fx.Proxy):
-    """Refuse to be a key of a dict, or text; torch.fx would use the identity and the name of the proxy instead."""
+class _CheckedProxy(fx.Proxy):
+    """A proxy that may not be hashed or turned into text: the result would depend on the proxy, not on the value."""
 
     tracer: _ForwardTracer
 
     def __getattr__(self, name: str) -> Attribute:
-        return _Attribute(self, name)
+        return _CheckedAttribute(self, name)
 
     def __hash__(self) -> int:
-        raise Untraceable("its code looks up a tensor or its shape in a dict or set")
+        raise Untraceable("its code uses a tensor, a shape or a dtype as a key")
 
     def __str__(self) -> str:
         return f"{self}"
@@ -193,7 +193,7 @@ class _Value(fx.Proxy):
         return repr(self)
 
 
-class _Attribute(_Value, Attribute):
+class _CheckedAttribute(_CheckedProxy, Attribute):
     pass
 
 
@@ -209,7 +209,7 @@ def _state(net: nn.Module) -> dict[str, tuple[Any, int]]:
     return found
 
 
-def _is_same(before: tuple[Any, int], after: tuple[Any, int]) -> bool:
+def _is_unchanged(before: tuple[Any, int], after: tuple[Any, int]) -> bool:
     return before[0] is after[0] and before[1] == after[1]
 
 
@@ -258,11 +258,13 @@ def _no_assignments(net: nn.Module) -> Iterator[None]:
 
 
 def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any]) -> None:
-    """Change a module so that it runs a traced form of its forward; if an exception is raised, it does not change."""
+    """Change a module so that it runs a traced form of its forward; an exception leaves it as it was, unless it is a
+    GraphModule.
+    """
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError("it is scripted")
     if isinstance(module, fx.GraphModule):
-        _call_modules(module, module.graph, _normalizing(module, module.graph))
+        _call_modules(module, module.graph, _modules_with_norm(module, module.graph))
         _drop_layers(module, module.graph, inside)
         module.graph.lint()
         module.recompile()
@@ -276,7 +278,7 @@ def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any])
     for node in graph.nodes:
         if node.op == "placeholder" and node.target.removesuffix("_1") in fixed:
             node.target = node.target.removesuffix("_1")  # torch.fx renames fixed arguments
-    found = _normalizing(twin, graph)
+    found = _modules_with_norm(twin, graph)
     before = _attributes_read(graph)
     _call_modules(twin, graph, found)
     graph.lint()
@@ -302,7 +304,7 @@ def _fixed_arguments(module: nn.Module, calls: list[Any]) -> dict[str, Any]:
     return found[0] if found else {}
 
 
-def _normalizing(root: nn.Module, graph: fx.Graph) -> dict[fx.Node, nn.Module]:
+def _modules_with_norm(root: nn.Module, graph: fx.Graph) -> dict[fx.Node, nn.Module]:
     """Return :func:`_equivalent_modules`; raise ValueError if none of them is a batch normalization."""
     found = _equivalent_modules(root, graph)
     if not any(isinstance(new, AnyBatchNorm) for new in found.values()):
@@ -335,7 +337,7 @@ def _adopt(module: nn.Module, graph: fx.Graph, before: set[str], twin: nn.Module
     names = tuple((name, by_name("value", thing)) for name, thing in code.globals.items())
     kind = type(module)
     base = nn.Module if norm else getattr(kind, "_traced_from", kind)
-    traced = _traced_class(base, kind.__name__, code.src, names)  # may raise, so nothing has changed yet
+    traced = _traced_class(base, kind.__name__, code.src, names)  # may raise, so do this before changing the module
     for name in [*module._parameters, *module._buffers]:
         if name not in after and (norm or name in before):
             delattr(module, name)

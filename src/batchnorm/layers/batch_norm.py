@@ -91,9 +91,6 @@ class BatchNorm(TorchBatchNorm):
         """The shape of the running mean: (C,), or for example (C, H, W) per activation."""
         return _as_tuple(self.num_features)
 
-    # forward reads no properties: for each property that compiled code reads, torch.compile checks the class before
-    # every call of the network, and it checks all modules around the layer one by one.
-
     @property
     def running_mean(self) -> Tensor | None:  # type: ignore[override]
         """The running average of the mean; None if the layer keeps no running averages.
@@ -118,7 +115,7 @@ class BatchNorm(TorchBatchNorm):
     def frozen(self) -> int:
         """What is frozen, as a sum: 1 for the statistics, 2 for the weight, 4 for the bias.
 
-        torch.distributed.checkpoint looks up each entry of the state dict as an attribute.
+        This exists because torch.distributed.checkpoint reads each entry of the state dict as an attribute.
         """
         return self._frozen
 
@@ -127,9 +124,16 @@ class BatchNorm(TorchBatchNorm):
         """Whether training normalizes by the running statistics and does not update them."""
         return bool(self._frozen & STATISTICS)
 
+    @property
     def uses_batch_statistics(self) -> bool:
-        """Return whether the next forward pass would normalize by the statistics of its mini-batch."""
-        return not self._frozen & STATISTICS and (self.training or None in self._averages())
+        """Whether the next forward pass would normalize by the statistics of its mini-batch."""
+        return self._normalizes_by_batch()
+
+    # What follows, up to _fast, avoids properties: if compiled code reads one, Dynamo guards on the class, and that
+    # turns off its fast check of the enclosing modules.
+
+    def _normalizes_by_batch(self) -> bool:
+        return not self._frozen & STATISTICS and (self.training or any(a is None for a in self._averages()))
 
     def forward(
         self,
@@ -163,7 +167,7 @@ class BatchNorm(TorchBatchNorm):
             "residual": residual,
             "mask": mask,
         }
-        if not self.uses_batch_statistics() or self._falls_back_on_running(input, mask):
+        if not self._normalizes_by_batch() or self._falls_back_on_running(input, mask):
             mean, var = self._averages()
             if mean is None or var is None:
                 raise RuntimeError(
@@ -214,7 +218,7 @@ class BatchNorm(TorchBatchNorm):
         """Check once that all ranks have the same layer; if not, the first all-reduce would hang or mix layers up."""
         if isinstance(self.statistics, Sync) and not self._ranks_checked:
             if collectives.world_size(self.statistics.group) > 1:
-                collectives.check_same_features(self.features, path_of(self), self.statistics.group)
+                collectives.check_same_features(_as_tuple(self.num_features), path_of(self), self.statistics.group)
             self._ranks_checked = True
 
     def _running(self) -> ops.Running | None:

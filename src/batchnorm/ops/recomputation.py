@@ -179,8 +179,8 @@ class Registry:
 
     def remember(self, y: Tensor, again: Callable[..., Tensor], sources: tuple[Tensor | None, ...]) -> None:
         """Record how to recompute ``y``, and drop ``y`` if it was already kept."""
-        # A recipe keeps its sources alive, so drop the recipes of freed storages. Until a recipe is dropped, its weak
-        # reference prevents the storage's address from being reused.
+        # A recipe keeps its sources alive, so drop the recipes whose output has been freed. Until then, the recipe's
+        # weak reference keeps the StorageImpl allocated, so that no other storage can get the same _cdata.
         self.recipes = {at: recipe for at, recipe in self.recipes.items() if not recipe.storage.expired()}
         recipe = Recomputed(y, again, [None if source is None else self.keep(source) for source in sources])
         self.recipes[_address(y)] = recipe

@@ -130,11 +130,11 @@ def _update_cpu(
 
 
 def _update_meta(*args: Tensor | float | None) -> None:
-    """Do nothing, but raise unless all tensors are on meta: the dispatcher also runs this if only some are."""
+    """Do nothing if all tensors are on meta; raise if only some are, because the dispatcher calls this then too."""
     if not all(arg.is_meta for arg in args if isinstance(arg, Tensor)):
         raise RuntimeError(
             "some of a layer's running averages and counters are on 'meta', so the averages cannot be updated; load a"
-            " state dict with assign=True, or call to_empty() and reset_parameters()"
+            " state dict with assign=True, or call to_empty(device=...) and reset_parameters()"
         )
 
 

@@ -222,10 +222,15 @@ def _by_layer(line: dict[str, Any], key: str, read: Callable[[Any], T], where: s
     tables = line.pop(key)
     if not isinstance(tables, dict):
         raise ValueError(f"{where}: {key} is {_short(tables)}, not an object with an entry for each layer")
-    try:
-        return {layer: read(table) for layer, table in tables.items()}
-    except (TypeError, ValueError, KeyError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"{where}: {key} cannot be read: {error}") from error
+    found = {}
+    for layer, table in tables.items():
+        try:
+            found[layer] = read(table)
+        except KeyError as error:
+            raise ValueError(f"{where}: the {key} of layer '{layer}' have no entry {error}") from error
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ValueError(f"{where}: the {key} of layer '{layer}' cannot be read: {error}") from error
+    return found
 
 
 def _percentiles(table: Any) -> Percentiles:

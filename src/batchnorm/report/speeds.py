@@ -150,7 +150,9 @@ def _other_uses(rows: list[Result], names: list[str]) -> list[str]:
         f"Speedups of {_short(name, names)} in other uses, at batch {batch}: {', '.join(told)}."
         for (name, batch), told in found.items()
     ]
-    explained = "ddp and fsdp2 run in one process, on one GPU. `batchnorm bench networks --help` explains these uses."
+    explained = (
+        "ddp and fsdp2 were timed in one process on one GPU. `batchnorm bench networks --help` explains these uses."
+    )
     return [*lines, explained] if lines else []
 
 
@@ -175,8 +177,8 @@ def _kernels(r: Result) -> str:
     means = sorted((row["compile"]["geometric_mean"], f"{row['op']}, {row['layout']}") for row in rows)
     lowest, highest = (f"{mean:.2f} ({case})" for mean, case in (means[0], means[-1]))
     return (
-        f"{lowest} to {highest} over torch.compile (worst {least('compile', 'worst'):.2f}),"
-        f" from {least('eager', 'geometric_mean'):.2f} over eager"
+        f"over torch.compile {lowest} to {highest}, worst shape {least('compile', 'worst'):.2f}; over eager at least"
+        f" {least('eager', 'geometric_mean'):.2f}"
     )
 
 

@@ -154,7 +154,7 @@ def activation_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate
     fed: dict[TracedCall, list[tuple[nn.Module, int | None]]] = {}
     for call in graph.calls:
         if call.module is not None and is_affine(call.module):
-            for reached, dim in _feature_dims(call):
+            for reached, dim in _nonlinearities_fed_by(call):
                 fed.setdefault(reached, []).append((call.module, dim))
     for call in (call for call in graph.calls if call in fed):
         if call.module is None:
@@ -170,12 +170,12 @@ def activation_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate
                 yield Candidate(place, Site(call.path, "skipped"), default=True)
             else:
                 reason = (
-                    f"the features are not found in dimension 1 or the last dimension of its output of shape {shape}"
+                    f"cannot find the features in dimension 1 or the last dimension of its output, of shape {shape}"
                 )
                 yield Candidate(None, Site(call.path, "skipped", reason))
 
 
-def _feature_dims(affine: TracedCall) -> Iterator[tuple[TracedCall, int | None]]:
+def _nonlinearities_fed_by(affine: TracedCall) -> Iterator[tuple[TracedCall, int | None]]:
     """Yield the nonlinearities that an affine layer feeds, each with the dimension of the layer's features there.
 
     The dimension is None if it is unknown, for example because the features were split over two dimensions.

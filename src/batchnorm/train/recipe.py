@@ -240,7 +240,7 @@ class Recipe:
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a recipe of this version: {error}") from error
+            raise ValueError(f"{path} is not a valid recipe for this version of batchnorm: {error}") from error
 
 
 def _check_types(values: Mapping[str, Any]) -> None:

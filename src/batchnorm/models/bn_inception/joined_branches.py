@@ -39,12 +39,12 @@ class Part(NamedTuple):
 def can_join(layers: Sequence[BatchNorm2d], x: Tensor) -> bool:
     """Return whether :func:`normalize_together` can run these layers on tensors of ``x``'s device, dtype and layout."""
     first = layers[0]
-    trains = first.uses_batch_statistics()
+    trains = first.uses_batch_statistics
     if not trains and torch.is_grad_enabled():
         return False
     alike = all(
         type(bn) is BatchNorm2d
-        and bn.uses_batch_statistics() == trains
+        and bn.uses_batch_statistics == trains
         and bn.training >= trains
         and (bn.track_running_stats or not trains)
         and bn.statistics is None
@@ -79,7 +79,7 @@ def normalize_together(parts: Sequence[Part], *sources: Tensor) -> tuple[Tensor,
     tensors are supported.
     """
     sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)  # no copy of cuDNN's outputs
-    if not parts[0].bn.uses_batch_statistics():
+    if not parts[0].bn.uses_batch_statistics:
         return tuple(_inferred(part, sources[part.source]) for part in parts)
     parameters = [p for part in parts for p in (part.bn.weight, part.bn.bias)]
     ys: tuple[Tensor, ...] = _Together.apply(parts, len(sources), *sources, *parameters)  # type: ignore[no-untyped-call]
@@ -98,8 +98,12 @@ def _inferred(part: Part, source: Tensor) -> Tensor:
 
 
 def _check_shapes(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-    if any(x.shape != y.shape for x, y in zip(xs, ys, strict=True)):
-        raise ValueError(f"branches of shapes {[tuple(x.shape) for x in xs]} cannot be concatenated")
+    for x, y in zip(xs, ys, strict=True):
+        if x.shape != y.shape:
+            raise ValueError(
+                f"cannot concatenate the branches: one has shape {tuple(x.shape)}, but its part of the output has shape"
+                f" {tuple(y.shape)}"
+            )
 
 
 class _Together(torch.autograd.Function):
@@ -148,7 +152,10 @@ class _Together(torch.autograd.Function):
 def _inputs(
     places: Sequence[tuple[int, int, int, bool]], sources: Sequence[Tensor], averaged: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return each part's input, given the sources and the averaged slices; given gradients, each input's gradient."""
+    """Return the input of each part: its averaged slice, or a view of its source.
+
+    The backward pass also calls this on the gradients' buffers, to get the tensors that receive the inputs' gradients.
+    """
     pooled = iter(averaged)
     return [next(pooled) if is_averaged else sources[s][:, a : a + c] for s, a, c, is_averaged in places]
 

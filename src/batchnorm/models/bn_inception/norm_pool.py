@@ -36,7 +36,7 @@ def can_pool(bn: BatchNorm2d, pool: nn.Module, x: Tensor) -> bool:
         and pool.has_kernel
         and pool.stride == 2
         and can_join([bn], x)
-        and bn.uses_batch_statistics()
+        and bn.uses_batch_statistics
         and bn.activation.name == "relu"
         and x.shape[1:2] == bn.features
         and x.numel() > x.shape[1]

@@ -124,5 +124,5 @@ def _draw(plt: Any, rates: Sequence[float], early: Sequence[int], sweep: Table, 
             xscale="log", xlabel="training steps", title=f"{key}: test accuracy", ylim=(0.85 if lowest > 0.85 else 0, 1)
         )
     for axis in axes:
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3))  # below the panel, where no curve is
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3))  # below the panel, so that it hides no curve
     return figure

@@ -27,9 +27,11 @@ NOWHERE = tl.constexpr(15)  # the position if ReLU's derivative is 0: no pixel g
 def slice_of(program, C, A: tl.constexpr, V: tl.constexpr):
     """Return which slice of V channels a program processes, and what the slice contains.
 
-    The results are the program's index among the programs of the slice, the slice's index, its channels [V], the bytes
-    [V / 2] that hold the positions of its maxima, masks of the channels and of the bytes that exist, the number of
-    slices, and the number of such bytes per pixel.
+    A byte stores the positions of two channels' maxima.
+
+    Returns:
+        The program's index within its slice; the slice's index; the indices of its channels [V] and bytes [V / 2];
+        masks of the channels and of the bytes that exist; the number of slices; the number of bytes per pixel.
     """
     pixel_bytes = C * (A // 2) if A > 1 else (C + 1) // 2
     C = C * A
