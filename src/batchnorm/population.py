@@ -258,8 +258,8 @@ class _Observer:
 
     A layer of a ``KNOWN`` class in training mode computes the moments itself: with momentum 1 and fresh buffers, its
     buffers hold exactly these moments after the call. For other layers, and if ``direct`` is true, the observer
-    computes the moments. A layer with its own forward may change its input before normalizing it; then the observer
-    sees the inputs of the calls of ``F.batch_norm`` and of this library's forward that the layer makes.
+    computes the moments. A layer with its own forward may change its input before normalizing it, so for such a
+    layer the observer records what the layer passes to ``F.batch_norm`` or to ``BatchNorm.forward``.
     """
 
     def __init__(self, layer: TorchBatchNorm, path: str, rule: Rule, *, direct: bool) -> None:
@@ -287,7 +287,7 @@ class _Observer:
                 layer.momentum = 1.0
                 stack.enter_context(layer.register_forward_hook(self._after))
             if self.own_forward and isinstance(layer, BatchNorm):
-                # Turn the fast path off, because only the slow path checks its input.
+                # Record the input in a replaced _check_input, which only the slow path calls.
                 patches = {"_fast": lambda *args: None, "_check_input": self._check_input}
                 vars(layer).update(patches)
                 stack.callback(lambda: [vars(layer).pop(name) for name in patches])

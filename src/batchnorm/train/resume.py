@@ -23,8 +23,8 @@ def claim_folder(
 ) -> None:
     """Write the recipe and a description of the data to a run's folder, or check that they match those already there.
 
-    ``epochs`` may differ, so that a finished run can be trained for longer. ``planned_steps`` are the steps in these
-    epochs.
+    ``epochs`` may differ, so that a finished run can be trained for longer. A run that has taken more than
+    ``planned_steps``, the steps of the new epochs, is rejected.
 
     Raises:
         ValueError: if the folder belongs to a run with another recipe or other data, or to one that has already taken
