@@ -5,7 +5,7 @@ import json
 from batchnorm.report.speeds import alternatives, networks, speeds
 from batchnorm.report.summary import MARKERS, _between_markers
 
-EXPLAINED = "ddp and fsdp2 run in one process, on one GPU. `batchnorm bench networks --help` explains these uses."
+EXPLAINED = "ddp and fsdp2 were timed in one process on one GPU. `batchnorm bench networks --help` explains these uses."
 
 
 def write(folder, *more):
@@ -72,7 +72,7 @@ def test_both_tables_say_which_kernels_they_compare(tmp_path):
     result = {"environment": {"gpu": "NVIDIA H200", "torch": "2.11"}, "summary": rows}
     (tmp_path / "kernels-h200.json").write_text(json.dumps(result))
     assert "[1.52 times as long as ours](results/kernels-h200.json) (bf16, channels_last)" in alternatives(tmp_path)
-    told = "1.31 (BN+add+ReLU, NCHW) to 1.52 (BN+ReLU, NHWC) over torch.compile (worst 0.98), from 2.50 over eager"
+    told = "over compile 1.31 (BN+add+ReLU, NCHW) to 1.52 (BN+ReLU, NHWC), worst shape 0.98; over eager at least 2.50"
     assert told in speeds(tmp_path)
 
 

@@ -177,7 +177,7 @@ def _kernels(r: Result) -> str:
     means = sorted((row["compile"]["geometric_mean"], f"{row['op']}, {row['layout']}") for row in rows)
     lowest, highest = (f"{mean:.2f} ({case})" for mean, case in (means[0], means[-1]))
     return (
-        f"over torch.compile {lowest} to {highest}, worst shape {least('compile', 'worst'):.2f}; over eager at least"
+        f"over compile {lowest} to {highest}, worst shape {least('compile', 'worst'):.2f}; over eager at least"
         f" {least('eager', 'geometric_mean'):.2f}"
     )
 
