@@ -60,22 +60,17 @@ class ConditionBuilder:
                 self._expect_read(owner, path, name)
             except Unwatchable as error:
                 raise Untraceable(f"its code reads '{name}' ({error}), whose changes cannot be detected") from error
-        for path in self.traced.type_checked:
-            self._expect_same_class(path)
-            self._expect(f"_is_quiet({_spell(path)})")
-        for path in self.traced.opened:
+        for path in (*self.traced.type_checked, *self.traced.opened):
             self._expect_same_class(path)
             self._expect(f"_is_quiet({_spell(path)})")
 
     def expect_leaves(self) -> None:
         """Expect that the same modules return their input tensor: identities, and modules that work in place."""
         for node in self.traced.graph.nodes:
-            module = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
-            if module is None:
-                continue
-            self._expect_in_place(str(node.target))
-            if returns_its_input(module):
-                self._expect_unchanged(str(node.target))
+            if node.op == "call_module":
+                self._expect_in_place(str(node.target))
+                if returns_its_input(self.module.get_submodule(str(node.target))):
+                    self._expect_unchanged(str(node.target))
 
     def expect_shared(self) -> None:
         """Expect that names which shared a module or tensor still share it: the graph uses only the first name."""
@@ -92,9 +87,8 @@ class ConditionBuilder:
     def _places(self) -> Iterator[tuple[str, str]]:
         """Yield the owner's path and the name of everything that the traced code reads or the graph refers to."""
         for path, name in self.traced.reads:
-            yield from (
-                (path, n) for n in ([*self.module.get_submodule(path)._modules] if name == "_modules" else [name])
-            )
+            names = [*self.module.get_submodule(path)._modules] if name == "_modules" else [name]
+            yield from ((path, n) for n in names)
         for node in self.traced.graph.nodes:
             if node.op in ("call_module", "get_attr"):
                 path, _, name = str(node.target).rpartition(".")
