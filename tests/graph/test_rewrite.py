@@ -63,6 +63,13 @@ def test_it_is_what_it_was(net, x):
     converted.load_state_dict(net.state_dict())
 
 
+def test_printing_a_network_shows_what_is_fused(x):
+    net = scramble_(Bottleneck())
+    converted = bn.convert(net, x)
+    assert "fused: bn1 + relu, bn2 + relu, bn3 + residual + relu\n" in str(converted)
+    assert "fused" not in str(bn.revert(converted))
+
+
 def test_equal_modules_have_one_class(x):
     pair = bn.convert(
         nn.ModuleList([ConvNorm(torch.relu), ConvNorm(torch.relu)]), x, forward=lambda n, x: n[1](n[0](x))

@@ -83,12 +83,29 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
             return (_new, (kind, _Pickled(variants, _digest(kind, variants)), *reduced[1][1:]), *reduced[2:])
         return reduced
 
-    names = {"forward": _compiled("\n".join(lines), scope, kind)["forward"], "__reduce_ex__": reduce_ex}
+    def extra_repr(self: nn.Module) -> str:
+        """Return the original class's text, followed by what is fused."""
+        paths = [path for path, _ in self.named_modules(remove_duplicate=False)]
+        fusions = dict.fromkeys(f for variant in variants for f in variant.fusions if f.path in paths)
+        fused = [_describe(fusion) for fusion in sorted(fusions, key=lambda f: paths.index(f.path))]
+        return ", ".join(filter(None, [kind.extra_repr(self), f"fused: {', '.join(fused)}"]))
+
+    names = {
+        "extra_repr": extra_repr,
+        "forward": _compiled("\n".join(lines), scope, kind)["forward"],
+        "__reduce_ex__": reduce_ex,
+    }
     names |= {"_rewritten_from": kind, "_variants": variants}
     names |= {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     metaclass: Any = type(kind)
     made = _classes[kind, variants] = metaclass(kind.__name__, (kind,), names)
     return made  # type: ignore[no-any-return]
+
+
+def _describe(fusion: Fusion) -> str:
+    """Return what is fused into a call as text, such as "bn3 + residual + relu"."""
+    parts = [fusion.path, *["residual"] * fusion.residual, fusion.activation.name]
+    return " + ".join(part for part in parts if part != "identity")
 
 
 @contextmanager
