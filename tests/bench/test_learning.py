@@ -64,5 +64,5 @@ def test_one_seed_gives_no_verdict(images, tmp_path, capsys):
     out = tmp_path / "learning.json"
     options = {"size": 16, "batch": 8, "epochs": 1, "device": "cpu", "workers": 0, "jobs": 0}
     learning(images, "test_learning:tiny", (3,), out=out, **options)
-    assert "one seed cannot tell" in capsys.readouterr().out
+    assert "one seed is not enough" in capsys.readouterr().out
     assert "same" not in json.loads(out.read_text())
