@@ -82,7 +82,12 @@ def restore_unused_(
     for training in {mode for entry in done.values() for mode in entry.fusions}:
         twin = private_copy(net).train(training)
         batch = network_call.to_device(example, network_call.device_of(net), copy=True)
-        with despite_global_hooks(), recording_variants(twin) as ran, isolated(net, twin):
+        with (
+            suppress(Exception),  # restore_wrong_ finds the module that fails
+            despite_global_hooks(),
+            recording_variants(twin) as ran,
+            isolated(net, twin),
+        ):
             network_call.call(twin, batch, forward)
         for path, module in twin.named_modules():
             if not ran.get(module, True) and training in done[path].fusions:
