@@ -24,7 +24,7 @@ from ..moments import Moments
 from ..recomputation import is_active, remember
 from ..running import Kept, update_
 from ..torch_state import is_forward_mode, is_recomputation, is_unseen
-from . import extension, launch, schedule
+from . import extension, inductor, launch, schedule
 from .layout import as_dense, empty_dense, find_geometry, geometry_of
 from .sign_bits import empty_bits, unpack
 
@@ -304,6 +304,7 @@ def _fused(*args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _fake_fused(*args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    inductor.register()
     call, keep_bits = _call_of(*args)
     x, g = call.x, geometry_of(call.x)
     assert g is not None
