@@ -192,6 +192,17 @@ def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int],
     return jobs
 
 
+def apart(job: NetworkJob) -> list[NetworkJob]:
+    """Split a job into one per mode, which compile in parallel, although each of them compiles the stock network.
+
+    >>> apart(NetworkJob("timm/resnet50", (Measurement(32, ("compiled", "backend")),)))[1]
+    NetworkJob(network='timm/resnet50', units=(Measurement(batch=32, modes=('backend',)),))
+    """
+    units = [unit for unit in job.units if unit.modes[0] in COMPILING]
+    split = [NetworkJob(job.network, (Measurement(unit.batch, (mode,)),)) for unit in units for mode in unit.modes]
+    return split or [job]
+
+
 class _Measuring:
     """Runs in a worker process and returns the results of one job one by one."""
 
@@ -345,6 +356,8 @@ def networks(
     machine_here = machine(settings)
     rows = earlier_rows(out, machine_here, keep)
     missing = plan(networks, modes, batches, rows)
+    if device == "cuda" and 2 * len(missing) <= jobs:
+        missing = [part for job in missing for part in apart(job)]
     for name in dict.fromkeys(job.network for job in missing):
         network_to_convert(name)  # report a mistake before any work
     print(f"{len(rows)} rows are already measured, {_count(missing)} are not", flush=True)
