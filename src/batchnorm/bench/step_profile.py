@@ -34,7 +34,7 @@ class Launch(NamedTuple):
 def profile(step: Callable[[], Any], steps: int = 5) -> dict[str, Any]:
     """Run a step several times on a GPU and return :func:`summary` of what ran."""
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as recorded:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
