@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..results import write_atomically
 from .speeds import alternatives, networks, speeds
@@ -35,7 +37,8 @@ def _fig2(r: Result) -> str:
     told = []
     if fewer := [n["times fewer steps"] for name, n in run.items() if name != "inception" and n["times fewer steps"]]:
         told.append(f"up to {max(fewer):.1f} times fewer steps")
-        if tuned := [n["times fewer than best-tuned"] for n in run.values() if n["times fewer than best-tuned"]]:
+        tuned = [n["times fewer than best-tuned"] for n in run.values() if n["times fewer than best-tuned"]]
+        if tuned and r["best-tuned baseline"] != "inception":
             told[0] += f" ({max(tuned):.1f} against the best unnormalized)"
     if "inception" in run:
         best = max(n["maximum"] for n in run.values())
@@ -142,6 +145,7 @@ def figures(results: Path) -> str:
         seeds = max(n["seeds"] for n in fig2["networks"].values())
         blocks += [
             "![Figure 2: validation accuracy against training steps](results/fig2.png)",
+            *_same_rate(fig2["networks"]),
             f"Figures 2 and 3: {_images(fig2)} at {fig2['size']} px, {fig2['epochs']:g} epochs, {machine(fig2)}, up to"
             f" {seeds} seeds ([seeds, sweeps and verdicts](docs/fig2.md)).",
             table([_narrow(row) for row in fig2["figure 3"]["rows"]]),
@@ -161,6 +165,21 @@ def figures(results: Path) -> str:
             _verdicts(fig4["steps"]),
         ]
     return "\n\n".join(blocks)
+
+
+def _same_rate(networks: Mapping[str, Any]) -> list[str]:
+    """Return a sentence about what batch normalization alone changes, if Figure 2 shows it.
+
+    >>> _same_rate({"inception": {"maximum": 0.2}, "bn-baseline": {"maximum": 0.1, "times fewer steps": None}})
+    []
+    """
+    plain, normalized = networks.get("inception"), networks.get("bn-baseline")
+    if not plain or not normalized or not normalized["times fewer steps"]:
+        return []
+    return [
+        f"At the same learning rate, BN-Baseline takes {normalized['times fewer steps']:.1f} times fewer steps to"
+        f" Inception's best accuracy and ends at {normalized['maximum']:.1%} instead of {plain['maximum']:.1%}."
+    ]
 
 
 def _narrow(row: list[str]) -> list[str]:

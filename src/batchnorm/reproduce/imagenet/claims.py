@@ -203,12 +203,12 @@ def _fails(claim: str, paper: str, network: Seeds) -> Verdict:
 
 
 def how_it_went(run: Finished) -> str:
-    """Return whether a run overflowed, stayed at chance or trained."""
+    """Return whether a run overflowed, stayed at chance or got above it."""
     if run.diverged:
         return f"overflowed by step {run.result['steps']:,}"
     if _top(run.points) <= _chance(run):
         return f"stayed at chance ({_top(run.points):.1%})"
-    return f"trained to {_top(run.points):.1%}"
+    return f"reached {_top(run.points):.1%}"
 
 
 def _how_they_went(network: Seeds) -> str:

@@ -171,6 +171,8 @@ def publish(studies: Studies, out: Path) -> Path:
         written.append(write_report(runs, out / "report.html", title=TITLE, sections=parts))
     try:
         written += pictures(shown, out)
+        if (old := studies.paper_rates) is not None and old is not studies.shown:
+            written += pictures(old.finished, out / "paper-rates")
     except MissingExtraError as error:
         print(f"no pictures: {error}")
     print("\n" + "\n".join(map(str, written)))
@@ -309,10 +311,6 @@ def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
     for axis in axes:
         _curves(axis, finished)
-    target = best(network_of(finished, "inception").curve)
-    if target is not None:
-        axes[0].annotate(f"Inception's best, {target[1]:.1%}", (1, target[1]), (-2, 5), ha="right", fontsize=7,
-                         xycoords=("axes fraction", "data"), textcoords="offset points", color="#6b6a64")  # fmt: skip
     curves = [c for name in LINES for c in network_of(finished, name).curves if c]
     if curves:
         ends = [curve[-1][0] for curve in curves]
@@ -322,7 +320,7 @@ def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
     axes[0].set_title("all steps")
     axes[1].set_title("the first steps")
     axes[0].set(ylabel="validation accuracy", xlim=(0, None), ylim=(0, None))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=7, fontsize=7)
     return figure
 
 
@@ -330,7 +328,7 @@ def _curves(axis: Any, finished: Mapping[str, Finished]) -> None:
     """Draw the mean over seeds, each seed as a thin line, and a dot where each network reaches Inception's best."""
     target = best(network_of(finished, "inception").curve)
     if target is not None:
-        axis.axhline(target[1], color="#8b8a84", lw=0.5)
+        axis.axhline(target[1], color="#8b8a84", lw=0.5, label=f"Inception's best, {target[1]:.1%}")
     for name, (network, tint, style) in drawn(finished).items():
         _line(axis, network, name, tint, style)
         reached = None if target is None else steps_to(network.curve, target[1])
