@@ -195,6 +195,31 @@ def test_torch_compile_accepts_another_number(x):
         torch.testing.assert_close(compiled(x, scale), net(x, scale))
 
 
+def test_torch_compile_with_dynamic_shapes_compiles_code_that_asks_for_shapes_once():
+    class Checks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            b, c, h, w = x.shape
+            assert c == self.bn.num_features
+            return torch.relu(self.bn(x)).view(b, c, h * w)
+
+    net, compiles = Checks(), []
+    converted = bn.convert(net, torch.randn(3, 4, 6, 6))
+
+    def backend(graph, inputs):
+        compiles.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(converted, backend=backend, fullgraph=True, dynamic=True)
+    for shape in [(3, 4, 6, 8), (5, 4, 6, 8), (2, 4, 9, 7)]:
+        x = torch.randn(shape)
+        torch.testing.assert_close(compiled(x), net(x))
+    assert len(compiles) == 1
+
+
 def test_guards_of_torch_compile_do_not_check_properties(x):
     """Such a guard would turn off Dynamo's fast check of a whole module, so that it checks every layer in each call."""
     downsample = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))

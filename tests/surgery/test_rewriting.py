@@ -642,8 +642,18 @@ REFUSED = {
     ),
     "the size of a buffer": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.bn1.running_mean.numel() else x,
-        "control flow depends on the data or its shape",
+        "control flow depends on the data, or on the shape of a tensor that it computes",
     ),
+    "the shape of a computed tensor": (
+        lambda n, x: n.relu(n.bn1(y)) if (y := n.conv1(x)).shape == x.shape else y,
+        "control flow depends on the data, or on the shape of a tensor that it computes",
+    ),
+    "a shape that changes": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.squeeze_(0).dim() == 4 else x,
+        "control flow depends on the data, or on the shape of a tensor that it computes",
+    ),
+    "the batch size": (lambda n, x: n.relu(n.bn1(n.conv1(x))).view(len(x), -1), "the batch size as a number"),
+    "rows": (lambda n, x: torch.stack([n.relu(n.bn1(n.conv1(r[None]))) for r in x]), "loops over a tensor"),
     "autocast on another device": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if not torch.is_autocast_enabled("cuda") else n.bn1(x),
         "depends on the gradient mode or on autocast",
@@ -696,6 +706,58 @@ ANSWERED = {
 @pytest.mark.parametrize("name", ANSWERED)
 def test_questions_about_types_are_answered(name):
     assert fused(converted_and_checked(Block(ANSWERED[name]))) == {"bn1": "relu"}
+
+
+def checks(n, x):
+    assert x.size(1) == 4, f"4 channels, not {x.size(1)}"
+    if not x.is_floating_point() or x.dtype == torch.long:
+        x = x.double()
+    return n.relu(n.bn1(n.conv1(x)))
+
+
+def adds_a_dimension(n, x):
+    if x.dim() == 3:
+        x = x.unsqueeze(0)
+    return n.relu(n.bn1(n.conv1(x)))
+
+
+def unpacks(n, x):
+    b, c, h, w = x.shape
+    half = h
+    half //= 2  # h stays the same
+    if h % 2 or h != w or min(h, w) > 6:
+        return n.bn1(x).exp()
+    return n.relu(n.bn1(n.conv1(x))).reshape(b, c, half, h // half, w)
+
+
+def loops_over_channels(n, x):
+    if len(x.shape) != 4 or x.shape[2:] not in [(6, 6), (8, 8)]:
+        return n.bn1(x).exp()
+    scale = float(x.ndim) ** -0.5
+    for i in range(x.size(1)):
+        x = x + i
+    return n.relu(n.bn1(n.conv1(x))) * scale
+
+
+QUESTIONS = [checks, adds_a_dimension, unpacks, loops_over_channels]
+
+
+@pytest.mark.parametrize("code", QUESTIONS)
+def test_questions_about_shapes_are_asked_again_in_each_call(code):
+    converted = converted_and_checked(Block(code))
+    assert fused(converted) == {"bn1": "relu"}
+    assert rewritten_runs(converted, image()) == rewritten_runs(converted, image()[:2]) == 1
+    net = bn.revert(converted)
+    for other in [(2, 4, 7, 7), (2, 4, 6, 7), (2, 4, 8, 8), (4, 6, 6), (2, 3, 6, 6), (2, 4, 6), (5,), ()]:
+        pair = [copy.deepcopy(n) for n in (net, converted)]
+        x = torch.randn(other, dtype=torch.double)
+        try:
+            expected = pair[0](x)
+        except Exception as error:
+            with pytest.raises(type(error)):
+                pair[1](x)
+        else:
+            torch.testing.assert_close(pair[1](x), expected, **CLOSE)
 
 
 def test_classes_that_count_their_subclasses_or_have_their_own_call_are_left_alone():

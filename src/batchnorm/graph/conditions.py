@@ -31,7 +31,6 @@ class ConditionBuilder:
     def __init__(self, module: nn.Module, twin: nn.Module, traced: Traced) -> None:
         self.module, self.twin, self.traced = module, twin, traced
         self.conditions: dict[str, None] = {}
-        self.arguments: list[str] = []
         self.scope: dict[str, tuple[Any, ...]] = {}
 
     def expect_arguments(self, patterns: dict[str, Any]) -> None:
@@ -40,11 +39,12 @@ class ConditionBuilder:
             self._expect(f"not {name}")
         for name, pattern in patterns.items():
             self._expect_pattern(name, pattern)
+        for condition in self.traced.answers:
+            self._expect(condition)
 
     def _expect_pattern(self, text: str, pattern: Any) -> None:
-        if pattern is Tensor:
+        if isinstance(pattern, Tensor):
             self._expect(f"_isinstance({text}, _Tensor)")
-            self.arguments.append(text)
         elif pattern[0] in (list, tuple):
             self._expect(f"_type({text}) is _{pattern[0].__name__} and _len({text}) == {len(pattern) - 1}")
             for i, inner in enumerate(pattern[1:]):
@@ -192,7 +192,7 @@ class ConditionBuilder:
         used = _names_in(compile(source, "", "exec"))
         self.scope.update({name: ("value", thing) for name, thing in code.globals.items() if name in used})
         scope = tuple((name, by_name(*held)) for name, held in self.scope.items())
-        return Variant(tuple(self.conditions), tuple(self.arguments), source, scope, fusions)
+        return Variant(tuple(self.conditions), tuple(self.traced.arguments), source, scope, fusions)
 
 
 def _names_in(code: CodeType) -> set[str]:

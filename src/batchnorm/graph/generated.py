@@ -10,6 +10,8 @@ import copyreg
 import importlib
 import itertools
 import linecache
+import math
+import operator
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 
 from .kinds import is_quiet, is_watched
 from .patterns import Fusion
+from .questions import stand_in
 
 LARGEST = 64  # lists, tuples, sets and dicts with more entries are not watched
 
@@ -56,7 +59,7 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
         return known
     given = _Signature(kind.forward)
     named: tuple[Any, ...] = (Tensor, is_quiet, is_same, is_watched, original_kind)
-    named += (isinstance, type, len, list, tuple, hasattr)
+    named += (isinstance, type, len, int, float, list, tuple, slice, hasattr, operator, math, torch)
     # Prefix all names, even of builtins, with an underscore, because the forward may have a parameter named ``type``.
     scope: dict[str, Any] = {f"_{thing.__name__}": thing for thing in named}
     scope |= {"_original": kind, "_written": kind.forward, **given.defaults}
@@ -70,7 +73,7 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
             "        return (",
         ]
         text += [f"            {'and ' * (j > 0)}{c}" for j, c in enumerate(CONDITIONS + variant.conditions)]
-        text += ["        )", "    except (AttributeError, LookupError):", "        return False", ""]
+        text += ["        )", "    except Exception:", "        return False", ""]
         scope[f"_holds{i}"] = _compiled("\n".join(text), {**scope, **scope_of(variant.scope)}, kind)["holds"]
         arguments = "".join(f", {a}" for a in variant.arguments)
         lines += [f"    if _holds{i}({given.passed}):", f"        return _run{i}(self{arguments})"]
@@ -249,13 +252,17 @@ class Unwatchable(Exception):
 
 
 def pattern_of(value: Any) -> Any:
-    """Return the pattern of an argument: ``Tensor`` for each tensor, and the value of everything else.
+    """Return the pattern of an argument: a stand-in for each tensor, and the value of everything else.
 
-    >>> pattern_of([torch.zeros(1), None]) == (list, Tensor, ("value", None))
-    True
+    >>> kind, x, rest = pattern_of([torch.zeros(2, 3), None])
+    >>> kind, x.shape, rest
+    (<class 'list'>, torch.Size([2, 3]), ('value', None))
     """
     if isinstance(value, Tensor):
-        return Tensor
+        try:
+            return stand_in(value)
+        except RuntimeError:  # a nested tensor has no shape
+            raise Unwatchable(f"a {type(value).__name__} of an unusual layout") from None
     if type(value) in (list, tuple) and len(value) <= LARGEST:
         return (type(value), *(pattern_of(v) for v in value))
     if value is None or isinstance(value, bool | int | float | str | Enum | torch.dtype | torch.device):

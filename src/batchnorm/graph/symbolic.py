@@ -1,7 +1,8 @@
 """Trace the forward of one module with torch.fx, with its children as leaves, and record what the code depended on.
 
 torch.fx runs the code once and records only the path that the code took. This module also records everything that may
-have decided the path: the attributes that were read, the arguments that were not tensors, the children of containers.
+have decided the path: the attributes that were read, the arguments that were not tensors, the shapes of those that
+were, the children of containers.
 It refuses code with effects that torch.fx would silently drop: a gradient mode or autocast around a call, random
 numbers, assignments to attributes, tensors that are not computed from the arguments.
 """
@@ -28,6 +29,7 @@ from torch.fx.proxy import Attribute
 from torch.overrides import TorchFunctionMode
 
 from .kinds import IN_PLACE, returns_its_input
+from .questions import Given, Unanswerable, ask, larger_batch
 from .references import returns_a_tensor
 
 
@@ -39,6 +41,10 @@ class Traced(NamedTuple):
     """A graph and what the traced code depended on."""
 
     graph: fx.Graph
+    arguments: list[str]
+    """The code of each tensor that the graph takes, such as ``x`` or ``xs[0]``."""
+    answers: list[str]
+    """Conditions on the shapes, dtypes and devices of the arguments."""
     reads: list[tuple[str, str]]
     """Pairs of a module's path and the name of an attribute that was read; ``_modules`` if children were listed."""
     opened: list[str]
@@ -117,10 +123,10 @@ def trace_forward(
     before = {m: _containers_of(m) for m in module.modules()}
     generators = _generators()
     spies.reads.clear()
-    tracer = _Tracer(opened)
     kind: Any = type(module)
     beneath = vars(kind).get("_spied", kind)  # the original class, which does not record reads
-    kind._entry = _entry(beneath.forward, arguments)
+    kind._entry, given = _entry(beneath.forward, arguments)
+    tracer = _Tracer(opened, given)
     try:
         with _Outsiders(), warnings.catch_warnings(action="ignore"):
             graph = tracer.trace(module)
@@ -137,6 +143,7 @@ def trace_forward(
     reads = {m: list(names) for m, names in spies.reads.items()}
     for node in graph.nodes:
         node.type = None
+    tracer.erase_questions()
     paths = {m: name for name, m in module.named_modules()}
     for m in [m for m in reads if m not in paths and _is_slice(m, paths)]:
         del reads[m]
@@ -144,7 +151,9 @@ def trace_forward(
     if strangers:
         raise Untraceable(f"its code reads attributes of a {strangers[0]}, which is not one of its submodules")
     read = [(paths[m], name) for m, names in reads.items() for name in names]
-    return Traced(graph, read, [paths[m] for m in tracer.entered], list(tracer.type_checked), tracer.stacks)
+    texts = [text for text, _ in given.values()]
+    opened_paths = [paths[m] for m in tracer.entered]
+    return Traced(graph, texts, list(tracer.answers), read, opened_paths, list(tracer.type_checked), tracer.stacks)
 
 
 def _is_slice(container: nn.Module, known: Collection[nn.Module]) -> bool:
@@ -153,27 +162,27 @@ def _is_slice(container: nn.Module, known: Collection[nn.Module]) -> bool:
     return kind in (nn.ModuleList, nn.Sequential) and all(child in known for child in container.children())
 
 
-def _entry(forward: Callable[..., Any], arguments: dict[str, Any]) -> FunctionType:
+def _entry(forward: Callable[..., Any], arguments: dict[str, Any]) -> tuple[FunctionType, Given]:
     """Return a function that takes each tensor in the arguments as a separate parameter and calls the forward."""
-    names: list[str] = []
+    given: Given = {}
     scope: dict[str, Any] = {"call": _call, "forward": forward}
 
-    def spell(pattern: Any, name: str) -> str:
-        if pattern is Tensor:
-            names.append(name)
+    def spell(pattern: Any, name: str, text: str) -> str:
+        if isinstance(pattern, Tensor):
+            given[name] = text, pattern
         elif pattern[0] in (list, tuple):
-            inner = "".join(f"{spell(p, f'{name}_{i}')}, " for i, p in enumerate(pattern[1:]))
+            inner = "".join(f"{spell(p, f'{name}_{i}', f'{text}[{i}]')}, " for i, p in enumerate(pattern[1:]))
             return f"[{inner}]" if pattern[0] is list else f"({inner})"
         else:
             scope[name] = pattern[1]
         return name
 
     only = [p.name for p in signature(forward).parameters.values() if p.kind is Parameter.POSITIONAL_ONLY]
-    given = {name: spell(pattern, f"a_{name}") for name, pattern in arguments.items()}
-    args = "".join(f"{text}, " for name, text in given.items() if name in only)
-    kwargs = "".join(f"{name!r}: {text}, " for name, text in given.items() if name not in only)
-    exec(f"def entry({', '.join(['self', *names])}):\n    return call(forward, (self, {args}), {{{kwargs}}})\n", scope)
-    return scope["entry"]  # type: ignore[no-any-return]
+    spelled = {name: spell(pattern, f"a_{name}", name) for name, pattern in arguments.items()}
+    args = "".join(f"{text}, " for name, text in spelled.items() if name in only)
+    kwargs = "".join(f"{name!r}: {text}, " for name, text in spelled.items() if name not in only)
+    exec(f"def entry({', '.join(['self', *given])}):\n    return call(forward, (self, {args}), {{{kwargs}}})\n", scope)
+    return scope["entry"], given
 
 
 def _call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -206,9 +215,12 @@ class _Tracer(fx.Tracer):
     traced_func_name = "_entry"
     proxy_buffer_attributes = True
 
-    def __init__(self, opened: Collection[nn.Module]) -> None:
+    def __init__(self, opened: Collection[nn.Module], given: Given) -> None:
         super().__init__()
         self._opened = set(opened)
+        self._given = given
+        self._asked: list[fx.Node] = []
+        self.answers: dict[str, None] = {}
         self._stack: list[str] = []
         self._modes = _modes()
         self.entered: dict[nn.Module, None] = {}
@@ -268,10 +280,46 @@ class _Tracer(fx.Tracer):
         return (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        raise Untraceable("its control flow depends on the data or its shape")
+        known = self.known(obj)
+        if known is None:
+            raise Untraceable("its control flow depends on the data, or on the shape of a tensor that it computes")
+        text, value = known
+        self._expect(obj, text if value else f"not {text}")
+        return bool(value)
 
-    def iter(self, obj: fx.Proxy) -> Any:
-        raise Untraceable("its code loops over a tensor or its shape")
+    def number(self, obj: fx.Proxy, function: Callable[[Any], Any]) -> Any:
+        """Return the example's ``len``, ``int`` or ``float`` of a proxy, and expect the same result in each call."""
+        results = {}
+        for given in (self._given, larger_batch(self._given)):
+            known = self.known(obj, given) or (given.get(obj.node.name) if function is len else None)
+            if known is None:
+                raise Untraceable(f"its code calls {function.__name__} of a tensor or of the shape of one")
+            results[function(known[1])] = known[0]
+        if len(results) > 1:
+            raise Untraceable("its code needs the batch size as a number")
+        (result, text), *_ = results.items()
+        self._expect(obj, f"_{function.__name__}({text}) == {result!r}")
+        return result
+
+    def _expect(self, obj: fx.Proxy, condition: str) -> None:
+        self._asked.append(obj.node)
+        self.answers[condition] = None
+
+    def known(self, obj: fx.Proxy, given: Given | None = None) -> tuple[str, Any] | None:
+        """Return a proxy's code and value; None if it depends on more than the arguments' shapes."""
+        try:
+            return ask(obj.node, given or self._given)
+        except Unanswerable:
+            return None
+
+    def erase_questions(self) -> None:
+        """Erase the nodes that only served to ask questions: the conditions ask them now."""
+        waiting = self._asked
+        while waiting:
+            node = waiting.pop()
+            if not node.users and node.op in ("call_function", "call_method") and node in node.graph.nodes:
+                waiting.extend(node.all_input_nodes)
+                node.graph.erase_node(node)
 
     def keys(self, obj: fx.Proxy) -> Any:
         raise Untraceable("its code unpacks a dict that another module returns")
@@ -293,6 +341,23 @@ class _Typed:
             return type(self)  # the code calls a function of torch, which checks its arguments
         raise Untraceable("its code checks the type of a value")
 
+    def __iter__(self) -> Iterator[Any]:
+        count = _unpacked(sys._getframe(1)) if self.tracer.known(self) is None else len(self)
+        if count is None:
+            raise Untraceable("its code loops over a tensor, or over the shape of one that it computes")
+        return iter([self[i] for i in range(count)])  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return self.tracer.number(self, len)  # type: ignore[no-any-return]
+
+    def __int__(self) -> int:
+        return self.tracer.number(self, int)  # type: ignore[no-any-return]
+
+    __index__ = __int__
+
+    def __float__(self) -> float:
+        return self.tracer.number(self, float)  # type: ignore[no-any-return]
+
     def __hash__(self) -> int:
         if not is_machinery(_caller()):
             raise Untraceable("its code uses a tensor, a shape or a dtype as a key")
@@ -303,6 +368,12 @@ class _Typed:
         if not is_machinery(_caller()):
             self.tracer.texts.append(text)
         return text
+
+
+def _unpacked(frame: FrameType) -> int | None:
+    """Return the number of names in an assignment such as ``a, b = x``; None if the code does something else."""
+    now = (i for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti)
+    return next((i.argval for i in now if i.opname == "UNPACK_SEQUENCE"), None)
 
 
 def refuse_texts(graph: fx.Graph, texts: list[str]) -> None:
@@ -333,7 +404,12 @@ class _Attribute(_Typed, Attribute):
 
 
 def _in_place(function: Any) -> Callable[[Any, Any], Any]:
-    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+    def apply(self: Any, other: Any) -> Any:
+        # n += 1 does not change a number in place.
+        changed = function if self.tracer.known(self) is None else getattr(operator, function.__name__[1:])
+        return self.tracer.create_proxy("call_function", changed, (self, other), {})
+
+    return apply
 
 
 # torch.fx itself would treat x += y as x = x + y, which creates a new tensor.

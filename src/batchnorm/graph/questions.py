@@ -1,0 +1,87 @@
+"""Answer what traced code asks about its arguments: their shapes, dtypes and devices.
+
+The answers come from the example. Each question is also written as code, so that a rewritten forward can ask it again
+before each call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+METHODS = frozenset("size dim ndimension numel nelement is_floating_point is_complex".split())  # noqa: SIM905
+ATTRIBUTES = {Tensor: ("shape", "ndim", "dtype", "device", "is_cuda"), torch.device: ("type", "index")}
+MODULES = {"_operator": "operator", "math": "math"}
+
+Given = dict[str, tuple[str, Tensor]]
+"""For each placeholder, the code of the argument and a tensor of the argument's shape, dtype and device."""
+
+
+class Unanswerable(Exception):
+    """Raised if a value depends on more than the shapes, dtypes and devices of arguments."""
+
+
+def stand_in(t: Tensor) -> Tensor:
+    """Return a tensor of the same shape, dtype and device that holds a single number."""
+    return torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
+
+
+def larger_batch(given: Given) -> Given:
+    """Return the same arguments with one more example in the batch."""
+    return {
+        name: (text, t.new_empty(()).expand(len(t) + 1, *t.shape[1:]) if t.dim() else t)
+        for name, (text, t) in given.items()
+    }
+
+
+def ask(tree: Any, given: Given) -> tuple[str, Any]:
+    """Return the code and the example's value of a node, of a constant, or of a tuple, list or slice of these."""
+    if isinstance(tree, fx.Node):
+        return _ask_node(tree, given)
+    if isinstance(tree, slice):
+        text, values = _ask_all((tree.start, tree.stop, tree.step), given)
+        return f"_slice({text})", slice(*values)
+    if isinstance(tree, tuple | list):
+        text, values = _ask_all(tree, given)
+        return (f"[{text}]", values) if isinstance(tree, list) else (f"({text})", tuple(values))
+    if isinstance(tree, torch.dtype):
+        return f"_{tree}", tree
+    if tree is None or type(tree) in (bool, int, str) or (type(tree) is float and math.isfinite(tree)):
+        return repr(tree), tree
+    raise Unanswerable
+
+
+def _ask_all(items: Iterable[Any], given: Given) -> tuple[str, list[Any]]:
+    found = [ask(item, given) for item in items]
+    return "".join(f"{text}, " for text, _ in found), [value for _, value in found]
+
+
+def _ask_node(node: Any, given: Given) -> tuple[str, Any]:
+    function, args = node.target, node.args
+    if node.kwargs:
+        raise Unanswerable
+    if node.op == "call_function" and getattr(function, "__module__", None) in MODULES:
+        text = f"_{MODULES[function.__module__]}.{function.__name__}"
+    elif function is getattr or (node.op == "call_method" and function in METHODS):
+        owner, *args = args
+        is_argument = owner.name in given
+        text, value = given[owner.name] if is_argument else _ask_node(owner, given)
+        if function is getattr:
+            return _ask_attribute(text, value, *args)
+        if not is_argument:
+            raise Unanswerable
+        text, function = f"{text}.{function}", getattr(value, function)
+    else:
+        raise Unanswerable
+    inner, values = _ask_all(args, given)
+    return f"{text}({inner})", function(*values)
+
+
+def _ask_attribute(text: str, value: Any, name: str) -> tuple[str, Any]:
+    if not any(isinstance(value, kind) and name in names for kind, names in ATTRIBUTES.items()):
+        raise Unanswerable
+    return f"{text}.{name}", getattr(value, name)
