@@ -882,6 +882,19 @@ def test_a_child_that_does_not_trace_leaves_the_others_fused():
     assert "1 of 2 BN layers that feed an activation are fused" in str(converted.report)
 
 
+class Asks(ConvNorm):
+    def forward(self, x):
+        return super().forward(x) if isinstance(x, torch.Tensor) and x.dim() == 4 else x
+
+
+def test_a_child_that_traces_only_by_itself_is_called_as_it_is():
+    net = Block(lambda n, x: n.relu(n.f(x * 2) + n.g(n.relu(n.bn1(n.conv1(x))))))
+    net.f = Asks()
+    assert fused(converted_and_checked(net)) == {"bn1": "relu", "g.bn": "relu sum"}
+    net.g = Asks()
+    assert fused(converted_and_checked(net)) == {"bn1": "relu"}
+
+
 def test_a_module_that_fails_the_check_leaves_the_others_fused():
     scale = {"now": 1.0}
 

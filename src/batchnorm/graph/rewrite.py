@@ -191,7 +191,17 @@ class _Worker:
         patterns = self.calls.get(path, "not called on the example")
         if isinstance(patterns, str):
             raise Untraceable(patterns)
-        opened = {p for p in self.ending if not path or p.startswith(f"{path}.")}
+        opened = self._openable(path)
+        while True:
+            try:
+                return self._variant(path, module, patterns, opened)
+            except Untraceable as error:
+                if not opened:
+                    raise
+                inside = f"{path}.{error.inside}".lstrip(".")
+                opened = opened - {inside} if inside in opened else set()
+
+    def _variant(self, path: str, module: nn.Module, patterns: dict[str, Any], opened: set[str]) -> Variant | None:
         while True:
             with torch.enable_grad():
                 traced = self._trace(path, patterns, opened)
@@ -229,6 +239,9 @@ class _Worker:
             traced = self._trace(path, patterns, set())
             if Matcher(module, traced.graph, lambda node: False).returns_new_tensor():
                 self.ending.add(path)
+
+    def _openable(self, path: str) -> set[str]:
+        return {p for p in self.ending if not path or p.startswith(f"{path}.")}
 
     def _is_norm(self, module: nn.Module, node: fx.Node) -> bool:
         if node.op != "call_module" or len(node.args) != 1 or node.kwargs:

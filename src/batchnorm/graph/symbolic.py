@@ -36,6 +36,9 @@ from .references import returns_a_tensor
 class Untraceable(BaseException):
     """Raised if a forward cannot be traced. This is not an Exception, so that traced code does not catch it."""
 
+    inside = ""
+    """The path of the opened child whose code cannot be traced; "" if it is the module's own code, or unknown."""
+
 
 class Traced(NamedTuple):
     """A graph and what the traced code depended on."""
@@ -130,11 +133,11 @@ def trace_forward(
     try:
         with _Outsiders(), warnings.catch_warnings(action="ignore"):
             graph = tracer.trace(module)
-    except Untraceable:
-        raise
-    except Exception as error:
+    except (Untraceable, Exception) as error:
         first, *_ = (str(error).strip() or type(error).__name__).splitlines()
-        raise Untraceable(f"torch.fx cannot trace it ({first})") from error
+        refusal = Untraceable(first if isinstance(error, Untraceable) else f"torch.fx cannot trace it ({first})")
+        refusal.inside = tracer.failed
+        raise refusal from error
     refuse_texts(graph, tracer.texts)
     if generators != _generators():
         raise Untraceable("its code draws random numbers")
@@ -224,6 +227,7 @@ class _Tracer(fx.Tracer):
         self._stack: list[str] = []
         self._modes = _modes()
         self.entered: dict[nn.Module, None] = {}
+        self.failed = ""
         self.stacks: dict[str, tuple[str, ...]] = {}
         self.texts: list[str] = []
         self.type_checked: dict[str, None] = {}
@@ -247,6 +251,9 @@ class _Tracer(fx.Tracer):
         self._stack.append(self.path_of_module(m))
         try:
             return super().call_module(m, forward, args, kwargs)
+        except BaseException:
+            self.failed = self.failed or self._stack[-1]
+            raise
         finally:
             self._stack.pop()
 
