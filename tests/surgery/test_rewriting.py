@@ -89,6 +89,90 @@ ACTIVATIONS = {
 }
 
 
+class Applies(nn.Module):
+    """An activation with code of its own."""
+
+    def __init__(self, code, *children):
+        super().__init__()
+        self.code, self.steps, self.sigmoid = code, nn.Sequential(*children), nn.Sigmoid()
+
+    def forward(self, x):
+        return self.code(self, x)
+
+
+def relu6_in_steps(x):
+    return F.relu6(x + 3, inplace=True) / 6
+
+
+IN_STEPS = {
+    "x * sigmoid": (lambda m, x: x * torch.sigmoid(x), "silu"),
+    "sigmoid * x": (lambda m, x: m.sigmoid(x) * x, "silu"),
+    "mul_": (lambda m, x: x.mul_(x.sigmoid()), "silu"),
+    "x * relu6 / 6": (lambda m, x: x * F.relu6(x + 3.0) / 6, "hardswish"),
+    "x * (relu6 / 6)": (lambda m, x: torch.mul(x, relu6_in_steps(x)), "hardswish"),
+    "in modules": (lambda m, x: x * m.steps(x), "hardswish"),
+    "a function": (lambda m, x: F.relu(x), "relu"),
+    "a module": (lambda m, x: m.steps(x), "hardswish"),
+}
+
+
+@pytest.mark.parametrize("name", IN_STEPS)
+def test_activations_in_steps_and_in_children(name):
+    code, kind = IN_STEPS[name]
+    inside = nn.Hardswish() if name == "a module" else Applies(lambda m, x: relu6_in_steps(x))
+    act = Applies(code, inside)
+    for write in (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n, x: act.code(n.relu, n.bn1(n.conv1(x)))):
+        both = lambda n, x, write=write: n.relu(write(n, x) + n.bn2(n.conv2(x)))  # noqa: E731
+        converted = converted_and_checked(Block(both, act))
+        assert fused(converted) == {"bn1": kind, "bn2": f"{kind} sum"}
+        assert converted.report.summary.startswith("convert: 2 of 2")
+
+
+NOT_IN_STEPS = {
+    "another factor": lambda n, x: (y := n.bn1(n.conv1(x))) * torch.sigmoid(y + 1),
+    "another number": lambda n, x: (y := n.bn1(n.conv1(x))) * F.relu6(y + 2) / 6,
+    "another quotient": lambda n, x: 6 / (1 + (y := n.bn1(n.conv1(x))) * F.relu6(y + 3)),
+    "the gate is read": lambda n, x: (y := n.bn1(n.conv1(x))) * (s := torch.sigmoid(y)) + s,
+    "the input is read": lambda n, x: (y := n.bn1(n.conv1(x))) * torch.sigmoid(y) + y,
+    "the gate of another": lambda n, x: n.bn1(n.conv1(x)) * torch.sigmoid(x),
+}
+
+
+@pytest.mark.parametrize("name", NOT_IN_STEPS)
+def test_products_that_are_not_activations(name):
+    converted = converted_and_checked(Block(NOT_IN_STEPS[name]))
+    assert "sum" in fused(converted).get("bn1", "sum")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda act: setattr(act, "slope", 0.5),
+        lambda act: setattr(act, "inner", nn.Tanh()),
+        lambda act: act.register_forward_hook(lambda m, args, out: out * 2),
+        lambda act: act.inner.register_forward_pre_hook(lambda m, args: (args[0] * 2,)),
+        lambda act: setattr(act, "forward", torch.sin),
+    ],
+)
+def test_a_change_inside_an_activation_is_noticed(change):
+    class Act(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.slope, self.inner = 0.1, nn.LeakyReLU(0.2)
+
+        def forward(self, x):
+            return F.leaky_relu(x, self.slope) if self.slope else self.inner(x)
+
+    for slope in (0.1, 0):
+        net, x = scramble_(Block(lambda n, x: n.relu(n.bn1(n.conv1(x))), Act())).double(), image()
+        net.relu.slope = slope
+        converted = bn.convert(net, x)
+        assert fused(converted) == {"bn1": "leaky_relu"}
+        for n in (net, converted):
+            change(n.relu)
+        torch.testing.assert_close(converted(x), net(x), **CLOSE)
+
+
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"identity"}))
 def test_every_activation_as_a_module_and_as_a_function(name):
     function = getattr(F, name)
@@ -169,7 +253,7 @@ def read_later(n, x):
 def under_another_name(n, x):
     identity = y = n.conv2(x)
     y += n.bn1(n.conv1(x))
-    return torch.sigmoid(y) * identity
+    return torch.tanh(y) * identity
 
 
 def sum_read_twice(n, x):
@@ -197,7 +281,7 @@ def into_its_input(n, x):
 
 
 ALONE = {
-    "read twice": lambda n, x: (y := n.bn1(n.conv1(x))) * torch.sigmoid(y),
+    "read twice": lambda n, x: (y := n.bn1(n.conv1(x))) * torch.tanh(y),
     "the sum is read twice": sum_read_twice,
     "the sum is read under another name": under_another_name,
     "written later": read_later,

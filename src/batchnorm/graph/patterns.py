@@ -30,6 +30,20 @@ FUNCTIONS: dict[Any, str] = {
 METHODS = {spelling: name for name in NAMES for spelling in (name, f"{name}_") if hasattr(Tensor, spelling)}
 SUMS = {operator.add: False, operator.iadd: True, torch.add: False, Tensor.add: False, Tensor.add_: True}
 SUM_METHODS = {"add": False, "__add__": False, "__radd__": False, "add_": True, "__iadd__": True}
+# Functions and methods that compute a sum, product or quotient.
+SIGNS: dict[Any, str] = {
+    **dict.fromkeys([*SUMS, *SUM_METHODS], "+"),
+    **dict.fromkeys([operator.mul, operator.imul, torch.mul, "mul", "mul_", "__mul__", "__rmul__", "__imul__"], "*"),
+    **dict.fromkeys(
+        [operator.truediv, operator.itruediv, torch.div, "div", "div_", "__truediv__", "__itruediv__"], "/"
+    ),
+}
+# Activations that code may compute in several steps, as Matcher._formula writes them.
+FORMULAS = {
+    "(sigmoid(x)*x)": "silu",
+    "((relu6((3+x))/6)*x)": "hardswish",
+    "((relu6((3+x))*x)/6)": "hardswish",
+}
 # Functions that always return a new tensor.
 NEW = {operator.add, operator.sub, operator.mul, operator.truediv, torch.add, torch.sub, torch.mul, torch.div}
 NEW |= {torch.conv1d, torch.conv2d, torch.conv3d, torch.batch_norm, F.batch_norm, F.linear}
@@ -187,6 +201,12 @@ class Matcher:
         node = output.args[0]
         return isinstance(node, fx.Node) and len(node.users) == 1 and self._is_new(node)
 
+    def is_activation(self) -> bool:
+        """Return whether the graph takes one tensor and returns an activation of it that can be fused."""
+        given = [node for node in self.graph.nodes if node.op == "placeholder"]
+        (output,) = (node for node in self.graph.nodes if node.op == "output")
+        return len(given) == 1 and output.args[0] is self._activation_after(given[0])[0]
+
     def _match_sum(self, node: fx.Node) -> Match | None:
         candidates = []
         for mine in (0, 1):
@@ -219,9 +239,41 @@ class Matcher:
         last, passed = self._follow(node)
         user = _only_user(last)
         kind = self._activation(user)
+        if kind is None:
+            user, kind, steps = self._steps_after(last)
+            passed += steps
         if user is None or kind is None or any(map(_switches_a_mode, _between(node, user))):
             return None, Activation(), ()
         return user, kind, passed
+
+    def _steps_after(self, x: fx.Node) -> tuple[fx.Node | None, Activation | None, tuple[fx.Node, ...]]:
+        """Find an activation that is computed in steps, such as x * sigmoid(x); return its last node and the others."""
+        for first in x.users:
+            steps = [first]
+            while len(steps) < 5:
+                name = FORMULAS.get(self._formula(steps[-1], x, steps))
+                if name is not None and all(user in steps for user in x.users):
+                    return steps[-1], Activation(name), tuple(steps[:-1])
+                user = _only_user(steps[-1])
+                if user is None:
+                    break
+                steps.append(user)
+        return None, None, ()
+
+    def _formula(self, node: Any, x: fx.Node, steps: list[fx.Node]) -> str:
+        """Write the value of a node as text; "?" is anything other than ``x``, numbers and the steps."""
+        if node is x:
+            return "x"
+        if isinstance(node, int | float):
+            return f"{node:g}"
+        if node not in steps:
+            return "?"
+        sign = SIGNS.get(node.target) if node.op != "call_module" else None
+        if sign is not None and len(node.args) == 2 and not node.kwargs:
+            terms = [self._formula(a, x, steps) for a in node.args]
+            return f"({sign.join(terms if sign == '/' else sorted(terms))})"
+        kind = self._activation(node)
+        return "?" if kind is None else f"{kind.name}({self._formula(node.args[0], x, steps)})"
 
     def _module(self, node: fx.Node | None) -> nn.Module | None:
         return self._modules[str(node.target)] if node is not None and node.op == "call_module" else None

@@ -29,7 +29,7 @@ from .generated import (
     pattern_of,
     recording_variants,
 )
-from .kinds import despite_global_hooks, has_hooks
+from .kinds import despite_global_hooks, has_hooks, keeps_torch_forward
 from .patterns import Fusion, Match, Matcher, fuse_modules_, may_write_its_input
 from .symbolic import Spies, Traced, Untraceable, trace_forward
 
@@ -174,7 +174,8 @@ def arguments_in(
 def _has_code(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule | fx.GraphModule | TorchBatchNorm) or "forward" in vars(module):
         return False
-    return bool(module._modules) and isinstance(type(module).forward, FunctionType)
+    own = bool(module._modules) or not keeps_torch_forward(module)
+    return own and isinstance(type(module).forward, FunctionType)
 
 
 class _Worker:
@@ -184,14 +185,14 @@ class _Worker:
         self.net, self.calls, self.is_norm = net, calls, is_norm
         self.twin = private_copy(net).train(training)
         self.spies = Spies(self.twin)
-        self.ending: set[str] = set()
+        self.openable: set[str] = set()
 
     def variant(self, path: str, module: nn.Module) -> Variant | None:
         """Return the variant for a module's forward in this mode, or None if there is nothing to fuse."""
         patterns = self.calls.get(path, "not called on the example")
         if isinstance(patterns, str):
             raise Untraceable(patterns)
-        opened = self._openable(path)
+        opened = self._openable_in(path)
         while True:
             try:
                 return self._variant(path, module, patterns, opened)
@@ -209,7 +210,7 @@ class _Worker:
             matcher = Matcher(module, traced.graph, partial(self._is_norm, module), depth=depth)
             matches = matcher.matches()
             if matcher.ends_in_norm() and not has_hooks(module):
-                self.ending.add(path)
+                self.openable.add(path)
             # Open (trace into) only the children that the matches need; see _crossed.
             needed = {p for match in matches for p in _crossed(module, matcher, traced, match)}
             needed = {f"{path}.{p}".lstrip(".") for p in needed}
@@ -231,17 +232,21 @@ class _Worker:
         return builder.variant(tuple(fuse_modules_(traced.graph, matches)))
 
     def note_openable(self, path: str, module: nn.Module) -> None:
-        """Remember a module without batch normalization that returns a new tensor, so that it can be traced into."""
+        """Remember a module without batch normalization that may be traced into.
+
+        It computes an activation, or it returns a new tensor.
+        """
         patterns = self.calls.get(path, "")
         if isinstance(patterns, str) or has_hooks(module):
             return
         with suppress(Untraceable):
-            traced = self._trace(path, patterns, set())
-            if Matcher(module, traced.graph, lambda node: False).returns_new_tensor():
-                self.ending.add(path)
+            traced = self._trace(path, patterns, self._openable_in(path))
+            matcher = Matcher(module, traced.graph, lambda node: False)
+            if matcher.returns_new_tensor() or matcher.is_activation():
+                self.openable.add(path)
 
-    def _openable(self, path: str) -> set[str]:
-        return {p for p in self.ending if not path or p.startswith(f"{path}.")}
+    def _openable_in(self, path: str) -> set[str]:
+        return {p for p in self.openable if not path or p.startswith(f"{path}.")}
 
     def _is_norm(self, module: nn.Module, node: fx.Node) -> bool:
         if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
@@ -270,8 +275,10 @@ def _crossed(module: nn.Module, matcher: Matcher, traced: Traced, match: Match) 
     """Yield the children to trace into: those whose code the match relies on, and those between BN and the sum that may
     write to their input.
     """
-    outer = traced.stacks[match.end.name]
-    yield from (p for node in matcher.origins(match) for p in traced.stacks[node.name] if p not in outer)
+    norm, end = (traced.stacks[node.name] for node in (match.norm, match.end))
+    outer = {p for p in norm if p in end}
+    needed = (*matcher.origins(match), match.end, *match.passed)
+    yield from (p for node in needed for p in traced.stacks[node.name] if p not in outer)
     node = match.norm
     while match.sum is not None and node is not match.sum:
         passed = (p for p in traced.stacks[node.name] if p not in outer)

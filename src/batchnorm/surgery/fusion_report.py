@@ -59,7 +59,7 @@ def _own(layer: nn.Module) -> Activation | None:
 
 def count(graph: Graph, fused: Fusions) -> Count:
     """Find the batch normalizations whose output is read by an activation or a sum in one forward pass."""
-    found = Count(set(), set())
+    found = Count({m for m, fusion in fused.items() if _has_activation(fusion)}, set())
     for call in graph.calls:
         if isinstance(call.module, TorchBatchNorm) and _applies_one(call.module):
             found.activation.add(call.module)
