@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -698,6 +699,9 @@ def in_a_context(n, x):
         return n.relu(n.bn1(n.conv1(x)))
 
 
+ONE = np.ones(1)
+
+
 def catches(n, x):
     try:
         return n.relu(n.bn1(n.conv1(x))) if x.sum() < 1e9 else x
@@ -707,7 +711,7 @@ def catches(n, x):
 
 REFUSED = {
     "random": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if random.random() < 2 else x, "draws random numbers"),
-    "torch.rand": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.rand(1) < 2 else x, "calls rand"),
+    "torch.rand": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.rand(1) < 2 else x, "depends on the data"),
     "an attribute is set": (counts_calls, "assigns to the attribute 'scale'"),
     "gradients": (without_gradients, "changes the gradient mode"),
     "the gradient mode": (
@@ -745,7 +749,8 @@ REFUSED = {
     "a key": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * {3: 1.0}.get(x.shape[0], 2.0), "as a key"),
     "text": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if str(x.dtype) != "torch.half" else x, "into text"),
     "identity": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.dtype is not torch.half else x, "compares objects"),
-    "a constant": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.ones(1, dtype=torch.double), "calls ones"),
+    "a constant": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.exp(n.extra), "calls exp"),
+    "a constant from numpy": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.from_numpy(ONE), "creates a tensor"),
 }
 
 
@@ -868,6 +873,75 @@ def test_classes_that_count_their_subclasses_or_have_their_own_call_are_left_alo
     assert known == []
     assert not fused(converted)
     assert "has its own __call__" in converted.report["1.bn1"].reason
+
+
+def drops_examples(n, x):
+    shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+    kept = torch.rand(shape, dtype=x.dtype, device=x.device).add_(0.5).floor_()
+    return n.relu(n.bn1(n.conv1(x)) * torch.ones(4, 1, 1, dtype=x.dtype) + x) * kept
+
+
+def adds_coordinates(n, x):
+    b, _, h, w = x.shape
+    y = n.relu(n.bn1(n.conv1(x)) + torch.zeros(b, 4, h, w, dtype=x.dtype))
+    return y * torch.arange(w, dtype=x.dtype).repeat(h, 1) * torch.tensor(0.5)
+
+
+@pytest.mark.parametrize("code", [drops_examples, adds_coordinates])
+def test_tensors_that_the_code_creates_are_created_in_each_call(code):
+    code = lambda n, x, code=code: n.relu(n.bn2(code(n, x)))  # noqa: E731
+    net, before = scramble_(Block(code)).double(), torch.rand
+    converted = bn.convert(net, image())
+    assert torch.rand is before
+    assert fused(converted)["bn2"] == "relu"
+    for shape in [(3, 4, 6, 6), (3, 4, 6, 6), (5, 4, 7, 8)]:
+        x, seed = torch.randn(shape, dtype=torch.double), random.randrange(1000)
+        outs = [(torch.manual_seed(seed), n(x))[1] for n in (net, converted)]
+        torch.testing.assert_close(outs[1], outs[0], **CLOSE)
+        assert rewritten_runs(converted, x) == 1
+
+
+class Collects(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, *xs, x_0=None, **more):
+        y = F.relu(self.bn(sum(xs)))
+        for name, value in more.items():
+            y = y * (value[name] if isinstance(value, dict) else value)
+        return {"y": y, "first": [xs[0]]}
+
+
+@pytest.mark.parametrize("forward", [lambda net, x: net(x, x), lambda net, x: net(x, a={"a": x, "b c": 2.0}, b=x)])
+def test_any_number_of_tensors_and_dicts_of_tensors(forward):
+    net, x = scramble_(Collects()).double(), image()
+    converted = bn.convert(net, x, forward=forward)
+    assert fused(converted) == {"bn": "relu"}
+    others = [
+        ((x,), {}),
+        ((x,), {"a": {"b c": 2.0, "a": x}, "b": x}),
+        ((x, x, x), {"b": x, "a": 2}),
+        ((x, x), {"b": x}),
+    ]
+    for args, kwargs in [*others, ((x, x), {}), ((x,), {"a": {"a": 2 * x, "b c": 2.0}, "b": x})]:
+        torch.testing.assert_close(converted(*args, **kwargs), net(*args, **kwargs), **CLOSE)
+    assert rewritten_runs(lambda x: forward(converted, x), x) == 1
+
+
+def test_a_dict_that_the_code_changes_or_returns_is_not_lost():
+    def changes(self, d):
+        d["y"] = F.relu(self.bn(d["x"]))
+        return d["y"]
+
+    def returns(self, d):
+        return d, F.relu(self.bn(d["x"]))
+
+    for code in (changes, returns):
+        kind = type("Net", (Collects,), {"forward": code})
+        converted = bn.convert(kind(), image().float(), forward=lambda net, x: net({"x": x}))
+        assert not is_rewritten(converted)
+        assert "list or dict that is passed to it" in converted.report["bn"].reason
 
 
 def test_a_list_that_the_code_keeps_or_is_given_is_not_lost():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from inspect import Parameter, getattr_static, signature
+from inspect import Parameter, getattr_static
 from keyword import iskeyword
 from types import CodeType, FunctionType
 from typing import Any
@@ -35,8 +35,6 @@ class ConditionBuilder:
 
     def expect_arguments(self, patterns: dict[str, Any]) -> None:
         """Expect arguments of the same patterns: tensors in the same places, and equal values elsewhere."""
-        for name in variadic_names(self.module):
-            self._expect(f"not {name}")
         for name, pattern in patterns.items():
             self._expect_pattern(name, pattern)
         for condition in self.traced.answers:
@@ -45,6 +43,10 @@ class ConditionBuilder:
     def _expect_pattern(self, text: str, pattern: Any) -> None:
         if isinstance(pattern, Tensor):
             self._expect(f"_isinstance({text}, _Tensor)")
+        elif pattern[0] is dict:
+            self._expect(f"_type({text}) is _dict and [*{text}] == {[key for key, _ in pattern[1:]]!r}")
+            for key, inner in pattern[1:]:
+                self._expect_pattern(f"{text}[{key!r}]", inner)
         elif pattern[0] in (list, tuple):
             self._expect(f"_type({text}) is _{pattern[0].__name__} and _len({text}) == {len(pattern) - 1}")
             for i, inner in enumerate(pattern[1:]):
@@ -220,9 +222,3 @@ def _spell_member(owner: nn.Module, path: str, name: str) -> str:
     plain = name.isidentifier() and name.isascii() and not iskeyword(name)
     plain = plain and not isinstance(getattr_static(type(owner), name, None), property)
     return f"{_spell(path)}.{name}" if plain else f"{_spell(path)}.__dict__[{name!r}]"
-
-
-def variadic_names(module: nn.Module) -> list[str]:
-    """Return the names of the forward's *args and **kwargs."""
-    parameters = signature(type(module).forward).parameters.values()
-    return [p.name for p in parameters if p.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]

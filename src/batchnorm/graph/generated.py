@@ -59,7 +59,7 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
         return known
     given = _Signature(kind.forward)
     named: tuple[Any, ...] = (Tensor, is_quiet, is_same, is_watched, original_kind)
-    named += (isinstance, type, len, int, float, list, tuple, slice, hasattr, operator, math, torch)
+    named += (isinstance, type, len, int, float, list, tuple, dict, slice, hasattr, operator, math, torch)
     # Prefix all names, even of builtins, with an underscore, because the forward may have a parameter named ``type``.
     scope: dict[str, Any] = {f"_{thing.__name__}": thing for thing in named}
     scope |= {"_original": kind, "_written": kind.forward, **given.defaults}
@@ -265,6 +265,8 @@ def pattern_of(value: Any) -> Any:
             raise Unwatchable(f"a {type(value).__name__} of an unusual layout") from None
     if type(value) in (list, tuple) and len(value) <= LARGEST:
         return (type(value), *(pattern_of(v) for v in value))
+    if type(value) is dict and len(value) <= LARGEST and all(type(key) in (str, int) for key in value):
+        return (dict, *((key, pattern_of(v)) for key, v in value.items()))
     if value is None or isinstance(value, bool | int | float | str | Enum | torch.dtype | torch.device):
         return ("value", value)
     raise Unwatchable(f"a {type(value).__name__}")

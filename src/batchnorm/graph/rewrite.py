@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import network_call
 from ..network_copy import isolated, private_copy
-from .conditions import ConditionBuilder, IsNorm, variadic_names
+from .conditions import ConditionBuilder, IsNorm
 from .generated import (
     Unwatchable,
     Variant,
@@ -153,9 +153,7 @@ def arguments_in(
             bound = signature(type(module).forward).bind(module, *args, **kwargs)
             bound.apply_defaults()
             (_, *given) = bound.arguments.items()
-            found.setdefault(
-                path, {name: pattern_of(value) for name, value in given if name not in variadic_names(module)}
-            )
+            found.setdefault(path, {name: pattern_of(value) for name, value in given})
         except Unwatchable as error:
             found.setdefault(path, f"it is called with {error}, which cannot be compared before each call")
         except TypeError as error:

@@ -4,7 +4,7 @@ torch.fx runs the code once and records only the path that the code took. This m
 have decided the path: the attributes that were read, the arguments that were not tensors, the shapes of those that
 were, the children of containers.
 It refuses code with effects that torch.fx would silently drop: a gradient mode or autocast around a call, random
-numbers, assignments to attributes, tensors that are not computed from the arguments.
+numbers in Python, assignments to attributes, constants that are computed while tracing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import warnings
 from abc import ABCMeta
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import cache
 from inspect import Parameter, signature
+from threading import get_ident
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -31,6 +33,9 @@ from torch.overrides import TorchFunctionMode
 from .kinds import IN_PLACE, returns_its_input
 from .questions import Given, Unanswerable, ask, larger_batch
 from .references import returns_a_tensor
+
+# Functions that create tensors from numbers.
+FACTORIES = "arange empty eye full linspace ones rand randint randn randperm tensor zeros".split()  # noqa: SIM905
 
 
 class Untraceable(BaseException):
@@ -131,7 +136,7 @@ def trace_forward(
     kind._entry, given = _entry(beneath.forward, arguments)
     tracer = _Tracer(opened, given)
     try:
-        with _Outsiders(), warnings.catch_warnings(action="ignore"):
+        with _Outsiders(), _recorded_factories(tracer), warnings.catch_warnings(action="ignore"):
             graph = tracer.trace(module)
     except (Untraceable, Exception) as error:
         first, *_ = (str(error).strip() or type(error).__name__).splitlines()
@@ -171,19 +176,30 @@ def _entry(forward: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Func
     scope: dict[str, Any] = {"call": _call, "forward": forward}
 
     def spell(pattern: Any, name: str, text: str) -> str:
+        while name in given or name in scope:
+            name += "_"
         if isinstance(pattern, Tensor):
             given[name] = text, pattern
+        elif pattern[0] is dict:
+            inner = [
+                f"{key!r}: {spell(p, f'{name}_{i}', f'{text}[{key!r}]')}, " for i, (key, p) in enumerate(pattern[1:])
+            ]
+            return f"{{{''.join(inner)}}}"
         elif pattern[0] in (list, tuple):
-            inner = "".join(f"{spell(p, f'{name}_{i}', f'{text}[{i}]')}, " for i, p in enumerate(pattern[1:]))
-            return f"[{inner}]" if pattern[0] is list else f"({inner})"
+            items = "".join(f"{spell(p, f'{name}_{i}', f'{text}[{i}]')}, " for i, p in enumerate(pattern[1:]))
+            return f"[{items}]" if pattern[0] is list else f"({items})"
         else:
             scope[name] = pattern[1]
         return name
 
-    only = [p.name for p in signature(forward).parameters.values() if p.kind is Parameter.POSITIONAL_ONLY]
-    spelled = {name: spell(pattern, f"a_{name}", name) for name, pattern in arguments.items()}
-    args = "".join(f"{text}, " for name, text in spelled.items() if name in only)
-    kwargs = "".join(f"{name!r}: {text}, " for name, text in spelled.items() if name not in only)
+    args = kwargs = ""
+    for p in signature(forward).parameters.values():
+        if p.name in arguments:
+            text = spell(arguments[p.name], f"a_{p.name}", p.name)
+            if p.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD):
+                kwargs += f"{p.name!r}: {text}, " if p.kind is Parameter.KEYWORD_ONLY else f"**{text}, "
+            else:
+                args += f"*{text}, " if p.kind is Parameter.VAR_POSITIONAL else f"{text}, "
     exec(f"def entry({', '.join(['self', *given])}):\n    return call(forward, (self, {args}), {{{kwargs}}})\n", scope)
     return scope["entry"], given
 
@@ -192,18 +208,18 @@ def _call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     before = _ids((args, kwargs))
     out = forward(*args, **kwargs)
     if _ids((args, kwargs)) != before:
-        raise Untraceable("its code modifies a list that is passed to it")
-    if {id(t) for t in _lists_in(out)} & {id(t) for t in _lists_in((*args[1:], *kwargs.values()))}:
-        raise Untraceable("its code returns a list that is passed to it")
+        raise Untraceable("its code modifies a list or dict that is passed to it")
+    if {id(t) for t in _containers_in(out)} & {id(t) for t in _containers_in((*args[1:], *kwargs.values()))}:
+        raise Untraceable("its code returns a list or dict that is passed to it")
     return out
 
 
-def _lists_in(tree: Any) -> Iterator[list[Any]]:
-    if type(tree) is list:
+def _containers_in(tree: Any) -> Iterator[list[Any] | dict[Any, Any]]:
+    if type(tree) in (list, dict):
         yield tree
     if type(tree) in (list, tuple, dict):
         for item in tree.values() if type(tree) is dict else tree:
-            yield from _lists_in(item)
+            yield from _containers_in(item)
 
 
 def _ids(tree: Any) -> Any:
@@ -437,6 +453,29 @@ class _Outsiders(TorchFunctionMode):
                 " keep the result as a constant"
             )
         return func(*args, **kwargs)
+
+
+@contextmanager
+def _recorded_factories(tracer: _Tracer) -> Iterator[None]:
+    """Record calls of functions that create tensors; these functions do not accept proxies as sizes."""
+    thread = get_ident()
+
+    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def create(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() != thread or is_machinery(_caller()):
+                return function(*args, **kwargs)
+            return tracer.create_proxy("call_function", function, args, kwargs)
+
+        return create
+
+    functions = {name: getattr(torch, name) for name in FACTORIES}
+    for name, function in functions.items():
+        setattr(torch, name, recorded(function))
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(torch, name, function)
 
 
 def _has_proxy(tree: Any) -> bool:
