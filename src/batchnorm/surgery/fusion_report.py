@@ -78,11 +78,24 @@ def count(graph: Graph, fused: Fusions) -> Count:
 
 def _summands(call: TracedCall) -> Iterator[nn.Module]:
     """If the call is a sum, yield the batch normalizations whose output only this sum reads."""
-    if plain_name(call.name) == "add" and call.module is None:
+    if _is_sum(call) and not _adds_zero(call):
         for value in dict.fromkeys(call.inputs[:2]):
-            module = value.producer.module if value.producer is not None else None
-            if isinstance(module, TorchBatchNorm) and value.sole_consumer is call:
+            producer, reader = value.producer, call
+            while producer is not None and _adds_zero(producer) and value.sole_consumer is reader:
+                value, reader = producer.inputs[0], producer
+                producer = value.producer
+            module = producer.module if producer is not None else None
+            if isinstance(module, TorchBatchNorm) and value.sole_consumer is reader:
                 yield module
+
+
+def _is_sum(call: TracedCall) -> bool:
+    return plain_name(call.name) == "add" and call.module is None
+
+
+def _adds_zero(call: TracedCall) -> bool:
+    """Return whether a call adds the number 0, as ``sum([x, y])`` does first."""
+    return _is_sum(call) and len(call.inputs) == 1 and any(type(a) in (int, float) and a == 0 for a in call.args)
 
 
 def _applies_one(layer: nn.Module) -> bool:
