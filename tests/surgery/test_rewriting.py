@@ -229,6 +229,7 @@ SUMS = {
     "in a child": (lambda n, x: n.relu(n.bn1(n.conv1(x)) + n.shortcut(x)), {"bn1": "relu sum"}),
     "past other children": (past_others, {"bn1": "relu sum", "g.bn": "identity sum"}),
     "in a child alone": (lambda n, x: n.relu(x + n.shortcut(x)), {"shortcut.1": "relu sum"}),
+    "the built-in sum": (lambda n, x: n.relu(sum([n.bn1(n.conv1(x)), x])), {"bn1": "relu sum"}),
     "three": (
         lambda n, x: n.relu(n.bn1(n.conv1(x)) + n.bn2(n.conv2(x)) + n.shortcut(x)),
         {"bn2": "identity sum", "shortcut.1": "relu sum"},
@@ -468,6 +469,13 @@ def test_the_report_counts_only_activations_that_are_fused():
     assert bn.convert(net, image()).report.summary.startswith("convert: 0 of 1 BN layers that feed an activation")
 
 
+def test_the_report_counts_what_the_built_in_sum_adds():
+    for rewrite, fused_layers in [(True, 1), (False, 0)]:
+        net = Block(lambda n, x: n.relu(sum([n.bn1(n.conv1(x)), x]))).double()
+        summary = bn.convert(net, image(), rewrite=rewrite).report.summary
+        assert summary.startswith(f"convert: {fused_layers} of 1 BN layers that feed an activation are fused")
+
+
 def test_a_layer_with_two_names_is_counted():
     class Named(nn.Module):
         def __init__(self):
@@ -553,6 +561,10 @@ def adds_a_branch(n, x):
     return F.relu(y + n.shortcut(x))
 
 
+class Same(nn.Identity):
+    """A subclass that behaves like its base."""
+
+
 GUARDED = {
     "mode": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.training else n.bn1(n.conv1(x)).exp(),
@@ -614,6 +626,18 @@ GUARDED = {
     "a child's class": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) + (x if isinstance(n.same, nn.Identity) else n.same(x)),
         lambda n: setattr(n, "same", nn.MaxPool2d(3, 1, 1)),
+    ),
+    "a child's class, to a subclass": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))) * (2 if isinstance(n.same, Same) else 1),
+        lambda n: setattr(n, "same", Same()),
+    ),
+    "the name of a child's class": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))) * len(n.same.__class__.__name__),
+        lambda n: setattr(n, "same", Same()),
+    ),
+    "a child that code gets by its name": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))) * (2 if isinstance(n.get_submodule("drop"), nn.Dropout) else 1),
+        lambda n: setattr(n, "drop", nn.Identity()),
     ),
     "a grandchild in place": (
         adds_a_branch,

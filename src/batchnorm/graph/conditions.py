@@ -103,6 +103,8 @@ class ConditionBuilder:
             if path or not runs_in_order(self.module):  # the code of a Sequential does not ask for classes
                 for child in owner._modules:
                     self._expect_instance(path, child)
+        elif name == "__class__":  # isinstance() reads it to answer False
+            self._expect_same_class(path)
         elif name.startswith("__") and name.endswith("__"):
             return
         elif name in vars(owner):

@@ -98,6 +98,8 @@ class Spies:
                 reads[self][name] = None
             elif caller.startswith("torch.nn.modules.") and caller.rpartition(".")[2] not in ("module", "container"):
                 reads[self][name] = None  # read by a forward that the class inherits from torch.nn
+            elif caller == "torch.nn.modules.module" and _holds(self, name) and _is_asked_by_user():
+                reads[self][name] = None  # read by get_submodule, get_parameter or get_buffer
             elif name in ("_parameters", "_buffers") and _is_asked_by_user():
                 raise Untraceable("its code loops over parameters or buffers")
             return kind.__getattribute__(self, name)
@@ -490,6 +492,12 @@ def _caller() -> str:
     """Return the name of the Python module whose code called the caller of this function."""
     name: str = sys._getframe(2).f_globals.get("__name__", "")
     return name
+
+
+def _holds(module: nn.Module, name: str) -> bool:
+    """Return whether a module has a child, parameter or buffer of this name."""
+    state = object.__getattribute__(module, "__dict__")
+    return any(name in state.get(kind, ()) for kind in ("_modules", "_parameters", "_buffers"))
 
 
 def _is_asked_by_user() -> bool:

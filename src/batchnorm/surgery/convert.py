@@ -61,9 +61,9 @@ def convert(
     ``example`` is a tensor, gradients are compared on its first two rows. ``net`` is not changed. :func:`revert` undoes
     the conversion.
 
-    A trace cannot see changes of Python globals and classes, ``print`` and other side effects, ``type(x)`` of a tensor,
-    or random numbers from generators other than the global ones of ``random``, NumPy and torch. Use ``rewrite=False``
-    for networks whose forwards depend on these.
+    A trace cannot see changes of Python globals and classes, ``print`` and other side effects, calls of ``type(x)``, or
+    random numbers from generators other than the global ones of ``random``, NumPy and torch. Use ``rewrite=False`` for
+    networks whose forwards depend on these.
 
     Args:
         net: any network.
