@@ -733,7 +733,14 @@ def catches(n, x):
         return x
 
 
+def doubles_the_data(n, x):
+    y = n.bn1(n.conv1(x))
+    y.data = y.data * 2
+    return n.relu(y)
+
+
 REFUSED = {
+    "the data of a tensor": (doubles_the_data, "assigns to the attribute 'data'"),
     "random": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if random.random() < 2 else x, "draws random numbers"),
     "torch.rand": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.rand(1) < 2 else x, "depends on the data"),
     "an attribute is set": (counts_calls, "assigns to the attribute 'scale'"),
@@ -760,10 +767,15 @@ REFUSED = {
         lambda n, x: n.relu(n.bn1(y)) if (y := n.conv1(x)).shape == x.shape else y,
         "control flow depends on the data, or on the shape of a tensor that it computes",
     ),
+    "the size of a selection": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))) if len(x[x > 0]) else x,
+        "calls len of a tensor",
+    ),
     "a shape that changes": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.squeeze_(0).dim() == 4 else x,
         "control flow depends on the data, or on the shape of a tensor that it computes",
     ),
+    "a number of the data": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * float(x[0, 0, 0, 0]), "calls float of a tensor"),
     "the batch size": (lambda n, x: n.relu(n.bn1(n.conv1(x))).view(len(x), -1), "the batch size as a number"),
     "rows": (lambda n, x: torch.stack([n.relu(n.bn1(n.conv1(r[None]))) for r in x]), "loops over a tensor"),
     "autocast on another device": (
@@ -852,7 +864,15 @@ def loops_over_channels(n, x):
     return n.relu(n.bn1(n.conv1(x))) * scale
 
 
-QUESTIONS = [checks, adds_a_dimension, unpacks, loops_over_channels]
+def looks_at_a_view(n, x):
+    z = x.transpose(1, 3)[..., :2]
+    _, *sizes = z.shape
+    if z.size(-1) == len(z[0, 0, 0]) and sizes[0] > 5 and x.unsqueeze(0).dim() == 5:
+        return n.relu(n.bn1(n.conv1(x)))
+    return n.bn1(x).exp()
+
+
+QUESTIONS = [looks_at_a_view, checks, adds_a_dimension, unpacks, loops_over_channels]
 
 
 @pytest.mark.parametrize("code", QUESTIONS)

@@ -7,6 +7,7 @@ before each call.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 METHODS = frozenset("size dim ndimension numel nelement is_floating_point is_complex".split())  # noqa: SIM905
+VIEWS = frozenset("transpose permute unsqueeze squeeze movedim t".split())  # noqa: SIM905
 ATTRIBUTES = {Tensor: ("shape", "ndim", "dtype", "device", "is_cuda"), torch.device: ("type", "index")}
 MODULES = {"_operator": "operator", "math": "math"}
 
@@ -39,9 +41,16 @@ def larger_batch(given: Given) -> Given:
 
 
 def ask(tree: Any, given: Given) -> tuple[str, Any]:
-    """Return the code and the example's value of a node, of a constant, or of a tuple, list or slice of these."""
+    """Return the code and the example's value of a node, of a constant, or of a tuple, list or slice of these.
+
+    Raises:
+        Unanswerable: also if the value is a tensor, because the contents of a stand-in mean nothing.
+    """
     if isinstance(tree, fx.Node):
-        return _ask_node(tree, given)
+        text, value = follow(tree, given)
+        if isinstance(value, Tensor):
+            raise Unanswerable
+        return text, value
     if isinstance(tree, slice):
         text, values = _ask_all((tree.start, tree.stop, tree.step), given)
         return f"_slice({text})", slice(*values)
@@ -50,7 +59,7 @@ def ask(tree: Any, given: Given) -> tuple[str, Any]:
         return (f"[{text}]", values) if isinstance(tree, list) else (f"({text})", tuple(values))
     if isinstance(tree, torch.dtype):
         return f"_{tree}", tree
-    if tree is None or type(tree) in (bool, int, str) or (type(tree) is float and math.isfinite(tree)):
+    if tree is None or tree is ... or type(tree) in (bool, int, str) or (type(tree) is float and math.isfinite(tree)):
         return repr(tree), tree
     raise Unanswerable
 
@@ -60,25 +69,28 @@ def _ask_all(items: Iterable[Any], given: Given) -> tuple[str, list[Any]]:
     return "".join(f"{text}, " for text, _ in found), [value for _, value in found]
 
 
-def _ask_node(node: Any, given: Given) -> tuple[str, Any]:
+def follow(node: Any, given: Given) -> tuple[str, Any]:
+    """Return the code and the example's value of a node, which may be an argument or a view of one."""
+    if node.name in given:
+        return given[node.name]
     function, args = node.target, node.args
     if node.kwargs:
         raise Unanswerable
-    if node.op == "call_function" and getattr(function, "__module__", None) in MODULES:
-        text = f"_{MODULES[function.__module__]}.{function.__name__}"
-    elif function is getattr or (node.op == "call_method" and function in METHODS):
-        owner, *args = args
-        is_argument = owner.name in given
-        text, value = given[owner.name] if is_argument else _ask_node(owner, given)
-        if function is getattr:
-            return _ask_attribute(text, value, *args)
-        if not is_argument:
+    if function is getattr:
+        return _ask_attribute(*follow(args[0], given), args[1])
+    if node.op == "call_method" and (function in METHODS or function in VIEWS):
+        text, owner = follow(args[0], given)
+        if not isinstance(owner, Tensor):
             raise Unanswerable
-        text, function = f"{text}.{function}", getattr(value, function)
-    else:
-        raise Unanswerable
-    inner, values = _ask_all(args, given)
-    return f"{text}({inner})", function(*values)
+        inner, values = _ask_all(args[1:], given)
+        return f"{text}.{function}({inner})", getattr(owner, function)(*values)
+    if function is operator.getitem and isinstance(args[0], fx.Node):
+        (text, owner), (inner, index) = follow(args[0], given), ask(args[1], given)
+        return f"{text}[{inner}]", owner[index]
+    if node.op == "call_function" and getattr(function, "__module__", None) in MODULES:
+        inner, values = _ask_all(args, given)
+        return f"_{MODULES[function.__module__]}.{function.__name__}({inner})", function(*values)
+    raise Unanswerable
 
 
 def _ask_attribute(text: str, value: Any, name: str) -> tuple[str, Any]:

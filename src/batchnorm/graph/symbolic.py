@@ -31,7 +31,7 @@ from torch.fx.proxy import Attribute
 from torch.overrides import TorchFunctionMode
 
 from .kinds import IN_PLACE, returns_its_input
-from .questions import Given, Unanswerable, ask, larger_batch
+from .questions import Given, Unanswerable, ask, follow, larger_batch
 from .references import returns_a_tensor
 
 # Functions that create tensors from numbers.
@@ -316,7 +316,7 @@ class _Tracer(fx.Tracer):
         """Return the example's ``len``, ``int`` or ``float`` of a proxy, and expect the same result in each call."""
         results = {}
         for given in (self._given, larger_batch(self._given)):
-            known = self.known(obj, given) or (given.get(obj.node.name) if function is len else None)
+            known = self.known(obj, given, follow if function is len else ask)
             if known is None:
                 raise Untraceable(f"its code calls {function.__name__} of a tensor or of the shape of one")
             results[function(known[1])] = known[0]
@@ -330,7 +330,9 @@ class _Tracer(fx.Tracer):
         self._asked.append(obj.node)
         self.answers[condition] = None
 
-    def known(self, obj: fx.Proxy, given: Given | None = None) -> tuple[str, Any] | None:
+    def known(
+        self, obj: fx.Proxy, given: Given | None = None, ask: Callable[[fx.Node, Given], tuple[str, Any]] = ask
+    ) -> tuple[str, Any] | None:
         """Return a proxy's code and value; None if it depends on more than the arguments' shapes."""
         try:
             return ask(obj.node, given or self._given)
@@ -382,6 +384,11 @@ class _Typed:
 
     def __float__(self) -> float:
         return self.tracer.number(self, float)  # type: ignore[no-any-return]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not is_machinery(_caller()):
+            raise Untraceable(f"its code assigns to the attribute '{name}' of a tensor")
+        super().__setattr__(name, value)
 
     def __hash__(self) -> int:
         if not is_machinery(_caller()):

@@ -54,8 +54,9 @@ def convert(
     An activation, and a sum with a tensor of the same shape, are fused into the call of the layer before them. They may
     be modules, functions, methods or operators, in place or not. Each module whose forward contains such a pattern is
     traced with ``torch.fx``, with its children as leaves, and becomes an instance of a generated subclass of its class.
-    The new forward runs if everything that the trace depended on is unchanged: mode, arguments other than tensors,
-    attributes, hooks. If anything has changed, the original forward runs.
+    The new forward runs if everything that the trace depended on is unchanged: mode, arguments other than tensors, the
+    answers to questions such as ``x.dim() == 3``, attributes, hooks. If anything has changed, the original forward
+    runs.
 
     Outputs, running statistics and gradients are compared with the original's on ``example``, in both modes. If
     ``example`` is a tensor, gradients are compared on its first two rows. ``net`` is not changed. :func:`revert` undoes
