@@ -54,12 +54,11 @@ def rewrite_(net: nn.Module, calls: dict[bool, dict[str, Any]], is_norm: IsNorm)
     done: dict[str, Rewritten] = {}
     for training, patterns in calls.items():
         worker = _Worker(net, training, patterns, is_norm)
-        for path, module in reversed([*net.named_modules()]):
-            if not _has_code(module):
-                continue
-            if not any(is_norm(m) for m in module.modules()):
-                worker.note_openable(path, module)
-                continue
+        with_code = [(path, module) for path, module in net.named_modules() if _has_code(module)]
+        with_norms = [(path, module) for path, module in with_code if any(map(is_norm, module.modules()))]
+        for path, module in reversed([pair for pair in with_code if pair not in with_norms]):
+            worker.note_openable(path, module)
+        for path, module in reversed(with_norms):
             entry = done.setdefault(path, Rewritten({}, {}))
             try:
                 variant = worker.variant(path, module)
@@ -183,7 +182,7 @@ class _Worker:
         self.net, self.calls, self.is_norm = net, calls, is_norm
         self.twin = private_copy(net).train(training)
         self.spies = Spies(self.twin)
-        self.openable: set[str] = set()
+        self.openable: set[nn.Module] = set()
 
     def variant(self, path: str, module: nn.Module) -> Variant | None:
         """Return the variant for a module's forward in this mode, or None if there is nothing to fuse."""
@@ -208,7 +207,7 @@ class _Worker:
             matcher = Matcher(module, traced.graph, partial(self._is_norm, module), depth=depth)
             matches = matcher.matches()
             if matcher.ends_in_norm() and not has_hooks(module):
-                self.openable.add(path)
+                self.openable.add(module)
             # Open (trace into) only the children that the matches need; see _crossed.
             needed = {p for match in matches for p in _crossed(module, matcher, traced, match)}
             needed = {f"{path}.{p}".lstrip(".") for p in needed}
@@ -241,10 +240,11 @@ class _Worker:
             traced = self._trace(path, patterns, self._openable_in(path))
             matcher = Matcher(module, traced.graph, lambda node: False)
             if matcher.returns_new_tensor() or matcher.is_activation():
-                self.openable.add(path)
+                self.openable.add(module)
 
     def _openable_in(self, path: str) -> set[str]:
-        return {p for p in self.openable if not path or p.startswith(f"{path}.")}
+        inside = self.net.get_submodule(path).named_modules(prefix=path)
+        return {p for p, module in inside if module in self.openable}
 
     def _is_norm(self, module: nn.Module, node: fx.Node) -> bool:
         if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
