@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from batchnorm import progress as module
-from batchnorm.progress import progress
+from batchnorm.progress import Steps, progress
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +42,34 @@ def test_an_exception_inside_the_loop_is_the_callers(monkeypatch):
 
     with pytest.raises(OSError, match="disk"):
         run()
+
+
+def take(*doing):
+    with Steps("verb", total=2) as step:
+        for text in doing:
+            step(text)
+
+
+def test_short_calls_show_no_steps(capfd):
+    take("one", "two")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_long_calls_print_their_step_where_there_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(module, "PATIENCE", -1.0)
+    take("one", "two")
+    assert capsys.readouterr() == ("", "verb: step 1 of 2, one\n")  # the next line is due after LINE_EVERY seconds
+
+
+def test_long_calls_have_a_bar_on_a_terminal_even_if_they_take_more_steps(monkeypatch, capsys):
+    monkeypatch.setattr(module, "PATIENCE", -1.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    take("one", "two", "three")
+    assert capsys.readouterr().out == ""
+
+
+def test_hidden_steps_show_nothing(monkeypatch, capfd):
+    monkeypatch.setattr(module, "PATIENCE", -1.0)
+    with Steps("verb", total=1, hidden=True) as step:
+        step("one")
+    assert capfd.readouterr() == ("", "")

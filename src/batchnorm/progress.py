@@ -36,6 +36,42 @@ def progress(items: Iterable[T], label: str, total: int | None = None, unit: str
             display.update(label, done)
 
 
+class Steps:
+    """Show the steps of a long call on stderr if it takes more than a few seconds; use it in a ``with`` statement.
+
+    Args:
+        label: the name of the call.
+        total: the usual number of steps; the call may turn out to need more.
+        hidden: show nothing, for example because another process shows the same steps.
+
+    >>> with Steps("count", total=2) as step:
+    ...     step("one"), step("two")
+    (None, None)
+    """
+
+    def __init__(self, label: str, total: int, *, hidden: bool = False) -> None:
+        self.label, self.total, self.hidden = label, total, hidden
+        self.number, self.start = 0, time.monotonic()
+        self._display: Display | None = None
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._display is not None:
+            self._display.__exit__(*exc)
+
+    def __call__(self, doing: str) -> None:
+        """Say what the next step does, just before it."""
+        self.number += 1
+        self.total = max(self.total, self.number)
+        if self._display is None and not self.hidden and time.monotonic() - self.start > PATIENCE:
+            self._display = Display(transient=True).__enter__()
+            self._display.add(self.label, self.total, "step")
+        if self._display is not None:
+            self._display.update(self.label, self.number, doing, self.total)
+
+
 class Display:
     """Show the progress of several named tasks; use it in a ``with`` statement.
 
@@ -63,12 +99,13 @@ class Display:
         task = None if self.bars is None else self.bars.add_task(name, total=total)
         self._shown[name] = _Shown(task, total, f"{unit} " if unit else "")
 
-    def update(self, name: str, done: int, text: str = "") -> None:
-        """Set a task's progress to ``done``, and the text that is shown next to it."""
+    def update(self, name: str, done: int, text: str = "", total: int | None = None) -> None:
+        """Set a task's progress to ``done``, the text that is shown next to it and, if given, a new ``total``."""
         shown = self._shown[name]
         shown.done, shown.text = done, f", {text}" if text else ""
+        shown.total = shown.total if total is None else total
         if self.bars is not None:
-            self.bars.update(shown.task, completed=done, description=f"{name}{shown.text}")
+            self.bars.update(shown.task, completed=done, total=shown.total, description=f"{name}{shown.text}")
         elif time.monotonic() - shown.printed > self.every:
             shown.printed = time.monotonic()
             self.say(f"{name}: {shown}")

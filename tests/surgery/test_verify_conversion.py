@@ -45,7 +45,7 @@ def verify(function, net=None):
     old = Net() if net is None else net
     new = copy.deepcopy(old)
     new.change = Change(function)
-    return verify_conversion(old, new, torch.randn(4, 3, 6, 6), None, modes=2)
+    return verify_conversion(old, new, torch.randn(4, 3, 6, 6), None, modes=2, step=lambda doing: None)
 
 
 @pytest.mark.parametrize("rows", [None, 4])  # with four rows, the network does not run on two
@@ -55,6 +55,36 @@ def test_gradients(rows):
         verify(Scaled.apply, Net(rows))
     with pytest.raises(ValueError, match="no longer gets a gradient"):
         verify(lambda x: x.detach() + 0 * x.sum(0, keepdim=True).detach().requires_grad_(), Net(rows))
+
+
+class Counting(nn.Module):
+    """Record how many rows pass, by dtype and whether gradients are computed."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.net, self.seen = Net(), seen
+
+    def forward(self, x, y=None):
+        self.seen[torch.is_grad_enabled()].add((x.dtype, len(x), None if y is None else len(y)))
+        return self.net(x) if y is None else self.net(x) + y.mean()
+
+    def __deepcopy__(self, memo):
+        new = Counting(self.seen)
+        new.load_state_dict(self.state_dict())
+        return new
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple", "dict"])
+def test_gradients_take_two_rows_of_any_example(form):
+    seen = {True: set(), False: set()}
+    net, x, y = Counting(seen), torch.randn(5, 3, 6, 6), torch.randn(5)
+    example = {"tensor": x, "tuple": (x, y), "dict": {"x": x, "y": y}}[form]
+    steps = []
+    verify_conversion(net, copy.deepcopy(net), example, None, modes=2, step=steps.append)
+    lengths = (2, 2) if form == "dict" else (2, None)
+    assert seen[True] == {(torch.float64, *lengths)}
+    assert {rows for _, rows, _ in seen[False]} == {5}
+    assert len(steps) == len(set(steps)) == 5
 
 
 def test_outputs_under_autocast():

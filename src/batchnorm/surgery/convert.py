@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.nn.utils import parametrize
 
-from .. import network_call
+from .. import collectives, network_call
 from ..change_report import NO_TRAINING, Site, VerbReport, attach
 from ..graph import Graph, trace_modes
 from ..graph.rewrite import Rewritten, arguments_in, restore_, restore_unused_, restore_wrong_, rewrite_
@@ -22,6 +22,7 @@ from ..layers.statistics import Statistics
 from ..network_copy import Memo, copy_with
 from ..ops import Activation
 from ..ops.activation import as_activation
+from ..progress import Steps
 from .fusion_report import Count, Fusions, count, describe, fused_in, headline
 from .verify_conversion import verify_conversion
 
@@ -58,9 +59,8 @@ def convert(
     answers to questions such as ``x.dim() == 3``, attributes, hooks. If anything has changed, the original forward
     runs.
 
-    Outputs, running statistics and gradients are compared with the original's on ``example``, in both modes. If
-    ``example`` is a tensor, gradients are compared on its first two rows. ``net`` is not changed. :func:`revert` undoes
-    the conversion.
+    Outputs and running statistics are compared with the original's on ``example``, in both modes, and gradients on its
+    first two rows. ``net`` is not changed. :func:`revert` undoes the conversion.
 
     A trace cannot see changes of Python globals and classes, ``print`` and other side effects, calls of ``type(x)``, or
     random numbers from generators other than the global ones of ``random``, NumPy and torch. Use ``rewrite=False`` for
@@ -92,35 +92,40 @@ def convert(
     """
     if statistics is not None and (isinstance(statistics, type) or not hasattr(statistics, "batch_norm")):
         raise TypeError(f"statistics must be a value such as Sync(), Ghost(32) or Renorm(), not {statistics!r}")
-    graphs = trace_modes(net, example, forward)
-    modes = dict(zip((False, True), graphs, strict=False))
-    layers, refused = _convertible(net, graphs[0])
-    fused, unfused = activations_after(net, graphs, [m for m in layers if _has_room(m, graphs)])
-    if rewrite:
-        # User code may call or replace single children of a Sequential. Rewritten forwards stay correct then, but fused
-        # modules do not.
-        fused = {}
-    makers: dict[nn.Module, Any] = {
-        layer: partial(_ours, layer, kind, as_activation(fused.get(layer))) for layer, kind in layers.items()
-    }
-    for activation in set(fused.values()):
-        makers[activation] = partial(_fused, activation, [m for m, a in fused.items() if a is activation])
-    result = copy_with(net, makers)
-    restore_(result)
-    done: dict[str, Rewritten] = {}
-    notes = [NO_TRAINING] if len(graphs) == 1 else []
-    if rewrite:
-        calls = {mode: arguments_in(result, example, forward, training=mode) for mode in modes}
-        done = rewrite_(result, calls, takes_activation)
-        restore_unused_(result, example, forward, done)
-    check = partial(verify_conversion, net, result, example, forward, modes=len(graphs))
-    try:
-        error = check()
-    except Exception:
-        for path, problem in restore_wrong_(result, check).items():
-            done[path] = Rewritten({}, dict.fromkeys(modes, f"after rewriting, {problem}"))
-            notes.append(f"{_code_of(path)} was not rewritten: after rewriting, {problem}")
-        error = check()
+    with Steps("convert", total=9, hidden=collectives.rank() > 0) as step:
+        step("tracing the network")
+        graphs = trace_modes(net, example, forward)
+        modes = dict(zip((False, True), graphs, strict=False))
+        layers, refused = _convertible(net, graphs[0])
+        fused, unfused = activations_after(net, graphs, [m for m in layers if _has_room(m, graphs)])
+        if rewrite:
+            # User code may call or replace single children of a Sequential. Rewritten forwards stay correct then, but
+            # fused modules do not.
+            fused = {}
+        makers: dict[nn.Module, Any] = {
+            layer: partial(_ours, layer, kind, as_activation(fused.get(layer))) for layer, kind in layers.items()
+        }
+        for activation in set(fused.values()):
+            makers[activation] = partial(_fused, activation, [m for m, a in fused.items() if a is activation])
+        result = copy_with(net, makers)
+        restore_(result)
+        done: dict[str, Rewritten] = {}
+        notes = [NO_TRAINING] if len(graphs) == 1 else []
+        if rewrite:
+            step("recording the arguments of its modules")
+            calls = {mode: arguments_in(result, example, forward, training=mode) for mode in modes}
+            step("rewriting its code")
+            done = rewrite_(result, calls, takes_activation)
+            step("running the rewritten code")
+            restore_unused_(result, example, forward, done)
+        check = partial(verify_conversion, net, result, example, forward, modes=len(graphs), step=step)
+        try:
+            error = check()
+        except Exception:
+            for path, problem in restore_wrong_(result, check).items():
+                done[path] = Rewritten({}, dict.fromkeys(modes, f"after rewriting, {problem}"))
+                notes.append(f"{_code_of(path)} was not rewritten: after rewriting, {problem}")
+            error = check()
     if statistics is not None:
         for module in result.modules():
             if isinstance(module, BatchNorm):

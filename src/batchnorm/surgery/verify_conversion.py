@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,12 +25,21 @@ def compare_outputs(old: nn.Module, new: nn.Module, example: Any, forward: Forwa
     )
 
 
-def verify_conversion(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, modes: int) -> float:
-    """Compare outputs, gradients and outputs under autocast, in each mode, and return the outputs' relative error."""
+def verify_conversion(
+    old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, modes: int, step: Callable[[str], None]
+) -> float:
+    """Compare outputs, gradients and outputs under autocast, in each mode, and return the outputs' relative error.
+
+    ``step`` is called with a description of each of the ``1 + 2 * modes`` comparisons, before it starts.
+    """
     with despite_global_hooks():
+        step("comparing outputs")
         error = compare_outputs(old, new, example, forward, modes)
         for training in (False, True)[:modes]:
+            where = "in training mode" if training else "in evaluation mode"
+            step(f"comparing gradients {where}")
             _compare_gradients(old, new, example, forward, training)
+            step(f"comparing outputs under autocast {where}")
             _compare_autocast(old, new, example, forward, training)
     return error
 
@@ -37,11 +47,10 @@ def verify_conversion(old: nn.Module, new: nn.Module, example: Any, forward: For
 def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, training: bool) -> None:
     """Compare the gradients of all parameters in float64; the loss is a sum of the outputs with random weights.
 
-    To save time, an example that is a tensor is cut to its first two rows. If the original fails on two rows, the whole
-    example is used.
+    To save time, the example is cut to its first two rows. If the original fails on two rows, the whole example is
+    used.
     """
-    few = isinstance(example, Tensor) and example.dim() > 0 and len(example) > 2
-    for batch in (example[:2], example) if few else (example,):
+    for batch in (_first_rows(example), example):
         try:
             was, example = _gradients(old, batch, forward, training), batch
             break
@@ -61,6 +70,12 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
     noise = _worst(_gradients(old, example, forward, training, change=TINY), was)[1]
     if error > AMPLIFICATION * noise:
         raise ValueError(f"the gradient of '{name}' differs by {error:.2e} (relative)")
+
+
+def _first_rows(example: Any) -> Any:
+    """Return the example with all tensors that are as long as its first tensor cut to two rows."""
+    rows = next((len(t) for t in network_call.tensors_in(example) if t.dim()), 0)
+    return network_call.map_tensors(example, lambda t: t[:2] if t.dim() and len(t) == rows else t)
 
 
 def _gradients(net: nn.Module, example: Any, forward: Forward | None, training: bool, change: float = 0.0) -> Gradients:
