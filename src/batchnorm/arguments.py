@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import re
+import sys
 from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import is_dataclass
+from functools import partial, wraps
 from inspect import Parameter, signature
+from textwrap import dedent
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -51,10 +57,36 @@ def call_with(words: Sequence[str], function: Callable[..., Any], prog: str, des
         config = (OmitArgPrefixes, TYRO.conf.PositionalMetavarFromFieldName)
         registry = TYRO.constructors.ConstructorRegistry()
         registry.primitive_rule(_optional_choice)
-        return TYRO.cli(function, prog=prog, description=description, config=config, args=words, registry=registry)
+        # Parse first and call the function later, so that only tyro's errors are caught and not the function's output.
+        bound = function if is_dataclass(function) else wraps(function)(partial(partial, function))
+        errors = io.StringIO()
+        try:
+            with redirect_stderr(errors):
+                made = TYRO.cli(bound, prog=prog, description=description, config=config, args=words, registry=registry)
+        except SystemExit:
+            print(_without_box(errors.getvalue(), prog), end="", file=sys.stderr)
+            raise
+        return made if bound is function else made()
     parser = ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     make = _add_arguments(parser, function)
     return make(vars(parser.parse_args(words)))
+
+
+def _without_box(text: str, prog: str) -> str:
+    """Return tyro's error as plain lines, which are easier to copy than a box.
+
+    >>> print(_without_box("+- Value error -----+\\n| --steps: no int   |\\n+-------------------+", "train"), end="")
+    train: value error
+    --steps: no int
+    """
+    lines = []
+    for row in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
+        if row[:1] in ("╭", "+"):
+            title = row.strip("╭╮+─- ")
+            lines.append(f"{prog}: {title[:1].lower()}{title[1:]}" if title else "")
+        else:
+            lines.append((row[1:-1].removeprefix(" ") if row[:1] in ("│", "|") else row).rstrip())
+    return dedent("".join(f"{line}\n" for line in lines if line.strip("╰╯─- ")))
 
 
 def _optional_choice(info: Any) -> Any:
