@@ -11,6 +11,9 @@ from typing import Any
 from .optional_packages import MissingExtraError, require
 from .results import read_json, write_atomically
 
+# BLUE is the network with batch normalization and ORANGE is the one without.
+BLUE, ORANGE, GREEN, GREY = "#2a6fc9", "#d9622b", "#14835b", "#8b8a84"
+
 
 def picture(draw: Callable[[Any], Any], path: Path) -> None:
     """Draw a figure with ``matplotlib.pyplot`` in this project's style, and save it."""
@@ -20,7 +23,8 @@ def picture(draw: Callable[[Any], Any], path: Path) -> None:
         "font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False,
         "axes.linewidth": 0.6, "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.25, "grid.linewidth": 0.5,
         "legend.frameon": False, "lines.linewidth": 1.3, "figure.constrained_layout.use": True,
-        "svg.hashsalt": "batchnorm",
+        "figure.constrained_layout.w_pad": 0.08,  # inches between panels, so that tick labels do not touch
+        "svg.hashsalt": "batchnorm", "axes.prop_cycle": plt.cycler(color=(BLUE, ORANGE, GREEN, GREY)),
     }  # fmt: skip
     with plt.rc_context(style):
         figure = draw(plt)

@@ -9,7 +9,7 @@ from batchnorm.data import Digits, mnist
 from batchnorm.models import perceptron
 from batchnorm.reproduce.mnist import jacobian as jacobian_module
 from batchnorm.reproduce.mnist.comparison import Comparison, comparison
-from batchnorm.reproduce.mnist.comparison import _draw as draw_comparison
+from batchnorm.reproduce.mnist.comparison import draw as draw_comparison
 from batchnorm.reproduce.mnist.initialization import Init, init
 from batchnorm.reproduce.mnist.jacobian import Jacobian, jacobian
 from batchnorm.reproduce.mnist.optimizers import OPTIMIZERS, Optimizers, optimizers
@@ -39,9 +39,11 @@ def test_comparison(tmp_path):
 
 def test_the_picture_of_short_runs_has_all_their_points_and_no_legend_over_them():
     plt = pytest.importorskip("matplotlib.pyplot")
-    rows = [{"network": n, "rate": 0.1, "steps": [20, 50], "mean": [0.1, 0.4], "spread": [None, None]} for n in "ab"]
-    sweep = {(kind, rate): [[0.1, 0.2]] for kind in (False, True) for rate in (0.1, 1.0)}
-    figure = draw_comparison(plt, (0.1, 1.0), (5, 50), sweep, {"best against best": rows, "equal rate": rows})
+    rows = [
+        {"network": n, "rate": 0.1, "steps": [20, 50], "mean": [0.1, 0.4], "spread": [None, None]}
+        for n in ("without BN", "with BN")
+    ]
+    figure = draw_comparison({"sweep": rows, "best against best": rows, "equal rate": rows}, plt)
     figure.canvas.draw()
     for axes in figure.axes:
         assert axes.get_ylim()[0] <= 0.1

@@ -12,7 +12,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..pictures import picture_beside
+from ..pictures import BLUE, GREEN, GREY, ORANGE, picture_beside
 from ..results import write_atomically
 from .bars import Bar, geometric_mean
 
@@ -23,11 +23,11 @@ MOVED = 20e6  # bytes; if a pass moves fewer, launch overhead dominates
 ONCE, TWICE = (2, 3), (3, 5)
 
 STYLES = {
-    "batchnorm": ("C3", "o"),
-    "compile": ("C0", "s"),
-    "compile-max": ("C9", "v"),
-    "cudnn-fp16": ("C2", "^"),
-    "eager": ("0.5", "x"),
+    "batchnorm": (BLUE, "o"),
+    "compile": (ORANGE, "s"),
+    "compile-max": ("#b58a00", "v"),
+    "cudnn-fp16": (GREEN, "^"),
+    "eager": (GREY, "x"),
 }
 
 
@@ -152,19 +152,19 @@ def draw(report: dict[str, Any], plt: Any) -> Any:
     types = [r["dtype"] for r in report["rows"]]
     dtype = "bfloat16" if "bfloat16" in types else types[0]
     panels = sorted({(r["layout"], r["op"]) for r in report["rows"] if r["dtype"] == dtype})
-    figure, grid = plt.subplots(1, len(panels), sharey=True, squeeze=False, figsize=(5 * len(panels), 4.2))
+    figure, grid = plt.subplots(1, len(panels), sharey=True, squeeze=False, figsize=(3 * len(panels), 3.2))
     for axes, (layout, op) in zip(grid[0], panels, strict=True):
         rows = [r for r in report["rows"] if (r["layout"], r["op"], r["dtype"]) == (layout, op, dtype)]
         for name, (color, marker) in STYLES.items():
             points = [(r["megabytes"], sum(r["limit_us"]) / sum(r["us"][name])) for r in rows if name in r["us"]]
             if points:
-                axes.semilogx(*zip(*sorted(points), strict=True), color=color, marker=marker, ls="", label=name)
+                axes.semilogx(*zip(*sorted(points), strict=True), color=color, marker=marker, ms=3, ls="", label=name)
         axes.axhline(1, color="k", lw=0.6)
         axes.set(title=f"{op}, {layout}, {dtype}", xlabel="one tensor, MB", ylim=(0, 1.05))
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("share of the one-read limit, forward + backward")
-    figure.axes[-1].legend(loc="upper left", frameon=True)  # the last panel is NHWC, the only layout timed with cuDNN
-    figure.suptitle(f"{report['hardware']['device']}, torch {report['hardware']['torch']}")
+    figure.axes[0].set_ylabel("share of the one-read limit")
+    # The last panel is NHWC, the only layout timed with cuDNN.
+    figure.legend(*figure.axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=len(STYLES))
+    figure.suptitle(f"{report['hardware']['device']}, torch {report['hardware']['torch']}: forward and backward")
     return figure
 
 

@@ -435,6 +435,7 @@ def draw(report: dict[str, Any], plt: Any) -> Any:
             for row, place in zip(shown, places, strict=True):
                 axes.text(0.03, place, f"{row['speedup']:.2f}", va="center", fontsize=8, color="white")
         axes.axvline(1, color="k", lw=1)
+        axes.grid(visible=False)
         axes.set(title=MODE_NAMES[mode], xlabel="times as fast as stock", yticks=range(len(names)), yticklabels=names)
     panels[0].invert_yaxis()
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(batches), fontsize=8)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..monitor import drift
-from ..pictures import picture
+from ..pictures import BLUE, ORANGE, picture
 from .runs import Run
 
 TARGETS = (*(k / 10 for k in range(1, 10)), 0.95, 0.96, 0.97, 0.98)
 SHOWN = 6  # at most this many targets, the highest that a run reached
-COLOURS = {False: "#d9622b", True: "#2a6fc9"}
+COLOURS = {False: ORANGE, True: BLUE}
 
 
 def draw(runs: Sequence[Run], out: Path) -> list[Path]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import SEED_MAX, above, at_least, between
-from ..pictures import picture
+from ..pictures import BLUE, ORANGE, picture
 from ..processes import map_on_cores
 from ..report.summary import FIGURES
 from ..results import check_writable, environment, write_json
@@ -17,9 +18,6 @@ from ..results import check_writable, environment, write_json
 VERDICTS = {True: "confirmed", False: "refuted", None: "the runs were too short to tell"}
 Given = TypeVar("Given")
 Found = TypeVar("Found")
-
-# In pictures, BLUE is the network with batch normalization and ORANGE is the one without.
-BLUE, ORANGE, GREEN, GREY = "#2a6fc9", "#d9622b", "#14835b", "#8b8a84"
 
 
 # The options, over all commands, that must be positive, and those that must be at least 1.
@@ -63,12 +61,12 @@ def publish(
     claim: str,
     findings: Mapping[str, Any],
     verdicts: Mapping[str, bool | None],
-    draw: Callable[[Any], Any],
+    draw: Callable[[dict[str, Any], Any], Any],
 ) -> dict[str, Any]:
     """Write ``name.json`` and ``name.png`` to ``options.out``, print the result and return the file's content.
 
     ``verdicts`` maps each statement that follows from the claim to whether the statement holds here, or to None if the
-    runs were too short to tell.
+    runs were too short to tell. ``draw`` takes the file's content and ``matplotlib.pyplot``, and returns a figure.
     """
     name, out = options.name, options.out
     given = {key: value for key, value in asdict(options).items() if key != "out"}
@@ -76,7 +74,7 @@ def publish(
     result = {"claim": claim, "options": given, "environment": {**environment(), "threads": 1}, **findings}
     result["verdicts"] = dict(verdicts)
     path = write_json(out / f"{name}.json", result)
-    picture(draw, out / f"{name}.png")
+    picture(partial(draw, result), out / f"{name}.png")
     measured = next(row.measured for row in FIGURES if row.command == f"reproduce {name}")
     print(f"the paper: {claim}\nmeasured: {measured(result)}")
     for statement, holds in verdicts.items():

@@ -65,7 +65,7 @@ def comparison(options: Comparison) -> dict[str, Any]:
         f"at their best rates, the network with BN is more accurate at step {mark:,}": bn > plain
         for mark, plain, bn in zip(options.marks, *(row["mean"] for row in fair), strict=True)
     }
-    return publish(options, claim, findings, verdicts, lambda plt: _draw(plt, options.rates, early, sweep, findings))
+    return publish(options, claim, findings, verdicts, draw)
 
 
 Table = dict[tuple[bool, float], list[list[float]]]
@@ -105,24 +105,25 @@ def _row(kind: bool, rate: float, runs: Sequence[Sequence[float]], marks: Sequen
     }
 
 
-def _draw(plt: Any, rates: Sequence[float], early: Sequence[int], sweep: Table, findings: dict[str, Any]) -> Any:
+def draw(result: dict[str, Any], plt: Any) -> Any:
+    """Draw the sweep of the rates, and the test accuracies at the best rates and at an equal rate."""
     figure, axes = plt.subplots(1, 4, figsize=(11, 2.6))
+    early = result["sweep"][0]["steps"]
     for k, (axis, mark) in enumerate(zip(axes, early, strict=False)):
-        for kind in (False, True):
-            means = [_mean(sweep[kind, rate])[k] for rate in rates]
-            axis.plot(rates, means, "o-", ms=3, color=colour(kind), label=label(kind))
+        for name in (label(False), label(True)):
+            rows = [row for row in result["sweep"] if row["network"] == name]
+            rates, means = [row["rate"] for row in rows], [row["mean"][k] for row in rows]
+            axis.plot(rates, means, "o-", ms=3, color=colour(name), label=name)
         axis.set(xscale="log", xlabel="learning rate", title=f"sweep: held-out accuracy at step {mark:,}", ylim=(0, 1))
-    shown = ("best against best", "equal rate")
-    rows = [row for key in shown for row in findings[key]]
-    lowest = min(m - (s or 0) for row in rows for m, s in zip(row["mean"], row["spread"], strict=True))
-    for axis, key in zip(axes[2:], shown, strict=True):
-        for kind, row in zip((False, True), findings[key], strict=True):
+    for axis, key in zip(axes[2:], ("best against best", "equal rate"), strict=True):
+        lowest = 1.0
+        for row in result[key]:
             bars = [s or 0 for s in row["spread"]]
-            name = f"{label(kind)}, rate {row['rate']:g}"
-            axis.errorbar(row["steps"], row["mean"], bars, fmt="o-", ms=3, capsize=2, color=colour(kind), label=name)
-        axis.set(
-            xscale="log", xlabel="training steps", title=f"{key}: test accuracy", ylim=(0.85 if lowest > 0.85 else 0, 1)
-        )
+            lowest = min([lowest, *(m - s for m, s in zip(row["mean"], bars, strict=True))])
+            style = {"color": colour(row["network"]), "label": f"{row['network']}, rate {row['rate']:g}"}
+            axis.errorbar(row["steps"], row["mean"], bars, fmt="o-", ms=3, capsize=2, **style)
+        # Start at a multiple of 0.05, so that close curves can be told apart.
+        axis.set(xscale="log", xlabel="training steps", title=f"{key}: test accuracy", ylim=(lowest // 0.05 * 0.05, 1))
     for axis in axes:
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3))  # below the panel, so that it hides no curve
     return figure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,23 +49,25 @@ def init(options: Init) -> dict[str, Any]:
     )
     statement = "with BN, more standard deviations train past 90%, including all that do without BN"
     verdicts = {statement: plain < normalized if plain or normalized else None}
-    return publish(options, claim, {"final test accuracy": rows}, verdicts, lambda plt: _draw(plt, results, options))
+    return publish(options, claim, {"final test accuracy": rows}, verdicts, draw)
 
 
 def _final(setting: Setting) -> float:
     return accuracies(setting, [setting.steps])[0]
 
 
-def _draw(plt: Any, results: dict[tuple[bool, float], list[float]], options: Init) -> Any:
+def draw(result: dict[str, Any], plt: Any) -> Any:
+    """Draw the final accuracies of all seeds, and their means, against the standard deviation."""
+    options = result["options"]
     figure, axis = plt.subplots(figsize=(4.6, 2.8))
-    for kind in (False, True):
-        means = [statistics.fmean(results[kind, std]) for std in options.stds]
-        axis.plot(options.stds, means, "o-", ms=3, color=colour(kind), label=label(kind))
-        for std in options.stds:
-            axis.plot([std] * options.seeds, results[kind, std], ".", ms=3, color=colour(kind), alpha=0.5)
+    for name in (label(False), label(True)):
+        rows = [row for row in result["final test accuracy"] if row["network"] == name]
+        axis.plot([r["std"] for r in rows], [r["mean"] for r in rows], "o-", ms=3, color=colour(name), label=name)
+        for row in rows:
+            axis.plot([row["std"]] * len(row["runs"]), row["runs"], ".", ms=3, color=colour(name), alpha=0.5)
     axis.set(
         xscale="log", xlabel="standard deviation of the initial weights", ylabel="test accuracy", ylim=(0, 1),
-        title=f"after {options.steps:,} steps at rate {options.rate:g}, {options.seeds} seeds",
+        title=f"after {options['steps']:,} steps at rate {options['rate']:g}, {options['seeds']} seeds",
     )  # fmt: skip
     axis.legend(loc="lower center")
     return figure

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ...layers import BatchNorm1d
-from ..publish import GREY, Experiment, colour, label, publish
+from ...pictures import GREY
+from ..publish import Experiment, colour, label, publish
 from .training import Setting, digits, order, train_
 
 
@@ -60,7 +61,7 @@ def jacobian(options: Jacobian) -> dict[str, Any]:
     claim = "Batch Normalization may lead the layer Jacobians to have singular values close to 1."
     null = "Gaussian matrices of the same size and Frobenius norm, one for each Jacobian"
     findings = {"null": null, "pairs": rows}
-    return publish(options, claim, findings, _verdicts(rows), lambda plt: _draw(plt, rows))
+    return publish(options, claim, findings, _verdicts(rows), draw)
 
 
 def _verdicts(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
@@ -172,7 +173,9 @@ def _summary(values: Tensor) -> dict[str, Any]:
     }
 
 
-def _draw(plt: Any, rows: Sequence[dict[str, Any]]) -> Any:
+def draw(result: dict[str, Any], plt: Any) -> Any:
+    """Draw the mean spectrum of each Jacobian, and of random matrices of the same norm."""
+    rows = result["pairs"]
     pairs = sorted({(row["layers"], row["step"]) for row in rows})
     figure, axes = plt.subplots(1, len(pairs), figsize=(11, 2.7), sharey=True)
     for axis, (layers, step) in zip(axes, pairs, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def optimizers(options: Optimizers) -> dict[str, Any]:
         for row in rows
         if row["network"] == label(True)
     }
-    return publish(options, claim, {"runs": rows}, verdicts, lambda plt: _draw(plt, rows))
+    return publish(options, claim, {"runs": rows}, verdicts, draw)
 
 
 def _train(job: tuple[str, Setting, int]) -> dict[str, Any]:
@@ -88,10 +88,11 @@ def _train(job: tuple[str, Setting, int]) -> dict[str, Any]:
     }
 
 
-def _draw(plt: Any, rows: Sequence[dict[str, Any]]) -> Any:
+def draw(result: dict[str, Any], plt: Any) -> Any:
+    """Draw the test accuracies during training, one panel per optimizer."""
     figure, axes = plt.subplots(1, len(OPTIMIZERS), figsize=(11, 2.6), sharey=True)
     for axis, name in zip(axes, OPTIMIZERS, strict=True):
-        for row in (r for r in rows if r["optimizer"] == name):
+        for row in (r for r in result["runs"] if r["optimizer"] == name):
             axis.plot(row["steps"], row["accuracy"], color=colour(row["network"]), label=row["network"])
         axis.set(title=name, xlabel="training steps", ylim=(0, 1))
     axes[0].set_ylabel("test accuracy")

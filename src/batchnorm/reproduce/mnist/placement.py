@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ...evaluate.predictions import evaluating
 from ...layers import BatchNorm1d
 from ...models import perceptron
-from ..publish import BLUE, GREEN, Experiment, mean, publish, spread
+from ...pictures import BLUE, GREEN
+from ..publish import Experiment, mean, publish, spread
 from .training import Setting, accuracy, digits, train_
 
 Where = Literal["before", "after"]
@@ -57,7 +58,7 @@ def placement(options: Placement) -> dict[str, Any]:
         rows.append({**row, "mean": mean(final), "spread": spread(final), "shapes": found[0]["shapes"]})
     claim = "Wu + b is more likely to have a symmetric, non-sparse distribution, that is 'more Gaussian'."
     note = "means over a layer's units, of 5,000 test digits, seed 0; u is the nonlinearity's output"
-    return publish(options, claim, {"shapes are": note, "runs": rows}, _verdicts(rows), lambda plt: _draw(plt, rows))
+    return publish(options, claim, {"shapes are": note, "runs": rows}, _verdicts(rows), draw)
 
 
 def _verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
@@ -128,9 +129,10 @@ def shape(v: Tensor) -> dict[str, float]:
     return {name: round(value.item(), 4) for name, value in zip(STATISTICS, values, strict=True)}
 
 
-def _draw(plt: Any, rows: list[dict[str, Any]]) -> Any:
+def draw(result: dict[str, Any], plt: Any) -> Any:
+    """Draw the shapes of the layers' distributions, and the test accuracies."""
     figure, axes = plt.subplots(1, 4, figsize=(11, 2.7))
-    for row in rows:
+    for row in result["runs"]:
         last = list(row["shapes"].values())[-1]
         where = row["batch normalization"]
         style = {"color": BLUE if where == "before it" else GREEN}

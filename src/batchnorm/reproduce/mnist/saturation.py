@@ -63,7 +63,7 @@ def saturation(options: Saturation) -> dict[str, Any]:
         )
         for plain, bn in zip(rows[::2], rows[1::2], strict=True)
     }
-    return publish(options, claim, {"runs": rows}, verdicts, lambda plt: _draw(plt, options, rows))
+    return publish(options, claim, {"runs": rows}, verdicts, draw)
 
 
 def _follow(job: tuple[Setting, Sequence[int], float]) -> list[dict[str, float]]:
@@ -91,11 +91,13 @@ def saturated(net: nn.Module, batch: Tensor, tail: float) -> dict[str, float]:
     return found
 
 
-def _draw(plt: Any, options: Saturation, rows: Sequence[dict[str, Any]]) -> Any:
+def draw(result: dict[str, Any], plt: Any) -> Any:
+    """Draw the saturated fraction of each layer during training, one row of panels per initial standard deviation."""
+    rows, stds = result["runs"], result["options"]["stds"]
     layers = list(rows[0]["saturated"][0])
-    shape, size = (len(options.stds), len(layers)), (9, 2.2 * len(options.stds))
+    shape, size = (len(stds), len(layers)), (9, 2.2 * len(stds))
     figure, grid = plt.subplots(*shape, figsize=size, sharey=True, squeeze=False)
-    for axes_row, std in zip(grid, options.stds, strict=True):
+    for axes_row, std in zip(grid, stds, strict=True):
         for axis, layer in zip(axes_row, layers, strict=True):
             for row in (r for r in rows if r["std"] == std):
                 name = row["network"]

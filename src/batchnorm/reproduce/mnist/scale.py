@@ -57,7 +57,7 @@ def scale(options: Scale) -> dict[str, Any]:
     claim += " larger weights lead to smaller gradients, and Batch Normalization will stabilize the parameter growth."
     findings: dict[str, Any] = {"growth": growth, "identities": identities, "largest": largest(identities)}
     verdicts = {"BN((aW)u) = BN(Wu), within the bound that eps sets": findings["largest"]["output"] <= 1}
-    return publish(options, claim, findings, verdicts, lambda plt: _draw(plt, growth))
+    return publish(options, claim, findings, verdicts, draw)
 
 
 def identity_gaps(u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: float, a: float) -> dict[str, float]:
@@ -128,14 +128,16 @@ def _identities(net: nn.Sequential, batch: Tensor, factors: Sequence[float]) -> 
     return rows
 
 
-def _draw(plt: Any, growth: Sequence[dict[str, Any]]) -> Any:
+def draw(result: dict[str, Any], plt: Any) -> Any:
+    """Draw the norm of each layer's weights during training."""
+    growth = result["growth"]
     layers = list(growth[0]["norms"])
-    figure, axes = plt.subplots(1, len(layers), figsize=(11, 2.6))
+    figure, axes = plt.subplots(1, len(layers), figsize=(11, 2.9))
     dashes = dict(zip(sorted({row["rate"] for row in growth}), cycle((":", "-", "--", "-.")), strict=False))
     for axis, layer in zip(axes, layers, strict=True):
         for row in growth:
             name = f"{row['network']}, rate {row['rate']:g}"
             axis.plot(row["steps"], row["norms"][layer], dashes[row["rate"]], color=colour(row["network"]), label=name)
         axis.set(title=f"norm of W, {layer}", xlabel="training steps")
-    axes[0].legend(fontsize=6)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=7)
     return figure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from ...data import Digits
 from ...layers import BatchNorm1d
 from ...models import perceptron
+from ...pictures import BLUE, GREEN, ORANGE
 from ...processes import torch_threads
-from ..publish import BLUE, GREEN, ORANGE, Experiment, publish
+from ..publish import Experiment, publish
 from .training import Setting, digits, evenly, train_
 
 VARIANTS = {
@@ -70,7 +72,7 @@ def section2(options: Section2) -> dict[str, Any]:
         "b stays, if the gradient does not ignore it": max(through["norm of b"]) < 1e-3 * norms[-1],
     }
     findings = {"b alone": alone, "whole network": runs}
-    return publish(options, claim, findings, verdicts, lambda plt: _draw(plt, options, alone, runs))
+    return publish(options, claim, findings, verdicts, draw)
 
 
 def train_bias(data: Digits, steps: int, rate: float, seed: int, *, through: bool) -> dict[str, list[float]]:
@@ -143,7 +145,10 @@ def _whole(job: tuple[str, Setting, Sequence[int]]) -> dict[str, Any]:
     return {"variant": variant, "rate": setting.rate, "rows": rows}
 
 
-def _draw(plt: Any, options: Section2, alone: dict[str, Any], runs: Sequence[dict[str, Any]]) -> Any:
+def draw(result: dict[str, Any], plt: Any) -> Any:
+    """Draw the norm of b with the loss, for b alone, and with the accuracy, for the whole network."""
+    alone, runs, rates = result["b alone"], result["whole network"], result["options"]["rates"]
+    dashes = dict(zip(rates, cycle(("-", "--", ":", "-.")), strict=False))
     figure, axes = plt.subplots(1, 4, figsize=(11, 3))
     for axis, key in zip(axes, ("norm of b", "loss"), strict=False):
         for name, colour in (("ignored", ORANGE), ("in the gradient", BLUE)):
@@ -152,12 +157,11 @@ def _draw(plt: Any, options: Section2, alone: dict[str, Any], runs: Sequence[dic
     axes[0].legend()
     for axis, key in zip(axes[2:], ("norm of b", "accuracy"), strict=True):
         for run in runs:
-            first = run["rate"] == options.rates[0]
-            dash, shown = "-" if first else "--", run["variant"] if first else None
             steps, values = zip(*((row["step"], row[key]) for row in run["rows"]), strict=True)
-            axis.plot(steps, values, dash, color=VARIANTS[run["variant"]], label=shown)
+            name = f"{run['variant']}, rate {run['rate']:g}"
+            axis.plot(steps, values, dashes[run["rate"]], color=VARIANTS[run["variant"]], label=name)
         axis.set(title=f"(b) whole network: {key}", xlabel="steps")
     axes[2].set_yscale("symlog", linthresh=0.01)
     names, handles = axes[3].get_legend_handles_labels()[::-1]
-    figure.legend(handles, names, loc="outside lower right", ncols=3, fontsize=7)
+    figure.legend(handles, names, loc="outside lower right", ncols=len(rates), fontsize=7)
     return figure

@@ -1,0 +1,32 @@
+"""Draw the pictures of result files again, without training: ``python -m batchnorm.reproduce.mnist.redraw results``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ...pictures import picture_beside
+from . import comparison, initialization, jacobian, optimizers, placement, saturation, scale, section2
+
+DRAW = {
+    "comparison": comparison.draw,
+    "init": initialization.draw,
+    "jacobian": jacobian.draw,
+    "optimizers": optimizers.draw,
+    "placement": placement.draw,
+    "saturation": saturation.draw,
+    "scale": scale.draw,
+    "section2": section2.draw,
+}
+"""The functions that draw result files, by the names of the files."""
+
+
+def redraw(folder: Path) -> None:
+    """Draw a picture next to each of a folder's result files that these commands wrote."""
+    for name, draw in DRAW.items():
+        if (path := folder / f"{name}.json").exists():
+            picture_beside(path, draw)
+
+
+if __name__ == "__main__":
+    redraw(Path(sys.argv[1]))
