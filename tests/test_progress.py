@@ -1,5 +1,6 @@
 """Nothing for short passes, rich's bar on a terminal, plain lines elsewhere."""
 
+from threading import Event, Timer
 from types import SimpleNamespace
 
 import pytest
@@ -58,7 +59,7 @@ def test_short_calls_show_no_steps(capfd):
 def test_long_calls_print_their_step_where_there_is_no_terminal(monkeypatch, capsys):
     monkeypatch.setattr(module, "PATIENCE", -1.0)
     take("one", "two")
-    assert capsys.readouterr() == ("", "verb: step 1 of 2, one\n")  # the next line is due after LINE_EVERY seconds
+    assert capsys.readouterr() == ("", "verb: 0 of 2, one\n")  # the next line is due after LINE_EVERY seconds
 
 
 def test_long_calls_have_a_bar_on_a_terminal_even_if_they_take_more_steps(monkeypatch, capsys):
@@ -66,6 +67,28 @@ def test_long_calls_have_a_bar_on_a_terminal_even_if_they_take_more_steps(monkey
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     take("one", "two", "three")
     assert capsys.readouterr().out == ""
+
+
+def test_a_bar_appears_during_a_long_step(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    shown = Event()
+    monkeypatch.setattr(module, "Timer", lambda seconds, show: Timer(0, lambda: (show(), shown.set())))
+    with Steps("verb", total=1) as step:
+        step("one")
+        assert shown.wait(60)
+        assert step._display is not None
+    assert capsys.readouterr().out == ""
+
+
+def test_a_bar_of_the_caller_is_no_error(monkeypatch, capsys):
+    def start():
+        raise pytest.importorskip("rich.errors").LiveError("Only one live display may be active at once")
+
+    monkeypatch.setattr(module, "PATIENCE", -1.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr(module, "_rich_bars", lambda transient: SimpleNamespace(start=start))
+    assert list(progress([1, 2, 3], "pass")) == [1, 2, 3]
+    assert capsys.readouterr() == ("", "pass: 2 of 3\n")
 
 
 def test_hidden_steps_show_nothing(monkeypatch, capfd):

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
 from importlib.util import find_spec
+from threading import Lock, Timer
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -51,25 +52,39 @@ class Steps:
 
     def __init__(self, label: str, total: int, *, hidden: bool = False) -> None:
         self.label, self.total, self.hidden = label, total, hidden
-        self.number, self.start = 0, time.monotonic()
+        self.done, self.doing, self.start = -1, "", time.monotonic()
         self._display: Display | None = None
+        self._lock = Lock()
+        # A step may be long, so the bar appears during a step. Lines of text appear only between two steps.
+        self._timer = None if hidden or not sys.stderr.isatty() else Timer(max(PATIENCE, 0.0), self._show)
 
     def __enter__(self) -> Steps:
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
         if self._display is not None:
             self._display.__exit__(*exc)
 
     def __call__(self, doing: str) -> None:
         """Say what the next step does, just before it."""
-        self.number += 1
-        self.total = max(self.total, self.number)
-        if self._display is None and not self.hidden and time.monotonic() - self.start > PATIENCE:
-            self._display = Display(transient=True).__enter__()
-            self._display.add(self.label, self.total, "step")
-        if self._display is not None:
-            self._display.update(self.label, self.number, doing, self.total)
+        with self._lock:
+            self.done, self.doing = self.done + 1, doing
+            self.total = max(self.total, self.done + 1)
+        if not self.hidden and time.monotonic() - self.start > PATIENCE:
+            self._show()
+
+    def _show(self) -> None:
+        with self._lock:
+            if self._display is None:
+                self._display = Display(transient=True).__enter__()
+                self._display.add(self.label, self.total)
+            self._display.update(self.label, max(self.done, 0), self.doing, self.total)
 
 
 class Display:
@@ -87,7 +102,12 @@ class Display:
 
     def __enter__(self) -> Display:
         if self.bars is not None:
-            self.bars.start()
+            from rich.errors import LiveError
+
+            try:
+                self.bars.start()
+            except LiveError:  # before rich 14.1, only one bar can be shown, and the caller shows one
+                self.bars = None
         return self
 
     def __exit__(self, *exc: object) -> None:

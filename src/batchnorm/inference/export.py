@@ -20,6 +20,7 @@ from .. import network_call
 from ..change_report import VerbReport
 from ..network_copy import outputs, relative, relative_error, require_numbers
 from ..optional_packages import MissingExtraError, check_installed, require
+from ..progress import Steps
 from ..verify import rounding
 from .fold import fold_with_report, warn_of_left
 
@@ -119,8 +120,9 @@ def export(
     traced_size = 2 if dynamic_batch and own_size == 1 else own_size  # exporters treat a dimension of 1 as fixed
     traced = example if traced_size == own_size else _resized(example, traced_size)
     write, load = formats[path.suffix]
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    with Steps("export", total=2) as step, tempfile.TemporaryDirectory(dir=path.parent) as folder:
         draft = Path(folder) / path.name
+        step("writing the file")
         try:
             with torch.no_grad(), warnings.catch_warnings(), _without_import_warnings():
                 warnings.simplefilter("ignore")  # torch's exporters warn about their own internals
@@ -130,6 +132,7 @@ def export(
         except Exception as failure:
             hint = "; try dynamic_batch=False" if dynamic_batch else ""
             raise ValueError(f"torch cannot export this network to {path.suffix}{hint}: {failure}") from failure
+        step("running the file")
         errors = _errors(net, load(draft), example, _other_sizes(example) if dynamic_batch else [])
         for size, error in errors.items():
             if not error <= limit:
