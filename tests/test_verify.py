@@ -286,3 +286,13 @@ def test_rounding_is_what_the_network_makes_of_it():
         nudged[0].weight.mul_(1 + 1e-7)
     assert 1e-4 < relative_error(outputs(nudged, x), outputs(deep, x)) < rounding(deep, x)
     assert rounding(chaotic(2).eval(), x) < 1e-4
+
+
+def test_networks_that_agree_in_float64_are_run_once_each_in_float64():
+    torch.manual_seed(0)
+    net, x, seen = chaotic(), torch.randn(8, 16), []
+    net.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+    new = copy.deepcopy(net)
+    new.register_forward_hook(lambda m, args, out: out * (1 + 1e-4) if out.dtype == torch.float32 else None)
+    verify(net, new, x, what="the new network", same_weights=True)
+    assert seen.count(torch.float64) == 2

@@ -48,13 +48,34 @@ def verify(function, net=None):
     return verify_conversion(old, new, torch.randn(4, 3, 6, 6), None, modes=2, step=lambda doing: None)
 
 
-@pytest.mark.parametrize("rows", [None, 4])  # with four rows, the network does not run on two
+@pytest.mark.parametrize("rows", [None, 4])  # with four rows, the network does not run on three
 def test_gradients(rows):
     assert verify(lambda x: x + 0, Net(rows)) == 0
     with pytest.raises(ValueError, match=r"the gradient of '(conv|bn)\.\w+' differs by 1\.00e-03"):
         verify(Scaled.apply, Net(rows))
     with pytest.raises(ValueError, match="no longer gets a gradient"):
         verify(lambda x: x.detach() + 0 * x.sum(0, keepdim=True).detach().requires_grad_(), Net(rows))
+
+
+class OneChannelScaled(Scaled):
+    @staticmethod
+    def backward(ctx, dy):
+        return torch.cat([1.5 * dy[:, :1], dy[:, 1:]], 1)
+
+
+class WrongInTraining(nn.Module):
+    def forward(self, x):
+        return OneChannelScaled.apply(x) if self.training else x
+
+
+@pytest.mark.parametrize("seed", range(5))  # on two rows, two of these pass unnoticed
+def test_a_wrong_gradient_of_one_channel_below_maps_of_one_pixel(seed):
+    torch.manual_seed(seed)
+    old = nn.Sequential(nn.Linear(16, 32), nn.Identity(), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+    new = copy.deepcopy(old)
+    new[1] = WrongInTraining()
+    with pytest.raises(ValueError, match="the gradient of '0"):
+        verify_conversion(old, new, torch.randn(8, 16), None, modes=2, step=lambda doing: None)
 
 
 class Counting(nn.Module):
@@ -75,13 +96,13 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["tensor", "tuple", "dict"])
-def test_gradients_take_two_rows_of_any_example(form):
+def test_gradients_take_three_rows_of_any_example(form):
     seen = {True: set(), False: set()}
     net, x, y = Counting(seen), torch.randn(5, 3, 6, 6), torch.randn(5)
     example = {"tensor": x, "tuple": (x, y), "dict": {"x": x, "y": y}}[form]
     steps = []
     verify_conversion(net, copy.deepcopy(net), example, None, modes=2, step=steps.append)
-    lengths = (2, 2) if form == "dict" else (2, None)
+    lengths = (3, 3) if form == "dict" else (3, None)
     assert seen[True] == {(torch.float64, *lengths)}
     assert {rows for _, rows, _ in seen[False]} == {5}
     assert len(steps) == len(set(steps)) == 5

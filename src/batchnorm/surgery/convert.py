@@ -60,7 +60,7 @@ def convert(
     runs.
 
     Outputs and running statistics are compared with the original's on ``example``, in both modes, and gradients on its
-    first two rows. ``net`` is not changed. :func:`revert` undoes the conversion.
+    first three rows. ``net`` is not changed. :func:`revert` undoes the conversion.
 
     A trace cannot see changes of Python globals and classes, ``print`` and other side effects, calls of ``type(x)``, or
     random numbers from generators other than the global ones of ``random``, NumPy and torch. Use ``rewrite=False`` for
