@@ -120,6 +120,12 @@ def test_writes_rows_bars_and_a_picture(tmp_path, capsys):
     assert out.with_suffix(".png").stat().st_size > 1000
 
 
+def test_a_cpu_row_has_the_limit(tmp_path, capsys):
+    (row,) = run(tmp_path / "networks.json", "tiny", batches=(2,))
+    assert row["without_bn"] > 0
+    assert "times without any BN" in capsys.readouterr().out
+
+
 def test_goes_on_with_the_rows_that_are_missing_or_of_other_code(tmp_path, capsys):
     out = tmp_path / "networks.json"
     (first,) = run(out, "tiny", batches=(2,))
@@ -144,6 +150,7 @@ def test_a_network_from_a_file_in_a_folder(tmp_path):
     out = tmp_path / "networks.json"
     (row,) = networks((f"{tmp_path}/nets.py:build",), batches=(2,), device="cpu", seconds_per_row=0.01, out=out)
     assert row["speedup"] > 0
+    assert "without_bn" not in row  # nothing is left to train
 
 
 def test_stops_in_time_and_says_what_is_left(tmp_path, capsys):

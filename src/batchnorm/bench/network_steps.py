@@ -121,6 +121,20 @@ def convert_pair(name: str, settings: Settings) -> Pair:
     return Pair(net, converted, example, output.shape[1], seconds, str(converted.report).partition("\n")[0])
 
 
+def without_norms(net: nn.Module) -> nn.Module:
+    """Return a copy whose batch normalization layers do nothing; its time is a lower limit for any batch norm.
+
+    >>> without_norms(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
+    Identity()
+    """
+    net = copy.deepcopy(net)
+    for parent in list(net.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+                setattr(parent, name, nn.Identity())
+    return net
+
+
 class Step:
     """Training steps on one batch: forward, loss, backward, SGD with momentum; in evaluation, only forward and loss."""
 
@@ -399,9 +413,24 @@ def _measure(pair: Pair, modes: tuple[Mode, ...], examples: int, settings: Setti
     if forms:
         yield TURN
         steps = [stock.step, *(form.step for form in forms.values())]
+        limit = None if settings.on_gpu else _limiting_step(pair.stock, images, labels)
+        steps += [] if limit is None else [limit]
         rounds = time_rounds(steps, settings.device, settings.seconds)
         rows += [_row(pair, mode, i, stock, form, rounds) for i, (mode, form) in enumerate(forms.items(), 1)]
+        if limit is not None:
+            least = statistics.median(took[-1] / took[0] for took in rounds)
+            rows = [{**row, "without_bn": least} if "speedup" in row else row for row in rows]
     return sorted(rows, key=lambda row: modes.index(row["mode"]))
+
+
+def _limiting_step(net: nn.Module, images: Tensor, labels: Tensor) -> Step | None:
+    """Return a step of the network without its batch normalization, or None if it does not run without it."""
+    try:
+        step = Step(without_norms(net), "eager", images, labels)
+        step()
+    except Exception:  # the network may read the layers' weights, or have no other weights
+        return None
+    return step
 
 
 def _row(pair: Pair, mode: Mode, i: int, stock: Prepared, form: Prepared, rounds: list[list[float]]) -> Row:

@@ -5,8 +5,9 @@
 The command times whole training steps of a stock network against ``bn.convert(net, example)``: eager, as one CUDA graph
 and under ``torch.compile``. It also times the stock network under ``torch.compile(backend="batchnorm")``. Steps run in
 bf16 autocast and channels_last on a GPU, and in float32 on a CPU. Both networks start from the same weights and are
-timed alternately in one process. If their losses differ, they are not timed. Rows of the result file that were measured
-with the same code are kept. A result file from another machine is refused.
+timed alternately in one process. If their losses differ, they are not timed. On a CPU, the stock network without its
+batch normalization layers is timed too: no batch normalization can make a step faster than that. Rows of the result
+file that were measured with the same code are kept. A result file from another machine is refused.
 """
 
 from __future__ import annotations
@@ -409,9 +410,10 @@ def line(row: Row) -> str:
     low, high = row["interval"]
     stock, ours = row["stock_peak_bytes"], row["ours_peak_bytes"]
     memory = f", {ours / stock:.3f} of the memory" if stock else ""
+    limit = f", {1 / row['without_bn']:.3f} times without any BN" if "without_bn" in row else ""
     return (
         f"{start}: {row['stock_ms']:8.2f} to {row['ours_ms']:8.2f} ms, {row['speedup']:.3f} times as fast"
-        f" ({low:.3f} to {high:.3f}, {row['pairs']} pairs){memory}, first step"
+        f" ({low:.3f} to {high:.3f}, {row['pairs']} pairs){limit}{memory}, first step"
         f" {row['stock_first_step_seconds']:.1f} to {row['ours_first_step_seconds']:.1f} s{halved}"
     )
 

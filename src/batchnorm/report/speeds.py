@@ -191,9 +191,12 @@ def _host(r: Result) -> str:
 
 
 def _cpu_networks(r: Result) -> str:
-    speedups = [row["speedup"] for row in r["rows"] if "failed" not in row]
+    rows = [row for row in r["rows"] if "failed" not in row]
+    speedups = [row["speedup"] for row in rows]
     mean = statistics.geometric_mean(speedups)
-    return f"{mean:.2f} times as fast (worst {min(speedups):.2f}), {len(speedups)} networks"
+    limits = [1 / row["without_bn"] for row in rows if "without_bn" in row]
+    limit = f"; without any BN it would be {statistics.geometric_mean(limits):.2f}" if limits else ""
+    return f"{mean:.2f} times as fast (worst {min(speedups):.2f}), {len(speedups)} networks{limit}"
 
 
 def _memory(r: Result) -> str:
