@@ -392,3 +392,17 @@ def test_functional_batch_norm_is_listed():
     report = bn.convert(make(), example()).report
     assert report[""].action == "not converted"
     assert "batch_norm is called as a function" in report[""].reason
+
+
+def test_a_layer_that_only_feeds_a_sum_has_no_activation_to_fuse():
+    class Shortcut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return torch.relu(self.a(x) + self.b(x))
+
+    report = bn.convert(Shortcut(), torch.randn(4, 3, 5, 5)).report
+    reasons = [site.reason for site in report.sites if site.reason]
+    assert reasons == ["activation: none, its output goes to a sum"]
