@@ -93,7 +93,9 @@ def test_steps_on_the_way(results):
     assert on_the_way(results.read()).rows == []
     results.add("bn-baseline-seed0", {500: 0.05, 1000: 0.36}).add("bn-x5-seed0", {500: 0.4})
     found = on_the_way(results.read())
-    assert found.text.startswith("Steps of the mean over seeds to 25%, 50%, 75%, 90% and all of Inception's best")
+    assert found.text.startswith(
+        "Steps until the mean over seeds reaches 25%, 50%, 75%, 90% and all of Inception's best"
+    )
     assert found.rows == [
         ["network", "10.0%", "20.0%", "30.0%", "36.0%", "40.0%"],
         ["inception", "1,000 (1.0)", "1,000 (1.0)", "2,000 (1.0)", "3,000 (1.0)", "3,000 (1.0)"],

@@ -168,7 +168,9 @@ def figures(results: Path) -> str:
 
 
 def _same_rate(networks: Mapping[str, Any]) -> list[str]:
-    """Return a sentence about what batch normalization alone changes, if Figure 2 shows it.
+    """Return a sentence about BN-Baseline, which differs from Inception only in batch normalization.
+
+    Return nothing if BN-Baseline did not reach Inception's best accuracy.
 
     >>> _same_rate({"inception": {"maximum": 0.2}, "bn-baseline": {"maximum": 0.1, "times fewer steps": None}})
     []
@@ -178,7 +180,7 @@ def _same_rate(networks: Mapping[str, Any]) -> list[str]:
         return []
     return [
         f"At the same learning rate, BN-Baseline takes {normalized['times fewer steps']:.1f} times fewer steps to"
-        f" Inception's best accuracy and ends at {normalized['maximum']:.1%} instead of {plain['maximum']:.1%}."
+        f" Inception's best accuracy and reaches {normalized['maximum']:.1%} instead of {plain['maximum']:.1%}."
     ]
 
 

@@ -181,8 +181,8 @@ def on_the_way(finished: Mapping[str, Finished]) -> Section:
         rows.append([name, *(show_steps(b) + (f" ({a / b:.1f})" if a and b else "") for a, b in cells)])
     shares = f"{', '.join(f'{share:.0%}' for share in SHARES[:-1])} and all"
     text = (
-        f"Steps of the mean over seeds to {shares} of Inception's best, and in parentheses how many times fewer steps"
-        " that is than Inception takes."
+        f"Steps until the mean over seeds reaches {shares} of Inception's best."
+        " In parentheses: how many times fewer steps than Inception."
     )
     return Section("On the way there", text, rows)
 
@@ -292,7 +292,8 @@ def ablation(finished: Mapping[str, Finished]) -> Section:
     if seeds:
         text += f" BN-x5 itself: {statistics.fmean(seeds):.2%} over {len(seeds)} seeds"
         if spread is not None:
-            text += f"; one more run would lie within {100 * spread:.2f} points of it (95%, each of seven comparisons)"
+            text += f"; one more run would lie within {100 * spread:.2f} points of it"
+            text += " (95% prediction interval, not corrected for seven comparisons)"
         text += "."
     return Section("The seven modifications (Section 4.2.1)", text, rows)
 
