@@ -57,7 +57,7 @@ def call_with(words: Sequence[str], function: Callable[..., Any], prog: str, des
         config = (OmitArgPrefixes, TYRO.conf.PositionalMetavarFromFieldName)
         registry = TYRO.constructors.ConstructorRegistry()
         registry.primitive_rule(_optional_choice)
-        # Parse first and call the function later, so that only tyro's errors are caught and not the function's output.
+        # Parse first and call the function later, so that tyro's messages are redirected but not the function's output.
         bound = function if is_dataclass(function) else wraps(function)(partial(partial, function))
         errors = io.StringIO()
         try:

@@ -55,7 +55,8 @@ class Steps:
         self.done, self.doing, self.start = -1, "", time.monotonic()
         self._display: Display | None = None
         self._lock = Lock()
-        # A step may be long, so the bar appears during a step. Lines of text appear only between two steps.
+        # On a terminal, the timer shows the bar even in the middle of a long step. Elsewhere, lines are printed only
+        # when a step starts.
         self._timer = None if hidden or not sys.stderr.isatty() else Timer(max(PATIENCE, 0.0), self._show)
 
     def __enter__(self) -> Steps:
@@ -72,7 +73,7 @@ class Steps:
             self._display.__exit__(*exc)
 
     def __call__(self, doing: str) -> None:
-        """Say what the next step does, just before it."""
+        """Show what the next step does; call this just before the step."""
         with self._lock:
             self.done, self.doing = self.done + 1, doing
             self.total = max(self.total, self.done + 1)
@@ -106,7 +107,7 @@ class Display:
 
             try:
                 self.bars.start()
-            except LiveError:  # before rich 14.1, only one bar can be shown, and the caller shows one
+            except LiveError:  # before rich 14.1, a second display is an error, and the caller shows one
                 self.bars = None
         return self
 

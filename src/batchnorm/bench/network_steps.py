@@ -122,7 +122,7 @@ def convert_pair(name: str, settings: Settings) -> Pair:
 
 
 def without_norms(net: nn.Module) -> nn.Module:
-    """Return a copy whose batch normalization layers do nothing; its time is a lower limit for any batch norm.
+    """Return a copy without its batch normalization layers. No batch norm can make a step faster than this copy's.
 
     >>> without_norms(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
     Identity()
@@ -424,7 +424,7 @@ def _measure(pair: Pair, modes: tuple[Mode, ...], examples: int, settings: Setti
 
 
 def _limiting_step(net: nn.Module, images: Tensor, labels: Tensor) -> Step | None:
-    """Return a step of the network without its batch normalization, or None if it does not run without it."""
+    """Return a step of the network without batch normalization, or None if such a step fails."""
     try:
         step = Step(without_norms(net), "eager", images, labels)
         step()

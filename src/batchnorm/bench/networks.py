@@ -194,7 +194,7 @@ def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int],
 
 
 def apart(job: NetworkJob) -> list[NetworkJob]:
-    """Split a job into one per mode, which compile in parallel, although each of them compiles the stock network.
+    """Split a job into one job per mode. The parts compile in parallel, but each compiles the stock network as well.
 
     >>> apart(NetworkJob("timm/resnet50", (Measurement(32, ("compiled", "backend")),)))[1]
     NetworkJob(network='timm/resnet50', units=(Measurement(batch=32, modes=('backend',)),))
@@ -410,7 +410,7 @@ def line(row: Row) -> str:
     low, high = row["interval"]
     stock, ours = row["stock_peak_bytes"], row["ours_peak_bytes"]
     memory = f", {ours / stock:.3f} of the memory" if stock else ""
-    limit = f", {1 / row['without_bn']:.3f} times without any BN" if "without_bn" in row else ""
+    limit = f", {1 / row['without_bn']:.3f} times as fast without any BN" if "without_bn" in row else ""
     return (
         f"{start}: {row['stock_ms']:8.2f} to {row['ours_ms']:8.2f} ms, {row['speedup']:.3f} times as fast"
         f" ({low:.3f} to {high:.3f}, {row['pairs']} pairs){limit}{memory}, first step"

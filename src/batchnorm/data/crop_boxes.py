@@ -50,7 +50,7 @@ def random_box(draws: Sequence[float], width: int, height: int, area: tuple[floa
         if 0 < w <= width and 0 < h <= height:
             left, top = int(x * (width - w + 1)), int(y * (height - h + 1))
             return Box(left, top, left + w, top + h)
-    # No attempt fits; the image is probably very wide or very tall: take the centre at the nearest allowed ratio.
+    # No attempt fits, so the image is probably very wide or tall: take the centre at the nearest allowed ratio.
     return _centred(min(width, round(height * wide)), min(height, round(width / narrow)), width, height)
 
 

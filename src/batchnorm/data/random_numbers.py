@@ -20,7 +20,7 @@ def seed_at(seed: int, *position: int) -> int:
     >>> import torch
     >>> generator = torch.Generator().manual_seed(seed_at(0, 3, 17))
 
-    Beyond the paper: resuming exactly.
+    Beyond the paper: resuming a run exactly.
     """
     key = seed & _MASK
     for part in position:

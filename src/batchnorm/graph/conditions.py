@@ -34,7 +34,7 @@ class ConditionBuilder:
         self.scope: dict[str, tuple[Any, ...]] = {}
 
     def expect_arguments(self, patterns: dict[str, Any]) -> None:
-        """Expect arguments of the same patterns: tensors in the same places, and equal values elsewhere."""
+        """Expect tensors in the same places, equal values elsewhere, and the same answers about the tensors' shapes."""
         for name, pattern in patterns.items():
             self._expect_pattern(name, pattern)
         for condition in self.traced.answers:
@@ -100,10 +100,10 @@ class ConditionBuilder:
         text = _spell(path)
         if name == "_modules":
             self._expect(f"[*{text}._modules] == {list(owner._modules)!r}")
-            if path or not runs_in_order(self.module):  # the code of a Sequential does not ask for classes
+            if path or not runs_in_order(self.module):  # Sequential.forward does not check classes
                 for child in owner._modules:
                     self._expect_instance(path, child)
-        elif name == "__class__":  # isinstance() reads it to answer False
+        elif name == "__class__":  # isinstance() reads it if the type itself does not match
             self._expect_same_class(path)
         elif name.startswith("__") and name.endswith("__"):
             return
@@ -150,7 +150,7 @@ class ConditionBuilder:
                 self._expect(f"_is_quiet({_spell(str(node.target))})")
 
     def _expect_instance(self, path: str, name: str) -> None:
-        """Expect that a child is still an instance of its class, because the code may ask for its class."""
+        """Expect that a child is still an instance of its class, because the code may check its class."""
         child = self.module.get_submodule(path)._modules[name]
         if child is not None:
             self._expect(f"_isinstance({_spell(_join(path, name))}, {self._name(type(child))})")

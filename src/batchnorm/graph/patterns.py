@@ -247,7 +247,10 @@ class Matcher:
         return user, kind, passed
 
     def _steps_after(self, x: fx.Node) -> tuple[fx.Node | None, Activation | None, tuple[fx.Node, ...]]:
-        """Find an activation that is computed in steps, such as x * sigmoid(x); return its last node and the others."""
+        """Find an activation that is computed in steps, such as x * sigmoid(x).
+
+        Return its last node, its kind and its other nodes.
+        """
         for first in x.users:
             steps = [first]
             while len(steps) < 5:
@@ -261,7 +264,7 @@ class Matcher:
         return None, None, ()
 
     def _formula(self, node: Any, x: fx.Node, steps: list[fx.Node]) -> str:
-        """Write the value of a node as text; "?" is anything other than ``x``, numbers and the steps."""
+        """Return a node's value as a formula of ``x``, with "?" for all but ``x``, numbers and the steps."""
         if node is x:
             return "x"
         if isinstance(node, int | float):

@@ -1,7 +1,7 @@
 """Answer what traced code asks about its arguments: their shapes, dtypes and devices.
 
-The answers come from the example. Each question is also written as code, so that a rewritten forward can ask it again
-before each call.
+The answers are those of the example. Each question is also written as a Python expression, so that a rewritten forward
+can ask it again before each call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ATTRIBUTES = {Tensor: ("shape", "ndim", "dtype", "device", "is_cuda"), torch.dev
 MODULES = {"_operator": "operator", "math": "math"}
 
 Given = dict[str, tuple[str, Tensor]]
-"""For each placeholder, the code of the argument and a tensor of the argument's shape, dtype and device."""
+"""For each placeholder, the argument's expression, such as ``xs[0]``, and a tensor of its shape, dtype and device."""
 
 
 class Unanswerable(Exception):
@@ -28,7 +28,7 @@ class Unanswerable(Exception):
 
 
 def stand_in(t: Tensor) -> Tensor:
-    """Return a tensor of the same shape, dtype and device that holds a single number."""
+    """Return a tensor of the same shape, dtype and device that takes the memory of one element."""
     return torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
 
 
@@ -41,10 +41,12 @@ def larger_batch(given: Given) -> Given:
 
 
 def ask(tree: Any, given: Given) -> tuple[str, Any]:
-    """Return the code and the example's value of a node, of a constant, or of a tuple, list or slice of these.
+    """Return a value as a Python expression, and the value itself for the example.
+
+    ``tree`` is a node, a constant, or a tuple, list or slice of these.
 
     Raises:
-        Unanswerable: also if the value is a tensor, because the contents of a stand-in mean nothing.
+        Unanswerable: also if the value is a tensor, because a stand-in has the argument's shape but not its contents.
     """
     if isinstance(tree, fx.Node):
         text, value = follow(tree, given)
@@ -70,7 +72,7 @@ def _ask_all(items: Iterable[Any], given: Given) -> tuple[str, list[Any]]:
 
 
 def follow(node: Any, given: Given) -> tuple[str, Any]:
-    """Return the code and the example's value of a node, which may be an argument or a view of one."""
+    """Return the same as :func:`ask` for a node, but allow tensors: arguments and views of them."""
     if node.name in given:
         return given[node.name]
     function, args = node.target, node.args

@@ -196,6 +196,7 @@ class _Worker:
             except Untraceable as error:
                 if not opened:
                     raise
+                # Try again without tracing into the child that failed, or into any child if that one is unknown.
                 inside = f"{path}.{error.inside}".lstrip(".")
                 opened = opened - {inside} if inside in opened else set()
 
@@ -229,10 +230,7 @@ class _Worker:
         return builder.variant(tuple(fuse_modules_(traced.graph, matches)))
 
     def note_openable(self, path: str, module: nn.Module) -> None:
-        """Remember a module without batch normalization that may be traced into.
-
-        It computes an activation, or it returns a new tensor.
-        """
+        """Allow tracing into a module without batch normalization that is an activation or returns a new tensor."""
         patterns = self.calls.get(path, "")
         if isinstance(patterns, str) or has_hooks(module):
             return

@@ -1,10 +1,10 @@
 """Trace the forward of one module with torch.fx, with its children as leaves, and record what the code depended on.
 
 torch.fx runs the code once and records only the path that the code took. This module also records everything that may
-have decided the path: the attributes that were read, the arguments that were not tensors, the shapes of those that
-were, the children of containers.
-It refuses code with effects that torch.fx would silently drop: a gradient mode or autocast around a call, random
-numbers in Python, assignments to attributes, constants that are computed while tracing.
+have decided the path: the attributes that were read, the arguments that are not tensors, the answers to questions about
+the tensors' shapes, and the children of containers. It refuses code with effects that torch.fx would silently drop: a
+gradient mode or autocast around a call, random numbers in Python, assignments to attributes, and constants that are
+computed while tracing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FACTORIES = "arange empty eye full linspace ones rand randint randn randperm ten
 
 
 class Untraceable(BaseException):
-    """Raised if a forward cannot be traced. This is not an Exception, so that traced code does not catch it."""
+    """Raised if a forward cannot be traced. Not a subclass of Exception, so that traced code does not catch it."""
 
     inside = ""
     """The path of the opened child whose code cannot be traced; "" if it is the module's own code, or unknown."""
@@ -50,7 +50,7 @@ class Traced(NamedTuple):
 
     graph: fx.Graph
     arguments: list[str]
-    """The code of each tensor that the graph takes, such as ``x`` or ``xs[0]``."""
+    """The Python expression of each tensor that the graph takes, such as ``x`` or ``xs[0]``."""
     answers: list[str]
     """Conditions on the shapes, dtypes and devices of the arguments."""
     reads: list[tuple[str, str]]
@@ -313,8 +313,9 @@ class _Tracer(fx.Tracer):
         return bool(value)
 
     def number(self, obj: fx.Proxy, function: Callable[[Any], Any]) -> Any:
-        """Return the example's ``len``, ``int`` or ``float`` of a proxy, and expect the same result in each call."""
+        """Return ``len``, ``int`` or ``float`` of a proxy's value in the example, and expect the same in each call."""
         results = {}
+        # If the result depended on the batch size, the rewritten forward would run for this batch size only.
         for given in (self._given, larger_batch(self._given)):
             known = self.known(obj, given, follow if function is len else ask)
             if known is None:
@@ -333,14 +334,14 @@ class _Tracer(fx.Tracer):
     def known(
         self, obj: fx.Proxy, given: Given | None = None, ask: Callable[[fx.Node, Given], tuple[str, Any]] = ask
     ) -> tuple[str, Any] | None:
-        """Return a proxy's code and value; None if it depends on more than the arguments' shapes."""
+        """Return a proxy's Python expression and value; None if it depends on more than shapes, dtypes and devices."""
         try:
             return ask(obj.node, given or self._given)
         except Unanswerable:
             return None
 
     def erase_questions(self) -> None:
-        """Erase the nodes that only served to ask questions: the conditions ask them now."""
+        """Erase the nodes that were only needed to ask questions, because the conditions ask them instead."""
         waiting = self._asked
         while waiting:
             node = waiting.pop()
@@ -364,7 +365,8 @@ class _Typed:
             return type(self)
         if not isinstance(self, Attribute) and self.tracer.is_tensor(self.node):
             return Tensor
-        if _caller() != "abc" and not _asks_for_types(sys._getframe(1).f_code):  # abc.py answers for abstract classes
+        # For abstract classes, isinstance() runs code in abc.py.
+        if _caller() != "abc" and not _asks_for_types(sys._getframe(1).f_code):
             return type(self)  # the code calls a function of torch, which checks its arguments
         raise Untraceable("its code checks the type of a value")
 
@@ -508,7 +510,7 @@ def _holds(module: nn.Module, name: str) -> bool:
 
 
 def _is_asked_by_user() -> bool:
-    """Return whether the user's code called the method of nn.Module, such as ``children``, that is running."""
+    """Return whether the running method of nn.Module, such as ``children``, was called by the user's code."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == "torch.nn.modules.module":
         frame = frame.f_back

@@ -26,8 +26,8 @@ from .fold import fold_with_report, warn_of_left
 
 # A protobuf file is limited to 2 GiB; the weights of larger networks go into a second file.
 LARGEST_FILE = 1_900_000_000
-# If the example is small, the file is also checked on a batch of up to this size. Code that branches on the batch size
-# often does so at a smaller size.
+# If the example is small, the file is also checked on a larger batch of up to this size, because the network's code may
+# branch on the batch size. Most such branches are at a smaller size than this.
 MANY_EXAMPLES = 16
 LARGEST_INPUT = 2**22  # that batch is smaller if it would have more numbers than this
 
@@ -152,7 +152,7 @@ Loader = Callable[[Path], Callable[[Any], Any]]
 
 
 def _errors(net: nn.Module, run: Callable[[Any], Any], example: Any, others: list[int]) -> dict[int, float]:
-    """Return the relative error of a file's outputs by batch size; skip those ``others`` that the network refuses."""
+    """Return the relative error of a file's outputs by batch size, without sizes that the network does not accept."""
     expected = _on_cpu(outputs(net, example, training=False))
     found = {_batch_size(example): relative_error(_on_cpu(run(example)), expected)}
     scales = [_largest(t) for t in expected]

@@ -274,7 +274,7 @@ class BatchNorm(TorchBatchNorm):
             )
 
     def _falls_back_on_running(self, input: Tensor, mask: Tensor | None) -> bool:
-        """Return whether to normalize by running statistics, because the batch has one value per feature.
+        """Return whether the batch has one value per feature, so that running statistics normalize it.
 
         Raises:
             ValueError: if the batch has one value per feature and ``on_single`` is "error".

@@ -39,7 +39,7 @@ class LayerCost(NamedTuple):
 class Description(NamedTuple):
     """A network's layers in the order they run, and their total cost, for one image. ``print`` shows them as a table.
 
-    Beyond the paper: accounting.
+    Beyond the paper: counting parameters and multiply-adds.
     """
 
     layers: tuple[LayerCost, ...]
@@ -71,7 +71,7 @@ def describe(net: nn.Module, size: int = 224, channels: int = 3) -> Description:
     >>> describe(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()), size=4).multiply_adds
     3456
 
-    Beyond the paper: accounting.
+    Beyond the paper: counting parameters and multiply-adds.
     """
     at_least(1, size=size, channels=channels)
     shadow = copy.deepcopy(net).to("meta").eval()

@@ -130,7 +130,7 @@ def _update_cpu(
 
 
 def _update_meta(*args: Tensor | float | None) -> None:
-    """Do nothing if all tensors are on meta; raise if only some are, because the dispatcher calls this then too."""
+    """Do nothing if all tensors are on meta; raise if only some are, because the dispatcher then calls this as well."""
     if not all(arg.is_meta for arg in args if isinstance(arg, Tensor)):
         raise RuntimeError(
             "some of a layer's running averages and counters are on 'meta', so the averages cannot be updated; load a"

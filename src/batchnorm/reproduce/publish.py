@@ -20,7 +20,7 @@ Given = TypeVar("Given")
 Found = TypeVar("Found")
 
 
-# The options, over all commands, that must be positive, and those that must be at least 1.
+# In any command, the options in POSITIVE must be above 0, and those in COUNTS at least 1.
 POSITIVE = ("rate", "rates", "equal_rate", "std", "stds", "factors", "tail")
 COUNTS = ("steps", "batch_steps", "bias_steps", "marks", "seeds", "examples", "processes")
 

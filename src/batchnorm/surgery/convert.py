@@ -56,8 +56,7 @@ def convert(
     be modules, functions, methods or operators, in place or not. Each module whose forward contains such a pattern is
     traced with ``torch.fx``, with its children as leaves, and becomes an instance of a generated subclass of its class.
     The new forward runs if everything that the trace depended on is unchanged: mode, arguments other than tensors, the
-    answers to questions such as ``x.dim() == 3``, attributes, hooks. If anything has changed, the original forward
-    runs.
+    results of checks such as ``x.dim() == 3``, attributes, hooks. If anything has changed, the original forward runs.
 
     Outputs and running statistics are compared with the original's on ``example``, in both modes, and gradients on its
     first three rows. ``net`` is not changed. :func:`revert` undoes the conversion.

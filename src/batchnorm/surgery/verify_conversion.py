@@ -49,7 +49,7 @@ def verify_conversion(
 
 
 def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, training: bool) -> None:
-    """Compare the gradients of all parameters in float64; the loss is a sum of the outputs with random weights.
+    """Compare the gradients of all parameters in float64; the loss is a randomly weighted sum of the outputs.
 
     To save time, the example is cut to its first rows. If the original fails on these, the whole example is used.
     """
@@ -76,7 +76,7 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
 
 
 def _first_rows(example: Any) -> Any:
-    """Return the example with all tensors that are as long as its first tensor cut to ROWS rows."""
+    """Return the example with only the first ROWS rows of each tensor that is as long as its first tensor."""
     rows = next((len(t) for t in network_call.tensors_in(example) if t.dim()), 0)
     return network_call.map_tensors(example, lambda t: t[:ROWS] if t.dim() and len(t) == rows else t)
 

@@ -118,7 +118,7 @@ def load(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: if a file is missing, truncated, modified, or was not written by :func:`save`.
 
-    Beyond the paper: resuming.
+    Beyond the paper: resuming a run.
     """
     safetensors = require("safetensors.torch", "train")
     step, files = _manifest(path)

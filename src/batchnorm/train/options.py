@@ -15,7 +15,7 @@ from .recipe import Recipe
 class Options:
     """The options of a run that are not in its recipe: data, folder, device and how often to report.
 
-    Beyond the paper: running it.
+    Beyond the paper: options of a run.
     """
 
     data: Path

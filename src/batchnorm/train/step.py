@@ -113,7 +113,7 @@ class Shadows:
             if all(row.fits() for row in rows):
                 with aside.beside():
                     self._updates[0](rows)
-                rows = []  # already updated; `grads` keeps the gradients in memory
+                rows = []  # already updated; `grads` keeps the gradients in memory until the stream has read them
             rows += self._rows(late, torch.autograd.grad(aside.stems[0], [self.used[k] for k in late], gradient))
         else:
             rows = self._rows(range(len(self.used)), torch.autograd.grad(loss, self.used))

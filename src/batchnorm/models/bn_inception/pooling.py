@@ -179,9 +179,10 @@ def _average_pool(x: Tensor, backward: bool) -> Tensor:
 
 
 def average_into(x: Tensor, y: Tensor, backward: bool) -> None:
-    """Average ``x`` into ``y``; if ``backward``, ``x`` is the averages' gradient and ``y`` becomes their input's.
+    """Write the averages of ``x`` to ``y``.
 
-    Both tensors may be slices of larger tensors.
+    If ``backward``, ``x`` is the gradient of averages, and the gradient of their input is written to ``y``. Both
+    tensors may be slices of larger tensors.
     """
     from .triton.average_pool import average
 

@@ -63,8 +63,8 @@ class KernelForm(NamedTuple):
     address: int  # the address of `shape`
     parallel: bool  # whether to use more than one thread
     activation: Activation
-    # Whether the activation's derivative g' takes more than two values. If so, the forward pass saves the residual, if
-    # there is one, and the backward pass stores dz.
+    # Whether the activation's derivative g' takes more than two values. If so, the forward pass saves any residual, and
+    # the backward pass stores dz.
     is_smooth: bool
     size: torch.Size
     stride: tuple[int, ...]

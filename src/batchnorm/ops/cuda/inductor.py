@@ -2,7 +2,7 @@
 
 The partitioner of AOTAutograd decides which tensors a compiled forward pass keeps. It recomputes elementwise operations
 where that saves memory, but it knows nothing about this library's operators. In y * gate, as in squeeze-and-excitation,
-the gate's gradient needs y. The fused backward pass keeps x and the statistics anyway, and they determine y.
+the gate's gradient needs y. The forward pass keeps x and the statistics anyway, and y can be computed from them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def register() -> None:
 
 
 class _Recompute:
-    """A pass with the one method that Inductor calls."""
+    """A graph pass with the one method that Inductor calls."""
 
     def apply(self, graph: fx.Graph) -> int:
         """Change the graph, and return how many outputs the backward pass recomputes."""
@@ -71,7 +71,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _recompute(graph: fx.Graph, fused: fx.Node, backward: set[fx.Node]) -> bool:
-    """Make the backward pass read a recomputed y, if elementwise operations alone read y there."""
+    """Make the backward pass read a recomputed y, if only elementwise operations read y there."""
     parts = {user.args[1]: user for user in fused.users if user.target is operator.getitem}
     if 0 not in parts or 1 not in parts:
         return False
@@ -99,7 +99,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _insert(graph: fx.Graph, function: Any, *inputs: fx.Node) -> fx.Node:
-    """Trace a function of these nodes' values into the graph, decomposed as Inductor wants it; return its result."""
+    """Trace a function of these nodes' values into the graph, decomposed as Inductor expects; return its result."""
     from torch._inductor.decomposition import select_decomp_table
 
     traced = make_fx(function, select_decomp_table())(*(node.meta["val"] for node in inputs))

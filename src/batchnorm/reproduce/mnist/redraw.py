@@ -22,7 +22,7 @@ DRAW = {
 
 
 def redraw(folder: Path) -> None:
-    """Draw a picture next to each of a folder's result files that these commands wrote."""
+    """Draw a picture next to each result file of these commands in a folder."""
     for name, draw in DRAW.items():
         if (path := folder / f"{name}.json").exists():
             picture_beside(path, draw)

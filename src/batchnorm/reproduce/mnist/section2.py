@@ -146,7 +146,7 @@ def _whole(job: tuple[str, Setting, Sequence[int]]) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], plt: Any) -> Any:
-    """Draw the norm of b with the loss, for b alone, and with the accuracy, for the whole network."""
+    """Draw the norm of b and the loss for b alone, and the norm of b and the accuracy for the whole network."""
     alone, runs, rates = result["b alone"], result["whole network"], result["options"]["rates"]
     dashes = dict(zip(rates, cycle(("-", "--", ":", "-.")), strict=False))
     figure, axes = plt.subplots(1, 4, figsize=(11, 3))

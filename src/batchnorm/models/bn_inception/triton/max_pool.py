@@ -155,7 +155,7 @@ def greatest_in_row(row, image_row, here, half_here, flip, P: tl.constexpr, V: t
 
 @triton.jit
 def store_places(p, place, half_here, P: tl.constexpr, V: tl.constexpr):
-    """Write positions of maxima, those of two channels to each byte."""
+    """Write the positions of maxima, with two channels in each byte."""
     first, second = tl.split(tl.reshape(place, [P, V // 2, 2]))
     tl.store(p, (first | (second << 4)).to(tl.uint8), mask=half_here)
 
