@@ -775,13 +775,16 @@ REFUSED = {
     ),
     "the size of a selection": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if len(x[x > 0]) else x,
-        "calls len of a tensor",
+        "calls len() on a tensor",
     ),
     "a shape that changes": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.squeeze_(0).dim() == 4 else x,
         "control flow depends on the data, or on the shape of a tensor that it computes",
     ),
-    "a number of the data": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * float(x[0, 0, 0, 0]), "calls float of a tensor"),
+    "a number of the data": (
+        lambda n, x: n.relu(n.bn1(n.conv1(x))) * float(x[0, 0, 0, 0]),
+        "calls float() on a tensor",
+    ),
     "the batch size": (lambda n, x: n.relu(n.bn1(n.conv1(x))).view(len(x), -1), "the batch size as a number"),
     "rows": (lambda n, x: torch.stack([n.relu(n.bn1(n.conv1(r[None]))) for r in x]), "loops over a tensor"),
     "autocast on another device": (

@@ -319,7 +319,9 @@ class _Tracer(fx.Tracer):
         for given in (self._given, larger_batch(self._given)):
             known = self.known(obj, given, follow if function is len else ask)
             if known is None:
-                raise Untraceable(f"its code calls {function.__name__} of a tensor or of the shape of one")
+                raise Untraceable(
+                    f"its code calls {function.__name__}() on a tensor that it computes, or on the shape of one"
+                )
             results[function(known[1])] = known[0]
         if len(results) > 1:
             raise Untraceable("its code needs the batch size as a number")
