@@ -151,6 +151,14 @@ def test_products_that_are_not_activations(name):
     assert "sum" in fused(converted).get("bn1", "sum")
 
 
+def test_a_changed_limit_of_relu6_is_noticed():
+    net, x = scramble_(Block(lambda n, x: n.relu(n.bn1(n.conv1(x))), nn.ReLU6())).double(), image()
+    converted = bn.convert(net, x)
+    assert fused(converted) == {"bn1": "relu6"}
+    net.relu.max_val = converted.relu.max_val = 0.5
+    torch.testing.assert_close(converted(x), net(x), **CLOSE)
+
+
 @pytest.mark.parametrize(
     "change",
     [
