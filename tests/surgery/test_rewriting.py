@@ -4,7 +4,10 @@ import copy
 import random
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from threading import Event
+from time import sleep
 
 import numpy as np
 import pytest
@@ -805,6 +808,28 @@ REFUSED = {
     "a constant": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.exp(n.extra), "calls exp"),
     "a constant from numpy": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.from_numpy(ONE), "creates a tensor"),
 }
+
+
+def test_other_threads_can_convert_and_run_networks():
+    waiting = Event()
+
+    def waits(n, x):
+        waiting.set()
+        sleep(0.01)
+        return n.relu(n.bn1(n.conv1(x))) + torch.zeros(1)
+
+    x, other = image(), scramble_(Block(lambda n, x: n.relu(n.bn1(n.conv1(x))))).double().eval()
+    factory, expected = torch.zeros, other(x)
+    nets = [scramble_(Block(waits)).double() for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        jobs = [pool.submit(bn.convert, net, x) for net in nets]
+        waiting.wait()
+        while not all(job.done() for job in jobs):
+            torch.testing.assert_close(other(x), expected, **CLOSE)
+    assert torch.zeros is factory
+    for net, job in zip(nets, jobs, strict=True):
+        assert fused(job.result()) == {"bn1": "relu"}
+        assert_same(net, job.result(), x)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -240,6 +240,7 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self._opened = set(opened)
         self._given = given
+        self._thread = get_ident()
         self._asked: list[fx.Node] = []
         self.answers: dict[str, None] = {}
         self._stack: list[str] = []
@@ -261,6 +262,8 @@ class _Tracer(fx.Tracer):
         return m not in self._opened
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if get_ident() != self._thread:  # torch.fx patches the calls of all modules, in all threads
+            return forward(*args, **kwargs)
         if m is self.root:
             raise Untraceable("its code calls itself")
         if m not in self._opened:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import partial
+from threading import RLock
 from typing import Any
 
 from torch import nn
@@ -34,6 +35,8 @@ OURS: dict[type, type[BatchNorm]] = {
 THEIRS: dict[type, type[TorchBatchNorm]] = {ours: theirs for theirs, ours in OURS.items()}
 # The attributes that only layers of this library have.
 OWN = ("activation", "statistics", "on_single", "_frozen", "_ranks_checked")
+# Held by convert, because tracing patches classes and functions of torch, and seeds generators, for all threads.
+_ALONE = RLock()
 BY_DIMENSIONS = {2: BatchNorm1d, 3: BatchNorm1d, 4: BatchNorm2d, 5: BatchNorm3d}
 
 
@@ -91,7 +94,7 @@ def convert(
     """
     if statistics is not None and (isinstance(statistics, type) or not hasattr(statistics, "batch_norm")):
         raise TypeError(f"statistics must be a value such as Sync(), Ghost(32) or Renorm(), not {statistics!r}")
-    with Steps("convert", total=9, hidden=collectives.rank() > 0) as step:
+    with _ALONE, Steps("convert", total=9, hidden=collectives.rank() > 0) as step:
         step("tracing the network")
         graphs = trace_modes(net, example, forward)
         modes = dict(zip((False, True), graphs, strict=False))
