@@ -750,6 +750,10 @@ def catches(n, x):
         return x
 
 
+def is_half(x):
+    return x.dtype is torch.half
+
+
 def doubles_the_data(n, x):
     y = n.bn1(n.conv1(x))
     y.data = y.data * 2
@@ -805,6 +809,7 @@ REFUSED = {
     "a key": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * {3: 1.0}.get(x.shape[0], 2.0), "as a key"),
     "text": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if str(x.dtype) != "torch.half" else x, "into text"),
     "identity": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.dtype is not torch.half else x, "compares objects"),
+    "identity in a function": (lambda n, x: x if is_half(x) else n.relu(n.bn1(n.conv1(x))), "compares objects"),
     "a constant": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.exp(n.extra), "calls exp"),
     "a constant from numpy": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.from_numpy(ONE), "creates a tensor"),
 }

@@ -431,6 +431,7 @@ def _asks_for_types(code: CodeType) -> bool:
 class _Value(_Typed, fx.Proxy):
     def __getattr__(self, name: str) -> Attribute:
         if hasattr(Tensor, name):
+            _refuse_unrecorded()  # x.dtype is torch.half, in a helper function, makes no other call
             return _Attribute(self, name)
         if name.startswith("__") or self.tracer.is_tensor(self.node):
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
