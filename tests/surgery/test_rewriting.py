@@ -815,6 +815,28 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("channels", [1, 2, 4])
+def test_code_that_unpacks_another_number_of_tensors_fails_like_the_original(channels):
+    def unpacks(n, x):
+        first, second = n.conv1(x).split(channels, dim=1)
+        return n.relu(n.bn1(torch.cat([second, first], 1)))
+
+    def run(net):
+        net.conv1 = nn.Conv2d(4, 4, 1).double()
+        return net(image())
+
+    net = Block(unpacks)
+    net.conv1, net.bn1 = nn.Conv2d(4, 2 * channels, 1), nn.BatchNorm2d(2 * channels)
+    converted = converted_and_checked(net)
+    assert fused(converted) == {"bn1": "relu"}
+    if channels != 2:
+        with pytest.raises(ValueError, match="values to unpack") as expected:
+            run(net)
+        with pytest.raises(ValueError, match="values to unpack") as got:
+            run(converted)
+        assert str(got.value) == str(expected.value)
+
+
 def test_other_threads_can_convert_and_run_networks():
     waiting = Event()
 

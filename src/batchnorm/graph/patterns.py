@@ -125,6 +125,15 @@ def normalize_and_add(
     return g(a.add_(b) if in_place else a + b)
 
 
+def exactly(values: Any, count: int) -> Any:
+    """Return a sequence; raise the error of ``a, b = values`` if it does not have exactly ``count`` items."""
+    if len(values) > count:
+        raise ValueError(f"too many values to unpack (expected {count})")
+    if len(values) < count:
+        raise ValueError(f"not enough values to unpack (expected {count}, got {len(values)})")
+    return values
+
+
 def fuse_modules_(graph: fx.Graph, matches: list[Match]) -> list[Fusion]:
     """Replace each pattern with one call of its batch normalization module, in place, and return what was fused."""
     for match in matches:
@@ -406,7 +415,7 @@ class Matcher:
             if _is_count(node.args[0]):
                 return False  # an update of a counter, such as num_batches_tracked.add_(1)
             return (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
-        if node.op != "call_function" or (node.target in NEW and not node.kwargs):
+        if node.op != "call_function" or node.target is exactly or (node.target in NEW and not node.kwargs):
             return False
         name = getattr(node.target, "__name__", "_")
         home = (getattr(node.target, "__module__", None) or "torch").split(".")[0]

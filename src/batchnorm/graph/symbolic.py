@@ -31,6 +31,7 @@ from torch.fx.proxy import Attribute
 from torch.overrides import TorchFunctionMode
 
 from .kinds import IN_PLACE, returns_its_input
+from .patterns import exactly
 from .questions import Given, Unanswerable, ask, follow, larger_batch
 from .references import returns_a_tensor
 
@@ -376,10 +377,13 @@ class _Typed:
         raise Untraceable("its code checks the type of a value")
 
     def __iter__(self) -> Iterator[Any]:
-        count = _unpacked(sys._getframe(1)) if self.tracer.known(self) is None else len(self)
+        if self.tracer.known(self) is not None:
+            return iter([self[i] for i in range(len(self))])  # type: ignore[index]
+        count = _unpacked(sys._getframe(1))
         if count is None:
             raise Untraceable("its code loops over a tensor, or over the shape of one that it computes")
-        return iter([self[i] for i in range(count)])  # type: ignore[index]
+        items = self.tracer.create_proxy("call_function", exactly, (self, count), {})
+        return iter([items[i] for i in range(count)])
 
     def __len__(self) -> int:
         return self.tracer.number(self, len)  # type: ignore[no-any-return]
