@@ -837,6 +837,21 @@ def test_code_that_unpacks_another_number_of_tensors_fails_like_the_original(cha
         assert str(got.value) == str(expected.value)
 
 
+def test_a_question_about_the_process_is_asked_again_in_each_call(monkeypatch):
+    def synchronizes(n, x):
+        y = n.relu(n.bn1(n.conv1(x)))
+        return y * 2 if torch.distributed.is_initialized() or torch.jit.is_tracing() else y
+
+    x = image()
+    converted = converted_and_checked(Block(synchronizes))
+    assert fused(converted) == {"bn1": "relu"}
+    net = bn.revert(converted)
+    for owner, name in ((torch.distributed, "is_initialized"), (torch.jit, "is_tracing")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, lambda: True)
+            torch.testing.assert_close(converted.eval()(x), net.eval()(x), **CLOSE)
+
+
 def test_other_threads_can_convert_and_run_networks():
     waiting = Event()
 

@@ -38,6 +38,17 @@ from .references import returns_a_tensor
 # Functions that create tensors from numbers.
 FACTORIES = "arange empty eye full linspace ones rand randint randn randperm tensor zeros".split()  # noqa: SIM905
 
+# Functions of torch whose answers may be different when the rewritten forward runs.
+STATES = (
+    "compiler.is_compiling",
+    "compiler.is_exporting",
+    "distributed.is_initialized",
+    "distributed.get_rank",
+    "distributed.get_world_size",
+    "jit.is_tracing",
+    "onnx.is_in_onnx_export",
+)
+
 
 class Untraceable(BaseException):
     """Raised if a forward cannot be traced. Not a subclass of Exception, so that traced code does not catch it."""
@@ -478,7 +489,7 @@ class _Outsiders(TorchFunctionMode):
 
 @contextmanager
 def _recorded_factories(tracer: _Tracer) -> Iterator[None]:
-    """Record calls of functions that create tensors; these functions do not accept proxies as sizes."""
+    """Record calls of functions that create tensors, which do not accept proxies as sizes, and answers of STATES."""
     thread = get_ident()
 
     def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -489,14 +500,31 @@ def _recorded_factories(tracer: _Tracer) -> Iterator[None]:
 
         return create
 
-    functions = {name: getattr(torch, name) for name in FACTORIES}
-    for name, function in functions.items():
-        setattr(torch, name, recorded(function))
+    def asked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            value = function(*args, **kwargs)
+            if get_ident() == thread and not is_machinery(_caller()):
+                if args or kwargs:
+                    raise Untraceable(f"its code calls torch.{name} with arguments")
+                tracer.answers[f"_torch.{name}() == {value!r}"] = None
+            return value
+
+        return answer
+
+    replaced: list[tuple[Any, str, Any]] = [(torch, name, getattr(torch, name)) for name in FACTORIES]
+    for owner, name, function in replaced:
+        setattr(owner, name, recorded(function))
+    for path in STATES:
+        home, name = path.split(".")
+        if hasattr(getattr(torch, home), name):  # torch.distributed may not be available
+            function = getattr(getattr(torch, home), name)
+            replaced.append((getattr(torch, home), name, function))
+            setattr(getattr(torch, home), name, asked(function, path))
     try:
         yield
     finally:
-        for name, function in functions.items():
-            setattr(torch, name, function)
+        for owner, name, function in replaced:
+            setattr(owner, name, function)
 
 
 def _has_proxy(tree: Any) -> bool:
