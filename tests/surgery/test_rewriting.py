@@ -1206,3 +1206,25 @@ def test_a_module_that_fails_the_check_leaves_the_others_fused():
     assert note.endswith("; nothing was changed")
     assert "was not rewritten: after rewriting" in converted.report["2.bn1"].reason
     assert_same(net, converted, x)
+
+
+def is_same(a, b):
+    return a is b
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3)
+
+    def forward(self, x, y):
+        z = torch.relu(self.bn(x))
+        return z if is_same(x, y) else z + y
+
+
+def test_the_same_tensor_in_two_places_is_not_two_tensors():
+    net, (x, y) = Attending(), torch.randn(2, 4, 3, 5, 5)
+    converted = bn.convert(net, {"x": x, "y": y})
+    assert "1 of 1" in str(converted.report)
+    for given in ((x, y), (x, x)):
+        torch.testing.assert_close(converted(*given), copy.deepcopy(net).train()(*given))

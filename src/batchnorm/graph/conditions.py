@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from inspect import Parameter, getattr_static
+from itertools import combinations
 from keyword import iskeyword
 from types import CodeType, FunctionType
 from typing import Any
@@ -34,23 +35,32 @@ class ConditionBuilder:
         self.scope: dict[str, tuple[Any, ...]] = {}
 
     def expect_arguments(self, patterns: dict[str, Any]) -> None:
-        """Expect tensors in the same places, equal values elsewhere, and the same answers about the tensors' shapes."""
+        """Expect tensors in the same places, equal values elsewhere, and the same answers about the tensors' shapes.
+
+        The trace gave the code a different object for each tensor, so code that compares two of them saw two. If the
+        example passes one tensor twice, the comparison with the original shows whether that is right.
+        """
+        tensors: dict[str, Tensor] = {}
         for name, pattern in patterns.items():
-            self._expect_pattern(name, pattern)
+            self._expect_pattern(name, pattern, tensors)
+        for (first, a), (second, b) in combinations(tensors.items(), 2):
+            if a is not b:
+                self._expect(f"{first} is not {second}")
         for condition in self.traced.answers:
             self._expect(condition)
 
-    def _expect_pattern(self, text: str, pattern: Any) -> None:
+    def _expect_pattern(self, text: str, pattern: Any, tensors: dict[str, Tensor]) -> None:
         if isinstance(pattern, Tensor):
+            tensors[text] = pattern
             self._expect(f"_isinstance({text}, _Tensor)")
         elif pattern[0] is dict:
             self._expect(f"_type({text}) is _dict and [*{text}] == {[key for key, _ in pattern[1:]]!r}")
             for key, inner in pattern[1:]:
-                self._expect_pattern(f"{text}[{key!r}]", inner)
+                self._expect_pattern(f"{text}[{key!r}]", inner, tensors)
         elif pattern[0] in (list, tuple):
             self._expect(f"_type({text}) is _{pattern[0].__name__} and _len({text}) == {len(pattern) - 1}")
             for i, inner in enumerate(pattern[1:]):
-                self._expect_pattern(f"{text}[{i}]", inner)
+                self._expect_pattern(f"{text}[{i}]", inner, tensors)
         else:
             self._expect_value(text, pattern[1])
 

@@ -251,22 +251,26 @@ class Unwatchable(Exception):
     """Raised for a value that cannot be compared before every call."""
 
 
-def pattern_of(value: Any) -> Any:
+def pattern_of(value: Any, seen: dict[int, Tensor]) -> Any:
     """Return the pattern of an argument: a stand-in for each tensor, and the value of everything else.
 
-    >>> kind, x, rest = pattern_of([torch.zeros(2, 3), None])
+    Args:
+        value: the argument.
+        seen: the stand-ins of the tensors that were met before, by id; it is changed in place.
+
+    >>> kind, x, rest = pattern_of([torch.zeros(2, 3), None], {})
     >>> kind, x.shape, rest
     (<class 'list'>, torch.Size([2, 3]), ('value', None))
     """
     if isinstance(value, Tensor):
         try:
-            return stand_in(value)
+            return seen.setdefault(id(value), stand_in(value))
         except RuntimeError:  # a nested tensor has no shape
             raise Unwatchable(f"a {type(value).__name__} of an unusual layout") from None
     if type(value) in (list, tuple) and len(value) <= LARGEST:
-        return (type(value), *(pattern_of(v) for v in value))
+        return (type(value), *(pattern_of(v, seen) for v in value))
     if type(value) is dict and len(value) <= LARGEST and all(type(key) in (str, int) for key in value):
-        return (dict, *((key, pattern_of(v)) for key, v in value.items()))
+        return (dict, *((key, pattern_of(v, seen)) for key, v in value.items()))
     if value is None or isinstance(value, bool | int | float | str | Enum | torch.dtype | torch.device):
         return ("value", value)
     raise Unwatchable(f"a {type(value).__name__}")

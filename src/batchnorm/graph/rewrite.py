@@ -152,7 +152,8 @@ def arguments_in(
             bound = signature(type(module).forward).bind(module, *args, **kwargs)
             bound.apply_defaults()
             (_, *given) = bound.arguments.items()
-            found.setdefault(path, {name: pattern_of(value) for name, value in given})
+            seen: dict[int, torch.Tensor] = {}
+            found.setdefault(path, {name: pattern_of(value, seen) for name, value in given})
         except Unwatchable as error:
             found.setdefault(path, f"it is called with {error}, which cannot be compared before each call")
         except TypeError as error:
