@@ -1,11 +1,13 @@
 """A network that differs from the original in its gradients, or only under autocast, is rejected."""
 
 import copy
+from importlib import import_module
 
 import pytest
 import torch
 from torch import nn
 
+import batchnorm as bn
 from batchnorm.surgery.verify_conversion import verify_conversion
 
 
@@ -118,3 +120,20 @@ def test_outputs_under_autocast():
         verify(lambda x: x.float() if torch.is_autocast_enabled("cpu") else x)
     with pytest.raises(ValueError, match="autocast changes"):
         verify(rounded)
+
+
+@pytest.mark.parametrize(("least", "rows"), [(0, 3), (4, 8)])
+def test_gradients_are_compared_where_the_rewritten_code_runs(least, rows, monkeypatch):
+    class Asking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return torch.relu(self.bn(x)) if least == 0 or x.shape[0] >= least else self.bn(x)
+
+    module = import_module("batchnorm.surgery.verify_conversion")
+    seen, compute = set(), module._gradients
+    monkeypatch.setattr(module, "_gradients", lambda net, x, *rest: seen.add(len(x)) or compute(net, x, *rest))
+    assert "1 of 1" in str(bn.convert(Asking(), torch.randn(8, 3)).report)
+    assert seen == {rows}

@@ -193,10 +193,10 @@ def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int],
     return jobs
 
 
-def apart(job: NetworkJob) -> list[NetworkJob]:
+def one_per_mode(job: NetworkJob) -> list[NetworkJob]:
     """Split a job into one job per mode. The parts compile in parallel, but each compiles the stock network as well.
 
-    >>> apart(NetworkJob("timm/resnet50", (Measurement(32, ("compiled", "backend")),)))[1]
+    >>> one_per_mode(NetworkJob("timm/resnet50", (Measurement(32, ("compiled", "backend")),)))[1]
     NetworkJob(network='timm/resnet50', units=(Measurement(batch=32, modes=('backend',)),))
     """
     units = [unit for unit in job.units if unit.modes[0] in COMPILING]
@@ -358,7 +358,7 @@ def networks(
     rows = earlier_rows(out, machine_here, keep)
     missing = plan(networks, modes, batches, rows)
     if device == "cuda" and 2 * len(missing) <= jobs:
-        missing = [part for job in missing for part in apart(job)]
+        missing = [part for job in missing for part in one_per_mode(job)]
     for name in dict.fromkeys(job.network for job in missing):
         network_to_convert(name)  # report a mistake before any work
     print(f"{len(rows)} rows are already measured, {_count(missing)} are not", flush=True)

@@ -79,23 +79,30 @@ def restore_unused_(
 ) -> None:
     """Drop the fusions that do not run on the example from ``done``, and restore modules that have none left."""
     for training in {mode for entry in done.values() for mode in entry.fusions}:
-        twin = private_copy(net).train(training)
-        batch = network_call.to_device(example, network_call.device_of(net), copy=True)
-        with (
-            suppress(Exception),  # restore_wrong_ finds the module that fails
-            despite_global_hooks(),
-            recording_variants(twin) as ran,
-            isolated(net, twin),
-        ):
-            network_call.call(twin, batch, forward)
-        for path, module in twin.named_modules():
-            if not ran.get(module, True) and training in done[path].fusions:
+        for path in unused(net, example, forward, training):
+            if training in done[path].fusions:
                 del done[path].fusions[training]
                 done[path].reasons[training] = "the conditions of its rewritten code do not hold on the example"
     for path, entry in done.items():
         module = net.get_submodule(path)
         if not entry.fusions and is_rewritten(module):
             module.__class__ = original_kind(module)
+
+
+def unused(net: nn.Module, example: Any, forward: network_call.Forward | None, training: bool) -> list[str]:
+    """Return the paths of the modules whose rewritten code does not run on the example, in one mode."""
+    if not any(map(is_rewritten, net.modules())):
+        return []
+    twin = private_copy(net).train(training)
+    batch = network_call.to_device(example, network_call.device_of(net), copy=True)
+    with (
+        suppress(Exception),  # restore_wrong_ finds the module that fails
+        despite_global_hooks(),
+        recording_variants(twin) as ran,
+        isolated(net, twin),
+    ):
+        network_call.call(twin, batch, forward)
+    return [path for path, module in twin.named_modules() if not ran.get(module, True)]
 
 
 def restore_(net: nn.Module) -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import network_call
 from ..graph.kinds import despite_global_hooks
+from ..graph.rewrite import unused
 from ..network_call import Forward
 from ..network_copy import isolated, outputs, private_copy, relative_error
 from ..verify import AMPLIFICATION, EXACT, TINY, verify
@@ -51,9 +52,13 @@ def verify_conversion(
 def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, training: bool) -> None:
     """Compare the gradients of all parameters in float64; the loss is a randomly weighted sum of the outputs.
 
-    To save time, the example is cut to its first rows. If the original fails on these, the whole example is used.
+    To save time, the example is cut to its first rows. The whole example is used if the original fails on these, or if
+    some rewritten code does not run on them.
     """
-    for batch in (_first_rows(example), example):
+    few = _first_rows(example)
+    if unused(new, few, forward, training):
+        few = example  # rewritten code may depend on the size of the batch
+    for batch in (few, example):
         try:
             was, example = _gradients(old, batch, forward, training), batch
             break
