@@ -1,7 +1,7 @@
 """Check with pip's dry run that `make run` and `make test` can install on the machines that people have.
 
-Every version of torch that is supported, every Python, Linux with and without CUDA, macOS and Windows. Only the set of
-`make test` is resolved: that of `make run` is a part of it. Nothing is installed.
+The check covers every supported version of torch and Python, on Linux with and without CUDA, macOS and Windows. It
+resolves only the packages of `make test`, which include those of `make run`. Nothing is installed.
 
     python .ci/check_install.py
 """
@@ -26,7 +26,7 @@ PYTHONS = ("3.11", "3.12", "3.13")
 # What a CPU build of torch requires: the regular wheel's list without CUDA and Triton.
 CPU_REQUIRES = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec")
 
-# pip takes --platform for the choice of wheels but evaluates markers for the machine it runs on.
+# pip chooses wheels by --platform, but evaluates markers for the machine that it runs on, so replace these markers.
 PIP = """
 import json, sys
 from pip._vendor.packaging import markers
@@ -38,7 +38,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 class Machine(NamedTuple):
-    """A kind of machine: its wheels, and how it answers markers."""
+    """A kind of machine: its wheel tags, and the values of its environment markers."""
 
     tags: list[str]
     markers: dict[str, str]
@@ -63,7 +63,7 @@ MACHINES = {
 
 
 def requirements() -> list[str]:
-    """Return what `make test` installs beside torch, as pyproject.toml has it."""
+    """Return the requirements of `make test` other than torch, from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras, groups = project["project"]["optional-dependencies"], project["dependency-groups"]
     listed = [*project["project"]["dependencies"], *group(groups, "dev")]
@@ -72,7 +72,7 @@ def requirements() -> list[str]:
 
 
 def group(groups: dict[str, list[str | dict[str, str]]], name: str) -> list[str]:
-    """Return what a dependency group lists, with the groups that it includes."""
+    """Return the requirements of a dependency group and of the groups that it includes."""
     return [
         requirement
         for row in groups[name]
@@ -81,7 +81,7 @@ def group(groups: dict[str, list[str | dict[str, str]]], name: str) -> list[str]
 
 
 def makefile_triton() -> str:
-    """Return the Triton that the Makefile puts beside a CPU build on Linux."""
+    """Return the requirement by which the Makefile adds Triton to torch's CPU build on Linux."""
     found = re.search(r"^TRITON := (\S+)$", (ROOT / "Makefile").read_text(), re.M)
     if found is None:
         raise SystemExit("check_install: the Makefile no longer has a line 'TRITON := ...'")
@@ -89,7 +89,7 @@ def makefile_triton() -> str:
 
 
 def write_cpu_wheel(folder: Path, version: str) -> None:
-    """Write a wheel without content that has the name and requirements of torch's CPU build."""
+    """Write an empty wheel with the name and requirements of torch's CPU build."""
     info = f"torch-{version}+cpu.dist-info"
     lines = [f"Requires-Dist: {name}" for name in CPU_REQUIRES]
     metadata = "\n".join(["Metadata-Version: 2.1", "Name: torch", f"Version: {version}+cpu", *lines, ""])
@@ -118,7 +118,7 @@ def resolve(torch: str, python: str, kind: str, folder: Path) -> str:
 
 
 def problem(found: dict[str, str], kind: str) -> str:
-    """Say what a resolved set has that does not belong on a kind of machine, or lacks."""
+    """Return which packages a resolved set wrongly has or lacks on a kind of machine; an empty string if none."""
     has_triton, has_cuda = "triton" in found, any(name.startswith("nvidia-") for name in found)
     if has_triton != kind.startswith("linux"):
         return f"{'has' if has_triton else 'lacks'} Triton"

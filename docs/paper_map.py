@@ -223,7 +223,7 @@ SECTIONS: dict[str, list[Row]] = {
     ],
     "3.4. Regularization": [
         Row(
-            "In training, an example's output depends on its companions",
+            "In training, an example's output depends on the other examples of its mini-batch",
             ("layers.batch_norm.BatchNorm1d", "ops.reference.batch_norm"),
             (
                 "paper/test_sec_3_4_companions.py::test_training_output_depends_on_companions_less_and_less_with_m",

@@ -237,8 +237,8 @@ def test_a_claim_prints_its_finding(ran):
     paper, measured, grows, stays, result, picture = ran[1]["reproduce section2"].splitlines()
     assert paper.startswith("the paper: b will grow indefinitely while the loss remains fixed")
     assert measured.startswith("measured: norm of b grows to ")
-    assert grows.startswith("confirmed: b grows while the loss stays")
-    assert stays.startswith("confirmed: b stays")
+    assert grows.startswith("confirmed: b grows and the loss does not change")
+    assert stays.startswith("confirmed: b does not grow")
     assert result == "result: runs/section2/section2.json"
     assert picture == "picture: runs/section2/section2.png"
 

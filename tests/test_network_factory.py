@@ -66,7 +66,7 @@ def test_files_of_one_name_in_different_folders(folder, tmp_path):
         ("mynet:nothing", "mynet:nothing returned int, not a torch.nn.Module"),
         (
             "mynet:wide",
-            "without arguments: missing a required argument: 'width'; call its argument 'classes'",
+            "without arguments: missing a required argument: 'width'; name its argument 'classes'",
         ),
         (
             "mynet:deep",

@@ -33,7 +33,7 @@ To ship a network:
 - ``estimate_(net, batches)``: set the population statistics after training, or after averaging weights.
 - ``fold(net, example)``: get the network without batch normalization.
 - ``export(net, example, path)``: fold the network and write it as ONNX or ``torch.export``.
-- ``load(run)``: open a run of ``batchnorm train``: its network, classes and ``predict``.
+- ``load(run)``: open a run of ``batchnorm train``, with its network, its classes and a ``predict`` method.
 
 Modules: ``ops`` (the transform as functions; ``ops.explain`` says which kernel runs and why), ``models`` (the paper's
 networks) and ``data`` (embedded MNIST, image loaders). ``torch.compile(net, backend="batchnorm")`` fuses the batch

@@ -87,7 +87,7 @@ class VerbReport:
         """Return the summary and the sites that need an explanation."""
         _, action, _ = WORDS.get(self.verb, ("", "done", ""))
         listed, rest = list(self.sites), 0
-        if self.verb != "insert":  # insert itself chose the sites, so list them all
+        if self.verb != "insert":  # list all sites of insert, because insert chose them
             listed = [site for site in self.sites if site.reason or not site.action.startswith(action)]
             listed.sort(key=lambda site: site.action.startswith((action, "fixed")))
             listed, rest = listed[:LISTED], len(listed[LISTED:])

@@ -53,7 +53,7 @@ def gather_objects(value: Any, group: distributed.ProcessGroup | None = None) ->
 
 
 def check_same_features(features: tuple[int, ...], name: str, group: distributed.ProcessGroup | None = None) -> None:
-    """Raise an error on every rank if the ranks' layers differ; merging different layers would hang or mix them up."""
+    """Raise an error on every rank if the ranks' layers differ; merging them would hang, or mix up their statistics."""
     rows = gather_objects((features, name), group)
     if any(row != rows[0] for row in rows):
         seen = "; ".join(f"rank {rank}: {layer} with {shape}" for rank, (shape, layer) in enumerate(rows))
@@ -69,8 +69,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
         ctx.group = group
-        # Use all-reduce instead of all-gather, because every backend and version supports it, and adding zeros is
-        # exact.
+        # Use all-reduce, which every backend and version supports, instead of all-gather. Adding zeros is exact.
         rows = flat.new_zeros(world_size(group), flat.numel())
         rows[distributed.get_rank(group)] = flat
         distributed.all_reduce(rows, group=group)

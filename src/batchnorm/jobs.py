@@ -29,7 +29,7 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Remember that SIGTERM or Ctrl-C arrived, so that the job can finish its step and save its state first."""
+    """Remember that SIGTERM or Ctrl-C arrived, so that the job can finish its step and save its state."""
 
     requested = False
 

@@ -51,7 +51,7 @@ def _uncopied(net: nn.Module) -> Memo:
     memo: Memo = {}
     for module in net.modules():
         for value in vars(module).values():
-            # Old-style weight_norm and spectral_norm keep computed weights as attributes.
+            # Old-style weight_norm and spectral_norm keep computed weights as attributes, which deepcopy rejects.
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
             # A process group does not belong to the network, so the copy uses the same group.

@@ -136,7 +136,7 @@ def _arguments(name: str, function: Callable[..., Any], classes: int | None) -> 
         how = "with classes= alone" if given else "without arguments"
         hint = "; give its other arguments default values"
         if not given:
-            hint = "; give its arguments default values" if classes is None else "; call its argument 'classes'"
+            hint = "; give its arguments default values" if classes is None else "; name its argument 'classes'"
         raise ValueError(f"{name} cannot be called {how}: {error}{hint}") from error
     except ValueError:
         return {}  # a builtin with an unknown signature

@@ -89,10 +89,10 @@ def estimate_(
         batches: training mini-batches; they are moved to the network's device. A batch is a tensor, a tuple or list
             whose first item is the input, or a dict of keyword arguments.
         rule: "paper" or "pooled".
-        upstream: which statistics normalize the layers before the one being estimated: those of the "batch", as in
-            training, which takes one pass over the batches, or the "population" statistics estimated so far, which
-            takes one pass for each depth of the network. With "population" and rule "pooled", the result does not
-            depend on how the data is split into batches.
+        upstream: which statistics the layers before the one being estimated normalize by. "batch": those of each batch,
+            as in training; this takes one pass over the batches. "population": the population statistics estimated so
+            far; this takes one pass for each layer on the longest path through the network. With "population" and rule
+            "pooled", the result does not depend on how the data is split into batches.
         forward: a function of the network and a batch that calls the network, for batches of any other type.
 
     Raises:
@@ -237,7 +237,7 @@ def _is_synchronized(module: nn.Module) -> bool:
 
 
 def _equal_on_all_ranks(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches; if a rank has fewer than another, raise ValueError on every rank, because they would hang."""
+    """Yield the batches; if a rank has fewer than another, raise ValueError on every rank instead of hanging."""
     iterator = iter(batches)
     for number in count():
         batch = next(iterator, iterator)
@@ -287,7 +287,7 @@ class _Observer:
                 layer.momentum = 1.0
                 stack.enter_context(layer.register_forward_hook(self._after))
             if self.own_forward and isinstance(layer, BatchNorm):
-                # Record the input in a replaced _check_input, which only the slow path calls.
+                # Record the input in a replaced _check_input, and disable the fast path, which does not call it.
                 patches = {"_fast": lambda *args: None, "_check_input": self._check_input}
                 vars(layer).update(patches)
                 stack.callback(lambda: [vars(layer).pop(name) for name in patches])

@@ -70,7 +70,7 @@ class Remote(ChildProcess):
         return self.result()
 
     def start(self, method: str, *args: Any) -> None:
-        """Start to call a method; :meth:`result` waits for the result."""
+        """Start a method call; :meth:`result` waits for its result."""
         self.pipe.send((method, args))
         self._busy = True
 

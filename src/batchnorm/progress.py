@@ -107,7 +107,7 @@ class Display:
 
             try:
                 self.bars.start()
-            except LiveError:  # before rich 14.1, a second display is an error, and the caller shows one
+            except LiveError:  # before rich 14.1, a second display is an error, and the caller already shows one
                 self.bars = None
         return self
 

@@ -123,7 +123,10 @@ class _CopyRunner:
     def __call__(
         self, net: nn.Module, *, double: bool = False, seed: int | None = None, change: float | None = None
     ) -> _Seen:
-        """Run a copy, in float64 if ``double``; with a seed, change its weights at random, by ``change`` if given."""
+        """Run a copy, in float64 if ``double``.
+
+        With a ``seed``, its weights are first changed at random, by ``change`` or, by default, by one rounding step.
+        """
         twin = private_copy(net).train(self.training)
         steps = {name: change or _step(t) for name, t in _floating(twin)}
         if double:

@@ -63,8 +63,8 @@ def test_what_is_missing_is_trained_and_all_of_it_is_compared(folder, tmp_path, 
     assert main([*words, "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     left = 1 if function == "plain" else 0
-    assert f"without batch normalization ({changes[0]}) and with it ({changes[1]}), on 30 images of 3 classes" in said
-    assert f"4 trainings of 3 steps, {left} of them not done yet" in said
+    assert f"without batch normalization ({changes[0]}) and with it ({changes[1]}): 30 training images of 3" in said
+    assert f"4 runs of 3 steps in {tmp_path}, {left} of them unfinished" in said
     found = json.loads((tmp_path / "compare.json").read_text())
     ends = {
         name: [json.loads((tmp_path / f"{name}-rate-0.01-seed-{k}/result.json").read_text())["top1"] for k in range(2)]

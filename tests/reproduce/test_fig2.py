@@ -208,7 +208,7 @@ def test_a_run_that_fails_says_why(data, tmp_path):
     [
         ('horizon = 3\nname = "x"', "Cannot overwrite"),
         ('name = "figure"', "unknown group 'figure'; choose from"),
-        ('recipe = "bn-x7"', "no recipe 'bn-x7'"),
+        ('recipe = "bn-x7"', "unknown recipe 'bn-x7'"),
         ("rates = 1e9", "no field rates"),
         ("end_rate = 1.5", "end_rate=1.5 between 0 and 1"),
         ("decay_epochs = 3", "computed from horizon and end_rate"),

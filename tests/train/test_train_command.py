@@ -126,7 +126,7 @@ def test_a_stop_is_told_once(data, tmp_path, capsys):
     assert main(words) == 130
     last = capsys.readouterr().err.splitlines()[-2:]
     assert last[0].startswith("step ")
-    assert re.fullmatch(r"stopped at step \d+(, in validation)?; run the same command again to resume", last[1])
+    assert re.fullmatch(r"stopped at step \d+(, during validation)?; run the same command again to resume", last[1])
 
 
 def test_a_damaged_recipe_is_named(data, tmp_path, capsys):

@@ -32,15 +32,15 @@ def fig1(
     """Time ``reproduce fig1`` against the same experiment in plain eager PyTorch, both as whole commands.
 
     Both train with autograd and ``torch.optim.SGD``. The eager command uses ``torch.nn``'s layer, trains one network
-    after the other on torch's default number of threads, evaluates 50 times and writes no files. ``reproduce fig1``
-    uses this library's layer with one thread per network, evaluates 71 times, monitors the networks, and writes
-    checkpoints, the figure and the report.
+    after the other on torch's default number of threads, evaluates every 1,000 steps and writes no files. The command
+    ``reproduce fig1`` uses this library's layer with one thread per network, evaluates more often, monitors the
+    networks, and writes checkpoints, the figure and the report.
 
     Args:
         steps: updates per network.
         rate: learning rate.
         std: standard deviation of the initial weights.
-        rounds: number of rounds, each of which runs every contender once; ratios are of the medians over rounds.
+        rounds: number of rounds, each of which runs every contender once; ratios compare the medians.
         out: the result file; published result files are in results/.
     """
     above(0, rate=rate, std=std)

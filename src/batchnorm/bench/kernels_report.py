@@ -18,8 +18,8 @@ from .bars import Bar, geometric_mean
 
 CHIP = 26.4e6  # bytes that fit into the shared memory of 132 multiprocessors, 200 KB each
 MOVED = 20e6  # bytes; if a pass moves fewer, launch overhead dominates
-# The numbers of tensors that the (forward, backward) pass moves if it reads every input once, and if it reads inputs
-# twice.
+# The numbers of tensors that the (forward, backward) pass moves, without a residual: if it reads each input once, and
+# if it reads each input twice.
 ONCE, TWICE = (2, 3), (3, 5)
 
 STYLES = {
@@ -87,8 +87,8 @@ def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Kernel
     def bar(what: str, wanted: float, values: Sequence[float], measured: float | None, at_least: bool) -> KernelBar:
         return KernelBar(layout, op, what, wanted, measured if values else None, at_least, len(values))
 
-    # Memory bandwidth makes each of these goals impossible in some cases; docs/kernels.md has the arithmetic. The first
-    # goal does not apply with a residual, because both contenders then move one more tensor per pass. The second goal
+    # Memory bandwidth rules out each of these two goals in some cases; docs/kernels.md has the numbers. The first goal
+    # does not apply with a residual, because both contenders then move one more tensor per pass. The second goal
     # does not apply in NHWC, because eager's NHWC kernels move so few bytes that ours cannot move four times fewer.
     means = [
         bar("geometric mean of torch.compile over ours", 1.5, compiled, geometric_mean(compiled), True),
@@ -162,7 +162,7 @@ def draw(report: dict[str, Any], plt: Any) -> Any:
         axes.axhline(1, color="k", lw=0.6)
         axes.set(title=f"{op}, {layout}, {dtype}", xlabel="one tensor, MB", ylim=(0, 1.05))
     figure.axes[0].set_ylabel("share of the one-read limit")
-    # The last panel is NHWC, the only layout timed with cuDNN.
+    # Take the legend from the last panel: it shows NHWC, the only layout timed with cuDNN.
     figure.legend(*figure.axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=len(STYLES))
     figure.suptitle(f"{report['hardware']['device']}, torch {report['hardware']['torch']}: forward and backward")
     return figure

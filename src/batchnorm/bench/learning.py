@@ -153,8 +153,8 @@ def learning(
     Args:
         data: an image folder or tar shards, with the splits train and val.
         network: torchvision/NAME, timm/NAME or MODULE:FUNCTION, with at least as many outputs as there are classes.
-        seeds: seeds of the weights, the order and the crops; give several, such as 0 1 2, because one cannot show a
-            spread.
+        seeds: seeds of the weights, the order and the crops; give several, such as 0 1 2, because one seed
+            cannot show a spread.
         size: height and width of the crops.
         batch: images per step.
         epochs: length of a run.
@@ -170,7 +170,7 @@ def learning(
     above(0, rate=rate)
     between(0, SEED_MAX, seeds=seeds)
     check_writable(out)
-    network_to_convert(network)  # report a mistake before any work
+    network_to_convert(network)  # fail before any work if the network cannot be converted
     recipe = LearningRecipe(data, network, size, batch, epochs, rate, find_device(device).type, workers)
     sources = {split: open_source(data, split) for split in ("train", "val")}
     images = {split: {"images": len(s.labels), "classes": len(s.classes)} for split, s in sources.items()}

@@ -70,7 +70,7 @@ class Measurement(NamedTuple):
 
 
 class NetworkJob(NamedTuple):
-    """The measurements of one network that one process makes."""
+    """The measurements of one network, made in one process."""
 
     network: str
     units: tuple[Measurement, ...]
@@ -123,7 +123,7 @@ def convert_pair(name: str, settings: Settings) -> Pair:
 
 
 def without_norms(net: nn.Module) -> nn.Module:
-    """Return a copy without its batch normalization layers. No batch norm can make a step faster than this copy's.
+    """Return a copy without batch normalization layers. No batch normalization can make a step faster than the copy's.
 
     >>> without_norms(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
     Identity()
@@ -429,7 +429,7 @@ def _limiting_step(net: nn.Module, images: Tensor, labels: Tensor) -> Step | Non
     try:
         step = Step(without_norms(net), "eager", images, labels)
         step()
-    except Exception:  # the network may read the layers' weights, or have no other weights
+    except Exception:  # the network may read the removed layers' weights, or have no others
         return None
     return step
 

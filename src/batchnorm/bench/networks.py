@@ -154,7 +154,7 @@ def machine(settings: Settings) -> dict[str, Any]:
 
 
 def earlier_rows(path: Path, here: dict[str, Any], keep: bool = False) -> Report:
-    """Return the successful rows of a result file that were measured with the current code, or all with ``keep``."""
+    """Return a result file's successful rows: those measured with the current code or, with ``keep``, all of them."""
     if not path.exists():
         return {}
     report = read_json(path)
@@ -360,7 +360,7 @@ def networks(
     if device == "cuda" and 2 * len(missing) <= jobs:
         missing = [part for job in missing for part in one_per_mode(job)]
     for name in dict.fromkeys(job.network for job in missing):
-        network_to_convert(name)  # report a mistake before any work
+        network_to_convert(name)  # fail before any work if the network cannot be converted
     print(f"{len(rows)} rows are already measured, {_count(missing)} are not", flush=True)
     origin = {"commit": environment()["commit"], "date": time.strftime("%Y-%m-%d")}
     found = in_turns(missing, settings, jobs, end) if device == "cuda" else here(missing, settings, end)

@@ -122,7 +122,7 @@ class Augment(Normalize):
         """Draw the random numbers for ``n`` images, one row each; ranks that share a batch each take their own rows.
 
         The image is mirrored if the first number of its row is below 0.5. If colours are distorted, the row also holds
-        the image's A, T and a third of t.
+        the image's A, T and t / 3, which :meth:`forward` adds three times.
         """
         uniform = torch.rand(n, 8, generator=generator, device=generator.device)
         normal = torch.randn(n, 3, generator=generator, device=generator.device)

@@ -132,19 +132,19 @@ def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
 
 
 def _triangle_filter(start: Tensor, stop: Tensor, pixels: int, size: int) -> Tensor:
-    """Return the weights of the pixels inside [start, stop) for each pixel of the result, as (n, size, pixels)."""
+    """Return weights of shape (n, size, pixels): of each pixel inside [start, stop) for each pixel of the result."""
     scale = ((stop - start) / size)[:, None]
     centre = start[:, None] + scale * (torch.arange(size, device=start.device) + 0.5)
     pixel = torch.arange(pixels, device=start.device) + 0.5
     weight = (1 - (pixel - centre[..., None]).abs() / scale.clamp(min=1)[..., None]).clamp(min=0)
-    # Pixels that an edge of the box cuts are inside too, so there is always at least one.
+    # Pixels that lie only partly in the box count as inside, so there is always at least one.
     inside = (pixel > start.floor()[:, None]) & (pixel < stop.ceil()[:, None])
     weight = weight * inside[:, None]
     return weight / weight.sum(-1, keepdim=True)
 
 
 def _cached_side(source: ImageSource, size: int) -> int:
-    """Return the side of the cached images: 8/7 of the crop's side, or a sample's longest side if that is smaller."""
+    """Return the side of the cached images: 8/7 of ``size``, but at most the longest side in a sample of images."""
     longest, pixel, whole = 1, torch.empty(1, 1, 3, dtype=torch.uint8), partial(Box, 0, 0)
     for example in sample_examples(source, 64):
         try:

@@ -160,7 +160,7 @@ def training_splits(path: str | Path, validate: float) -> tuple[str, str]:
     """
     if validate and has_split(path, "val"):
         raise ValueError(
-            f"{path} has a validation set, val, so --validate is not needed: remove it, or move val elsewhere"
+            f"{path} has a validation set, val, so --validate is not needed: remove that option, or move val elsewhere"
         )
     if validate:
         return f"train[{validate}:]", f"train[:{validate}]"

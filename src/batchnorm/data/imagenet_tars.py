@@ -1,4 +1,4 @@
-"""ImageNet as its authors distribute it: a tar file of one tar file per class, and a tar file of validation images."""
+"""ImageNet as its authors distribute it: a tar file with one tar file per class, and one of validation images."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Prefetcher:
 def _signals_blocked() -> Iterator[None]:
     """Block Ctrl-C and SIGTERM while workers start; the workers inherit the block.
 
-    So no signal reaches a worker before it has set its own handling of signals.
+    So no signal reaches a worker before it has set up its own signal handling.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield

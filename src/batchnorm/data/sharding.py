@@ -51,9 +51,9 @@ def shard(
     give the same files, byte for byte.
 
     Args:
-        folder: a folder with train/CLASS/*.jpg and perhaps val/CLASS/*.jpg; or with ILSVRC2012_img_train.tar and
-            perhaps ILSVRC2012_img_val.tar, which needs a file with the classes of its images in the same folder,
-            ILSVRC2012_bbox_val_v3.tgz or LOC_val_solution.csv.
+        folder: a folder with train/CLASS/*.jpg and optionally val/CLASS/*.jpg; or with ILSVRC2012_img_train.tar and
+            optionally ILSVRC2012_img_val.tar. The latter needs ILSVRC2012_bbox_val_v3.tgz or LOC_val_solution.csv in
+            the same folder, which give the classes of its images.
         out: the folder to create.
         per_shard: the largest number of images in a shard.
         seed: the seed of the images' random order.
@@ -162,7 +162,7 @@ def shrink(data: bytes, suffix: str, short_side: int) -> tuple[bytes, str]:
     Args:
         data: the encoded image.
         suffix: its file's suffix, such as ".png".
-        short_side: the largest shorter side of the result, in pixels.
+        short_side: the largest length of the result's shorter side, in pixels.
 
     >>> from PIL import Image
     >>> file = io.BytesIO(); Image.new("L", (400, 200)).save(file, "PNG")

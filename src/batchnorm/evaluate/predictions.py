@@ -119,7 +119,7 @@ def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, na
     mean = MeanProbabilities(net, batches.crops, batch_size).to(batches.device)
     rows = batches.num_examples
     probabilities = torch.empty(rows, len(batches.classes), device=batches.device)
-    # Keep these on the host, because copying them to the device in each step would wait for the device.
+    # Keep these on the host: copying them to the device in each step would make the host wait.
     labels, examples = torch.empty(2, rows, dtype=torch.int64)
     corrupt: list[CorruptFile] = []
     done = enlarged = 0

@@ -35,7 +35,7 @@ class Squares(NamedTuple):
     """
 
     pixels: list[Tensor]
-    """uint8 of shape (squares, side, side, 3), one for each scale"""
+    """uint8 tensors of shape (squares, side, side, 3), one for each scale"""
     rows: Tensor
     """the indices of each image's squares in ``pixels``, of shape (images, squares); a square image has only one
     square, whose index is repeated"""

@@ -1,6 +1,6 @@
 """Write the conditions under which a rewritten forward may run, as Python expressions.
 
-A traced graph is right only as long as everything that the traced code depended on is as it was: arguments, attributes,
+A traced graph is valid only while everything that the traced code depended on is unchanged: arguments, attributes,
 classes of children, hooks. If a condition does not hold, the original forward runs.
 """
 
@@ -37,8 +37,9 @@ class ConditionBuilder:
     def expect_arguments(self, patterns: dict[str, Any]) -> None:
         """Expect tensors in the same places, equal values elsewhere, and the same answers about the tensors' shapes.
 
-        The trace gave the code a different object for each tensor, so code that compares two of them saw two. If the
-        example passes one tensor twice, the comparison with the original shows whether that is right.
+        Code may compare its arguments with ``is``, and in the trace each tensor is a separate object. So no two
+        arguments may be the same tensor, unless the example passes one tensor twice. In that case, the comparison with
+        the original network shows whether the graph is right.
         """
         tensors: dict[str, Tensor] = {}
         for name, pattern in patterns.items():
@@ -77,7 +78,7 @@ class ConditionBuilder:
             self._expect(f"_is_quiet({_spell(path)})")
 
     def expect_leaves(self) -> None:
-        """Expect that the same modules return their input tensor: identities, and modules that work in place."""
+        """Expect that the same modules return their input tensor, as identities and in-place modules do."""
         for node in self.traced.graph.nodes:
             if node.op == "call_module":
                 self._expect_in_place(str(node.target))
@@ -113,7 +114,7 @@ class ConditionBuilder:
             if path or not runs_in_order(self.module):  # Sequential.forward does not check classes
                 for child in owner._modules:
                     self._expect_instance(path, child)
-        elif name == "__class__":  # isinstance() reads it if the type itself does not match
+        elif name == "__class__":  # isinstance() reads __class__ if the type does not match
             self._expect_same_class(path)
         elif name.startswith("__") and name.endswith("__"):
             return
@@ -229,8 +230,8 @@ def _spell_member(owner: nn.Module, path: str, name: str) -> str:
     for held in ("_parameters", "_buffers"):
         if name in vars(owner)[held]:
             return f"{_spell(path)}.{held}[{name!r}]"
-    # Avoid __dict__ if possible, because reading it would slow down torch.compile's guards on the module. Python
-    # normalizes identifiers that are not ASCII, so they may name another attribute.
+    # Avoid __dict__ if possible, because reading it would slow down torch.compile's guards on the module. A name that
+    # is not ASCII needs __dict__: Python normalizes such identifiers in code, so they may name another attribute.
     plain = name.isidentifier() and name.isascii() and not iskeyword(name)
     plain = plain and not isinstance(getattr_static(type(owner), name, None), property)
     return f"{_spell(path)}.{name}" if plain else f"{_spell(path)}.__dict__[{name!r}]"

@@ -30,7 +30,7 @@ from .kinds import is_quiet, is_watched
 from .patterns import Fusion
 from .questions import stand_in
 
-LARGEST = 64  # lists, tuples, sets and dicts with more entries are not watched
+LARGEST = 64  # code that depends on a list, tuple, set or dict with more entries is not rewritten
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
     lines += [f"    return _original.forward({given.passed})", ""]
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        """Pickle and copy like the original class, but also store the data that can generate this class again."""
+        """Pickle and copy like the original class, but also store the data needed to generate this class again."""
         reduced = kind.__reduce_ex__(self, protocol)
         if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and reduced[1][0] is made:  # type: ignore[attr-defined]
             return (_new, (kind, _Pickled(variants, _digest(kind, variants)), *reduced[1][1:]), *reduced[2:])
@@ -106,7 +106,7 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
 
 
 def _describe(fusion: Fusion) -> str:
-    """Return what is fused into a call as text, such as "bn3 + residual + relu"."""
+    """Return a description of what is fused into a call, such as "bn3 + residual + relu"."""
     parts = [fusion.path, *["residual"] * fusion.residual, fusion.activation.name]
     return " + ".join(part for part in parts if part != "identity")
 
@@ -256,7 +256,7 @@ def pattern_of(value: Any, seen: dict[int, Tensor]) -> Any:
 
     Args:
         value: the argument.
-        seen: the stand-ins of the tensors that were met before, by id; it is changed in place.
+        seen: the stand-ins of the tensors found so far, by id; changed in place.
 
     >>> kind, x, rest = pattern_of([torch.zeros(2, 3), None], {})
     >>> kind, x.shape, rest

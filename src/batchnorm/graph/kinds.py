@@ -53,7 +53,7 @@ def base_type(module: nn.Module) -> type[nn.Module]:
 
 
 def keeps_torch_forward(module: nn.Module) -> bool:
-    """Return whether the module runs ``torch.nn``'s forward, which is neither overridden nor patched."""
+    """Return whether the module runs ``torch.nn``'s forward, neither overridden nor patched."""
     if "forward" in vars(module) or "_conv_forward" in vars(module):
         return False
     if isinstance(module, torch.jit.ScriptModule | fx.GraphModule):

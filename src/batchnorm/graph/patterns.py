@@ -126,7 +126,7 @@ def normalize_and_add(
 
 
 def exactly(values: Any, count: int) -> Any:
-    """Return a sequence; raise the error of ``a, b = values`` if it does not have exactly ``count`` items."""
+    """Return ``values``; like ``a, b = values``, raise ValueError unless there are exactly ``count`` of them."""
     if len(values) > count:
         raise ValueError(f"too many values to unpack (expected {count})")
     if len(values) < count:
@@ -223,8 +223,9 @@ class Matcher:
             if norm is not None:
                 needs_private_input = self._moves_past_a_write(norm, node, passed)
                 candidates.append((needs_private_input, self._depth(norm), -self._order[norm], norm, passed, mine))
-        # Prefer a BN that moves past no unknown code, then the BN with the smaller depth, so that no module is opened
-        # unnecessarily. If the depths are equal, prefer the later BN, which moves past fewer calls.
+        # Fusing moves BN to the sum, past the calls between them. Prefer a BN that moves past no unknown code, then the
+        # BN with the smaller depth, so that no module is opened unnecessarily. If the depths are equal, prefer the
+        # later BN, which moves past fewer calls.
         for needs_private_input, _, _, norm, passed, mine in sorted(candidates, key=lambda c: c[:3]):
             residual = node.args[1 - mine]
             assert isinstance(residual, fx.Node)
@@ -273,7 +274,7 @@ class Matcher:
         return None, None, ()
 
     def _formula(self, node: Any, x: fx.Node, steps: list[fx.Node]) -> str:
-        """Return a node's value as a formula of ``x``, with "?" for all but ``x``, numbers and the steps."""
+        """Return a node's value as a formula of ``x``, with "?" for all but ``x``, numbers and ``steps``."""
         if node is x:
             return "x"
         if isinstance(node, int | float):
@@ -381,7 +382,7 @@ class Matcher:
                     yield self._root(node)
 
     def _moves_past_a_write(self, norm: fx.Node, end: fx.Node, passed: tuple[fx.Node, ...]) -> bool:
-        """Return whether a call between BN and the sum may write to BN's input, if it can reach it."""
+        """Return whether a call between BN and the sum may write to BN's input, if the call has a reference to it."""
         for node in _between(norm, end):
             apart = writes_its_sum(node) and self._is_apart(node.args[0], norm.args[0])
             if node not in passed and not apart and self._may_write(node):

@@ -1,7 +1,7 @@
 """Answer what traced code asks about its arguments: their shapes, dtypes and devices.
 
-The answers are those of the example. Each question is also written as a Python expression, so that a rewritten forward
-can ask it again before each call.
+The answers come from the example. Each question is also written as a Python expression, so that a rewritten forward can
+ask it again before each call.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def rewrite_(net: nn.Module, calls: dict[bool, dict[str, Any]], is_norm: IsNorm)
 def restore_unused_(
     net: nn.Module, example: Any, forward: network_call.Forward | None, done: dict[str, Rewritten]
 ) -> None:
-    """Drop the fusions that do not run on the example from ``done``, and restore modules that have none left."""
+    """Drop from ``done`` the fusions that do not run on the example, and restore modules that have none left."""
     for training in {mode for entry in done.values() for mode in entry.fusions}:
         for path in unused(net, example, forward, training):
             if training in done[path].fusions:
@@ -204,7 +204,7 @@ class _Worker:
             except Untraceable as error:
                 if not opened:
                     raise
-                # Try again without tracing into the child that failed, or into any child if that one is unknown.
+                # Try again without tracing into the child that failed. If it is unknown, trace into no child.
                 inside = f"{path}.{error.inside}".lstrip(".")
                 opened = opened - {inside} if inside in opened else set()
 
@@ -238,7 +238,7 @@ class _Worker:
         return builder.variant(tuple(fuse_modules_(traced.graph, matches)))
 
     def note_openable(self, path: str, module: nn.Module) -> None:
-        """Allow tracing into a module without batch normalization that is an activation or returns a new tensor."""
+        """Allow tracing into a module without batch normalization if it is an activation or returns a new tensor."""
         patterns = self.calls.get(path, "")
         if isinstance(patterns, str) or has_hooks(module):
             return
@@ -264,7 +264,7 @@ class _Worker:
 
 @contextmanager
 def _autocast_everywhere() -> Iterator[None]:
-    """Make ``torch.is_autocast_enabled`` True for the CPU and for CUDA, even on a machine without a GPU."""
+    """Make ``torch.is_autocast_enabled`` return True for the CPU and for CUDA, even on a machine without a GPU."""
     before = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
     for device in before:
         torch.set_autocast_enabled(device, True)
@@ -276,8 +276,10 @@ def _autocast_everywhere() -> Iterator[None]:
 
 
 def _crossed(module: nn.Module, matcher: Matcher, traced: Traced, match: Match) -> Iterator[str]:
-    """Yield the children to trace into: those whose code the match relies on, and those between BN and the sum that may
-    write to their input.
+    """Yield the paths of the children that must be traced into for a match.
+
+    These are the children whose code the match relies on, and children between BN and the sum that may write to their
+    input.
     """
     norm, end = (traced.stacks[node.name] for node in (match.norm, match.end))
     outer = {p for p in norm if p in end}

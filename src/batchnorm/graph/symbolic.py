@@ -38,7 +38,7 @@ from .references import returns_a_tensor
 # Functions that create tensors from numbers.
 FACTORIES = "arange empty eye full linspace ones rand randint randn randperm tensor zeros".split()  # noqa: SIM905
 
-# Functions of torch whose answers may be different when the rewritten forward runs.
+# Functions of torch that may return something else when the rewritten forward runs.
 STATES = (
     "compiler.is_compiling",
     "compiler.is_exporting",
@@ -392,7 +392,7 @@ class _Typed:
             return iter([self[i] for i in range(len(self))])  # type: ignore[index]
         count = _unpacked(sys._getframe(1))
         if count is None:
-            raise Untraceable("its code loops over a tensor, or over the shape of one that it computes")
+            raise Untraceable("its code loops over a tensor, or over the shape of a tensor that it computes")
         items = self.tracer.create_proxy("call_function", exactly, (self, count), {})
         return iter([items[i] for i in range(count)])
 
@@ -446,7 +446,7 @@ def _asks_for_types(code: CodeType) -> bool:
 class _Value(_Typed, fx.Proxy):
     def __getattr__(self, name: str) -> Attribute:
         if hasattr(Tensor, name):
-            _refuse_unrecorded()  # x.dtype is torch.half, in a helper function, makes no other call
+            _refuse_unrecorded()  # a helper function such as ``return x.dtype is torch.half`` creates no node
             return _Attribute(self, name)
         if name.startswith("__") or self.tracer.is_tensor(self.node):
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
@@ -489,7 +489,7 @@ class _Outsiders(TorchFunctionMode):
 
 @contextmanager
 def _recorded_factories(tracer: _Tracer) -> Iterator[None]:
-    """Record calls of functions that create tensors, which do not accept proxies as sizes, and answers of STATES."""
+    """Record calls of FACTORIES, which do not accept proxies as sizes, and the answers of STATES."""
     thread = get_ident()
 
     def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -562,7 +562,7 @@ def is_machinery(name: str) -> bool:
 
 @cache
 def _unrecorded(code: CodeType) -> str:
-    """Return a description of what code does that torch.fx does not record; "" if there is nothing."""
+    """Return a description of what ``code`` does that torch.fx does not record; "" if there is nothing."""
     before = ""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("BEFORE_WITH", "LOAD_SPECIAL"):

@@ -186,7 +186,7 @@ def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> 
     """Trace the folded network.
 
     Raises:
-        AttributeError: if the network's code reads an attribute that a module lacks; ``obj`` is that module of ``net``.
+        AttributeError: if the network's code reads an attribute that a module lacks; ``obj`` is that module in ``net``.
     """
     try:
         return trace(net, example, forward, training=False)

@@ -194,7 +194,7 @@ def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall,
 def _sinks(
     plan: FoldPlan, layer: TorchBatchNorm, value: Value, moves: list[TracedCall]
 ) -> Iterator[tuple[TracedCall, list[TracedCall]]]:
-    """Yield the affine calls that consume a layer's output, and the moving calls in between; refuse other calls."""
+    """Yield each affine call that consumes a layer's output, with the moving calls in between; refuse other calls."""
     if value.escapes:
         raise Refusal("its output is an output of the network or is read by untraced code")
     for reader in value.consumers:
@@ -269,7 +269,7 @@ def _match_down(call: TracedCall, moves: list[TracedCall], sink: TracedCall, lay
 def _feature_pairs(
     origin: tuple[int, ...], dims: list[int], moves: list[TracedCall], target: tuple[int, ...], kept: list[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of tensors that hold each element's feature before and after the moves.
+    """Yield pairs of tensors that hold the index of each element's feature before and after the moves.
 
     The first pair is for the example's shape. In the other pairs, one dimension of size 1 is larger; shapes that the
     moves do not accept, or that change the features, are left out.

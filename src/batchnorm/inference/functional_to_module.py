@@ -121,7 +121,7 @@ def trace_forwards_(
 
 
 def _observe(net: nn.Module, owners: list[str], example: Any, forward: network_call.Forward | None) -> Arguments:
-    """Run the network and return the arguments with which each owner, and each module that contains one, is called."""
+    """Run the network and return the arguments of each call of ``owners`` and of the modules that contain them."""
     calls: Arguments = defaultdict(list)
     twin = private_copy(net)
     around = {"", *owners}
@@ -258,8 +258,9 @@ def _no_assignments(net: nn.Module) -> Iterator[None]:
 
 
 def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any]) -> None:
-    """Change a module so that it runs a traced form of its forward; an exception leaves it as it was, unless it is a
-    GraphModule.
+    """Change a module so that it runs a traced form of its forward.
+
+    If an exception is raised, the module stays as it was, unless it is a GraphModule.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError("it is scripted")

@@ -25,7 +25,8 @@ class Monitor:
     Args:
         net: any network. Nonlinearities are found if they are modules or fused into this library's batch normalization.
         layers: names of the layers to watch: nonlinearities (their input is recorded) or batch normalizations (their
-            output before a fused nonlinearity is recorded). None watches every nonlinearity.
+            output before a fused nonlinearity is recorded). None watches every nonlinearity or, if none is found, every
+            normalization.
         percentiles: the percentiles to record, in ascending order.
         every: steps between records. Each time there are ``points`` records, every second record is dropped and
             ``every`` doubles, so memory is bounded for a run of any length.
@@ -37,7 +38,7 @@ class Monitor:
         sinks: objects that also write the records, e.g. :class:`batchnorm.monitor.JSONLines`. They are closed on exit.
 
     Raises:
-        ValueError: if a layer is not in the network, or the network has no nonlinearity modules.
+        ValueError: if a layer is not in the network, or if ``layers`` is None and no layer is found.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 1))
     >>> with Monitor(net, every=2) as monitor:
@@ -168,7 +169,9 @@ def _chosen(net: nn.Module, layers: Sequence[str] | None) -> list[str]:
     if layers is None:
         layers = nonlinearities(net)
         if not layers:
-            raise ValueError("the network has no nonlinearity modules; name the layers to watch with layers=")
+            raise ValueError(
+                "the network has no nonlinearity or normalization modules; name the layers to watch with layers="
+            )
     for name in layers:
         if name not in names or not name:
             raise ValueError(f"no layer {name!r} in the network; it has {', '.join(n for n in names if n)}")

@@ -1,4 +1,4 @@
-"""Figure 1 and the claims of Section 4.1: a picture laid out as in the paper, and tables that compare runs with it."""
+"""Figure 1 and the claims of Section 4.1: a picture as in the paper, and tables that compare runs with the claims."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..pictures import BLUE, ORANGE, picture
 from .runs import Run
 
 TARGETS = (*(k / 10 for k in range(1, 10)), 0.95, 0.96, 0.97, 0.98)
-SHOWN = 6  # at most this many targets, the highest that a run reached
+SHOWN = 6  # the table has at most this many targets, the highest that a run reached
 COLOURS = {False: ORANGE, True: BLUE}
 
 

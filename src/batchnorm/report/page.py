@@ -30,8 +30,8 @@ MEASURES = (
         "key": "z",
         "name": "drift of the nonlinearity's inputs",
         "text": "How far the distribution of a unit's input moved since the previous record, relative to the width of"
-        " the distribution; median over the layer's units. Batch normalization fixes the mean and variance of these"
-        " inputs.",
+        " the distribution; median over the layer's units. With batch normalization, only beta and gamma set the mean"
+        " and variance of these inputs.",
     },
     {
         "key": "x",

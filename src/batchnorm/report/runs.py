@@ -45,7 +45,7 @@ class Run:
 
     @property
     def accuracy(self) -> Curve:
-        """The first accuracy curve that is not on training data."""
+        """The first accuracy curve that was not measured on training data."""
         return next((c for name, c in self.curves.items() if _place(name) == 0), [])
 
     @property
@@ -60,7 +60,7 @@ class Run:
         return [layer for layer in first if all(layer in p for p in others)]
 
     def typical(self, layer: str) -> int:
-        """Return the unit of a layer that has the median drift."""
+        """Return the index of the layer's unit with the median drift."""
         return typical_unit(self.percentiles, layer) if len(self.percentiles) > 1 else 0
 
     def steps_to(self, accuracy: float) -> int | None:

@@ -62,7 +62,7 @@ def compare(
 
     Args:
         options: data, folder, device and how often to report.
-        recipe: the run of the paper whose schedule and augmentation to use.
+        recipe: the paper's recipe that sets the schedule and the augmentation.
         overrides: fields of the recipe to change.
         rates: learning rates to try.
         seeds: number of runs of each network at each rate.
@@ -112,9 +112,9 @@ def compare(
             claim_folder(one.folder, one.recipe, data, planned_steps=planned)
     waiting = [one for one in trainings if not one.finished()]
     print(
-        f"{chosen.factory} without batch normalization ({changes[False]}) and with it ({changes[True]}), on"
-        f" {data[splits[0]]:,} images of {classes:,} classes, validated on {images:,}: {len(trainings)}"
-        f" trainings of {steps:,} steps, {len(waiting)} of them not done yet, in {out}",
+        f"{chosen.factory} without batch normalization ({changes[False]}) and with it ({changes[True]}):"
+        f" {data[splits[0]]:,} training images of {classes:,} classes, {images:,} validation images,"
+        f" {len(trainings)} runs of {steps:,} steps in {out}, {len(waiting)} of them unfinished",
         flush=True,
     )
     together = min(jobs, len(waiting)) if on_gpu else 1
@@ -328,9 +328,9 @@ def _steps(times: float | None, top: tuple[int, float] | None) -> str:
     if top is None:
         return "Without batch normalization, a seed diverged before its first validation."
     if times is None:
-        return f"With batch normalization, the mean over seeds never reaches {top[1]:.1%}, the best without."
+        return f"With batch normalization, the mean over seeds never reaches the best mean without it, {top[1]:.1%}."
     how = f"in {times:.1f} times fewer steps" if times > 1 else "but not in fewer steps"
-    return f"With batch normalization, the mean over seeds reaches {top[1]:.1%}, the best without, {how}."
+    return f"With batch normalization, the mean over seeds reaches the best mean without it, {top[1]:.1%}, {how}."
 
 
 def _edges(networks: Mapping[tuple[bool, float], SeedRuns], *chosen: SeedRuns) -> str:

@@ -27,7 +27,7 @@ COUNTS = ("steps", "batch_steps", "bias_steps", "marks", "seeds", "examples", "p
 
 @dataclass(frozen=True)
 class Experiment:
-    """The options that all commands for a claim have. The command's name is the class name in lower case."""
+    """The options shared by the commands that test a claim. A command's name is its class name in lower case."""
 
     processes: int | None = None
     """Number of processes; by default one per core."""

@@ -35,7 +35,7 @@ OURS: dict[type, type[BatchNorm]] = {
 THEIRS: dict[type, type[TorchBatchNorm]] = {ours: theirs for theirs, ours in OURS.items()}
 # The attributes that only layers of this library have.
 OWN = ("activation", "statistics", "on_single", "_frozen", "_ranks_checked")
-# Held by convert, because tracing patches classes and functions of torch, and seeds generators, for all threads.
+# convert holds this lock, because tracing patches torch's classes and functions, and seeds generators, for all threads.
 _ALONE = RLock()
 BY_DIMENSIONS = {2: BatchNorm1d, 3: BatchNorm1d, 4: BatchNorm2d, 5: BatchNorm3d}
 
@@ -52,8 +52,8 @@ def convert(
 
     ``BatchNorm1d/2d/3d``, ``SyncBatchNorm`` and timm's ``BatchNormAct2d`` are replaced; parameters, statistics, hooks,
     shared modules, modes, devices and dtypes stay the same, except that half-precision running statistics become
-    float32. Other layers (a subclass, a patched forward, a parametrization) are not converted, and the report says why.
-    The report also lists calls of ``F.batch_norm``.
+    float32. Other batch normalizations (subclasses, layers with a patched forward or a parametrization) are not
+    converted, and the report says why. The report also lists calls of ``F.batch_norm``.
 
     An activation, and a sum with a tensor of the same shape, are fused into the call of the layer before them. They may
     be modules, functions, methods or operators, in place or not. Each module whose forward contains such a pattern is
@@ -70,7 +70,7 @@ def convert(
 
     Args:
         net: any network.
-        example: a batch; if it has at least two examples, training mode is traced too.
+        example: a batch; the network is traced on it in evaluation mode and, if possible, in training mode.
         forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
             inputs.
         rewrite: False only replaces modules. An activation module is then fused if a ``Sequential`` calls it after the
@@ -101,8 +101,8 @@ def convert(
         layers, refused = _convertible(net, graphs[0])
         fused, unfused = activations_after(net, graphs, [m for m in layers if _has_room(m, graphs)])
         if rewrite:
-            # User code may call or replace single children of a Sequential. Rewritten forwards stay correct then, but
-            # fused modules do not.
+            # The user's code may call or replace single children of a Sequential. A rewritten forward stays correct
+            # then, but a fused activation module would not.
             fused = {}
         makers: dict[nn.Module, Any] = {
             layer: partial(_ours, layer, kind, as_activation(fused.get(layer))) for layer, kind in layers.items()

@@ -40,7 +40,7 @@ def insert(
     """Return the network with a batch normalization between each affine layer and the nonlinearity that it feeds.
 
     z = g(Wu + b) becomes z = g(BN(Wu)). A small container, :class:`~batchnorm.layers.normalized.Normalized`, replaces
-    the Linear, convolution or transposed convolution and contains both that layer and the new one: the state-dict entry
+    the Linear, convolution or transposed convolution and contains both that layer and the new one. The state-dict entry
     ``conv.weight`` becomes ``conv.affine.weight``, and the new entries are ``conv.norm.*``. This also works if the
     nonlinearity is a function, or if there are sums, concatenations or pools between the affine layer and the
     nonlinearity. The bias is dropped, because subtracting the mean would cancel it. Layers that feed no nonlinearity,

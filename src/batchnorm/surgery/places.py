@@ -15,7 +15,8 @@ from ..graph import Graph, TracedCall, Value
 from ..graph.kinds import HANDING_ON, MOVING, NONLINEAR, Affine, Convolution, Transposed, is_affine, plain_name
 
 FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-# In evaluation mode without hooks, these modules do not call their children; a fused function reads their weights.
+# In evaluation mode without hooks, these modules pass their children's weights to a fused function instead of calling
+# the children.
 BYPASSING = (nn.TransformerEncoderLayer,)
 SCALING = frozenset({"mul", "div", "truediv", "multiply", "divide"})
 # Calls after which the features may be in another dimension. Shuffles leave them in dimension 1.
@@ -197,7 +198,7 @@ def _nonlinearities_fed_by(affine: TracedCall) -> Iterator[tuple[TracedCall, int
 
 
 def _dims_after(call: TracedCall, value: Value, dim: int | None) -> list[int | None]:
-    """Return, for each output of a call, the dimension that has the features of dimension ``dim`` of the input."""
+    """Return, for each output of a call, the dimension of the features, which are in dimension ``dim`` of the input."""
     unknown: list[int | None] = [None] * len(call.outputs)
     if dim is None:
         return unknown

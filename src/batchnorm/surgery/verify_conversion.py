@@ -18,8 +18,8 @@ from ..verify import AMPLIFICATION, EXACT, TINY, verify
 Gradients = dict[str, Tensor]
 
 ROWS = 3
-"""The number of rows on which gradients are compared. With two values per channel, as in 1x1 maps of two images, batch
-normalization returns 1 and -1 whatever the values are, and almost no gradient flows back through it."""
+"""The number of rows on which gradients are compared. Two may be too few: with two values per channel, as in 1x1 maps
+of two images, the normalized values are always 1 and -1, and almost no gradient flows back through them."""
 
 
 def compare_outputs(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, modes: int) -> float:
@@ -69,7 +69,7 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
     now = _gradients(new, example, forward, training)
     if was.keys() != now.keys():
         name = min(was.keys() ^ now.keys())
-        raise ValueError(f"'{name}' {'no longer gets' if name in was else 'gets'} a gradient")
+        raise ValueError(f"'{name}' {'no longer gets' if name in was else 'now gets'} a gradient")
     name, error = _worst(now, was)
     if error <= EXACT:
         return

@@ -65,7 +65,7 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
     tensors = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in model.items()}
     pickled = io.BytesIO()
     torch.save(state, pickled)
-    # Serialize in memory: on a full disk, safetensors and torch would raise other errors, without the file's name.
+    # Serialize in memory, because errors that safetensors and torch raise on a full disk do not name the file.
     contents = {"model.safetensors": safetensors.save(tensors), "state.pt": pickled.getvalue()}
     files = {
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -80,7 +80,7 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
             shutil.rmtree(final)
         os.rename(temporary, final)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full
+        shutil.rmtree(temporary, ignore_errors=True)  # free the space: the disk may be full
         raise
     sync(folder)
     for old in _newest_first(folder)[KEPT:]:
@@ -139,7 +139,7 @@ def load(path: Path) -> Checkpoint:
         if not isinstance(state, dict):
             raise TypeError("state.pt does not hold a dict")
     except Exception as error:
-        # The hashes match, so the file is not damaged: another program wrote it.
+        # The hashes match, so the files are not damaged; another program must have written them.
         why = str(error).partition("\n")[0]
         raise CheckpointError(f"{path}: model.safetensors or state.pt cannot be read ({why})") from error
     return Checkpoint(step, model, state)
@@ -156,14 +156,16 @@ def weights_digest(folder: Path) -> str | None:
 
 
 def _manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Return the step, and the size and SHA-256 of each file by the file's name."""
+    """Return the step and, by file name, the size and SHA-256 of each file."""
     try:
         manifest = read_json(path / "manifest.json")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: no readable manifest.json ({error}); this is not a checkpoint") from error
     if manifest.get("format") != FORMAT:
         found = manifest.get("format")
-        raise CheckpointError(f"{path}: its format is {found!r:.80}, not {FORMAT!r}; it was written by another version")
+        raise CheckpointError(
+            f"{path}: its format is {found!r:.80}, not {FORMAT!r}; it was written by another version of batchnorm"
+        )
     step, known = manifest.get("step"), manifest.get("files")
     files = {name: known.get(name) if isinstance(known, dict) else None for name in ("model.safetensors", "state.pt")}
     if not isinstance(step, int) or step < 0 or not all(isinstance(file, dict) for file in files.values()):

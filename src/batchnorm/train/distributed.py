@@ -59,8 +59,8 @@ class Ranks:
     def average_statistics_(self, net: nn.Module) -> None:
         """Replace each running average by its mean over the ranks.
 
-        DistributedDataParallel would keep only rank 0's averages. Averaging takes one all-reduce, or none with a single
-        rank, ``Sync`` or ``nn.SyncBatchNorm``.
+        DistributedDataParallel would keep only rank 0's averages. Averaging takes one all-reduce. It takes none with a
+        single rank, or if all layers use ``Sync`` or are ``nn.SyncBatchNorm``.
         """
         if self.world_size == 1:
             return
@@ -70,7 +70,7 @@ class Ranks:
             if isinstance(m, TorchBatchNorm)
             and not isinstance(m, nn.SyncBatchNorm)
             and getattr(m, "statistics", None) is None
-            and not getattr(m, "frozen_statistics", False)  # averaging equal numbers could change the last bit
+            and not getattr(m, "frozen_statistics", False)  # equal on all ranks; averaging could change the last bit
         ]
         running = [b for m in layers for b in (m.running_mean, m.running_var) if b is not None]
         if not running:
@@ -83,7 +83,7 @@ class Ranks:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device for a command: "cpu", "cuda", or "auto" for a GPU if there is one.
+    """Return the device with this name: "cpu", "cuda", or "auto" for a GPU if there is one.
 
     Raises:
         ValueError: if the name is unknown, or if it is "cuda" and there is no GPU.

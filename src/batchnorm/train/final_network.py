@@ -61,7 +61,7 @@ def folded_network(net: nn.Module, size: int) -> nn.Module:
 
 
 def example_images(size: int) -> Tensor:
-    """Return a batch of noise for tracing a network; with noise, no activation is constant."""
+    """Return two images of random noise, for tracing and checking a network."""
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
 
 

@@ -1,4 +1,4 @@
-"""``batchnorm fold``: write the inference network of a run, or of weights, to a file."""
+"""``batchnorm fold``: write the inference network of a run, or of your own network, to a file."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def fold(
     The file is checked against the network. For a run, it also holds the class names and the preprocessing as JSON:
     classes, size, mean, std and crop. To preprocess an image, first cut out its center square, then resize the square
     to size x size with Pillow's BILINEAR filter. The square's side is max(round(crop * short), min(short, size)), where
-    short is the image's short side; its left edge is at (width - side) // 2, its top edge at (height - side) // 2. The
-    network's input has the shape (n, 3, size, size) and holds the RGB values (x / 255 - mean) / std. Its output is the
-    class scores before softmax.
+    short is the image's short side. The square's left edge is at (width - side) // 2, and its top edge is at
+    (height - side) // 2. The network's input has the shape (n, 3, size, size) and holds the RGB values
+    (x / 255 - mean) / std. The network's output is the class scores before softmax.
 
     Args:
         network: the folder of a finished run, or the function that builds the network, MODULE:FUNCTION or

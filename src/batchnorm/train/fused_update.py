@@ -1,7 +1,7 @@
 """SGD with momentum in one kernel, which reads bfloat16 gradients and writes bfloat16 copies of the weights.
 
-Torch's fused SGD needs gradients of the weights' dtype. So a step takes three passes, which cast the gradients, update
-the weights and cast the weights, and which move 32 bytes per weight. This kernel takes one pass, which moves 20 bytes.
+Torch's fused SGD needs gradients of the weights' dtype. So a step takes three passes: cast the gradients, update the
+weights, cast the weights. Together, they move 32 bytes per weight. This kernel takes one pass, which moves 20 bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Trained(NamedTuple):
     copy: Tensor | None
 
     def fits(self) -> bool:
-        """Return whether the kernel can update the weight: all tensors need one dense layout and matching dtypes."""
+        """Return whether the kernel can update the weight; tensors need the same dense layout and matching dtypes."""
         kind = torch.float32 if self.copy is None else torch.bfloat16
         others = [self.gradient] if self.copy is None else [self.gradient, self.copy]
         same = all(t.dtype == kind and same_layout(t, self.weight) for t in others)
@@ -101,7 +101,7 @@ class FusedUpdate:
             )
             return table.to(device)
         if self._spare is None or self._spare[0].shape != table.shape:
-            raise RuntimeError("run one step with the same parameters before you capture it in a CUDA graph")
+            raise RuntimeError("run one step with the same parameters before you capture a step in a CUDA graph")
         pinned, moved = self._spare
         self._captured.append(self._spare)
         self._spare = None

@@ -1,4 +1,4 @@
-"""Train a recipe on image data: one loop, from the first batch to the folded network."""
+"""Train a network on images with a recipe: one loop, from the first batch to the folded network."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def train(recipe: Recipe, options: Options) -> Result:
 
     Paper: Sec. 4.2.2; Alg. 2 at the end
     """
-    # All batches have the same shape, so it pays to let cuDNN benchmark its algorithms once.
+    # Almost all batches have the same shape, so it pays to let cuDNN benchmark its algorithms once.
     tuned = torch.backends.cudnn.flags(enabled=True, benchmark=True)
     with (
         ranks(options.device) as here,
@@ -189,13 +189,13 @@ class _Training:
             self._tell_time_left(self.logger)
 
     def _seed(self, seed: int) -> None:
-        # torch.manual_seed() would also format a stack trace for every kind of device that is not in use.
+        # torch.manual_seed() is slower: it also formats a stack trace for each type of device that is not in use.
         torch.default_generator.manual_seed(seed)
         if self.ranks.device.type == "cuda":
             torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
     def _tell_time_left(self, logger: Logger) -> None:
-        """Print once an estimate of the time left, measured after the slow first steps."""
+        """Print an estimate of the time left, once, after the slow first steps."""
         taken, left = self.step - self.first, self.total_steps - self.step
         if taken not in TIMED or not left:
             return
@@ -207,7 +207,7 @@ class _Training:
         self.began = now
 
     def _log(self) -> bool:
-        """Log the means over the steps since the last line; return whether the loss is finite."""
+        """Log the means over the steps since the last call; return whether the loss is finite."""
         sums = self.ranks.sum_(self.train_step.sums.clone())
         self.train_step.sums.zero_()
         loss, right, count = sums.tolist()
@@ -256,7 +256,7 @@ class _Training:
             # With several ranks, the other ranks would wait for this one, so the run stops after validation instead.
             if self.stop.requested and self.ranks.world_size == 1 and self.step > self.evaluated:
                 self._save()
-                raise Stopped(f"stopped at step {self.step:,}, in validation; run the same command again to resume")
+                raise Stopped(f"stopped at step {self.step:,}, during validation; run the same command again to resume")
             yield batch
 
     def _stop_requested(self) -> bool:
@@ -300,7 +300,7 @@ class _Training:
         return result
 
     def _inference_network(self) -> nn.Module | None:
-        """Save the final network and return the folded network, or None if its outputs are infinite or NaN."""
+        """Save the final network and return it folded; if its outputs are infinite or NaN, return None."""
         epoch = -(-self.step // len(self.batches))
         count, seed = self.options.estimate_batches, self.recipe.seed
         final = population_network(

@@ -81,7 +81,7 @@ class Logger:
 
     Args:
         folder: the run's folder.
-        positions: lengths at which to continue metrics.jsonl and monitor.jsonl.
+        positions: the lengths in bytes at which metrics.jsonl and monitor.jsonl are continued.
         total: number of steps of the whole run.
         tensorboard: also write scalars for TensorBoard.
     """
@@ -175,8 +175,7 @@ class Result:
     best_top1: float | None = None
     best_step: int | None = None
     top1: float | None = None
-    """top-1 and top-5 validation accuracy of the folded network, with estimated population statistics or the
-    frozen ones"""
+    """top-1 and top-5 validation accuracy of the folded network, with population or frozen statistics"""
     top5: float | None = None
     train_top1: float | None = None
     """top-1 accuracy of the folded network on the training images, if ``score_training`` is set"""

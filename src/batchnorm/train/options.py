@@ -53,7 +53,7 @@ class Options:
     targets: tuple[float, ...] = ()
     """report the first step that reaches each of these validation accuracies, such as 0.722"""
     max_steps: int | None = None
-    """end after this many steps, before the recipe's epochs are over; run again with a larger number to continue"""
+    """stop after this many steps, even if the recipe has more; run again with a larger number to continue"""
     monitor_every: int = 0
     """steps between records of the percentiles of every nonlinearity's inputs (Fig. 1 b, c); 0 records none"""
     tensorboard: bool = False

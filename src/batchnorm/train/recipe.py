@@ -1,4 +1,4 @@
-"""The paper's training runs, each derived from another: five that succeed, two that fail, and six for the ensemble."""
+"""The paper's training runs as recipes: five that succeed, two that fail, and six for the ensemble."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Recipe:
     stem: Literal["separable", "plain"] = "separable"
     """the first convolution"""
     projection: Literal[96, 128] = 96  # the paper's table contradicts itself
-    """pool projection in 4c and 4d"""
+    """number of filters of the pool projection in modules 4c and 4d"""
     width: float = 1.0
     """factor by which every layer's number of filters is multiplied"""
     init: Literal["kaiming", "xavier"] = "kaiming"  # not in the paper

@@ -23,8 +23,8 @@ def claim_folder(
 ) -> None:
     """Write the recipe and a description of the data to a run's folder, or check that they match those already there.
 
-    ``epochs`` may differ, so that a finished run can be trained for longer. A run that has taken more than
-    ``planned_steps``, the steps of the new epochs, is rejected.
+    ``epochs`` may differ, so that a finished run can be trained for longer. ``planned_steps`` is the number of steps in
+    the new epochs; a run that has already taken more steps is rejected.
 
     Raises:
         ValueError: if the folder belongs to a run with another recipe or other data, or to one that has already taken
@@ -111,7 +111,7 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
         for group, own in zip(optimizer.param_groups, mine, strict=True):
             group.update(own)  # keep the rate's tensor, which a captured graph reads; each step sets its value
         for parameter, values in optimizer.state.items():
-            # Weights are channels last only on GPUs, and fused kernels need momentum buffers in the weights' layout.
+            # Copy the buffers into the weights' layout, which fused kernels need; it is channels last only on GPUs.
             values.update({key: torch.empty_like(parameter).copy_(value) for key, value in values.items()})
         evaluated = int(state["evaluated"])
         metrics, monitor = map(int, state["positions"])

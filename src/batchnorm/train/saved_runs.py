@@ -195,7 +195,7 @@ def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path, classe
 
 
 def open_runs(folders: Sequence[Path], *, trust: bool = False) -> dict[str, SavedRun]:
-    """Open runs whose predictions can be averaged, under unique names; see :func:`open_run` for ``trust``.
+    """Open runs whose predictions can be averaged, and return them by unique names; see :func:`open_run` for ``trust``.
 
     Raises:
         ValueError: if there are no runs, if they take images of different sizes, or if a run is given twice.
@@ -228,7 +228,7 @@ def open_for(
     shares = {run.recipe.validate for run in runs.values()}
     if split == "val" and shares != {0.0} and not has_split(data, "val"):
         if len(shares) > 1:
-            raise ValueError("the runs held out different images (validate differs): evaluate them one at a time")
+            raise ValueError("the runs held out different images (--validate differs): evaluate them one at a time")
         _, split = training_splits(data, shares.pop())
     return open_squares(
         data,

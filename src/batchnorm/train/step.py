@@ -54,10 +54,10 @@ def set_rate_(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 class Shadows:
-    """Run a network with bfloat16 copies of its convolution kernels and matrices, cast all at once.
+    """Run a network with bfloat16 copies of its convolution and linear weights, cast all at once.
 
     Autocast instead casts each weight when it is used, and each gradient in the backward pass, which takes two launches
-    per layer. The separable stem stays in full precision, because its two kernels are composed in full precision.
+    per layer. The separable stem stays in full precision, because its two kernels are combined in full precision.
 
     Args:
         net: the network.
@@ -85,7 +85,7 @@ class Shadows:
         self._updates: tuple[FusedUpdate, FusedUpdate] | None = None
 
     def _join(self, net: nn.Module, names: dict[int, str]) -> None:
-        """Place kernels that a module applies as one convolution next to each other in memory, to save copying them."""
+        """Store the kernels of a joined convolution next to each other, so that joining them needs no copy."""
         for module in net.modules():
             kernels = module.joined_kernels() if isinstance(module, InceptionModule) else []
             joined = [names.get(id(kernel), "") for kernel in kernels]
@@ -170,7 +170,7 @@ class TrainStep:
         compile: what torch.compile compiles: the whole "network", or "nothing".
         cast_once: with ``bf16`` and in one process, keep bfloat16 copies of convolution and linear weights, and update
             all copies together after each step, instead of casting each weight when it is used. The results are the
-            same, with hundreds of launches fewer.
+            same, with hundreds fewer launches.
         graph: capture the whole step as a CUDA graph. If the network is not compiled, its branches then run in
             parallel, and with ``cast_once`` the gradients of its convolution kernels are computed on another stream.
         batch: the number of examples in this rank's part of a full batch. A smaller batch at the end of an epoch runs
@@ -245,7 +245,7 @@ class TrainStep:
         self.sums += torch.stack([loss.double() * len(labels), right, torch.full_like(right, len(labels))])
 
     def _share(self, labels: Tensor) -> Tensor | float:
-        """Return the weight of this rank's mean loss: the mean of the weighted losses is the mean over all examples."""
+        """Return a weight for this rank's mean loss, so that the mean over ranks is the mean over all examples."""
         if self.ranks.world_size == 1:
             return 1.0
         # Use float64, so that a share such as 1/3 is not rounded to float32.

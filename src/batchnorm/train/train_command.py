@@ -152,7 +152,8 @@ def describe(
         classes: number of classes.
         size: height and width of the images.
         stem: the first convolution.
-        projection: pool projection in 4c and 4d, where the paper's table contradicts itself.
+        projection: number of filters of the pool projection in modules 4c and 4d, where the paper's table contradicts
+            itself.
     """
     between(1, 1_000_000, classes=classes)
     chosen = replace(RECIPES[recipe], size=size, stem=stem, projection=projection)
@@ -208,7 +209,7 @@ def _summary(result: Result, out: Path, *, frozen: bool = False) -> str:
     ]
     if result.best_top1 is not None:
         by = "frozen statistics" if frozen else "running averages"
-        lines.append(f"best by {by}: {result.best_top1:.2%} at step {result.best_step:,}")
+        lines.append(f"best with {by}: {result.best_top1:.2%} at step {result.best_step:,}")
     lines += [f"steps to {float(k):.1%}: {v if v is None else f'{v:,}'}" for k, v in result.steps_to.items()]
     if result.corrupt:
         listed = "".join(f"\n  {file}" for file in result.corrupt_files[:5])

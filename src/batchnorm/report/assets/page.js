@@ -1,5 +1,5 @@
 "use strict";
-// The page's panels: what each menu shows.
+// Draw the page's panels; the menus choose what they show.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const colour = (k) => `var(--run${k % 6})`;
@@ -121,7 +121,7 @@ function start() {
     el("layer").value = layers.at(-1);
     const units = () => {
       const sizes = watched.flatMap((r) => r.percentiles.layers.filter((l) => l.name === el("layer").value).map((l) => l.units));
-      fill(el("unit"), [["typical", "typical (median shift)"], ["all", "all (median over units)"], ...Array.from({ length: Math.max(...sizes) }, (_, k) => [k, `unit ${k}`])]);
+      fill(el("unit"), [["typical", "typical (median drift)"], ["all", "all (median over units)"], ...Array.from({ length: Math.max(...sizes) }, (_, k) => [k, `unit ${k}`])]);
     };
     units();
     el("layer").addEventListener("change", units);

@@ -17,18 +17,18 @@ CONFIRMED, REFUTED, UNRESOLVED, NOT_RUN = "confirmed", "refuted", "not resolved"
 NOT_TESTED = "not tested"
 # A claim is confirmed or refuted only with this many seeds of each network. With fewer, it is "seen" or "not seen".
 SEEDS = 3
-# If a normalized network diverges within this many steps, broken arithmetic is the likely cause (see `trusted`).
+# If a normalized network diverges within this many steps, faulty arithmetic is the likely cause (see `trusted`).
 EARLY = 100
 # A network overfits visibly if its training accuracy exceeds its validation accuracy by more than GAP, and its
 # validation loss ends at more than RISE times its lowest value.
 GAP, RISE = 0.1, 1.05
 # A network trains if its accuracy exceeds ten times chance or, with few classes, the midpoint between chance and 1. It
-# stays at chance if no validation is more than four standard errors above chance.
+# stays at chance if no validation accuracy is more than four standard errors above chance.
 TRAINS, ERRORS = 10, 4
 
 
 class Verdict(NamedTuple):
-    """A claim, the paper's number for it, the verdict, and the measurements behind the verdict."""
+    """A claim, what the paper reports, the verdict, and the measurements behind the verdict."""
 
     claim: str
     paper: str
@@ -42,8 +42,9 @@ class Verdict(NamedTuple):
 def trusted(finished: Mapping[str, Finished]) -> tuple[dict[str, Finished], list[str]]:
     """Return the runs that verdicts may use, and the names of the others.
 
-    If a normalized network diverges within the first steps, broken arithmetic is the likely cause, and unnormalized
-    networks that fail in the same way say nothing about their learning rate. Verdicts use none of these runs.
+    If a normalized network diverges within the first steps, the likely cause is faulty arithmetic on the device, not
+    the learning rate. The same may be true of unnormalized networks that diverge as early. Verdicts use none of these
+    runs.
     """
     early = [name for name, one in finished.items() if one.diverged and one.result["steps"] <= EARLY]
     if not any(finished[name].run.recipe.batch_norm for name in early):
@@ -52,7 +53,7 @@ def trusted(finished: Mapping[str, Finished]) -> tuple[dict[str, Finished], list
 
 
 def verdicts(plan: Plan, finished: Mapping[str, Finished]) -> list[Verdict]:
-    """Judge every claim of Section 4.2.2, of Section 3.3 on rates, and of Section 3.4.
+    """Judge the claims of Section 4.2.2, of Section 3.3 on learning rates, and of Section 3.4 on dropout.
 
     Paper: Sec. 3.3, 3.4, 4.2.2
     """
@@ -118,7 +119,7 @@ def _a_fourteenth_of_the_steps(inception: Seeds, x5: Seeds) -> Verdict:
 def fewer_steps(
     name: str, claim: str, inception: Seeds, network: Seeds, enough: Callable[[float], bool], paper: str
 ) -> Verdict:
-    """Judge how many times fewer steps a network takes to reach Inception's best accuracy, for every pairing of seeds.
+    """Judge the claim that a network reaches Inception's best accuracy in fewer steps, for every pairing of seeds.
 
     Paper: Fig. 3
     """
@@ -259,7 +260,7 @@ def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
 
 
 def less_dropout(finished: Mapping[str, Finished]) -> Verdict:
-    """Judge whether a normalized network is, within noise, as accurate with less dropout as with the most dropout.
+    """Judge whether a normalized network with less dropout keeps its accuracy, within noise.
 
     The claim is tested only if there is overfitting for dropout to prevent: without dropout, the network with BN or the
     network without BN must overfit visibly in all its seeds.

@@ -21,7 +21,7 @@ STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 @dataclass(frozen=True)
 class Seeds:
-    """The finished runs of one network that differ only in the seed; there may be none."""
+    """The finished runs of one network, usually with different seeds; there may be none."""
 
     runs: tuple[Finished, ...]
 
@@ -73,7 +73,7 @@ def network_of(finished: Mapping[str, Finished], variant: str) -> Seeds:
 
 
 def unnormalized(finished: Mapping[str, Finished]) -> dict[str, Seeds]:
-    """Return Figure 2's networks without batch normalization, by names that tell what the plan changes in them."""
+    """Return Figure 2's networks without batch normalization, by names that include the plan's changes."""
     networks: dict[str, list[Finished]] = {}
     for one in finished.values():
         recipe = one.run.recipe
@@ -85,7 +85,7 @@ def unnormalized(finished: Mapping[str, Finished]) -> dict[str, Seeds]:
 
 
 def tuned_baseline(finished: Mapping[str, Finished]) -> tuple[str, Seeds] | None:
-    """Return the name and the runs of the unnormalized network with ReLU in Figure 2 that has the highest accuracy."""
+    """Return the name and the runs of Figure 2's most accurate unnormalized network with ReLU; None without runs."""
     networks = {
         k: seeds for k, seeds in unnormalized(finished).items() if seeds.runs[0].run.recipe.activation == "relu"
     }

@@ -272,8 +272,8 @@ def sections(studies: Studies) -> list[Section]:
     parts.append(ran({name: one for study in studies.all for name, one in _named(study, studies).items()}))
     untrusted = [[name] for study in studies.all for name in study.untrusted]
     text = (
-        "These runs diverged within their first steps, and some of them are normalized, so the arithmetic is the likely"
-        " cause. No verdict uses them. Delete their result files and train them again."
+        "These runs diverged within their first steps, and some of them are normalized, so faulty arithmetic on the"
+        " device is the likely cause. No verdict uses them. Delete their result files and train them again."
     )
     parts.append(Section("Runs that do not count", text, [["run"], *untrusted]))
     parts.append(Section("Not run yet", "", [["run", ""], *(list(item) for item in studies.missing.items())]))
@@ -307,7 +307,7 @@ def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
 
 
 def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
-    """Draw a panel of all steps, and a panel of the first quarter, or of fewer steps if a run has fewer."""
+    """Draw one panel with all steps, and one that ends after a quarter of them or with the shortest run."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
     for axis in axes:
         _curves(axis, finished)

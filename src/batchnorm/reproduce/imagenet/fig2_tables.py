@@ -98,7 +98,7 @@ def show_times(value: float | None) -> str:
 
 
 def show_name(name: str) -> str:
-    """Return a network's name as the paper writes it.
+    """Return a network's name with its first letter in upper case.
 
     >>> show_name("inception, rate 0.015")
     'Inception, rate 0.015'
@@ -107,7 +107,7 @@ def show_name(name: str) -> str:
 
 
 def figure3(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate steps to the baseline's best accuracy, maximum accuracy and steps to it, with the paper's numbers.
+    """Tabulate the steps to the baseline's best accuracy and the maximum accuracies, next to the paper's numbers.
 
     Paper: Fig. 3
     """
@@ -166,7 +166,7 @@ def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
 
 
 def on_the_way(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate steps to fractions of the baseline's best accuracy, and how many times fewer than the baseline's."""
+    """Tabulate each network's steps to fractions of the baseline's best accuracy, and its speedup over the baseline."""
     inception = network_of(finished, "inception").curve
     top = best(inception)
     networks = {name: curve for name in PAPER if (curve := network_of(finished, name).curve)}

@@ -1,4 +1,4 @@
-"""Figure 4 as a table: the paper's rows, the rows measured here, and whether each step lowers the error."""
+"""Figure 4 as a table: the paper's rows, our rows, and whether more crops and more networks lower the error."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TOP = {"top-1": 1, "top-5": 5}
 
 
 class Gain(NamedTuple):
-    """An error before and after one step of Figure 4, on the same images, and the standard error of the difference."""
+    """An error before and after one change, such as more crops, and the standard error of the difference."""
 
     name: str
     error: str
@@ -100,7 +100,7 @@ class Figure4(NamedTuple):
 
 
 def figure4(members: Sequence[MemberFiles], size: int) -> Figure4:
-    """Score single networks with one crop and with many crops, and the ensemble of all members, from their files.
+    """Score the members with one crop and with many crops, alone and as an ensemble, from their files.
 
     Paper: Sec. 4.2.3; Fig. 4
     """

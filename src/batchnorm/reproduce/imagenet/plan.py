@@ -103,7 +103,7 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results
             raise ValueError(f"two runs are called {next(n for n in names if names.count(n) > 1)}")
         for run in (run for group in groups for run in group["runs"]):
             if run["recipe"] not in RECIPES:
-                raise ValueError(f"{run['name']}: there is no recipe {run['recipe']!r}; there are {', '.join(RECIPES)}")
+                raise ValueError(f"{run['name']}: unknown recipe {run['recipe']!r}; choose from {', '.join(RECIPES)}")
         best = _best_rates([run for group in groups if group["name"] == "rates" for run in group["runs"]], results)
         runs, waiting = [], {}
         for group in groups:
@@ -150,9 +150,10 @@ def _accuracy(file: Path) -> float:
 
 
 def _rate(group: dict[str, Any], run: dict[str, Any], best: dict[str, float | None]) -> tuple[float | None, str | None]:
-    """Return a run's rate and the recipe of the sweep that sets it; the recipe is None if no sweep sets the rate.
+    """Return a run's rate, and the recipe whose sweep sets the rate.
 
-    The rate is None if the sweep is not finished, or if neither the plan nor a sweep sets the rate.
+    The rate is None if the sweep is not finished, or if the run keeps its recipe's rate. The recipe is None if no sweep
+    sets the rate.
     """
     sweep = group.get("base")
     if run.get("rate") == "best":

@@ -141,7 +141,7 @@ def compare_convolutions(net: nn.Module, images: Tensor) -> str | None:
     In training mode, the convolutions of the backward pass are compared too.
 
     Returns:
-        A description of the first convolution whose error is larger than rounding explains, or None.
+        A description of the first convolution whose error is larger than TOLERANCE, or None.
     """
     watch = _Compare()
     with torch.set_grad_enabled(net.training), watch:
@@ -177,7 +177,7 @@ class _Compare(TorchDispatchMode):
                 shapes = " and ".join(str(tuple(a.shape)) for a in args[:3] if isinstance(a, Tensor))
                 self.wrong = (
                     f"the bfloat16 convolution of {shapes} has a relative error of {worst:.2g}, more than"
-                    f" the {TOLERANCE:g} that rounding explains"
+                    f" the {TOLERANCE:g} allowed for rounding"
                 )
         return found
 

@@ -76,7 +76,7 @@ def _verdicts(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
         "between all layers, more singular values are near 1 with BN than without": all(
             share(layers, True, "J") > share(layers, False, "J") for layers in pairs
         ),
-        "between all layers, more of them are near 1 with BN than in random matrices of the same norm": all(
+        "between all layers, with BN, more singular values are near 1 than in random matrices of the same norm": all(
             share(layers, True, "J") > share(layers, True, "random") for layers in pairs
         ),
     }

@@ -206,7 +206,7 @@ class _Watch:
 
 
 def accuracy_steps(steps: int) -> list[int]:
-    """Return the steps at which accuracy is measured: often in the first 5,000 steps, and every fiftieth of the run.
+    """Return the steps at which accuracy is measured: often in the first 5,000, and after every 2% of the run.
 
     >>> accuracy_steps(50_000)[:3], len(accuracy_steps(50_000)), accuracy_steps(50_000)[-1]
     ([100, 200, 300], 71, 50000)

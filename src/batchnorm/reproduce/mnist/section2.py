@@ -67,9 +67,9 @@ def section2(options: Section2) -> dict[str, Any]:
     claim += " parameters are computed outside the gradient descent step."
     norms, losses = ignored["norm of b"], ignored["loss"]
     verdicts = {
-        "b grows while the loss stays, if the gradient ignores that E[x] depends on b": norms[-1] > norms[0]
+        "b grows and the loss does not change if the gradient ignores that E[x] depends on b": norms[-1] > norms[0]
         and max(losses) - min(losses) < 1e-6 * losses[0],
-        "b stays, if the gradient does not ignore it": max(through["norm of b"]) < 1e-3 * norms[-1],
+        "b does not grow if the gradient includes how E[x] depends on b": max(through["norm of b"]) < 1e-3 * norms[-1],
     }
     findings = {"b alone": alone, "whole network": runs}
     return publish(options, claim, findings, verdicts, draw)
