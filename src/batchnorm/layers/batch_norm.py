@@ -109,13 +109,13 @@ class BatchNorm(TorchBatchNorm):
         """Return the running mean and variance."""
         if "running_mean" in self._buffers:
             return self._buffers["running_mean"], self.running_var
-        return self.running_mean, self.running_var  # a parametrization, for example
+        return self.running_mean, self.running_var  # not a buffer, for example if it is parametrized
 
     @property
     def frozen(self) -> int:
         """What is frozen, as a sum: 1 for the statistics, 2 for the weight, 4 for the bias.
 
-        This exists because torch.distributed.checkpoint reads each entry of the state dict as an attribute.
+        This property exists because torch.distributed.checkpoint reads each entry of the state dict as an attribute.
         """
         return self._frozen
 
@@ -129,8 +129,8 @@ class BatchNorm(TorchBatchNorm):
         """Whether the next forward pass would normalize by the statistics of its mini-batch."""
         return self._normalizes_by_batch()
 
-    # What follows, up to _fast, avoids properties: if compiled code reads one, Dynamo guards on the class, and that
-    # turns off its fast check of the enclosing modules.
+    # forward() and the methods that it calls avoid properties: if compiled code reads a property, Dynamo guards on the
+    # class. Such a guard turns off Dynamo's fast check of the enclosing modules.
 
     def _normalizes_by_batch(self) -> bool:
         return not self._frozen & STATISTICS and (self.training or any(a is None for a in self._averages()))
@@ -240,7 +240,7 @@ class BatchNorm(TorchBatchNorm):
             self.num_batches_tracked.add_(1)
 
     def _factor(self) -> float | None:
-        """Return the momentum; as in torch.nn, 0 if it is None (a cumulative average) and batches are not counted."""
+        """Return the momentum; as in torch.nn, 0 instead of None (a cumulative average) if batches are not counted."""
         return 0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -274,7 +274,7 @@ class BatchNorm(TorchBatchNorm):
             )
 
     def _falls_back_on_running(self, input: Tensor, mask: Tensor | None) -> bool:
-        """Return whether the batch has one value per feature, so that running statistics normalize it.
+        """Return whether to normalize the batch by running statistics, because it has one value per feature.
 
         Raises:
             ValueError: if the batch has one value per feature and ``on_single`` is "error".
@@ -288,7 +288,7 @@ class BatchNorm(TorchBatchNorm):
         if not (1 in counts if counts else m == 1):
             return False
         if self.on_single == "running":
-            # Given running statistics, Ghost uses them for the groups that have one value, and only for these.
+            # Ghost itself normalizes its groups of one value by the running statistics, if there are any.
             return groups == 1 or self._running() is None
         masked = " with all but one value masked" if counts else ""
         larger = "batch"

@@ -81,7 +81,7 @@ def _require_parameters(name: str, layer: BatchNorm, bits: int) -> None:
     for bit, key in ((WEIGHT, "weight"), (BIAS, "bias")):
         if bits & bit and key not in layer._parameters:
             raise ValueError(
-                f"the {key} of {name} is not a parameter but computed from others, for example by"
+                f"the {key} of {name} is not a parameter but computed from other parameters, for example by"
                 " torch.nn.utils.parametrize: pass affine=False, and set requires_grad of those parameters yourself"
             )
 

@@ -62,10 +62,10 @@ def activations_after(
 ) -> tuple[dict[nn.Module, nn.Module], dict[nn.Module, str]]:
     """Return the activation module that can be fused into each layer, and for the other layers the reason why not.
 
-    In every traced forward pass, the activation must be the only consumer of each of the layer's outputs. The layer and
-    the activation must not be used anywhere else: a Sequential must call one after the other, or the network must be a
-    torch.fx graph, and nothing else in the network may refer to them. It is not enough that a forward that the user
-    wrote calls them one after the other on the example, because it may take another path on other inputs.
+    In every traced forward pass, the activation must be the only consumer of each of the layer's outputs. A Sequential
+    must call the layer and then the activation, or the network must be a torch.fx graph. Nothing else in the network
+    may refer to the two modules. A user's own forward method does not qualify as the caller, because it may take
+    another path on other inputs.
 
     >>> from batchnorm.graph import trace
     >>> import torch

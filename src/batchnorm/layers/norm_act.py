@@ -16,7 +16,7 @@ from .batch_norm import BatchNorm2d, _is_symbolic
 class NormAct(BatchNorm2d):
     """Normalize, then apply the child modules ``drop`` and ``act``, in the same call if possible.
 
-    ``convert`` turns timm's ``BatchNormAct2d`` into this class. The converted layers remain instances of timm's class.
+    ``convert`` gives timm's ``BatchNormAct2d`` layers a class that derives from both this class and timm's.
     """
 
     drop: nn.Module

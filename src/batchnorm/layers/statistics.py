@@ -120,10 +120,10 @@ class Ghost:
 class Renorm:
     """Correct the batch's statistics towards the running statistics, within bounds (Ioffe, 2017).
 
-    x_hat = (x - mu_B) / sigma_B * r + d with r = sigma_B / sigma clipped to [1/r_max, r_max] and d = (mu_B - mu) /
-    sigma clipped to [-d_max, d_max]; no gradient flows through r and d. ``Renorm(1, 0)`` is Algorithm 1. The 2017 paper
-    starts training with these bounds and then widens them. To change the bounds, assign a new ``Renorm`` to
-    ``layer.statistics``.
+    x_hat = (x - mu_B) / sigma_B * r + d, where r = sigma_B / sigma is clipped to [1/r_max, r_max], and
+    d = (mu_B - mu) / sigma is clipped to [-d_max, d_max]. mu and sigma are the running mean and standard deviation. No
+    gradient flows through r and d. ``Renorm(1, 0)`` is Algorithm 1. The 2017 paper starts training with these bounds
+    and then widens them. To change the bounds, assign a new ``Renorm`` to ``layer.statistics``.
 
     Args:
         r_max: bound on the correction of the scale, at least 1.
@@ -171,7 +171,7 @@ class Renorm:
 
 
 def count_unmasked(mask: Tensor, groups: int = 1) -> list[int]:
-    """Return how many positions of each group are not masked; an empty list if the mask's values cannot be read now."""
+    """Return how many positions of each group are unmasked; an empty list if reading the mask is slow or impossible."""
     if mask.device.type != "cpu" or torch.compiler.is_compiling() or is_transformed():
         return []
     return [int(part.sum()) for part in mask.tensor_split(groups)]

@@ -60,8 +60,8 @@ class Description(NamedTuple):
 def describe(net: nn.Module, size: int = 224, channels: int = 3) -> Description:
     """Return each layer's parameters and multiply-adds, counted in a forward pass on the meta device.
 
-    Only layers with parameters, pooling and local response normalization are listed. Multiply-adds are those of
-    convolutions and linear layers, as usual in the literature.
+    Only pooling, local response normalization and layers that have parameters are listed. Only the multiply-adds of
+    convolutions and linear layers are counted, as is usual in the literature.
 
     Args:
         net: a network that takes images.
@@ -110,7 +110,7 @@ class Claim(NamedTuple):
 
 
 def claims(description: Description) -> tuple[Claim, ...]:
-    """Compare the paper's statements about the appendix network with a description of it.
+    """Return the paper's statements about the size of its network, each with the number from ``description``.
 
     No reading of the table in the appendix gives the 13.6 million parameters that Section 4.2 states.
 

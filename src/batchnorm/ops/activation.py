@@ -79,14 +79,17 @@ class Activation(NamedTuple):
 
 
 def apply(activation: Activation, z: Tensor) -> Tensor:
-    """Return g(z); if compiled code called the activation itself, torch.compile would check its class in every call."""
+    """Return g(z).
+
+    Compiled code calls this instead of the ``Activation``, whose class torch.compile would check in every call.
+    """
     if activation.name == "leaky_relu":
         return F.leaky_relu(z, activation.slope)
     return _KINDS[activation.name].function(z)
 
 
 IDENTITY = Activation()
-# Created once, because every call with an activation's name needs one of these.
+# Create these once, not in every call of as_activation.
 _NAMED = {name: Activation(name) for name in NAMES}
 
 

@@ -48,7 +48,7 @@ class Path(Protocol):
 
 
 class Features:
-    """Flatten the feature dimensions of a user's tensors to one dimension C, and restore their shape."""
+    """Flatten the feature dimensions of a call's tensors to one dimension C, and restore them in the results."""
 
     def __init__(self, x: Tensor, feature_dims: int) -> None:
         if not x.is_floating_point():

@@ -43,8 +43,8 @@ class Source(NamedTuple):
 def built(source: Source) -> tuple[Any, str | None]:
     """Compile the library unless it is cached, and load it.
 
-    Returns the library and None. If the library could not be cached, only this process can use it, and the reason is
-    returned instead of None.
+    Returns the library and, if it could not be cached, the reason (else None). Only this process can use a library that
+    is not cached.
 
     Raises:
         Unavailable: if the source cannot be compiled or the library cannot be loaded.
@@ -87,7 +87,7 @@ def cached(source: Source) -> Any:
 
 
 def kept(name: str, depends: object, make: Callable[[], bytes]) -> bytes:
-    """Return a compiled file's contents from the cache folder; if there are none, call ``make`` and cache its result.
+    """Return a compiled file's contents from the cache folder; if it is not there, call ``make`` and cache the result.
 
     ``depends`` describes everything that the contents depend on.
     """

@@ -50,10 +50,10 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
 
 
 def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dx, dgamma, dbeta and dz by the gradients of the paper's Section 3, with differentiable operations.
+    """Return dx, dgamma, dbeta and dz by the formulas of the paper's Section 3, with differentiable operations.
 
     dx = gamma / sigma * (dz - mean(dz) - x_hat mean(dz x_hat)). ``passes`` is True where the activation's derivative is
-    1. It is given if the residual was not saved.
+    1. If it is given, the residual is not needed.
 
     Paper: Sec. 3, gradients
     """

@@ -70,8 +70,8 @@ def update_(running: Kept, moments: Moments, momentum: float | None, *, plain: b
         # torch.func transforms have rules for plain operations, but not for our operator.
         mean, var, batches, skipped = running
         if is_wrapped(batches) and not is_wrapped(skipped):
-            # The caller passed the buffers of a state dict, which does not contain this count. Transforms cannot change
-            # a tensor that was not passed, so discard the count.
+            # The caller passed the buffers of a state dict, which does not contain num_skipped. A transform cannot
+            # change a tensor that was not passed to the function, so discard the count.
             skipped = torch.zeros_like(batches)
         _update(mean, var, batches, skipped, *new, momentum)
     else:
@@ -130,7 +130,7 @@ def _update_cpu(
 
 
 def _update_meta(*args: Tensor | float | None) -> None:
-    """Do nothing if all tensors are on meta; raise if only some are, because the dispatcher then calls this as well."""
+    """Do nothing if all tensors are on meta; raise if only some are, since the dispatcher calls this in both cases."""
     if not all(arg.is_meta for arg in args if isinstance(arg, Tensor)):
         raise RuntimeError(
             "some of a layer's running averages and counters are on 'meta', so the averages cannot be updated; load a"

@@ -19,7 +19,7 @@ def is_transformed() -> bool:
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """Return whether a ``torch.func`` transform tracks ``x``, because it was passed to the transformed function."""
+    """Return whether a ``torch.func`` transform tracks ``x``, as it does the arguments of the transformed function."""
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 

@@ -118,7 +118,7 @@ class Unit(nn.Sequential):
         return product
 
     def pools(self, pool: nn.Module, x: Tensor | torch.fx.Proxy) -> bool:
-        """Return whether :meth:`pooled` may replace calls of the unit and then ``pool``; False if either has hooks."""
+        """Return whether :meth:`pooled` may replace the unit followed by ``pool``; False if either has hooks."""
         if torch.compiler.is_compiling() or type(pool) is not MaxPool2d:
             return False
         if len(self) != 2 or not isinstance(self[1], BatchNorm2d):
@@ -315,7 +315,7 @@ class InceptionModule(nn.Module):
         return all(type(unit) is Unit for unit in units)
 
     def _heads(self) -> dict[str, Unit]:
-        """Return the units whose 1x1 convolutions read the input; the projection does if it comes before the pool."""
+        """Return the units whose 1x1 convolutions read the input, including the projection if it precedes the pool."""
         heads = {"one": self.one, "three": self.three[0], "double": self.double33[0]}
         if self.projects_first:
             heads["project"] = self.pool[1]

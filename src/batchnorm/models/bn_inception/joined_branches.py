@@ -78,7 +78,7 @@ def normalize_together(parts: Sequence[Part], *sources: Tensor) -> tuple[Tensor,
     In evaluation, normalize by the running averages, with one launch per part. :func:`can_join` says which layers and
     tensors are supported.
     """
-    sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)  # no copy of cuDNN's outputs
+    sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)  # does not copy cuDNN's outputs
     if not parts[0].bn.uses_batch_statistics:
         return tuple(_inferred(part, sources[part.source]) for part in parts)
     parameters = [p for part in parts for p in (part.bn.weight, part.bn.bias)]

@@ -16,7 +16,7 @@ from .blocks import InceptionModule, InceptionRow, SeparableConv2d, Unit, scaled
 from .channels_last import takes
 from .pooling import GlobalAvgPool2d, MaxPool2d
 
-# The printed table. Its filters give 4c and 4d 608 output channels each, but its output column says 576: see
+# The printed table. By its filter counts, 4c and 4d each have 608 output channels, but its output column says 576: see
 # `projection` below.
 # fmt: off
 APPENDIX = (
@@ -217,7 +217,7 @@ def initialize_(
 
 
 class LocalResponseNorm(nn.LocalResponseNorm):
-    """Divide each value by a power of k plus alpha times the mean square over neighbouring channels.
+    """Divide each value by (k + alpha * mean square over neighbouring channels) ** beta.
 
         y_c = x_c (k + alpha / n sum_{|c' - c| <= n/2} x_{c'}^2)^-beta
 

@@ -18,7 +18,8 @@ def pixel_blocks(x: Tensor, before: int, taps: int) -> Tensor:
 
     Each row and each column gets ``before`` blocks in front and ``taps - 1 - before`` blocks behind. The result has the
     shape (N, channels, rows, columns) and is channels last. Its number of channels, four times that of the images, is
-    rounded up to a multiple of 8 for tensor cores. Blocks that a kernel writes under autocast have autocast's dtype.
+    rounded up to a multiple of 8 for tensor cores. If a kernel writes the blocks under autocast, they have
+    autocast's dtype.
 
     >>> pixel_blocks(torch.arange(16.0).view(1, 1, 4, 4), 0, 1)[0, :4, 0, 0]
     tensor([0., 1., 4., 5.])

@@ -18,7 +18,7 @@ from ...ops.torch_state import is_forward_mode, is_unseen
 class WeightGradients:
     """Compute the gradients of convolution kernels on a separate stream, concurrently with the backward pass.
 
-    Use the object in a ``with`` statement around the forward pass; it applies to convolutions by :func:`convolve`. A
+    Use the object in a ``with`` statement around the forward pass; it applies to calls of :func:`convolve`. A
     kernel's gradient must not be read before :meth:`wait`, so use ``torch.autograd.grad``: ``loss.backward()`` would
     read the gradients to add them to ``.grad``.
     """
@@ -92,7 +92,7 @@ def note_stem(x: Tensor, y: Tensor) -> None:
 
 
 def convolve(x: Tensor, weight: Tensor, stride: Any, padding: Any) -> Tensor:
-    """Convolve ``x``; inside a ``with`` block of a :class:`WeightGradients`, it computes the gradient of ``weight``."""
+    """Convolve ``x``; in a :class:`WeightGradients` block, a separate stream computes the gradient of ``weight``."""
     gradients = _local.gradients
     plain = is_unseen(x, weight) and not is_forward_mode() and not weight._backward_hooks
     if gradients is None or x.dtype != weight.dtype or not plain:

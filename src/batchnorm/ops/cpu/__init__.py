@@ -6,11 +6,11 @@ over the channels only, which is slow with few channels. A separate ReLU allocat
 batches, calling operators from Python takes most of the time. So there are three implementations:
 
 autograd.py       layers in training: one call of kernel.c for dense float32, if compiler.py finds a C compiler; one
-                  call of torch's kernel for other tensors, or if that kernel is as fast.
+                  call of torch's kernel for half precision, and for batches on which that kernel is as fast.
 torch_kernels.py  torch's kernel and its derivative, for small batches, channels_last with enough channels, and half
                   precision. The activation is applied in place.
-passes.py         everything else: statistics by sums that run at memory bandwidth, the transform, the activation in
-                  place, and torch's kernel for the backward pass if it supports the layout.
+passes.py         everything else: separate passes for the statistics, the transform and the activation. The backward
+                  pass uses torch's kernel if that is fast and accurate enough.
 
 ``batchnorm bench cpu`` measures all of this against torch; results/cpu.json holds the numbers.
 

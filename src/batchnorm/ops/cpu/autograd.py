@@ -2,9 +2,10 @@
 
 Dense float32 goes to kernel.c. One call computes the statistics, the running averages, the transform, the residual and
 the activation; another computes the whole gradient. The backward pass needs x, five numbers per channel and, with a
-residual, one byte per element (relu, relu6, leaky_relu) or the residual itself. Half precision goes to torch's kernel,
-and so do batches on which that kernel is as fast. Torch's kernel also updates the running averages. If the statistics
-that it returns show that its output is inaccurate, the averages are restored and the caller uses another path.
+residual, one byte per element (relu, relu6, leaky_relu) or the residual itself (smooth activations). Half precision
+goes to torch's kernel, and so do batches on which that kernel is as fast. Torch's kernel also updates the running
+averages. If the statistics that it returns show that its output is inaccurate, the averages are restored and the caller
+uses another path.
 
 On a small batch, the Python code around a kernel takes longer than the kernel, because the backward pass has evicted
 that code from the cache. So checks are not repeated for batches of the same shape, strides and dtype, and no moments
@@ -36,7 +37,7 @@ _f32 = torch.float32
 
 # With fewer values than this, one thread finishes before a second thread has started.
 PARALLEL = 1 << 14
-LARGE = 1 << 18  # a batch with at least this many values is large
+LARGE = 1 << 18  # from this many values on, torch's kernel may be faster than kernel.c: see train_
 LIMIT = torch_kernels.CONDITION**2  # largest squared norm of mean / std for which torch's kernel is accurate
 ROWS_KEPT = 5  # numbers per channel for the backward pass: kernel.c's LINES
 
@@ -110,7 +111,7 @@ def train_(call: Call) -> Tensor | None:
     ):
         return None
     mean, var, num_batches, _ = running
-    # Nearly every call has the same key as the last call with the same running averages, so its checks are cached.
+    # Nearly every call of a layer has the same key as the call before, so the results of the checks are cached.
     memory = _memories.get(id(mean))
     key = (
         x.shape, x.stride(), x.dtype, None if gamma is None else gamma.shape, None if beta is None else beta.shape,
@@ -336,7 +337,7 @@ class CompiledFunction(torch.autograd.Function):
             g = form.activation
             if not hidden:
                 center, scale, offset = (composite.per_channel(v, x) for v in kept[:3])
-                dy, g = g.backward(dy, (x - center) * scale + offset), IDENTITY  # g' at the z that the kernel used
+                dy, g = g.backward(dy, (x - center) * scale + offset), IDENTITY  # compute g' at the kernel's z
             dx, dgamma, dbeta, dz = composite.backward(Call(x, gamma, beta, eps, g, residual), dy, passed)
         else:
             if x.dtype is not _f32 or x.stride() != form.stride or x.shape != form.size:

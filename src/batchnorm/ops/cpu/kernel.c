@@ -326,8 +326,8 @@ static void keep(Call *c, i64 channel, double mean, double var) {
     kept[LACK * all] = (float)(mean - center);
     c->mean[channel] = mean;
     c->var[channel] = var;
-    // A channel is bad if its statistics are not finite or near overflow, or if its standard deviation is so small that
-    // squared deviations or the slope of dx come near the limits of float32.
+    // A channel is bad if its statistics are infinite, NaN or near overflow, or if its standard deviation is so small
+    // that squared deviations or the slope of dx come near the limits of float32.
     int good = fabs(mean) < 1e38 && var < 1e38 && invstd < 1e15 && fabs(scale) * invstd < 1e20;
     if (!good) __atomic_store_n(&c->bad, 1, __ATOMIC_RELAXED);
 }

@@ -25,8 +25,8 @@ from .torch_kernels import GRADIENT_ROWS, ROWS, VECTOR, apply_, stored_like
 
 Vector = NDArray[np.float64]
 
-# Largest mean^2 / (var + eps) for which x is not shifted. Cancellation then multiplies the rounding error of the
-# variance by at most about this number.
+# If mean^2 / (var + eps) is above this limit, x is shifted. Below the limit, cancellation multiplies the rounding error
+# of the variance by at most about this number.
 CONDITION = 16.0
 # The maximum number of columns of a matrix: enough for full vectors and long loops, but few enough that a row of sums
 # stays in the L1 cache.
@@ -160,9 +160,9 @@ def _fast_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tens
 def _coefficients(
     ctx: Any, m: int, sums: tuple[Vector, Vector] | None, dmean: Tensor | None, dvar: Tensor | None
 ) -> tuple[Vector, Vector]:
-    """Return b and c of dx = s*g + b*x + c, from Section 3 of the paper, with s = gamma * invstd.
+    """Return b and c of dx = s*dz + b*x + c, from Section 3 of the paper, with s = gamma * invstd.
 
-    dx = s (g - dbeta/m - x_hat dgamma/m) + dmean/m + 2 dvar (x - mean)/m
+    dx = s (dz - dbeta/m - x_hat dgamma/m) + dmean/m + 2 dvar (x - mean)/m
     """
     b, c = np.zeros_like(ctx.mean), np.zeros_like(ctx.mean)
     if sums is not None:
@@ -207,7 +207,7 @@ def derivative_needs(activation: Activation, dtype: torch.dtype) -> str | None:
 
 
 def _activation_backward(activation: Activation, dy: Tensor, at: Tensor | None) -> Tensor:
-    """Return dz = g'(z) dy; ``at`` is y or z, see :func:`derivative_needs`. In double backward, it is never z."""
+    """Return dz = g'(z) dy; ``at`` is y or z, see :func:`derivative_needs`. In double backward, ``at`` is never z."""
     match activation.name:
         case "identity":
             return dy

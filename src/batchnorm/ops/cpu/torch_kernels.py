@@ -27,8 +27,8 @@ FEW_ELEMENTS = 16_000
 # torch's kernels vectorize over adjacent channels if there are at least this many.
 VECTOR = 16
 # If the channels are adjacent, torch's kernels add rows one by one in float32. For values of the same sign, the
-# relative error of the sum is about 1e-6 for ROWS rows, which is good enough for a mean, and about 1e-5 for
-# GRADIENT_ROWS rows, which is good enough for sums of gradients.
+# relative error of a sum over ROWS rows is about 1e-6, which is good enough for a mean. Over GRADIENT_ROWS rows, it is
+# about 1e-5, which is good enough for sums of gradients.
 ROWS, GRADIENT_ROWS = 1 << 13, 1 << 18
 
 # Up to this many elements a second buffer costs less than autograd's overhead for an in-place operation.
@@ -49,7 +49,7 @@ def is_fast(x: Tensor) -> bool:
     if x.is_contiguous():
         if elements > shape[0] * channels:
             return half or elements <= IMAGE_ELEMENTS * min(channels, torch.get_num_threads())
-    elif not x.movedim(1, -1).is_contiguous() or (x.dim() == 3 and not half):  # torch has no fast kernel for 3D
+    elif not x.movedim(1, -1).is_contiguous() or (x.dim() == 3 and not half):  # torch has no fast kernel for 3D tensors
         return False
     elif channels < VECTOR:
         return x.dim() > 3 and elements <= FEW_ELEMENTS
@@ -99,7 +99,7 @@ class _DifferentiableMoments(torch.autograd.Function):
 
 
 def flatten(t: Tensor, x: Tensor) -> Tensor:
-    """Flatten ``t``, of x's shape, if torch's kernels could otherwise misread the layout of x's gradient.
+    """Flatten ``t``, which has x's shape, if torch's kernels could otherwise misread the layout of x's gradient.
 
     With four or more dimensions, the kernels tell contiguous from channels_last gradients by their strides. The stride
     of a dimension of size 1 is meaningless, so the kernels may mistake one layout for the other. Rows (M, C) and planes

@@ -28,7 +28,7 @@ from . import extension, inductor, launch, schedule
 from .layout import as_dense, empty_dense, find_geometry, geometry_of
 from .sign_bits import empty_bits, unpack
 
-# For each activation: its code in the kernels, and what its gradient needs if a residual was added: nothing (0), sign
+# Each activation's code in the kernels, and what the backward pass needs if a residual was added: nothing (0), sign
 # bits (1) or the residual (2).
 _CODES = {name: (code, 0 if name == "identity" else 1 if name in TWO_SLOPES else 2) for code, name in enumerate(NAMES)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -120,7 +120,7 @@ class Launch(NamedTuple):
     programs: int
     arguments: Arguments
     values: tuple[Any, ...]  # the values of the arguments that change from launch to launch
-    present: tuple[int, ...]  # indices of the pass's tensors that are not None; they come first in `values`
+    present: tuple[int, ...]  # indices of the pass's tensors that are not None; their addresses come first in `values`
 
     def described(self, slots: Iterable[int | None]) -> tuple[Any, ...]:
         """Describe the launch for autograd.cpp.

@@ -28,7 +28,7 @@ TORCH = Path(torch.__file__).parent
 module: Any = None  # the extension, once it is loaded
 _registered = False
 # Why the extension is not loaded; None if it is loaded.
-unavailable: str | None = "autograd.cpp is compiled or loaded on the first training call"
+unavailable: str | None = "autograd.cpp is not loaded before the first training call"
 _started = Lock()
 _thread: Thread | None = None
 _stopped = False

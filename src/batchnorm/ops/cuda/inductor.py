@@ -89,7 +89,7 @@ def _recompute(graph: fx.Graph, fused: fx.Node, backward: set[fx.Node]) -> bool:
 
 
 def renormalize(x: Tensor, stats: Tensor, activation: Activation) -> Tensor:
-    """Return the y of a forward pass without a residual, from its statistics."""
+    """Recompute the output of a forward pass without a residual from x and the statistics."""
     base, scale, offset = (stats[i].reshape(-1, *[1] * (x.dim() - 2)) for i in (BASE, SCALE, OFFSET))
     return apply(activation, (x.float() - base) * scale + offset).to(x.dtype)
 
@@ -99,7 +99,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _insert(graph: fx.Graph, function: Any, *inputs: fx.Node) -> fx.Node:
-    """Trace a function of these nodes' values into the graph, decomposed as Inductor expects; return its result."""
+    """Trace a function of these nodes' values into the graph, with Inductor's decompositions; return the last node."""
     from torch._inductor.decomposition import select_decomp_table
 
     traced = make_fx(function, select_decomp_table())(*(node.meta["val"] for node in inputs))

@@ -121,7 +121,7 @@ def recompute(x: Tensor, residual: Tensor | None, stats: Tensor, activation: Act
     p = _streaming(x, residual is not None)
     y = x.new_empty_strided(x.shape, p.strides)
     residual = None if residual is None else as_dense(residual, p.strides)
-    # The second launch merges no sums and updates no averages, so placeholders replace the tensors that hold these.
+    # The second launch uses no workspace, so `stats` is a placeholder for the two workspace tensors.
     tensors = (x, y, residual, None, None, None, stats, stats, stats, *NONE)
     p.launches[1](tensors, (0.0, 0.0, float(activation.slope)), (NAMES.index(activation.name), False))
     return y

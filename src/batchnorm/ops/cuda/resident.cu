@@ -582,10 +582,10 @@ struct Running {
     int cumulative;
 };
 
-// Each of the first W threads updates one channel's running averages. The last warp to finish counts the batch; if a
-// channel was not finite, it restores all averages and counts the batch as skipped instead. go() returns the number of
-// finished warps, plus 1 << 16 for each warp with a channel that is not finite. Only finish() reads this number, so no
-// code before finish() waits for the atomic operation.
+// Each of the first W threads updates one channel's running averages. The last warp to finish counts the batch. If a
+// channel was not finite, this warp restores all averages and counts the batch as skipped instead. go() returns the
+// number of finished warps, plus 1 << 16 for each warp with a channel that is not finite. Only finish() reads this
+// number, so no code before finish() waits for the atomic operation.
 struct Move {
     float old_mean, old_var, factor;
 

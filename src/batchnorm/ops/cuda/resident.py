@@ -114,7 +114,7 @@ def _of_planes(
 ) -> Residence | None:
     """Choose the launch for a channels-first tensor."""
     megabytes, channel = megabytes_of(g, itemsize), g.rows * itemsize
-    # All channels fit at once, with two programs per multiprocessor and one channel per program.
+    # Whether all channels fit at once, with two programs per multiprocessor and one channel per program.
     at_once = processors < g.channels <= 2 * processors
 
     def plan(threads: int, each: int, parts: int = 0) -> Residence:
@@ -201,8 +201,8 @@ def choose_layers(
 def _in_rounds(g: Geometry, channels: tuple[int, ...], itemsize: int, processors: int) -> Residence | None:
     """Plan a backward pass that processes as many slices at a time as fit on chip.
 
-    Returns None if all slices fit at once, if fewer than two fit, if more than a tenth of the slots in all rounds would
-    be empty, or if wider slices are faster.
+    Returns None if all slices fit at once, if fewer than two fit, if a partly empty last round would waste more than a
+    tenth of the capacity, or if wider slices are faster.
     """
     lanes, threads = 4, 512
     slices = sum(up(c * itemsize, lanes * WIDTH) for c in channels)
@@ -231,8 +231,8 @@ def _of_layers(
     least = (1 if residual else 3) if backward else (3 if residual else 6)
     if megabytes < least or megabytes > (250 if plain else 200):
         return None
-    # Wide slices use full memory bursts; with narrow slices, fewer programs share a barrier. Among these widths, choose
-    # one that leaves few threads idle.
+    # Wide slices use full memory bursts; with narrow slices, fewer programs share a barrier. Choose the widest of the
+    # allowed slices that leaves few threads idle.
     narrow = megabytes < (30 if plain else 10 if backward and residual else 16)
     vectors = [c * itemsize // WIDTH for c in channels]
     if megabytes > 50 and any(n % 8 for n in vectors) and not plain:
@@ -251,7 +251,7 @@ def _of_layers(
 
 
 def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
-    """Return whether to process a tensor in woven form; with a residual, the answer is the same for both passes."""
+    """Return whether to process a tensor in woven form (see resident.cu); with a residual, both passes do the same."""
     v = WIDTH // itemsize
     # Check the size first: for symbolic shapes, torch.compile then often needs no other guard.
     if megabytes_of(g, itemsize) < 4 or g.nhwc or g.width < 2 * v or g.stride % v:

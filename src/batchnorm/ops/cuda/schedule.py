@@ -157,7 +157,7 @@ def _way(g: Geometry, itemsize: int, backward: bool, residual: bool) -> Way | No
 
 
 def once(g: Geometry, itemsize: int, tensors: int, way: Way, processors: int) -> Tiling | None:
-    """Plan to read each of 1 or 2 ``tensors`` once.
+    """Plan to read each tensor once; ``tensors`` is 1 or 2.
 
     Returns None if programs would wait for other programs that cannot run at the same time.
     """

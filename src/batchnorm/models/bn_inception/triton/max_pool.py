@@ -128,7 +128,7 @@ def load_row(row, image_row, here, half_here, flip, P: tl.constexpr, V: tl.const
 
 @triton.jit
 def three_columns(x, image, column, channel, half, H, W, stride, A: tl.constexpr):
-    """Return the argument ``image_row`` of :func:`load_row`, and a mask of the position bits that stay in the image.
+    """Return the argument ``image_row`` of :func:`load_row`, and a mask of the position bits that point into the image.
 
     Pixels to the left and to the right of the image are replaced by their neighbours inside.
     """

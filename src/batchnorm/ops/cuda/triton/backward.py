@@ -93,7 +93,7 @@ def settle(
 ):  # fmt: skip
     """Store a part's sums; the last program to arrive adds up all sums and stores the gradients of gamma and beta.
 
-    If TREE, groups of 32 parts are added up first. ``word`` counts the slice's parts, or its groups, that have arrived.
+    If TREE, groups of 32 parts are added up first. ``word`` counts the slice's parts or groups that have arrived.
     """
     store_part(partial, part, s1, s2, channel, C)
     if TREE:

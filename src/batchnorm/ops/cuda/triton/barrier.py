@@ -16,9 +16,9 @@ TURN = tl.constexpr(-(2**31))
 def take_ticket(counter, programs):
     """Number the programs in the order in which they start.
 
-    Slices that are processed together get consecutive numbers. So a program waits only for programs that are already
-    running or that start when earlier slices are done. Thus launches may have any size, and the hardware may start
-    programs in any order.
+    The programs of slices that are processed together get consecutive numbers. So a program waits only for programs
+    that are already running or that start when earlier slices are done. Thus launches may have any size, and the
+    hardware may start programs in any order.
     """
     ticket = tl.atomic_add(counter, 1, sem="relaxed")
     if ticket == programs - 1:

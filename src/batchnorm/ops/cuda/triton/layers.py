@@ -15,7 +15,7 @@ from .forward import normalize_part, place
 
 @triton.jit
 def pick(piece, firsts, values):
-    """Return the one of four ``values`` for the layer that a slice belongs to; values of absent layers are None."""
+    """Return the element of ``values`` for the layer that a slice belongs to; elements of absent layers may be None."""
     found = values[0]
     if values[1] is not None:
         found = tl.where(piece >= firsts[0], values[1], found)

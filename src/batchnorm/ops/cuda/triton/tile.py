@@ -132,10 +132,10 @@ def opaque(v, ON_DEVICE: tl.constexpr):
 
 @triton.jit
 def bit_offsets(first, last, piece, shape, FORM: tl.constexpr):
-    """Return the offsets of the bytes of the tile that starts at unit ``first``, and a mask of the bytes that exist.
+    """Return the offsets of the bytes that hold a tile's bits, and a mask of the bytes that exist.
 
-    A row has one bit per channel, or a channel has one bit per value, rounded up to whole bytes. Parts start at
-    multiples of 8 units.
+    The tile starts at unit ``first``. A row has one bit per channel, or a channel has one bit per value, rounded up to
+    whole bytes. Parts start at multiples of 8 units, so that their bits start at whole bytes.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
