@@ -16,6 +16,8 @@ from ..layers import param_groups
 from ..models.bn_inception.blocks import InceptionModule, SeparableConv2d
 from ..models.bn_inception.joined_branches import as_neighbours
 from ..models.bn_inception.weight_gradients import WeightGradients
+from ..ops.cuda import driver
+from ..ops.cuda.graph_memsets import replace_memsets
 from .distributed import Ranks
 from .fused_update import FusedUpdate, Trained, same_layout
 from .recipe import Recipe
@@ -276,9 +278,12 @@ class _Graph:
         for static, v in zip(self.inputs, inputs, strict=True):
             static.copy_(v)
         if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
+            self.graph = torch.cuda.CUDAGraph(keep_graph=True)
             # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
             with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.function(*self.inputs)
+            if driver.unavailable() is None:
+                replace_memsets(self.graph.raw_cuda_graph())
+            self.graph.instantiate()
             torch.cuda.synchronize()  # wait for the tables that the fused update copied during the capture
         self.graph.replay()

@@ -34,7 +34,7 @@ from .joined_branches import (
     normalize_together,
 )
 from .norm_pool import can_pool, normalize_and_pool
-from .pixel_blocks import pixel_blocks
+from .pixel_blocks import convolve_by_blocks
 from .pooling import AvgPool2d, MaxPool2d
 from .weight_gradients import convolve, is_aside, note_stem
 
@@ -207,7 +207,7 @@ class SeparableConv2d(nn.Sequential):
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
         weight, bias, stride = self.composed_weight(), self.pointwise.bias, self.depthwise.stride
         blocks = self.by_blocks and stride == (2, 2)
-        y = _convolve_blocks(x, weight, bias) if blocks else F.conv2d(x, weight, bias, stride, weight.shape[-1] // 2)
+        y = convolve_by_blocks(x, weight, bias) if blocks else F.conv2d(x, weight, bias, stride, weight.shape[-1] // 2)
         note_stem(x, y)
         return y
 
@@ -226,21 +226,6 @@ class SeparableConv2d(nn.Sequential):
             and second.kernel_size == second.stride == (1, 1)
             and second.padding == (0, 0)
         )
-
-
-def _convolve_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve at stride 2, with an odd kernel size K and padding K // 2, as a stride-1 convolution of 2x2 blocks."""
-    inputs, kernel = weight.shape[1], weight.shape[-1]
-    # Add a zero tap at the kernel's start or end, so that its size is even and its first tap meets a block's first
-    # pixel.
-    front = kernel // 2 % 2
-    taps, before = (kernel + 1) // 2, (kernel // 2 + front) // 2
-    blocks = pixel_blocks(x, before, taps)
-    weight = (
-        F.pad(weight, (front, 1 - front) * 2).unflatten(3, (taps, 2)).unflatten(2, (taps, 2)).permute(0, 2, 4, 3, 5, 1)
-    )
-    weight = F.pad(weight.flatten(3), (0, blocks.shape[1] - 4 * inputs))
-    return F.conv2d(blocks, weight.permute(0, 3, 1, 2), bias)
 
 
 class InceptionModule(nn.Module):

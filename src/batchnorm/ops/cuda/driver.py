@@ -110,7 +110,7 @@ class Kernel:
         rest = () if self.cooperative else (None,)
         result = self.run(self.function, programs, 1, 1, self.threads, 1, 1, self.shared, stream, arguments, *rest)
         if result:
-            _check(result)
+            check(result)
 
 
 class Launch(NamedTuple):
@@ -145,9 +145,9 @@ def load(
     driver = library()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device):
-        _check(driver.cuModuleLoadData(ctypes.byref(module), _compile(file, definitions)))
-        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
-        _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_MEMORY, shared))
+        check(driver.cuModuleLoadData(ctypes.byref(module), _compile(file, definitions)))
+        check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+        check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_MEMORY, shared))
     return Kernel(function.value or 0, threads, shared, device.index, cooperative=True)
 
 
@@ -209,7 +209,8 @@ def _compiler() -> ctypes.CDLL:
     return ctypes.CDLL(f"libnvrtc.so.{major}")
 
 
-def _check(result: int) -> None:
+def check(result: int) -> None:
+    """Raise an error if a function of the driver returned one."""
     if result:
         text = ctypes.c_char_p()
         library().cuGetErrorString(result, ctypes.byref(text))
