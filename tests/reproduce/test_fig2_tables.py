@@ -10,7 +10,7 @@ from batchnorm.cli import main
 from batchnorm.reproduce.imagenet.claims import best_against_best, trusted, verdicts
 from batchnorm.reproduce.imagenet.curves import seeds_of, tuned_baseline, unchanged_seeds_of
 from batchnorm.reproduce.imagenet.fig2 import Studies, Study, claims_table, publish, sections, summary
-from batchnorm.reproduce.imagenet.fig2_tables import ablation, dropout, failures, figure3, on_the_way, rates
+from batchnorm.reproduce.imagenet.fig2_tables import ablation, best_rates, dropout, failures, figure3, on_the_way, rates
 from batchnorm.reproduce.imagenet.plan import read_plan
 from batchnorm.reproduce.imagenet.result_files import read_all
 
@@ -86,6 +86,10 @@ def test_figure3(results):
     ]  # fmt: skip
     assert len(rows) == 3
     assert tuned_baseline(results.read())[0] == "inception-x5, kaiming"
+    (results.folder / "inception-x5-kaiming.json").unlink()
+    found = figure3(results.read())  # Inception itself is the best unnormalized network
+    assert [len(row) for row in found.rows] == [10] * 4
+    assert "best unnormalized" not in found.text
 
 
 def test_steps_on_the_way(results):
@@ -152,7 +156,7 @@ def test_the_slope_of_the_end_is_stated(results):
         ((1000, 1400), "seen", "2.1 (3.0, 2.1 by seeds)"),
         ((1500, 3000), "not seen", "1.0 (2.0, 1.0 by seeds)"),
         ((1000, 2000), "not resolved", "1.5 (3.0, 1.5 by seeds)"),
-        ((1000, None), "not resolved", "(3.0, never reached by seeds)"),
+        ((1000, None), "not resolved", "(3.0, never by seeds)"),
     ],
 )
 def test_half_the_steps(results, steps, verdict, found):
@@ -204,7 +208,9 @@ def test_how_long_bn_x30_trails(results):
     told = "BN-x30's mean is lower at every validation up to step 200"
     assert judged(results, "BN-x30 trails BN-x5 early").found.endswith(told)
     results.add("bn-x30-seed0", {100: 0.1, 200: 0.1})
-    assert "the lower one" not in judged(results, "BN-x30 trails BN-x5 early").found
+    assert "lower" not in judged(results, "BN-x30 trails BN-x5 early").found
+    results.add("bn-x30-seed0", {100: 0.0, 200: 0.1, 300: 0.2, 400: 0.3})
+    assert judged(results, "BN-x30 trails BN-x5 early").found.endswith("BN-x30's mean is lower at every validation")
 
 
 @pytest.mark.parametrize(
@@ -233,15 +239,15 @@ def test_ten_times_chance_is_not_asked_of_few_classes(results, monkeypatch):
 def test_the_sigmoid_without_bn(results, accuracy, verdict):
     # Chance is 1%; its standard error over 10,000 images is 0.0995%, and four of them are asked for.
     results.add("inception-sigmoid-xavier", {100: 0.01, 200: accuracy})
-    assert judged(results, "Inception with sigmoid fails to train (xavier").verdict == verdict
-    assert judged(results, "Inception with sigmoid fails to train (kaiming").verdict == "not run yet"
+    assert judged(results, "Inception with sigmoid fails to train (Xavier").verdict == verdict
+    assert judged(results, "Inception with sigmoid fails to train (Kaiming").verdict == "not run yet"
 
 
 def test_the_high_rate_without_bn(results):
     results.add("inception-x5-kaiming", {800: 0.05}, diverged=True, steps=900)
     results.add("inception-x5-xavier", {800: 0.45})
     kaiming, xavier = (
-        judged(results, f"Inception at 5 times the rate fails to train ({i}") for i in ("kaiming", "xavier")
+        judged(results, f"Inception at 5 times the rate fails to train ({i}") for i in ("Kaiming", "Xavier")
     )
     assert (kaiming.verdict, kaiming.found) == ("seen", "overflowed by step 900")
     assert (xavier.verdict, xavier.found) == ("not seen", "reached 45.0%")
@@ -251,7 +257,7 @@ def test_the_high_rate_without_bn(results):
     ]
     # A network that stays at chance has failed as well, if not by overflow.
     results.add("inception-x5-xavier", {800: 0.012})
-    found = judged(results, "Inception at 5 times the rate fails to train (xavier")
+    found = judged(results, "Inception at 5 times the rate fails to train (Xavier")
     assert (found.verdict, found.found) == ("seen", "stayed at chance (1.2%)")
 
 
@@ -261,9 +267,9 @@ def test_nothing_is_read_from_runs_that_fail_alike_with_and_without_bn(results):
     finished, untrusted = trusted(results.read())
     assert untrusted == ["bn-x5-seed0", "inception-x5-kaiming"]
     found = {v.claim: v.verdict for v in verdicts(PLAN, finished)}
-    assert found["Inception at 5 times the rate fails to train (kaiming initialization)"] == "not run yet"
+    assert found["Inception at 5 times the rate fails to train (Kaiming's initialization)"] == "not run yet"
     assert found["BN-x5 reaches Inception's best in 14 times fewer steps"] == "not run yet"
-    assert found["Inception at 5 times the rate fails to train (xavier initialization)"] == "seen, 1 seed"
+    assert found["Inception at 5 times the rate fails to train (Xavier's initialization)"] == "seen, 1 seed"
     study = Study(PLAN, finished, untrusted)
     (part,) = [part for part in sections(Studies(study)) if part.heading == "Runs that do not count"]
     assert part.rows == [["run"], ["bn-x5-seed0"], ["inception-x5-kaiming"]]
@@ -293,6 +299,8 @@ def test_rates(results):
     assert "with BN reaches at least half of its best accuracy at rates 0.0015 to 0.045." in found.text
     # 40% without BN is reached at step 800; with BN at 0.015 the accuracies are 25% and 50%: at 800 as well.
     assert "(0.0075 without, 0.015 with BN), the normalized one takes 1.0 times fewer" in found.text
+    found = rates(sweep(results, WITH, WITHOUT).read())
+    assert found.text.endswith("the normalized one never reaches the best accuracy of the other.")
 
 
 def test_the_range_of_rates(results):
@@ -322,18 +330,36 @@ def with_dropout(results, name, share, accuracies, gap=0.2, losses=(2.0, 2.2)):
     return results
 
 
+REMOVED = "with BN, removing dropout costs no accuracy"
+WORTH = "dropout raises the accuracy less with BN than without"
+
+
 @pytest.mark.parametrize(("without", "verdict"), [(0.5, "confirmed"), (0.46, "confirmed"), (0.44, "refuted")])
 def test_less_dropout(results, without, verdict):
-    claim = "with BN, dropout can be removed"
     results.plan = read_plan("fig2", Path("dropout"))
     for share in (0, 40):
         with_dropout(results, "inception", share, (0.3, 0.3, 0.3))
-    assert judged(results, claim).verdict == "not run yet"
+    assert judged(results, REMOVED).verdict == judged(results, WORTH).verdict == "not run yet"
     with_dropout(results, "bn-baseline", 0, (without,) * 3)
     with_dropout(results, "bn-baseline", 40, (0.49, 0.50, 0.51))
     # 4.30 * 0.01 * sqrt(4 / 3) = 4.97 points
-    assert judged(results, claim).verdict == verdict
-    assert "(noise of the seeds at 40%: 5.0%); overfits without BN and with BN" in judged(results, claim).found
+    assert judged(results, REMOVED).verdict == verdict
+    assert judged(results, REMOVED).found.endswith(" by seeds; noise of one run: 4.97)")
+    assert "overfit visibly in all runs: without BN, with BN." in dropout(results.read()).text
+
+
+@pytest.mark.parametrize(
+    ("with_bn", "verdict"), [((0.51,) * 3, "confirmed"), ((0.51, 0.51, 0.53), "not resolved"), ((0.53,) * 3, "refuted")]
+)
+def test_what_dropout_is_worth(results, with_bn, verdict):
+    results.plan = read_plan("fig2", Path("dropout"))
+    with_dropout(results, "inception", 0, (0.30, 0.30, 0.30))
+    with_dropout(results, "inception", 40, (0.32, 0.33, 0.32))  # 2 or 3 points
+    with_dropout(results, "bn-baseline", 0, (0.50, 0.50, 0.50))
+    with_dropout(results, "bn-baseline", 40, with_bn)
+    assert judged(results, WORTH).verdict == verdict
+    told = "without BN 30.0% to 32.3% (+2.00 to +3.00 points by seeds); with BN 50.0% to "
+    assert judged(results, WORTH).found.startswith(told)
 
 
 @pytest.mark.parametrize(("gap", "losses"), [(0.09, (2.0, 2.2)), (0.2, (2.0, 2.09)), (0.2, ())])
@@ -342,11 +368,11 @@ def test_dropout_is_not_tested_without_visible_overfitting(results, gap, losses)
     for name in ("inception", "bn-baseline"):
         for share in (0, 40):
             with_dropout(results, name, share, (0.5, 0.5, 0.5), gap, losses)
-    found = judged(results, "with BN, dropout can be removed")
-    assert found.verdict == "not tested"
+    found = judged(results, REMOVED)
+    assert found.verdict == judged(results, WORTH).verdict == "not tested"
     assert found.found.startswith("no network overfits visibly at 0% dropout (training, validation accuracy: without")
     with_dropout(results, "inception", 0, (0.5, 0.5, 0.5))  # which overfits: dropout has something to prevent
-    assert judged(results, "with BN, dropout can be removed").verdict == "confirmed"
+    assert judged(results, REMOVED).verdict == "confirmed"
 
 
 def test_ablation(results):
@@ -416,6 +442,12 @@ def test_the_claims_at_every_choice_of_rates(results, tmp_path):
     of_three(results, "bn-x5", {200: 0.4})
     of_three(results, "best-bn-baseline", {2000: 0.4})
     assert [v.verdict for v in best_against_best(results.read())] == ["refuted", "not run yet"]
+    assert best_rates(results.read()).rows == [
+        ["network", "rate", "seeds", "steps to 40.0%", "times fewer", "maximum accuracy", "at the end"],
+        ["inception", "0.015", "3", "3,000 (3,000, 3,000, 3,000)", "1.0", "40.0% (40.0%, 40.0%, 40.0%)", "40.0%"],
+        ["bn-baseline", "0.03", "3", "2,000 (2,000, 2,000, 2,000)", "1.5", "40.0% (40.0%, 40.0%, 40.0%)", "40.0%"],
+    ]
+    assert "With each network at its best rate" not in rates(results.read()).text
     old = Study(PLAN, {}, [])
     table = claims_table(Studies(Study(results.plan, results.read(), []), old, None)).rows
     assert table[0] == ["claim", "paper", "at r = 0.015, 5 r, 30 r", "the paper's rates", "best rate of each"]
@@ -433,7 +465,9 @@ def test_bn_trains_where_inception_fails(results):
     assert judged(results, claim).verdict == "not run yet"
     of_three(results, "inception-x5-kaiming", {400: 0.01})
     assert judged(results, claim).verdict == "confirmed"
-    assert judged(results, claim).found.startswith("at rate 0.075, without BN stayed at chance (1.0%, 1.0%, 1.0%); ")
+    told = "at rate 0.075, without BN stayed at chance (1.0%, 1.0%, 1.0%); with BN reached 30.0%, 30.0%, 30.0%"
+    assert judged(results, claim).found == told
+    assert failures(results.read()).rows[-1][:6] == ["bn-baseline", "kaiming", "3", "0.075", "400", "reached 30.0%"]
     of_three(results, "inception-x5-kaiming", {400: 0.3})
     assert judged(results, claim).verdict == "refuted"
 
@@ -452,6 +486,17 @@ def test_the_published_tables_are_made_again_from_the_result_files(tmp_path, mon
     assert main(["reproduce", "fig2", "--results", str(ROOT / "results/fig2"), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "fig2.md").read_bytes() == (ROOT / "results/fig2/fig2.md").read_bytes()
     assert (tmp_path / "fig2.json").read_bytes() == (ROOT / "results/fig2.json").read_bytes()
+
+
+def test_the_verdict_on_dropout_is_that_of_its_own_plan(results):
+    main = Study(read_plan("fig2"), {}, [])
+    results.plan = read_plan("fig2", Path("dropout"))
+    for name in ("inception", "bn-baseline"):
+        for share in (0, 40):
+            with_dropout(results, name, share, (0.5, 0.5, 0.5))
+    studies = Studies(main, None, Study(results.plan, results.read(), []))
+    assert {v["claim"]: v["verdict"] for v in summary(studies)["verdicts"]}[REMOVED] == "confirmed"
+    assert {row[0]: row[2].split(":")[0] for row in claims_table(studies).rows}[REMOVED] == "confirmed"
 
 
 def test_the_runs_at_the_papers_rates_are_shown_until_others_are_finished(results):

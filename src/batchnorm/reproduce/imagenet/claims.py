@@ -9,7 +9,20 @@ from itertools import product
 from typing import NamedTuple
 
 from ...train.metrics import steps_to
-from .curves import LEVEL, Curve, Seeds, at, behind_until, best, end_slope, network_of, noise, seeds_of, times_fewer
+from .curves import (
+    LEVEL,
+    Curve,
+    Seeds,
+    behind_until,
+    best,
+    end_slope,
+    faster_baseline,
+    network_of,
+    noise,
+    seeds_of,
+    show_init,
+    times_fewer,
+)
 from .plan import Plan
 from .result_files import Finished
 
@@ -67,15 +80,15 @@ def verdicts(plan: Plan, finished: Mapping[str, Finished]) -> list[Verdict]:
         ends_higher(x5, x30),
         trains("BN-x5-Sigmoid", sigmoid),
     ]
-    for init in ("kaiming", "xavier"):
-        name = f"{init} initialization"
+    inits = {init: f"{show_init(init)} initialization" for init in ("kaiming", "xavier")}
+    for init, name in inits.items():
         found.append(at_chance(name, seeds_of(finished, "figures", "inception-sigmoid", init=init)))
+    for init, name in inits.items():
         found.append(diverges(name, seeds_of(finished, "figures", "inception-x5", init=init)))
     # A sweep is judged only when all its runs are finished.
     whole = {group for group in ("rates", "dropout") if all(r.name in finished for r in plan.runs if r.group == group)}
     found.append(wider_range({n: o for n, o in finished.items() if o.run.group != "rates" or "rates" in whole}))
-    found.append(less_dropout(finished if "dropout" in whole else {}))
-    return found
+    return found + less_dropout(finished if "dropout" in whole else {})
 
 
 def best_against_best(finished: Mapping[str, Finished]) -> list[Verdict]:
@@ -151,12 +164,10 @@ def slower_start(inception: Seeds, x5: Seeds, x30: Seeds) -> Verdict:
     verdict = decide(holds, _fewest(inception, x5, x30)) if comparable else UNRESOLVED
     reached = [_steps(steps_to(seeds.curve, top[1])) for seeds in (x5, x30)]
     found = f"{reached[0]} (BN-x5) and {reached[1]} (BN-x30)"
-    early = [at(seeds.curve, seeds.runs[0].result["steps"] / 10) for seeds in (x5, x30)]
-    if early[0] and early[1]:
-        found += f"; a tenth of the way, at step {early[0][0]:,}, {early[0][1]:.1%} and {early[1][1]:.1%}"
     behind = behind_until(x5.curve, x30.curve)
     if behind is not None:
-        found += f"; BN-x30's mean is lower at every validation up to step {behind:,}"
+        until = "" if behind == x30.curve[-1][0] else f" up to step {behind:,}"
+        found += f"; BN-x30's mean is lower at every validation{until}"
     return Verdict(claim, paper, verdict, found)
 
 
@@ -217,6 +228,8 @@ def _how_they_went(network: Seeds) -> str:
     went = [how_it_went(run) for run in network.runs]
     if len(went) > 1 and len({text.split(" (")[0] for text in went}) == 1 and went[0].endswith(")"):
         return f"{went[0].split(' (')[0]} ({', '.join(text.split(' (')[1][:-1] for text in went)})"
+    if all(text.startswith("reached ") for text in went):
+        return ", ".join([*went[:1], *(text.removeprefix("reached ") for text in went[1:])])
     return ", ".join(went)
 
 
@@ -230,7 +243,7 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
     Paper: Sec. 3.3
     """
     claim, paper = "BN trains at higher rates", '"much higher learning rates"'
-    fast = Seeds(tuple(r for r in seeds_of(finished, "figures", "bn-baseline").runs if "rate" in r.run.changed))
+    fast = faster_baseline(finished)
     plain = seeds_of(finished, "figures", "inception-x5", init="kaiming")
     if fast:
         holds = [
@@ -259,39 +272,54 @@ def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
     return min(good), max(good)
 
 
-def less_dropout(finished: Mapping[str, Finished]) -> Verdict:
-    """Judge whether a normalized network with less dropout keeps its accuracy, within noise.
+def less_dropout(finished: Mapping[str, Finished]) -> list[Verdict]:
+    """Judge whether a normalized network needs dropout, and whether dropout is worth less to it than without BN.
 
-    The claim is tested only if there is overfitting for dropout to prevent: without dropout, the network with BN or the
-    network without BN must overfit visibly in all its seeds.
+    The claims are tested only if there is overfitting for dropout to prevent: without dropout, the network with BN or
+    the network without BN must overfit visibly in all its seeds.
 
     Paper: Sec. 3.4
     """
-    claim, paper = "with BN, dropout can be removed or reduced", '"either removed or reduced in strength"'
-    by_share: dict[float, list[Finished]] = {}
-    for one in seeds_of(finished, "dropout", "bn-baseline").runs:
-        by_share.setdefault(one.run.recipe.dropout, []).append(one)
-    if len(by_share) < 2:
-        return Verdict(claim, paper, NOT_RUN, "")
-    free = [
-        (name, runs)
-        for variant, name in (("inception", "without BN"), ("bn-baseline", "with BN"))
-        if (runs := seeds_of(finished, "dropout", variant, dropout=min(by_share)).runs)
-    ]
-    told = "; ".join(f"{name} {', '.join(map(_gap, runs))}" for name, runs in free)
-    overfitting = [name for name, runs in free if all(map(overfits, runs))]
-    if not overfitting:
-        found = f"no network overfits visibly at {min(by_share):.0%} dropout (training, validation accuracy: {told})"
-        return Verdict(claim, paper, NOT_TESTED, found)
-    accuracies = {share: Seeds(tuple(runs)).final for share, runs in by_share.items()}
-    means = {share: statistics.fmean(values) for share, values in accuracies.items() if values}
-    most, spread = max(by_share), noise(accuracies[max(by_share)])
-    if most not in means or len(means) < 2 or spread is None:
-        return Verdict(claim, paper, UNRESOLVED, "too few runs finished")
-    gain = max(mean for share, mean in means.items() if share < most) - means[most]
-    found = f"validation accuracy {', '.join(f'{mean:.1%} at {share:.0%}' for share, mean in sorted(means.items()))}"
-    found += f" (noise of the seeds at {most:.0%}: {spread:.1%}); overfits {' and '.join(overfitting)}: {told}"
-    return Verdict(claim, paper, decide([gain >= -spread], min(map(len, accuracies.values()))), found)
+    claims = (
+        ("with BN, removing dropout costs no accuracy", '"either removed or reduced in strength"'),
+        ("dropout raises the accuracy less with BN than without", '"reduces the need for Dropout"'),
+    )
+    shares = sorted({one.run.recipe.dropout for one in seeds_of(finished, "dropout", "bn-baseline").runs})
+    if len(shares) < 2:
+        return [Verdict(*claim, NOT_RUN, "") for claim in claims]
+    least, most = shares[0], shares[-1]
+    plain, normalized = (
+        [seeds_of(finished, "dropout", name, dropout=share) for share in (least, most)]
+        for name in ("inception", "bn-baseline")
+    )
+    sides = {"without BN": plain[0], "with BN": normalized[0]}
+    if not any(map(overfits_always, sides.values())):
+        told = "; ".join(f"{name} {', '.join(map(_gap, seeds.runs))}" for name, seeds in sides.items() if seeds)
+        found = f"no network overfits visibly at {least:.0%} dropout (training, validation accuracy: {told})"
+        return [Verdict(*claims[0], NOT_TESTED, found), Verdict(*claims[1], NOT_TESTED, "no network overfits visibly")]
+    spread = noise(normalized[1].final)
+    if not normalized[0].final or spread is None:
+        return [Verdict(*claim, UNRESOLVED, "too few runs finished") for claim in claims]
+    cost = statistics.fmean(normalized[1].final) - statistics.fmean(normalized[0].final)
+    gains = [[b - a for a, b in product(free.final, dropped.final)] for free, dropped in (plain, normalized)]
+    found = (
+        f"{least:.0%} instead of {most:.0%} dropout: {-100 * cost:+.2f} points ({-100 * max(gains[1]):+.2f} to"
+        f" {-100 * min(gains[1]):+.2f} by seeds; noise of one run: {100 * spread:.2f})"
+    )
+    removed = Verdict(*claims[0], decide([cost <= spread], _fewest(*normalized)), found)
+    holds = [with_bn < without for without, with_bn in product(*gains)]
+    found = "; ".join(
+        f"{name} {statistics.fmean(free.final):.1%} to {statistics.fmean(dropped.final):.1%}"
+        f" ({100 * min(gain):+.2f} to {100 * max(gain):+.2f} points by seeds)"
+        for name, (free, dropped), gain in zip(sides, (plain, normalized), gains, strict=True)
+        if gain
+    )
+    return [removed, Verdict(*claims[1], decide(holds, _fewest(*plain, *normalized)), found if holds else "")]
+
+
+def overfits_always(network: Seeds) -> bool:
+    """Return whether a network overfits visibly in all its runs."""
+    return bool(network) and all(map(overfits, network.runs))
 
 
 def overfits(run: Finished) -> bool:
@@ -331,7 +359,7 @@ def _top(curve: Curve) -> float:
 def _listed(pairs: Sequence[float | None]) -> str:
     """Return the ratios of all pairings of seeds; if there are many, only the lowest and the highest."""
     if len(pairs) <= 4:
-        return ", ".join(map(_times, pairs))
+        return ", ".join("never" if times is None else _times(times) for times in pairs)
     ordered = sorted(pairs, key=lambda times: times or 0.0)
     return f"{_times(ordered[0])} to {_times(ordered[-1])}"
 

@@ -72,6 +72,21 @@ def network_of(finished: Mapping[str, Finished], variant: str) -> Seeds:
     return unchanged_seeds_of(finished, "figures", variant)
 
 
+def faster_baseline(finished: Mapping[str, Finished]) -> Seeds:
+    """Return Figure 2's runs of BN-Baseline at a higher rate than the plan's rate for Inception."""
+    runs = seeds_of(finished, "figures", "bn-baseline").runs
+    return Seeds(tuple(one for one in runs if "rate" in one.run.changed))
+
+
+def show_init(init: str) -> str:
+    """Return an initialization as text.
+
+    >>> show_init("kaiming")
+    "Kaiming's"
+    """
+    return f"{init.title()}'s"
+
+
 def unnormalized(finished: Mapping[str, Finished]) -> dict[str, Seeds]:
     """Return Figure 2's networks without batch normalization, by names that include the plan's changes."""
     networks: dict[str, list[Finished]] = {}
@@ -146,11 +161,6 @@ def end_slope(curve: Curve) -> float | None:
         return None
     slope = statistics.linear_regression(*zip(*last, strict=True)).slope
     return round(slope * 0.25 * curve[-1][0], 6)
-
-
-def at(curve: Curve, step: float) -> tuple[int, float] | None:
-    """Return the first point at or after a step."""
-    return next((point for point in curve if point[0] >= step), None)
 
 
 def behind_until(curve: Curve, other: Curve) -> int | None:

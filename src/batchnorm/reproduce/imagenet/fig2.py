@@ -25,6 +25,7 @@ from .fig2_tables import (
     SWEPT,
     Section,
     ablation,
+    best_rates,
     dropout,
     failures,
     figure3,
@@ -53,7 +54,7 @@ LINES = {
 }
 # The color and line style of the best unnormalized network, if it is not Inception, and of other unnormalized networks.
 TUNED = ("#1c1b18", (0, (4, 1, 1, 1)))
-OTHERS = (("#c2428a", "-"), ("#b58a00", "-"), ("#2a6fc9", "-"), ("#14835b", ":"))
+OTHERS = (("#c2428a", "-"), ("#b58a00", "-"), ("#2a6fc9", "--"), ("#14835b", ":"))
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def publish(studies: Studies, out: Path) -> Path:
     write_json(out / "fig2.json", summary(studies))
     table = out / "fig2.md"
     write_atomically(table, f"# {TITLE}\n\n{markdown(parts)}\n".encode())
-    judged = verdicts(studies.shown.plan, shown)
+    judged = _judged(studies, studies.shown)
     print(markdown([part for part in parts if part.heading.startswith("Figure 3")]), "", *judged, sep="\n")
     if missing := list(studies.missing):
         more = f" and {len(missing) - NAMED} more, listed in {table}" if len(missing) > NAMED else ""
@@ -183,21 +184,8 @@ def summary(studies: Studies) -> dict[str, Any]:
     """Return the results, for README's table and for other programs."""
     finished = studies.shown.finished
     inception, tuned = network_of(finished, "inception"), tuned_baseline(finished)
-    networks: dict[str, Any] = {}
-    for variant in PAPER:
-        network = network_of(finished, variant)
-        if network:
-            top = best(network.curve)
-            networks[variant] = {
-                "seeds": len(network.runs),
-                "rate": network.runs[0].run.recipe.rate,
-                "maximum": None if top is None else top[1],
-                "step": None if top is None else top[0],
-                "maxima": [top[1] for curve in network.curves if (top := best(curve)) is not None],
-                "final": network.final,
-                "times fewer steps": times_fewer(inception.curve, network.curve),
-                "times fewer than best-tuned": times_fewer(tuned[1].curve, network.curve) if tuned else None,
-            }
+    networks = {name: network for name in PAPER if (network := network_of(finished, name))}
+    at_best = {name: network for name in ("bn-baseline", "bn-x5") if (network := seeds_of(finished, "best", name))}
     first = next(iter(finished.values()), None)
     return {
         "data": first.data if first else None,
@@ -206,14 +194,29 @@ def summary(studies: Studies) -> dict[str, Any]:
         "epochs": inception.runs[0].run.recipe.epochs if inception else first.run.recipe.epochs if first else None,
         "rates": PAPERS_RATES if studies.shown is studies.paper_rates else "best of the sweep",
         "best rates": studies.main.plan.best,
-        "networks": networks,
+        "networks": {name: _network(network, inception, tuned) for name, network in networks.items()},
+        "at its best rate": {name: _network(network, inception, tuned) for name, network in at_best.items()},
         "best-tuned baseline": tuned[0] if tuned else None,
         "end slope": end_slope(inception.curve),
         "figure 3": figure3(finished)._asdict(),
         "claims": claims_table(studies).rows,
-        "verdicts": [verdict._asdict() for verdict in verdicts(studies.shown.plan, finished)],
+        "verdicts": [verdict._asdict() for verdict in _judged(studies, studies.shown)],
         "not yet run": list(studies.shown.plan.missing(finished)),
         "planned": list(studies.missing),
+    }
+
+
+def _network(network: Seeds, inception: Seeds, tuned: tuple[str, Seeds] | None) -> dict[str, Any]:
+    top = best(network.curve)
+    return {
+        "seeds": len(network.runs),
+        "rate": network.runs[0].run.recipe.rate,
+        "maximum": None if top is None else top[1],
+        "step": None if top is None else top[0],
+        "maxima": [top[1] for curve in network.curves if (top := best(curve)) is not None],
+        "final": network.final,
+        "times fewer steps": times_fewer(inception.curve, network.curve),
+        "times fewer than best-tuned": times_fewer(tuned[1].curve, network.curve) if tuned else None,
     }
 
 
@@ -231,13 +234,10 @@ def _as_runs(finished: Mapping[str, Finished]) -> list[Run]:
 
 def claims_table(studies: Studies) -> Section:
     """Tabulate every claim with the paper's number and the verdict at each choice of rates."""
-    main, old, dropped = studies.main, studies.paper_rates, studies.dropout
-    columns = {_at_r(main): {v.claim: v for v in verdicts(main.plan, main.finished)}}
-    if dropped is not None:
-        found = less_dropout(dropped.finished if not dropped.plan.missing(dropped.finished) else {})
-        columns[_at_r(main)][found.claim] = found
+    main, old = studies.main, studies.paper_rates
+    columns = {_at_r(main): {v.claim: v for v in _judged(studies, main)}}
     if old is not None:
-        columns[PAPERS_RATES] = {v.claim: v for v in verdicts(old.plan, old.finished)}
+        columns[PAPERS_RATES] = {v.claim: v for v in _judged(studies, old)}
     if any(run.startswith("best-") for run in (*main.plan.waiting, *(r.name for r in main.plan.runs))):
         columns["best rate of each"] = {v.claim: v for v in best_against_best(main.finished)}
     rows = [["claim", "paper", *columns]]
@@ -247,7 +247,18 @@ def claims_table(studies: Studies) -> Section:
         "A claim is confirmed or refuted if there are three seeds of each network and every pairing of seeds agrees."
         ' With fewer seeds, it is "seen" or "not seen".'
     )
+    if studies.dropout is not None and studies.dropout.finished:
+        text += " The verdicts on dropout come from runs of their own, on fewer images and at another rate."
     return Section("What the paper found", text, rows)
+
+
+def _judged(studies: Studies, study: Study) -> list[Verdict]:
+    """Return the verdicts of a study. Those of the main study on dropout come from the plan for dropout."""
+    found = {v.claim: v for v in verdicts(study.plan, study.finished)}
+    if study is studies.main and (dropped := studies.dropout) is not None:
+        complete = not dropped.plan.missing(dropped.finished)
+        found |= {v.claim: v for v in less_dropout(dropped.finished if complete else {})}
+    return list(found.values())
 
 
 def _at_r(main: Study) -> str:
@@ -287,7 +298,7 @@ def _named(study: Study, studies: Studies) -> dict[str, Finished]:
 
 
 def _tables(finished: Mapping[str, Finished]) -> list[Section]:
-    return [table(finished) for table in (figure3, on_the_way, failures, rates, dropout, ablation)]
+    return [table(finished) for table in (figure3, on_the_way, best_rates, failures, rates, dropout, ablation)]
 
 
 def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:

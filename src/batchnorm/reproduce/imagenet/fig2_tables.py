@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from ...report.tables import table
 from ...train.metrics import steps_to
-from .claims import how_it_went, rates_that_train
+from .claims import how_it_went, overfits_always, rates_that_train
 from .curves import (
     LEVEL,
     Seeds,
     best,
     end_slope,
+    faster_baseline,
     network_of,
     noise,
     seeds_of,
@@ -98,11 +99,13 @@ def show_times(value: float | None) -> str:
 
 
 def show_name(name: str) -> str:
-    """Return a network's name with its first letter in upper case.
+    """Return a network's name with its first letter, and the initialization's, in upper case.
 
-    >>> show_name("inception, rate 0.015")
-    'Inception, rate 0.015'
+    >>> show_name("inception-x5, kaiming")
+    'Inception-x5, Kaiming'
     """
+    for init in ("kaiming", "xavier"):
+        name = name.replace(init, init.title())
     return name[:1].upper() + name[1:]
 
 
@@ -116,16 +119,21 @@ def figure3(finished: Mapping[str, Finished]) -> Section:
     target = "the baseline's best" if top is None else f"{top[1]:.1%}"
     rows = [[
         "network", "seeds", f"steps to {target}", "paper, to 72.2%", "times fewer", "paper", "maximum accuracy",
-        "paper", "steps to it", "folded, at the end", "times fewer than the best unnormalized",
+        "paper", "steps to it", "folded, at the end",
     ]]  # fmt: skip
+    if tuned is not None and tuned[0] == "inception":
+        tuned = None  # the columns would be the same
     for variant, paper in PAPER.items():
         network = network_of(finished, variant)
         if network:
-            rows.append([variant, *_row(network, inception, tuned[1] if tuned else inception, paper)])
+            more = [_times_of_seeds(tuned[1], network)] if tuned else []
+            rows.append([variant, *_row(network, inception, paper), *more])
+    if tuned is not None:
+        rows[0].append("times fewer than the best unnormalized")
     return Section("Figure 3", _figure3_text(inception, tuned), rows)
 
 
-def _row(network: Seeds, inception: Seeds, tuned: Seeds, paper: tuple[str, str, str]) -> list[str]:
+def _row(network: Seeds, inception: Seeds, paper: tuple[str, str, str]) -> list[str]:
     target, own = best(inception.curve), best(network.curve)
     tops = [top[1] for curve in network.curves if (top := best(curve)) is not None]
     reached = [] if target is None else [steps_to(curve, target[1]) for curve in (network.curve, *network.curves)]
@@ -139,7 +147,6 @@ def _row(network: Seeds, inception: Seeds, tuned: Seeds, paper: tuple[str, str, 
         paper[2],
         "-" if own is None else f"{own[0]:,}",
         f"{statistics.fmean(network.final):.1%}" if network.final else "-",
-        _times_of_seeds(tuned, network),
     ]
 
 
@@ -187,28 +194,37 @@ def on_the_way(finished: Mapping[str, Finished]) -> Section:
     return Section("On the way there", text, rows)
 
 
+def best_rates(finished: Mapping[str, Finished]) -> Section:
+    """Tabulate Figure 3 with every network at the best rate of its own sweep."""
+    inception = network_of(finished, "inception")
+    top = best(inception.curve)
+    normalized = {name: runs for name in ("bn-baseline", "bn-x5") if (runs := seeds_of(finished, "best", name))}
+    if top is None or not normalized:
+        return Section("Each network at its best rate", "", [])
+    rows = [["network", "rate", "seeds", f"steps to {top[1]:.1%}", "times fewer", "maximum accuracy", "at the end"]]
+    for name, network in {"inception": inception, **normalized}.items():
+        cells = _row(network, inception, ("", "", ""))
+        rate = f"{network.runs[0].run.recipe.rate:g}"
+        rows.append([name, rate, *(cells[k] for k in (0, 1, 3, 5, 8))])
+    text = "Each rate is the best one of the network's own sweep. The runs of Inception are those of Figure 3."
+    return Section("Each network at its best rate", text, rows)
+
+
 def failures(finished: Mapping[str, Finished]) -> Section:
     """Tabulate the two networks that the paper could not train, with both initializations.
 
     Paper: Sec. 4.2.2
     """
     rows = [["network", "initialization", "seed", "rate", "steps", "what happened", "at the end"]]
-    for variant in ("inception-x5", "inception-sigmoid"):
-        for one in seeds_of(finished, "figures", variant).runs:
+    failed = {name: seeds_of(finished, "figures", name) for name in ("inception-x5", "inception-sigmoid")}
+    normalized = faster_baseline(finished)
+    for name, network in {**failed, "bn-baseline": normalized}.items():
+        for one in network.runs:
             recipe = one.run.recipe
-            steps = f"{one.result['steps']:,}"
-            rows.append(
-                [
-                    variant,
-                    recipe.init,
-                    str(recipe.seed),
-                    f"{recipe.rate:g}",
-                    steps,
-                    how_it_went(one),
-                    show_accuracy(one),
-                ]
-            )
-    return Section("The reported failures", "", rows)
+            settings = [recipe.init, str(recipe.seed), f"{recipe.rate:g}", f"{one.result['steps']:,}"]
+            rows.append([name, *settings, how_it_went(one), show_accuracy(one)])
+    text = "BN-Baseline at the same rate as inception-x5 is listed for comparison." if normalized else ""
+    return Section("The reported failures", text, rows)
 
 
 def rates(finished: Mapping[str, Finished]) -> Section:
@@ -218,30 +234,39 @@ def rates(finished: Mapping[str, Finished]) -> Section:
     rows = [["rate", *sweeps]]
     for rate in sorted({rate for column in columns for rate in column}):
         rows.append([f"{rate:g}", *(show_accuracy(column[rate]) if rate in column else "-" for column in columns)])
-    return Section("Learning rates (Section 3.3)", _rates_text(sweeps), rows)
+    text = _rates_text(sweeps)
+    if not seeds_of(finished, "best", "bn-baseline"):  # three seeds in a table of their own
+        text += _best_of_the_sweeps(sweeps)
+    return Section("Learning rates (Section 3.3)", text, rows)
 
 
 def _rates_text(sweeps: Mapping[str, Seeds]) -> str:
     text = "Accuracy of the folded network at the end, one seed."
-    tops = {}
     for name, seeds in sweeps.items():
         found = rates_that_train(seeds.runs)
         if found is None:
             continue
         text += f" The network {name} reaches at least half of its best accuracy at rates {found[0]:g} to {found[1]:g}."
-        tops[name] = top = max(seeds.runs, key=lambda one: one.result["top1"] or 0.0)
         swept = [one.run.recipe.rate for one in seeds.runs]
-        if len(swept) > 2 and top.run.recipe.rate in (min(swept), max(swept)):
+        if len(swept) > 2 and _best_of_sweep(seeds).run.recipe.rate in (min(swept), max(swept)):
             text += f" The best rate {name} is at the end of its sweep; a rate beyond that may be better."
-    if "without BN" in tops and "with BN" in tops:
-        plain, normalized = tops["without BN"], tops["with BN"]
-        times = times_fewer(plain.points, normalized.points)
-        text += (
-            f" With each network at its best rate ({plain.run.recipe.rate:g} without, {normalized.run.recipe.rate:g}"
-            f" with BN), the normalized one takes {show_times(times)} times fewer steps to the best accuracy of the"
-            " other."
-        )
     return text
+
+
+def _best_of_the_sweeps(sweeps: Mapping[str, Seeds]) -> str:
+    if not {"without BN", "with BN"} <= sweeps.keys():
+        return ""
+    plain, normalized = (_best_of_sweep(sweeps[name]) for name in ("without BN", "with BN"))
+    times = times_fewer(plain.points, normalized.points)
+    reached = "never reaches" if times is None else f"takes {times:.1f} times fewer steps to"
+    rates = f"{plain.run.recipe.rate:g} without, {normalized.run.recipe.rate:g} with BN"
+    return (
+        f" With each network at its best rate ({rates}), the normalized one {reached} the best accuracy of the other."
+    )
+
+
+def _best_of_sweep(seeds: Seeds) -> Finished:
+    return max(seeds.runs, key=lambda one: one.result["top1"] or 0.0)
 
 
 def dropout(finished: Mapping[str, Finished]) -> Section:
@@ -260,6 +285,9 @@ def dropout(finished: Mapping[str, Finished]) -> Section:
         "Accuracy of the folded network at the end, on the center squares of training and validation images, for each"
         " seed."
     )
+    overfit = [name for seeds, name in zip(networks, ("without BN", "with BN"), strict=True) if _overfits_most(seeds)]
+    if overfit:
+        text += f" With the least dropout, these networks overfit visibly in all runs: {', '.join(overfit)}."
     repeated = _repeated(finished)
     if repeated is not None:
         text += (
@@ -267,6 +295,12 @@ def dropout(finished: Mapping[str, Finished]) -> Section:
             f" differ by up to {100 * repeated:.1f} points, because the order of sums on a GPU can change."
         )
     return Section("Dropout (Section 3.4)", text, rows)
+
+
+def _overfits_most(network: Seeds) -> bool:
+    """Return whether the runs with the least dropout overfit visibly."""
+    least = min((one.run.recipe.dropout for one in network.runs), default=0.0)
+    return overfits_always(Seeds(tuple(one for one in network.runs if one.run.recipe.dropout == least)))
 
 
 def _repeated(finished: Mapping[str, Finished]) -> float | None:
@@ -315,7 +349,14 @@ def ran(finished: Mapping[str, Finished]) -> Section:
         env = one.environment
         machine = env["gpu"] or f"{env['hardware']}, {env['cores']} cores"
         pace = "-" if one.steps_per_second is None else f"{one.steps_per_second:g}"
-        cells = [f"{one.result['steps']:,}", f"{one.seconds:.0f}", pace, machine, env["torch"], env["commit"] or "-"]
+        cells = [
+            f"{one.result['steps']:,}",
+            f"{one.seconds:.0f}",
+            pace,
+            machine,
+            env["torch"],
+            (env["commit"] or "-")[:12],
+        ]
         rows.append([name, *cells])
     text = "Steps/s count training alone; seconds also include startup, validation and the final evaluation."
     return Section("The runs", text, rows)
