@@ -77,8 +77,11 @@ def read(out, name="fig4"):
     return json.loads((out / ("" if name == "fig4" else "results") / f"{name}.json").read_text())
 
 
+PAPER_RATES = Path("fig4-paper-rates")
+
+
 def test_the_committed_plan_is_the_six_members_for_as_long_as_the_ablation():
-    runs = read_plan("fig4").runs
+    runs = read_plan("fig4", PAPER_RATES).runs
     assert [run.name for run in runs] == list(MEMBERS)
     x30 = next(run.recipe for run in read_plan("fig2", Path("paper-rates")).runs if run.name == "bn-x30-seed0")
     x5 = next(run.recipe for run in read_plan("fig2", Path("paper-rates")).runs if run.name == "ablation-seed0")
@@ -91,8 +94,9 @@ def test_the_committed_plan_is_the_six_members_for_as_long_as_the_ablation():
     assert len({run.recipe.seed for run in runs}) == 6
 
 
-def test_the_tuned_plan_changes_the_rates_of_the_swept_members_alone(tmp_path):
-    plan = read_plan("fig4", Path("fig4-tuned"))
+def test_the_default_plan_changes_the_rates_of_the_swept_members_alone(tmp_path):
+    plan = read_plan("fig4")
+    assert {*plan.waiting} == {name for name in MEMBERS if "large" in name or "per" in name}
     swept = [run for run in plan.runs if run.group == "rates"]
     assert {(run.variant, run.recipe.rate / 0.045) for run in swept} == {
         *(("bn-x30-large-init", times) for times in (1.0, 2.0, 4.0)),
@@ -101,8 +105,8 @@ def test_the_tuned_plan_changes_the_rates_of_the_swept_members_alone(tmp_path):
     for run in swept:
         best = run.recipe.rate == {"bn-x30-large-init": 0.18, "bn-x30-per-activation": 0.0225}[run.variant]
         (tmp_path / f"{run.name}.json").write_text(json.dumps({"result": {"top1": 0.2 + 0.1 * best}}))
-    tuned = {run.name: run.recipe for run in read_plan("fig4", Path("fig4-tuned"), tmp_path).runs}
-    for run in read_plan("fig4").runs:
+    tuned = {run.name: run.recipe for run in read_plan("fig4", None, tmp_path).runs}
+    for run in read_plan("fig4", PAPER_RATES).runs:
         rate = 0.18 if "large" in run.name else 0.0225 if "per" in run.name else 0.045
         assert tuned[run.name] == replace(run.recipe, rate=rate)
 
@@ -378,14 +382,15 @@ def test_the_best_ensemble_is_chosen_by_other_images_than_it_is_judged_by(tmp_pa
     assert figure.statement == "The ensemble is better than its best member (by top-1 error)."
     (chosen, _) = figure.chosen
     assert "(a, b, c)" in chosen.name
+    assert chosen.networks == ("a", "b", "c")
     assert (chosen.before, chosen.after) == (0.2, 0.0)
     # Two networks that are wrong everywhere spoil the vote of all five, not that of the three.
     bad = [predictions(tmp_path, name, False) for name in "de"]
     figure = figure4([a, b, c, *bad], 32)
-    assert figure.statement.startswith("The ensemble of all networks is not better than its best member, but an")
+    assert figure.statement.startswith("The ensemble of all networks is not measurably better than its best member")
     assert (
         figure4([a, *bad], 32).statement
-        == "At this scale no ensemble of these networks is better than its best member."
+        == "At this scale no ensemble of these networks is measurably better than its best member."
     )
     assert figure4([a], 32).statement is None
 
@@ -394,3 +399,22 @@ def test_verdicts():
     assert Gain("a", "top-1", 0.5, 0.4, 0.01).verdict == "confirmed"
     assert Gain("a", "top-1", 0.4, 0.5, 0.01).verdict == "refuted"
     assert Gain("a", "top-1", 0.5, 0.49, 0.01).verdict == "not resolved"
+
+
+def test_the_rows_of_single_networks_are_those_of_the_published_result_files(tmp_path, capsys):
+    results = Path(__file__).parents[2] / "results"
+    for plan, files, published in (
+        ("fig4", results / "fig4", results / "fig4.json"),
+        ("fig4-paper-rates", results / "fig4/paper-rates", results / "fig4/paper-rates/fig4.json"),
+    ):
+        assert main(["reproduce", "fig4", "--plan", plan, "--results", str(files), "--out", str(tmp_path / plan)]) == 0
+        table = (tmp_path / plan / "fig4.md").read_text()
+        lines = [line for line in table.splitlines() if line.startswith("| bn-x30")]
+        assert len(lines) == 12 + 6 * (plan == "fig4")
+        assert {*lines} <= {
+            *(published.parent / ("fig4/fig4.md" if plan == "fig4" else "fig4.md")).read_text().splitlines()
+        }
+        contents = json.loads(published.read_text())
+        assert contents["missing"] == {}
+        for name, member in contents["members"].items():
+            assert member["crops"] == json.loads((files / f"{name}.json").read_text())["crops"]

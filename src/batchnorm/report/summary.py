@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ..results import write_atomically
 from .speeds import alternatives, networks, speeds
@@ -43,6 +41,10 @@ def _fig2(r: Result) -> str:
     if "inception" in run:
         best = max(n["maximum"] for n in run.values())
         told.append(f"{best:.1%} against {run['inception']['maximum']:.1%}")
+    if at_best := r.get("at its best rate"):
+        fewer = [n["times fewer steps"] for n in at_best.values() if n["times fewer steps"]]
+        most, top = max(fewer, default=0.0), max(n["maximum"] for n in at_best.values())
+        told.append(f"best rate of each: {most:.1f} times fewer, {top:.1%}")
     if missing := len(r["not yet run"]):
         told.append(f"{missing} runs not yet run")
     return "; ".join(told)
@@ -142,12 +144,13 @@ def figures(results: Path) -> str:
     """
     blocks = []
     if fig2 := read(results, "fig2.json"):
-        seeds = max(n["seeds"] for n in fig2["networks"].values())
+        counts = {n["seeds"] for n in fig2["networks"].values()}
+        seeds = f"{'up to ' if len(counts) > 1 else ''}{max(counts)} seeds"
         blocks += [
             "![Figure 2: validation accuracy against training steps](results/fig2.png)",
-            *_same_rate(fig2["networks"]),
-            f"Figures 2 and 3: {_images(fig2)} at {fig2['size']} px, {fig2['epochs']:g} epochs, {machine(fig2)}, up to"
-            f" {seeds} seeds ([seeds, sweeps and verdicts](docs/fig2.md)).",
+            *_rates(fig2),
+            f"Figures 2 and 3: {_images(fig2)} at {fig2['size']} px, {fig2['epochs']:g} epochs, {machine(fig2)},"
+            f" {seeds} ([seeds, sweeps and verdicts](docs/fig2.md)).",
             table([_narrow(row) for row in fig2["figure 3"]["rows"]]),
         ]
     if fig4 := read(results, "fig4.json"):
@@ -162,26 +165,38 @@ def figures(results: Path) -> str:
             f"Figure 4: {_images(fig4)} at {recipe['size']} px, {recipe['epochs']:g} epochs, {machine(fig4)}"
             " ([each network](docs/fig4.md)).",
             table(rows),
-            _verdicts(fig4["steps"]),
+            " ".join([_verdicts(fig4["steps"]), *_best_ensemble(fig4.get("best ensemble", []))]),
         ]
     return "\n\n".join(blocks)
 
 
-def _same_rate(networks: Mapping[str, Any]) -> list[str]:
-    """Return a sentence about BN-Baseline, which differs from Inception only in batch normalization.
+def _rates(r: Result) -> list[str]:
+    """Return sentences that compare the networks at the same rate and each at its best rate, and the verdicts' counts.
 
-    Return nothing if BN-Baseline did not reach Inception's best accuracy.
+    Networks that did not reach Inception's best accuracy are left out.
 
-    >>> _same_rate({"inception": {"maximum": 0.2}, "bn-baseline": {"maximum": 0.1, "times fewer steps": None}})
+    >>> _rates({"networks": {"inception": {"maximum": 0.2}}})
     []
     """
-    plain, normalized = networks.get("inception"), networks.get("bn-baseline")
-    if not plain or not normalized or not normalized["times fewer steps"]:
-        return []
-    return [
-        f"At the same learning rate, BN-Baseline takes {normalized['times fewer steps']:.1f} times fewer steps to"
-        f" Inception's best accuracy and reaches {normalized['maximum']:.1%} instead of {plain['maximum']:.1%}."
+    plain, normalized = (r["networks"].get(name) for name in ("inception", "bn-baseline"))
+    told = []
+    if plain and normalized and normalized["times fewer steps"]:
+        told.append(
+            f"At the same learning rate, BN-Baseline takes {normalized['times fewer steps']:.1f} times fewer steps to"
+            f" Inception's best accuracy and reaches {normalized['maximum']:.1%} instead of {plain['maximum']:.1%}."
+        )
+    names = {"bn-baseline": "BN-Baseline", "bn-x5": "BN-x5"}
+    at_best = [
+        f"{names[name]} takes {n['times fewer steps']:.1f} times fewer steps and reaches {n['maximum']:.1%}"
+        for name, n in r.get("at its best rate", {}).items()
+        if n["times fewer steps"]
     ]
+    if at_best:
+        told.append(f"With each network at its own best rate, {', '.join(at_best)}.")
+    if found := [verdict["verdict"] for verdict in r.get("verdicts", ())]:
+        counts = [f"{n} {what}" for what in ("confirmed", "refuted", "not resolved") if (n := found.count(what))]
+        told.append(f"The paper's claims: {', '.join(counts)} ([table](docs/fig2.md#what-the-paper-found)).")
+    return [" ".join(told)] if told else []
 
 
 def _narrow(row: list[str]) -> list[str]:
@@ -201,6 +216,24 @@ def _verdicts(steps: list[Result]) -> str:
         found.setdefault(step["name"].rstrip(","), []).append(f"{step['error']} {step['verdict']}")
     told = (f"{name}: {', '.join(verdicts)}" for name, verdicts in found.items())
     return f"Does the change lower the error? {'; '.join(told)}."
+
+
+def _best_ensemble(chosen: list[Result]) -> list[str]:
+    """Return a sentence about the best ensemble of any networks.
+
+    >>> step = {"error": "top-1", "before": 0.5, "after": 0.4, "networks": ["a", "b"], "verdict": "confirmed"}
+    >>> print(*_best_ensemble([step]))
+    The best ensemble instead of the best network, both chosen on every second image and compared on the others: top-1 error 50.00% to 40.00% with 2 networks (confirmed).
+    """  # noqa: E501
+    told = [
+        f"{step['error']} error {step['before']:.2%} to {step['after']:.2%} with {len(step['networks'])} networks"
+        f" ({step['verdict']})"
+        for step in chosen
+    ]
+    start = (
+        "The best ensemble instead of the best network, both chosen on every second image and compared on the others"
+    )
+    return [f"{start}: {', '.join(told)}."] if told else []
 
 
 def _images(result: Result) -> str:

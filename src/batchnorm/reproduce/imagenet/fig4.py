@@ -12,7 +12,7 @@ from typing import Any
 from ...data.image_sources import check_complete, check_same_data, describe_data, open_source
 from ...results import write_atomically, write_json
 from ...train.saved_runs import open_runs
-from .fig4_table import CONTEXT, PAPER, alone, figure4, markdown, notes
+from .fig4_table import CONTEXT, PAPER, alone, figure4, markdown, notes, sweep_table
 from .plan import Plan, read_plan
 from .result_files import MemberFiles, RunFiles, read_all, read_result
 from .session import Session
@@ -46,13 +46,16 @@ def fig4(options: Fig4) -> Path:
     options.check()
     started, plan = time.monotonic(), read_plan("fig4", options.plan, options.result_files)
     if options.data is None:
-        return publish([MemberFiles(name, options.result_files) for name in _known(options, plan)], options.out)
+        members = [MemberFiles(name, options.result_files) for name in _known(options, plan)]
+        return publish(members, options.out, _sweep_text(options, plan))
     jobs = _taken(options, plan) if options.runs else _planned(options, plan)
     waiting = [job for job in jobs if not job.finished() and (not options.only or job.name in options.only)]
     recipes = [job.files.run.recipe for job in waiting if isinstance(job, Training)]
     names = [job.name for job in jobs] if options.runs else _members(plan)
     members = [MemberFiles(name, options.result_files) for name in names]
-    table = options.run(waiting, recipes, plan.evaluate_batch, lambda: publish(members, options.out))
+    table = options.run(
+        waiting, recipes, plan.evaluate_batch, lambda: publish(members, options.out, _sweep_text(options, plan))
+    )
     # Members whose rates come from a sweep could not start before the sweep finished; train them now.
     return fig4(options.after(started)) if waiting and plan.waiting and not options.runs else table
 
@@ -64,6 +67,14 @@ def _known(options: Fig4, plan: Plan) -> list[str]:
         return list(there)
     read_all(plan, options.result_files, options.out)  # rejects files of another plan
     return _members(plan)
+
+
+def _sweep_text(options: Fig4, plan: Plan) -> str:
+    """Return the plan's sweeps of rates as Markdown, or "" if the plan has none."""
+    runs = [] if options.runs else [run for run in plan.runs if run.group == "rates"]
+    found = {run.name: RunFiles(run, options.result_files, options.out).read() for run in runs}
+    best = read_plan("fig4", options.plan, options.result_files).best  # the sweep may have ended since `plan` was read
+    return sweep_table({name: one for name, one in found.items() if one is not None}, best)
 
 
 def _members(plan: Plan) -> list[str]:
@@ -107,8 +118,14 @@ def _taken(options: Fig4, plan: Plan) -> Sequence[Training | TakenMember]:
     return jobs
 
 
-def publish(members: Sequence[MemberFiles], out: Path) -> Path:
-    """Write ``fig4.json`` and ``fig4.md`` from the members' files, print the table and return its path."""
+def publish(members: Sequence[MemberFiles], out: Path, sweep: str = "") -> Path:
+    """Write ``fig4.json`` and ``fig4.md`` from the members' files, print the table and return its path.
+
+    Args:
+        members: the members' files.
+        out: folder of the table.
+        sweep: the sweeps of rates, as Markdown.
+    """
     missing = {files.name: why for files in members if (why := files.missing()) is not None}
     told = {files.name: files.read() for files in members if files.result.is_file()}
     found = [files for files in members if files.name not in missing]
@@ -119,7 +136,7 @@ def publish(members: Sequence[MemberFiles], out: Path) -> Path:
     examples = next((one["examples"] for result in told.values() for one in result["crops"].values()), 0)
     images = f"{examples:,} images, {len(found) or len(told)} network(s)"
     rows, remarks = alone(told), notes(told)
-    text = markdown(figure, rows, images, missing, remarks)
+    text = markdown(figure, rows, images, missing, remarks) + (f"\n\n{sweep}" if sweep else "")
     contents: dict[str, Any] = {
         "data": first["data"] if first else None,
         "environment": first["environment"] if first else None,
@@ -127,11 +144,11 @@ def publish(members: Sequence[MemberFiles], out: Path) -> Path:
         "missing": missing,
     }
     if figure is not None:
-        steps = [{**step._asdict(), "verdict": step.verdict, "says": str(step)} for step in figure.steps]
-        contents |= {"rows": [row._asdict() for row in (*rows, *figure.rows)], "steps": steps}
+        contents |= {"rows": [row._asdict() for row in (*rows, *figure.rows)]}
+        contents |= {"steps": [step.as_dict() for step in figure.steps]}
         contents |= {"paper": [row._asdict() for row in (*PAPER, *CONTEXT)]}
         contents |= {"disagreement": figure.disagreement, "ensemble": figure.together}
-        contents |= {"best ensemble": [{**step._asdict(), "says": str(step)} for step in figure.chosen]}
+        contents |= {"best ensemble": [step.as_dict() for step in figure.chosen]}
         contents |= {"statement": figure.statement}
     write_json(out / "fig4.json", contents)
     table = out / "fig4.md"

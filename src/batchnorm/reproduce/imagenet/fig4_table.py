@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ...evaluate import Ensemble, Score
 from ...evaluate.accuracy import label_ranks
-from .result_files import CROPS, MemberFiles
+from ...report.tables import table
+from .result_files import CROPS, Finished, MemberFiles
 
 
 class ErrorRow(NamedTuple):
@@ -56,6 +57,8 @@ class Gain(NamedTuple):
     before: float
     after: float
     standard_error: float
+    networks: tuple[str, ...] = ()
+    """the networks of an ensemble that was chosen from all possible ones"""
 
     @property
     def verdict(self) -> str:
@@ -68,6 +71,11 @@ class Gain(NamedTuple):
     def __str__(self) -> str:
         change = f"{self.before:.2%} to {self.after:.2%} (standard error of the difference {self.standard_error:.2%})"
         return f"{self.name} lowers the {self.error} error: {self.verdict}, {change}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the numbers with the verdict, for ``fig4.json``."""
+        fields = {key: value for key, value in self._asdict().items() if key != "networks" or value}
+        return {**fields, "verdict": self.verdict, "says": str(self)}
 
 
 class Figure4(NamedTuple):
@@ -93,10 +101,10 @@ class Figure4(NamedTuple):
         better = [step.error for step in self.chosen if step.verdict == "confirmed"]
         if better:
             return (
-                "The ensemble of all networks is not better than its best member, but an ensemble of some of them is"
+                "The ensemble of all networks is not measurably better than its best member, but an ensemble of some is"
                 f" (by {' and '.join(better)} error)."
             )
-        return "At this scale no ensemble of these networks is better than its best member."
+        return "At this scale no ensemble of these networks is measurably better than its best member."
 
 
 def figure4(members: Sequence[MemberFiles], size: int) -> Figure4:
@@ -156,7 +164,8 @@ def _best_ensemble(members: Sequence[MemberFiles], error: str) -> Gain:
     name = (
         f"the best ensemble of two or more networks ({listed}) instead of the best network, {members[alone[0]].name},"
     )
-    return _step(name, error, wrong[alone][1::2], wrong[together][1::2])
+    gain = _step(name, error, wrong[alone][1::2], wrong[together][1::2])
+    return gain._replace(networks=tuple(members[k].name for k in together))
 
 
 def _combine(members: Sequence[MemberFiles], crops: int, wrong: dict[tuple[int, str], Tensor]) -> Ensemble:
@@ -210,6 +219,19 @@ def alone(results: Mapping[str, Mapping[str, Any]]) -> list[ErrorRow]:
         for name, result in results.items()
         for crops, one in result["crops"].items()
     ]
+
+
+def sweep_table(sweep: Mapping[str, Finished], best: Mapping[str, float]) -> str:
+    """Return the sweeps of rates as Markdown, or "" if there are none."""
+    if not sweep:
+        return ""
+    rows = [["network", "rate", "top-1 accuracy at the end", ""]]
+    for one in sweep.values():
+        recipe, top1 = one.run.recipe, one.result["top1"]
+        chosen = "chosen" if best.get(one.run.variant) == recipe.rate else ""
+        rows.append([one.run.variant, f"{recipe.rate:g}", "diverged" if top1 is None else f"{top1:.1%}", chosen])
+    epochs = next(iter(sweep.values())).run.recipe.epochs
+    return f"The sweeps of rates, {epochs:g} epochs and one seed each:\n\n{table(rows)}"
 
 
 def notes(results: Mapping[str, Mapping[str, Any]]) -> list[str]:

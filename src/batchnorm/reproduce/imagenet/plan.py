@@ -17,7 +17,7 @@ from ...train import RECIPES, Recipe
 
 Group = Literal["rates", "figures", "best", "dropout", "ablation"]
 GROUPS = {"fig2": get_args(Group), "fig4": ("rates", "members")}  # the groups that a figure's plan may have
-LIBRARY = ("fig2", "paper-rates", "dropout", "fig4", "fig4-tuned")  # plans that --plan accepts by name
+LIBRARY = ("fig2", "paper-rates", "dropout", "fig4", "fig4-paper-rates")  # plans that --plan accepts by name
 OWN = ("name", "recipe", "evaluate_every", "horizon", "end_rate", "times", "best_of")
 SHARED = OWN[2:5]
 EVERYWHERE = ("log_every", "checkpoint_every", "evaluate_batch")
