@@ -61,11 +61,30 @@ def test_the_kernels_convolve(device, given, monkeypatch):
     assert_near(module.kernel_gradient(blocks, dy.movedim(1, -1), kernel.shape), dkernel, 1e-4)
 
 
+class Batched(torch.autograd.Function):
+    """Call the differentiable gradient as the convolution does if it gets a batch of gradients."""
+
+    @staticmethod
+    def forward(ctx, y, blocks, kernel):
+        ctx.save_for_backward(blocks, kernel)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        assert torch._C._functorch.is_legacy_batchedtensor(dy)
+        return None, None, module._differentiable_gradient(ctx.saved_tensors[0], dy, ctx.saved_tensors[1])
+
+
 @pytest.mark.parametrize("size", [3, 5, 7])
 def test_the_differentiable_gradient(size):
     x, kernel, dy = (t.double() for t in example("cpu", size=size))
     blocks = pixel_blocks(x, (size // 2 + size // 2 % 2) // 2, (size + 1) // 2)
-    assert_near(module._differentiable_gradient(blocks, dy, kernel), exact(x, kernel, dy)[1], 1e-12)
+    expected = exact(x, kernel, dy)[1]
+    assert_near(module._differentiable_gradient(blocks, dy, kernel), expected, 1e-12)
+    y = F.conv2d(blocks, torch.zeros(32, 16, *[(size + 1) // 2] * 2).double()).requires_grad_()
+    batched = Batched.apply(y, blocks, kernel.requires_grad_())
+    (found,) = torch.autograd.grad(batched, kernel, torch.stack([dy, 2 * dy]), is_grads_batched=True)
+    assert_near(found, torch.stack([expected, 2 * expected]), 1e-12)
 
 
 @pytest.mark.gpu

@@ -11,14 +11,17 @@ import torch
 
 # The first pattern that occurs in a kernel's name decides its kind.
 KINDS = (
-    ("convolutions, forward", r"fprop"),
+    ("convolutions, forward", r"fprop|^convolve\b"),
     ("convolutions, gradients of inputs", r"dgrad"),
-    ("convolutions, gradients of kernels", r"wgrad"),
+    ("convolutions, gradients of kernels", r"wgrad|^kernel_gradient\b"),
     ("pooling", r"pool|^max_|^average\b"),
     ("BN, forward", r"^(forward|forward_layers)\b"),
     ("BN, backward", r"^(backward|backward_layers)\b"),
     ("update of the weights", r"^update\b"),
-    ("1x1 convolutions as matrix products, split sums, memsets", r"gemm|nvjet|splitk|cutlass|cublas|(?i:memset)"),
+    (
+        "1x1 convolutions as matrix products, split sums, memsets",
+        r"gemm|nvjet|splitk|cutlass|cublas|(?i:memset)|^fill\b",
+    ),
 )
 REST = "rest"
 

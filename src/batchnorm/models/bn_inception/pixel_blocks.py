@@ -128,7 +128,9 @@ def _differentiable_gradient(blocks: Tensor, dy: Tensor, kernel: Tensor) -> Tens
     outputs, inputs, size, _ = kernel.shape
     taps, front = (size + 1) // 2, size // 2 % 2
     found: Tensor = conv2d_weight(blocks, (outputs, blocks.shape[1], taps, taps), dy)[:, : 4 * inputs]
-    found = found.unflatten(1, (2, 2, inputs)).permute(0, 3, 4, 1, 5, 2).flatten(4).flatten(2, 3)
+    # A batch of gradients supports reshape, but not unflatten.
+    found = found.reshape(outputs, 2, 2, inputs, taps, taps).permute(0, 3, 4, 1, 5, 2)
+    found = found.reshape(outputs, inputs, 2 * taps, 2 * taps)
     return found[..., front : front + size, front : front + size].to(kernel.dtype)
 
 
