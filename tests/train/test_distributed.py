@@ -60,7 +60,8 @@ def test_without_sync_all_ranks_have_the_same_averaged_statistics():
 
 def running_averages(rank, world_size):
     torchs = (torch.nn.BatchNorm1d(2), torch.nn.SyncBatchNorm(2))
-    net = torch.nn.Sequential(bn.BatchNorm1d(2), bn.BatchNorm1d(2, statistics=bn.Sync()), *torchs)
+    own = (bn.Sync(), bn.Ghost(2), bn.Renorm())
+    net = torch.nn.Sequential(bn.BatchNorm1d(2), *(bn.BatchNorm1d(2, statistics=s) for s in own), *torchs)
     for layer in net:
         layer.running_mean.fill_(rank)
     Ranks(rank, world_size).average_statistics_(net)
@@ -70,7 +71,7 @@ def running_averages(rank, world_size):
 def test_running_averages_are_averaged_but_for_sync():
     for rank, result in enumerate(on_ranks(2, running_averages)):
         averaged, own = torch.full((2,), 0.5), torch.full((2,), float(rank))
-        torch.testing.assert_close(result, [averaged, own, averaged, own])
+        torch.testing.assert_close(result, [averaged, own, averaged, averaged, averaged, own])
 
 
 def workers_of(launcher):

@@ -127,8 +127,8 @@ def borrowed_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 def probing(net: nn.Module) -> Iterator[None]:
     """Run the network inside the block as in training, with the batch's own statistics, but without side effects.
 
-    Only batch normalizations stay in training mode; dropout, for example, does not. Buffers, random numbers and modes
-    are restored at the end.
+    Only batch and instance normalizations stay in training mode; dropout, for example, does not. Buffers, random
+    numbers and modes are restored at the end.
     """
     modules = list(net.modules())
     modes = [m.training for m in modules]

@@ -136,7 +136,7 @@ def _read(folder: Path, name: str) -> Run:
         if step is None or line.get("final"):
             continue  # a summary of the run, not a step
         if not (_is_number(step) and isinstance(step, int) and 0 <= step < LAST_STEP):
-            raise ValueError(f"{where}: step is {_short(step)}, not a whole number from 0 to 2^53")
+            raise ValueError(f"{where}: step is {_short(step)}, not a whole number from 0 to 2^53 - 1")
         if "percentiles" in line:
             percentiles.append(Record(step, _by_layer(line, "percentiles", _percentiles, where)))
         if "gradient_change" in line:

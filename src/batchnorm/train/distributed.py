@@ -14,6 +14,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
+from ..layers import Sync
+
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(minutes=10)
 
@@ -60,7 +62,7 @@ class Ranks:
         """Replace each running average by its mean over the ranks.
 
         DistributedDataParallel would keep only rank 0's averages. Averaging takes one all-reduce. It takes none with a
-        single rank, or if all layers use ``Sync`` or are ``nn.SyncBatchNorm``.
+        single rank, or if all layers use ``Sync()`` or are ``nn.SyncBatchNorm``.
         """
         if self.world_size == 1:
             return
@@ -69,7 +71,7 @@ class Ranks:
             for m in net.modules()
             if isinstance(m, TorchBatchNorm)
             and not isinstance(m, nn.SyncBatchNorm)
-            and getattr(m, "statistics", None) is None
+            and getattr(m, "statistics", None) != Sync()  # without a group, the statistics are those of all ranks
             and not getattr(m, "frozen_statistics", False)  # equal on all ranks; averaging could change the last bit
         ]
         running = [b for m in layers for b in (m.running_mean, m.running_var) if b is not None]

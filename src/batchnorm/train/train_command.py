@@ -210,7 +210,9 @@ def _summary(result: Result, out: Path, *, frozen: bool = False) -> str:
     if result.best_top1 is not None:
         by = "frozen statistics" if frozen else "running averages"
         lines.append(f"best with {by}: {result.best_top1:.2%} at step {result.best_step:,}")
-    lines += [f"steps to {float(k):.1%}: {v if v is None else f'{v:,}'}" for k, v in result.steps_to.items()]
+    lines += [
+        f"steps to {float(k):.1%}: {'not reached' if v is None else f'{v:,}'}" for k, v in result.steps_to.items()
+    ]
     if result.corrupt:
         listed = "".join(f"\n  {file}" for file in result.corrupt_files[:5])
         lines.append(f"{result.corrupt} file(s) could not be read and were skipped:{listed}")
