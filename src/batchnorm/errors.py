@@ -27,7 +27,7 @@ def sentence(error: Exception) -> str:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return a phrase for each option in ``here`` that a stored run, ``there``, lacks or has with another value.
+    """Return a phrase for each option in ``here`` whose value is missing or different in a stored run, ``there``.
 
     >>> differences({"rate": 0.0015, "seed": 0}, {"rate": 0.1, "seed": 0})
     ['rate is 0.0015 instead of 0.1']

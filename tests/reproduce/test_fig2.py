@@ -237,8 +237,8 @@ def test_a_plan_that_is_none(tmp_path, text, says):
     ("old", "new", "says"),
     [
         ("horizon = 3", "horizon = nan", "horizon=nan must be above 0"),
-        ("horizon = 3", "horizon = 3\nrate = 0.1", "group figures: unknown key rate; use"),
-        ("log_every", "log_evry", "train: unknown key log_evry; use"),
+        ("horizon = 3", "horizon = 3\nrate = 0.1", "group figures: unknown key rate; known keys are"),
+        ("log_every", "log_evry", "train: unknown key log_evry; known keys are"),
         ("checkpoint_every = 1000", "checkpoint_every = 0", "checkpoint_every=0: must be a positive integer"),
         ('name = "plain"', 'name = "../plain"', "cannot be the name of a run"),
         ("rate = 1e9", "decay = 1.0", "decay=1.0: must be between 0 and 1"),
@@ -266,7 +266,7 @@ def test_the_committed_plan_is_complete(tmp_path):
     plan = read_plan("fig2")
     assert {run.group for run in plan.runs} == {"rates"}
     assert set(plan.waiting.values()) == {"the sweep of inception", "the sweep of bn-baseline", "the sweep of bn-x5"}
-    with pytest.raises(ValueError, match="bn-x5-seed1 cannot run yet: it waits for the sweep of inception"):
+    with pytest.raises(ValueError, match="bn-x5-seed1 cannot run yet: it needs the sweep of inception"):
         plan.chosen((), ("bn-x5-seed1",))
     for run in plan.runs:  # the best of each: the third rate
         third = sorted(one.recipe.rate for one in plan.runs if one.variant == run.variant)[2]

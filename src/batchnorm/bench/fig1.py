@@ -140,7 +140,7 @@ def train(net: nn.Sequential, data: MNIST, steps: int, rate: float) -> float:
 
 
 if __name__ == "__main__":
-    # Train without and then with batch normalization, on torch's default number of threads.
+    # Train without and then with batch normalization, with torch's default number of threads.
     torch.manual_seed(int(sys.argv[4]))
     digits, steps, rate, std = mnist(), int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     print(json.dumps([train(build(batch_norm, std), digits, steps, rate) for batch_norm in (False, True)]))

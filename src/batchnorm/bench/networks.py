@@ -213,7 +213,10 @@ class _Measuring:
         self.has_turn = self.failed = False
 
     def next(self) -> tuple[Measurement, list[Row]] | str:
-        """Return the next measurement and its rows, ``TURN`` before the first timing, or "" after the last one."""
+        """Return the next measurement and its rows.
+
+        Before the first timing, return ``TURN``; after the last measurement, return "".
+        """
         if self.failed and self.settings.on_gpu:
             try:
                 torch.cuda.synchronize()

@@ -46,7 +46,7 @@ class ImageBatches:
 
     @property
     def num_examples(self) -> int:
-        """The number of examples in an epoch over all ranks, including corrupt ones."""
+        """The number of examples, including corrupt ones, in an epoch over all ranks."""
         return self.order.num_examples
 
     @property
@@ -59,7 +59,7 @@ class ImageBatches:
         return len(self.order)
 
     def centred(self, batch_size: int) -> ImageBatches:
-        """Return the same examples as evaluation sees them: in stored order, each as its centre square."""
+        """Return batches of the same examples, prepared as for evaluation: in stored order, each cropped to its centre square."""
         order = replace(self.order, train=False, batch_size=batch_size)
         crop, load = partial(centre_crops, size=self.size), self._load
         if isinstance(load, Prefetcher):
@@ -84,7 +84,7 @@ class ImageBatches:
             if self.order.train and len(labels) < 2:
                 raise TooManyCorruptError(
                     f"step {step} of epoch {epoch} has {len(labels)} readable image(s), too few for batch"
-                    f" normalization: {self._listed()}"
+                    f" normalization; files that could not be read so far: {self._listed()}"
                 )
             yield images.permute(0, 3, 1, 2), labels
 

@@ -63,13 +63,13 @@ def percentiles_of(
     table = values.movedim(unit_dim, 0).flatten(1)
     if table.numel() == 0:
         return torch.full((len(percentiles), len(table)), torch.nan)
-    # Choose values at even spacing, not at random: a monitor must not change the random numbers of the training.
+    # Choose values at even spacing, not at random: a monitor must not change the random numbers that training draws.
     table = table[:: -(-len(table) // units), :: -(-table.shape[1] // samples)].float().contiguous()
     position = [q / 100 * (table.shape[1] - 1) for q in percentiles]
     below, above = [floor(p) for p in position], [ceil(p) for p in position]
     part = [p - b for p, b in zip(position, below, strict=True)]
     if table.device.type == "cpu":
-        ordered = np.sort(table.numpy(), axis=1)  # on the CPU, twenty times faster than torch.sort
+        ordered = np.sort(table.numpy(), axis=1)  # several times faster than torch.sort
         low = ordered[:, below]
         found = low + (ordered[:, above] - low) * np.asarray(part, dtype=np.float32)
         return torch.from_numpy(np.ascontiguousarray(found.T))

@@ -139,7 +139,7 @@ def load(path: Path) -> Checkpoint:
         if not isinstance(state, dict):
             raise TypeError("state.pt does not hold a dict")
     except Exception as error:
-        # The hashes match, so the files are not damaged; another program must have written them.
+        # The hashes match, so the files are not damaged; probably another program wrote them.
         why = str(error).partition("\n")[0]
         raise CheckpointError(f"{path}: model.safetensors or state.pt cannot be read ({why})") from error
     return Checkpoint(step, model, state)

@@ -227,7 +227,8 @@ def _second_max_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
     """Return the values of ``ddx`` at the maxima: the transpose of the backward pass, which is linear in dy."""
     (where,) = ctx.saved_tensors
     bits = torch.stack((where & 15, where >> 4), 2).flatten(1, 2)[:, : ddx.shape[1]].long()
-    # triton/max_pool.py defines the bits. UP and LEFT become -1, DOWN and RIGHT 1, and NOWHERE, with all bits set, 0.
+    # triton/max_pool.py defines the bits. UP and LEFT become -1; DOWN and RIGHT become 1. NOWHERE has all bits set, so
+    # it becomes 0.
     row, column = (bits >> 3 & 1) - (bits >> 2 & 1), (bits >> 1 & 1) - (bits & 1)
     rows, columns = (torch.arange(n, device=where.device) * ctx.stride for n in where.shape[2:])
     at = (rows[:, None] + row) * ddx.shape[3] + columns + column

@@ -82,7 +82,7 @@ def best_tiling(g: Geometry, itemsize: int, backward: bool, residual: bool, devi
 
 @cache
 def is_tuned(device: torch.device) -> bool:
-    """Return whether programs may wait for each other; on GPUs, this was tested and tuned only on Hopper."""
+    """Return whether kernels whose programs wait for each other may run; on GPUs, they were tested only on Hopper."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 

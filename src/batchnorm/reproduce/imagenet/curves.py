@@ -68,7 +68,7 @@ def unchanged_seeds_of(finished: Mapping[str, Finished], group: str, variant: st
 
 
 def network_of(finished: Mapping[str, Finished], variant: str) -> Seeds:
-    """Return Figure 2's runs of one of the paper's networks, changed only in the seed."""
+    """Return Figure 2's runs that differ from one of the paper's networks only in the seed."""
     return unchanged_seeds_of(finished, "figures", variant)
 
 

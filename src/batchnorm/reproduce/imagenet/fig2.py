@@ -147,7 +147,7 @@ def fig2(options: Fig2) -> Path:
 
 def _missing(options: Fig2, plan: Plan) -> list[Training]:
     data, finished = options.open_data(plan)
-    # Runs of different plans can have the same name, so each further plan has its own folder.
+    # Runs of different plans can have the same name, so every plan except the default one has its own folder.
     out = options.out / str(options.plan) if str(options.plan) in FURTHER else options.out
     return [
         Training(RunFiles(run, options.result_files, out), plan, options, data)

@@ -59,7 +59,7 @@ class Plan:
         """Return the runs that are in these groups and have these names; empty sequences allow all groups or names."""
         early = [name for name in names if name in self.waiting]
         if early:
-            raise ValueError(f"{early[0]} cannot run yet: it waits for {self.waiting[early[0]]}")
+            raise ValueError(f"{early[0]} cannot run yet: it needs {self.waiting[early[0]]}")
         unknown = [name for name in names if name not in {run.name for run in self.runs}]
         if unknown:
             listed = ", ".join(run.name for run in self.runs)
@@ -190,7 +190,9 @@ def _check_table(where: str, table: Any, known: Sequence[str]) -> None:
         raise ValueError(f"{where} is {table!r}, not a table")
     for key, value in table.items():
         if key not in known:
-            raise ValueError(f"{where}: unknown key {key}; use {', '.join(known)}, and set recipe fields in each run")
+            raise ValueError(
+                f"{where}: unknown key {key}; known keys are {', '.join(known)}. Recipe fields belong in each run"
+            )
         if key in ("evaluate_every", *EVERYWHERE) and not (type(value) is int and value > 0):
             raise ValueError(f"{where}: {key}={value!r}: must be a positive integer")
 

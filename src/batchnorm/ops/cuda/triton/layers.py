@@ -30,8 +30,8 @@ def pick(piece, firsts, values):
 def find_layer(piece, firsts, channels, slices, A: tl.constexpr):
     """Return five numbers for the layer that a slice belongs to.
 
-    The numbers are the layer's first slice, its number of slices and channels, and the number of channels and layers
-    before it.
+    The numbers are the layer's first slice, how many slices it has, how many channels it has, how many channels come
+    before it, and how many layers come before it.
     """
     first = pick(piece, firsts, (0, firsts[0], firsts[1], firsts[2]))
     end = pick(piece, firsts, (firsts[0], firsts[1], firsts[2], slices))
