@@ -109,7 +109,7 @@ def ratio(row: dict[str, Any], other: str) -> float:
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the geometric mean and the minimum of the ratios to each contender, for each layout, dtype and operation."""
+    """Return, for each layout, dtype and operation, the mean and the minimum of the ratios to each contender."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if "batchnorm" in row["us"]:

@@ -59,7 +59,7 @@ class ImageBatches:
         return len(self.order)
 
     def centred(self, batch_size: int) -> ImageBatches:
-        """Return batches of the same examples, prepared as for evaluation: in stored order, each cropped to its centre square."""
+        """Return batches of the same examples for evaluation: the centre square of each, in stored order."""
         order = replace(self.order, train=False, batch_size=batch_size)
         crop, load = partial(centre_crops, size=self.size), self._load
         if isinstance(load, Prefetcher):
